@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from paged_backend.api.config import DTYPES, EngineConfig
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.options import DTYPES
 from paged_backend.api.request import Adapter, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble

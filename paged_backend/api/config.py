@@ -23,6 +23,8 @@ from paged_backend.api.limits import InputLimits
 from paged_backend.api.option_parsing import parse_options
 from paged_backend.api.option_rules import check_rules
 from paged_backend.api.options import (
+    DTYPES,
+    KV_CACHE_DTYPES,
     above_zero,
     at_least_zero,
     flag,
@@ -38,15 +40,6 @@ from paged_backend.api.options import (
 )
 from paged_backend.api.sizes import count, in_bytes, in_gib, in_mib
 
-DTYPES = {
-    "auto": "auto",
-    "float32": "float32",
-    "float": "float32",
-    "float16": "float16",
-    "half": "float16",
-    "bfloat16": "bfloat16",
-}
-KV_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # owner/model
 
 
@@ -108,10 +101,11 @@ class EngineConfig:
     )
     quantization: str | None = option(
         quantization,
-        "CPU only. `int8` rounds the weights of linear layers to 8 bits while loading. This halves their memory"
+        "`int8` rounds the weights of linear layers to 8 bits while loading. This halves their memory"
         " compared to 16 bits and is faster for small batches.",
         None,
         optional=True,
+        device="cpu",
     )
     device: str = option(one_of("auto", "cpu", "cuda"), "`auto` selects a GPU if there is one.", "auto")
     tensor_parallel_size: int = option(
@@ -130,7 +124,7 @@ class EngineConfig:
         0,
     )
     enforce_eager: bool = option(
-        flag, "Launch the kernels of each decode step instead of replaying CUDA graphs captured at load.", False
+        flag, "Launch each decode step's kernels instead of replaying CUDA graphs.", False, device="cuda"
     )
     max_model_len: int | None = option(
         count(integer(2)),
@@ -228,7 +222,9 @@ class EngineConfig:
         flag, "Generate JSON without white space between its tokens, unless the request sets this itself.", False
     )
     block_size: int = option(power_of_two(256), "Tokens per block of the KV cache.", 16, section="KV cache")
-    gpu_memory_utilization: float = option(fraction, "Fraction of the GPU's memory for weights and KV cache.", 0.9)
+    gpu_memory_utilization: float = option(
+        fraction, "Fraction of the GPU's memory for weights and KV cache.", 0.9, device="cuda"
+    )
     kv_cache_memory_bytes: int | None = option(
         in_bytes(integer(1)),
         "Bytes of the KV cache, on each GPU. Default: on a GPU what `gpu_memory_utilization` leaves, on a CPU half of"

@@ -13,11 +13,26 @@ from typing import Any
 
 from paged_backend.api.errors import ConfigError
 
+DTYPES = {
+    "auto": "auto",
+    "float32": "float32",
+    "float": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+}
+KV_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
 Check = Callable[[Any], str | None]  # returns None for a valid value, else what it must be
 
 
 def option(
-    check: Check, help: str, default: Any = MISSING, *, optional: bool = False, section: str | None = None
+    check: Check,
+    help: str,
+    default: Any = MISSING,
+    *,
+    optional: bool = False,
+    section: str | None = None,
+    device: str | None = None,
 ) -> Any:
     """Declare an option as a dataclass field.
 
@@ -27,8 +42,9 @@ def option(
         default: the default; without one the option is required.
         optional: whether None is a valid value.
         section: heading in the reference that starts with this option.
+        device: "cpu" or "cuda" for an option that only this device uses.
     """
-    metadata = {"check": check, "help": help, "optional": optional, "section": section}
+    metadata = {"check": check, "help": help, "optional": optional, "section": section, "device": device}
     return field(default=default, metadata=metadata)
 
 

@@ -17,6 +17,7 @@ from paged_backend.engine.engine import Engine
 from paged_backend.engine.model_preparation import ROOT, PreparedModel, prepare_model
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import ParallelRunner
+from paged_backend.engine.summary import log_startup
 from paged_backend.engine.warm_up import measure_costs
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.runner import Runner
@@ -29,7 +30,6 @@ from paged_backend.memory.disk import DiskTier
 from paged_backend.models.tensor_parallel import TensorParallelGroup, check_devices
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.block_pool import BlockPool
-from paged_backend.scheduling.plan import Costs
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup, Proposer, propose_placeholders
 from paged_backend.utils.machine import MemoryUsage, release_openmp_threads, resident_memory, trim_memory
@@ -140,7 +140,11 @@ def _build(
         max_loras=config.max_loras if config.enable_lora else 0,
         fair_tenants=config.fair_tenants,
     )
-    _log_summary(loaded, device, blocks, costs, prepared.num_host_blocks, time.monotonic() - started)
+    log_startup(config, prepared, time.monotonic() - started)
+    log.info(
+        "computing a token takes %.3g ms, copying a block %.3g ms, swapping a block %.3g ms",
+        *(1e3 * cost for cost in (costs.token, costs.copy, costs.move)),
+    )
     overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
     disk, adapters = _disk(config, loaded, runner), _adapters(config, loaded, adapter_list)
     return Assembly(loaded, limits, scheduler, runner, device, disk, overlap, workers, adapters)
@@ -171,36 +175,6 @@ def _limits(config: EngineConfig, loaded: LoadedModel, blocks: BlockManager) -> 
         embedding=loaded.spec.embedding,
         input_limits=config.limits,
         sampling_defaults=loaded.spec.sampling_defaults,
-    )
-
-
-def _log_summary(
-    loaded: LoadedModel,
-    device: torch.device,
-    blocks: BlockManager,
-    costs: Costs,
-    num_host_blocks: int,
-    seconds: float,
-) -> None:
-    spec = loaded.spec
-    log.info(
-        "%s in %s on %s, ready in %.1f s: %d layers, verified with paged attention; KV cache of %d blocks of %d tokens"
-        " (%.2f GiB)",
-        type(loaded.model).__name__,
-        spec.dtype,
-        device,
-        seconds,
-        len(spec.layers),
-        blocks.num_blocks,
-        blocks.block_size,
-        blocks.num_blocks * kv_cache.bytes_per_block(loaded.layers, blocks.block_size, spec.kv_dtype) / kv_cache.GIB,
-    )
-    log.info(
-        "computing a token takes %.3g ms, copying a block %.3g ms, swapping a block %.3g ms; host pool of %d blocks",
-        costs.token * 1e3,
-        costs.copy * 1e3,
-        costs.move * 1e3,
-        num_host_blocks,
     )
 
 

@@ -48,7 +48,7 @@ def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> Prepar
         num_host_blocks=num_host_blocks,
         broadcast_tokens=tp_group.broadcast_tokens,
     )
-    capture_graphs(config, loaded, runner, graph_shapes_of(config, runner))
+    capture_graphs(config, loaded, runner, graph_shapes_of(config, runner), report=True)
     if not tp_group.all_reduce_min(runner.has_graphs):  # NCCL calls: captured on all ranks or none
         runner.release_graphs()
     return PreparedModel(loaded, runner, num_blocks, num_host_blocks, warmed.seconds_per_token)

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.execution.drafter import Drafter
-from paged_backend.execution.graphs import GraphShape, graph_capture, graph_shapes
+from paged_backend.execution.graphs import GraphCapture, GraphShape, draft_shapes, graph_capture, graph_shapes
 from paged_backend.execution.runner import Runner
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory.kv_cache import KVCache
+from paged_backend.utils.startup import Progress
 
 
 def build_runner(
@@ -62,9 +63,24 @@ def graph_shapes_of(config: EngineConfig, runner: Runner) -> list[GraphShape]:
     )
 
 
-def capture_graphs(config: EngineConfig, loaded: LoadedModel, runner: Runner, shapes: list[GraphShape]) -> None:
-    """Capture graphs of these shapes if the device supports graphs and the options allow them."""
+def capture_graphs(
+    config: EngineConfig, loaded: LoadedModel, runner: Runner, shapes: list[GraphShape], *, report: bool = False
+) -> None:
+    """Capture graphs of these shapes if the device supports graphs and the options allow them. report: whether to log
+    the progress."""
     capture = None if config.enforce_eager else graph_capture(runner.kv.device)
     if capture:
+        if report:
+            total = len(shapes) + (len(draft_shapes(shapes)) if runner.drafter else 0)
+            capture = _counted(capture, Progress("capturing CUDA graphs", total, "graphs"))
         max_len = loaded.spec.max_model_len
         runner.capture_graphs(capture, shapes, max_blocks=-(-max_len // config.block_size), max_context_len=max_len)
+
+
+def _counted(capture: GraphCapture, progress: Progress) -> GraphCapture:
+    def counted(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        replay = capture(step)
+        progress.advance()
+        return replay
+
+    return counted

@@ -22,7 +22,7 @@ from paged_backend.engine.runner_builder import build_runner, capture_graphs, gr
 from paged_backend.execution.batch import PackedBatch, pack
 from paged_backend.execution.graphs import GraphShape, draft_shapes, largest_shapes
 from paged_backend.execution.runner import Runner
-from paged_backend.loading.model_loader import LoadedModel
+from paged_backend.loading.model_loader import LoadedModel, ModelSpec
 from paged_backend.models.adapter_rows import adapter_rows
 from paged_backend.models.lora import Lora
 from paged_backend.scheduling.block_manager import BlockManager, Copy
@@ -31,6 +31,7 @@ from paged_backend.scheduling.plan import Chunk, Costs, Plan
 from paged_backend.scheduling.plan_builder import MAX_SCORED
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Group
+from paged_backend.utils.startup import Progress
 from paged_kernels import launch_table
 
 REPEATS = 3
@@ -64,15 +65,19 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     plan = _largest_plan(config, blocks, count, length)
     runner = build_runner(config, loaded, device, num_blocks=blocks.num_blocks)
 
+    progress = Progress("warming up", 2 + bool(runner.lora) + _num_warm_up_steps(config, spec, runner))
+
     def step() -> None:
         runner.launch(pack(plan, block_size=blocks.block_size)).result()
+        progress.advance()
 
     def all_steps() -> None:
         step()
         if runner.lora:
             runner.launch(_with_adapters(pack(plan, block_size=blocks.block_size), runner.lora)).result()
+            progress.advance()
         if device.type == "cuda":
-            _run_warm_up_plans(config, spec.max_model_len, spec.vocab_size, runner)
+            _run_warm_up_plans(config, spec, runner, progress)
 
     activations = _activation_bytes(all_steps, device)
     return WarmUpResult(_seconds(step, device) / plan.num_tokens, activations + graph_bytes(config, loaded, runner))
@@ -93,10 +98,21 @@ def _with_adapters(packed: PackedBatch, lora: Lora) -> PackedBatch:
     return replace(packed, adapters=adapter_rows(np.arange(packed.input_ids.numel()) % lora.slots))
 
 
-def _run_warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int, runner: Runner) -> None:
-    for plan in warm_up_plans(config, max_model_len, vocab_size):
-        for gqa_group in dict.fromkeys((None, runner.gqa_group)):
+def _num_warm_up_steps(config: EngineConfig, spec: ModelSpec, runner: Runner) -> int:
+    if runner.kv.device.type != "cuda":
+        return 0
+    return sum(1 for _ in warm_up_plans(config, spec.max_model_len, spec.vocab_size)) * len(_gqa_groups(runner))
+
+
+def _gqa_groups(runner: Runner) -> list[int | None]:
+    return list(dict.fromkeys((None, runner.gqa_group)))
+
+
+def _run_warm_up_plans(config: EngineConfig, spec: ModelSpec, runner: Runner, progress: Progress) -> None:
+    for plan in warm_up_plans(config, spec.max_model_len, spec.vocab_size):
+        for gqa_group in _gqa_groups(runner):
             runner.launch(pack(plan, block_size=config.block_size, gqa_group=gqa_group)).result()
+            progress.advance()
 
 
 def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[Plan]:

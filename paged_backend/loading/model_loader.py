@@ -29,7 +29,7 @@ from paged_backend.loading.tokenizer_loader import load_tokenizer
 from paged_backend.loading.verification import verify_model
 from paged_backend.loading.weights import is_quantized, load_weights
 from paged_backend.memory.kv_cache import LayerShape
-from paged_backend.models import tensor_parallel
+from paged_backend.models import rope, tensor_parallel
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.hidden_states import hidden_size
 from paged_backend.models.lora import Lora, find_adaptable_layers
@@ -45,6 +45,8 @@ class ModelSpec:
     dtype: torch.dtype
     kv_dtype: torch.dtype  # dtype of the KV cache
     max_model_len: int
+    supported_len: int | None  # maximum context length of the model; None if its configuration has none
+    num_parameters: int
     vocab_size: int
     eos_ids: frozenset[int]
     sampling_defaults: SamplingDefaults
@@ -88,6 +90,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     totals = None if dummy else model_files.check_weights(path, quantized=is_quantized(hf_config))
     model_files.check_sizes(path, hf_config, totals, dtype=dtype, trust_remote_code=config.trust_remote_code)
     model = load_weights(config, hf_config, path, dtype, device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())  # some are freed later
     if config.tensor_parallel_size > 1:
         tensor_parallel.replace_dtensors(model)
     model = model.to(device).eval()
@@ -99,6 +102,8 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         dtype=dtype,
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,
+        supported_len=rope.max_static_len(text_config)[0],
+        num_parameters=num_parameters,
         vocab_size=text_config.vocab_size,
         eos_ids=_eos_ids(path, model, tokenizer, text_config.vocab_size),
         embedding=embedding,

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from paged_backend.api.config import HUB_NAME, EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.loading import model_files
+from paged_backend.loading import load_progress, model_files
 from paged_backend.loading.model_files import GGUF
 
 
@@ -39,7 +39,13 @@ def _download(name: str, config: EngineConfig, revision: str | None) -> Path:
     patterns += ["*.safetensors"] if config.load_format != "dummy" else []
     patterns += ["*.py"] if config.trust_remote_code else []
     try:
-        path = snapshot_download(name, revision=revision, cache_dir=config.download_dir, allow_patterns=patterns)
+        path = snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=config.download_dir,
+            allow_patterns=patterns,
+            tqdm_class=load_progress.download_bar(name),
+        )
         return Path(path)
     except Exception as error:  # e.g. no network, unknown name, no permission; the types differ
         reason = str(error).strip().partition("\n")[0]

@@ -38,6 +38,7 @@ from paged_backend.models.attention import ATTENTION, AttentionSpec, Unsupported
 from paged_backend.models.model_variants import ModelVariant, model_variants
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group, Sequence
+from paged_backend.utils.startup import Progress
 
 log = logging.getLogger("paged_llm")
 
@@ -118,9 +119,12 @@ def verify_model(
     Leaves the model in its fastest variant that passes: on paged attention, fused and compiled if possible, with int8
     weights if `quantized`. Raises UnsupportedModel, with the name of the model's class, if no variant passes.
     """
+    progress = Progress("verifying", 3)
     try:
         layers, specs = _probe(model)
+        progress.advance()
         expected = _expected(model)
+        progress.advance()
         rope.freeze_rope(model)
         failure: UnsupportedModel | None = None
         uses_quantized_weights = quantized or getattr(model.config, "quantization_config", None) is not None
@@ -130,6 +134,7 @@ def verify_model(
             if failure is None:
                 log.info("%s runs %s", type(model).__name__, variant.name)
                 _release_unused(model, variant, compare)
+                progress.advance()
                 return layers
             log.warning("%s, %s: %s", type(model).__name__, variant.name, failure)
         assert failure is not None

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GgufConfig, PretrainedConfig, Pre
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.loading import model_files
+from paged_backend.loading.load_progress import weights_reported
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_source import source_arguments
 from paged_backend.models.tensor_parallel import distributed_arguments
@@ -24,17 +25,18 @@ def load_weights(
     if config.load_format == "dummy":
         return _random_weights(config, hf_config, dtype)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            **source_arguments(path),
-            config=hf_config,
-            dtype=dtype,
-            attn_implementation="eager",
-            trust_remote_code=config.trust_remote_code,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **_format_arguments(config, hf_config, path, device),
-            **distributed_arguments(config),
-        )
+        with weights_reported():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                **source_arguments(path),
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation="eager",
+                trust_remote_code=config.trust_remote_code,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **_format_arguments(config, hf_config, path, device),
+                **distributed_arguments(config),
+            )
     except Exception as error:  # e.g. a truncated file, a missing shard, not a decoder
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"model={json.dumps(config.model)}: cannot be loaded from {path}: {reason}") from error

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from paged_backend.models.fusion import FusedModel, LayerFunctions, post_attention, pre_attention
+from paged_backend.models.fusion import FusedLayer, FusedModel, LayerFunctions, post_attention, pre_attention
+from paged_backend.utils.startup import Progress
 
 log = logging.getLogger("paged_llm")
 
@@ -56,8 +57,12 @@ def compile_functions(fused: FusedModel) -> LayerFunctions | None:
     )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for count in (MANY_TOKENS, 1):
-            _run(functions, fused, count)
+        kinds, counts = _distinct_layers(fused), (MANY_TOKENS, 1)
+        progress = Progress("compiling", len(kinds) * len(counts), "layers")
+        for count in counts:
+            for layer in kinds:
+                _run(functions, layer, count)
+                progress.advance()
     except Exception as error:  # e.g. no compiler, no disk space, an unsupported operation
         reason = str(error).strip().partition("\n")[0]
         log.warning("torch.compile failed, running uncompiled: %s: %s", type(error).__name__, reason)
@@ -66,19 +71,30 @@ def compile_functions(fused: FusedModel) -> LayerFunctions | None:
     return functions
 
 
-@torch.inference_mode()
-def _run(functions: LayerFunctions, fused: FusedModel, count: int) -> None:
-    """Run both functions over `count` tokens, once for each distinct kind of layer."""
-    seen: set[Any] = set()
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether a model's layers run compiled functions."""
+    layers = getattr(getattr(model, "model", None), "layers", ())
+    return any(
+        isinstance(layer.forward, FusedLayer) and layer.forward.functions != LayerFunctions() for layer in layers
+    )
+
+
+def _distinct_layers(fused: FusedModel) -> list[FusedLayer]:
+    """Return one layer of each distinct kind: those that differ only in the values of their weights are alike."""
+    found: dict[Any, FusedLayer] = {}
     for layer in fused.layers:
         arguments = (*layer.pre_arguments, *layer.post_arguments)
         kind = tuple(None if value is None else getattr(value, "shape", value) for value in arguments)
-        if kind in seen:
-            continue
-        seen.add(kind)
-        output, residual, attended = (_rows(count, width, layer.pre_arguments[0]) for width in layer.widths)
-        functions.pre_attention(output, residual, *layer.pre_arguments)
-        functions.post_attention(attended, residual, *layer.post_arguments)
+        found.setdefault(kind, layer)
+    return list(found.values())
+
+
+@torch.inference_mode()
+def _run(functions: LayerFunctions, layer: FusedLayer, count: int) -> None:
+    """Run both functions over `count` tokens."""
+    output, residual, attended = (_rows(count, width, layer.pre_arguments[0]) for width in layer.widths)
+    functions.pre_attention(output, residual, *layer.pre_arguments)
+    functions.post_attention(attended, residual, *layer.post_arguments)
 
 
 def _rows(count: int, width: int, like: Tensor) -> Tensor:

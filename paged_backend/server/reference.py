@@ -91,6 +91,7 @@ METRICS = """\
 Triton serves these metrics at `localhost:8002/metrics`, next to its own. Every metric has the labels `model` and
 `version`, in addition to those in the table. `disable_log_stats` turns them off. [Observe](../guides/observe.md)
 describes which ones to watch."""
+DEVICES = {"cpu": "CPU only. ", "cuda": "GPU only. ", None: ""}
 METRIC_GROUPS = (
     ("Engine", "paged_", ""),
     ("Names of vLLM", "vllm:", "The same values under the names that dashboards for vLLM read, with vLLM's buckets."),
@@ -206,7 +207,11 @@ def _sections(columns: Row, specs: Iterable[Field[Any]]) -> list[str]:
 
 def _row(spec: Field[Any]) -> Row:
     is_plain = isinstance(spec.default, str | int | float) and spec.default is not MISSING
-    return f"`{spec.name}`", _code(spec.default) if is_plain else "", spec.metadata["help"]
+    return (
+        f"`{spec.name}`",
+        _code(spec.default) if is_plain else "",
+        DEVICES[spec.metadata.get("device")] + spec.metadata["help"],
+    )
 
 
 def _tensor_row(item: tuple[str, TensorSpec]) -> Row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,15 @@ def usable_cores() -> int:
     """Return the number of cores that this process may keep busy. A quota of 2.5 counts as 2, because a throttled
     thread delays the others."""
     return max(1, int(min([len(os.sched_getaffinity(0)), *_quotas()])))
+
+
+def cpu_name() -> str:
+    """Return the model of the CPU, or its architecture if the system does not name the model."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()
 
 
 def limit_torch_threads(processes: int = 1) -> None:

@@ -28,6 +28,8 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--grpc-port", type=port, default=8001, metavar="N", help="gRPC port (default: 8001)")
     add("--metrics-port", type=port, default=8002, metavar="N", help="metrics port (default: 8002)")
     add("--multi-lora", type=Path, metavar="FILE", help="JSON file of LoRA adapters (name to directory) to serve")
+    add("--log-file", type=Path, metavar="FILE", help="file for the server's log (default: in ~/.cache/paged_llm/logs)")
+    add("--verbose", action="store_true", help="print the whole log of the server")
     parser.set_defaults(run=serve)
 
     parser = commands.add_parser("install-backend", help="install the engine as a backend of a tritonserver")
@@ -76,7 +78,26 @@ def serve(args: argparse.Namespace) -> int:
         metrics_port=args.metrics_port,
         server_args=args.rest,
         multi_lora=args.multi_lora,
+        verbose=args.verbose,
+        log_file=_log_file(args.log_file, launch.default_log_file(args.http_port)),
     )
+
+
+def _log_file(named: Path | None, default: Path) -> Path | None:
+    """Return the file for the log, without changing it yet. Raises UsageError for one that cannot be written.
+
+    Without a writable default, a warning is printed and there is no file.
+    """
+    path = named or default
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        if named:
+            raise UsageError(f"--log-file {named}: {error.strerror}") from None
+        print(f"warning: the log is not kept: {path}: {error.strerror}; name a file with --log-file", file=sys.stderr)
+        return None
+    return path.absolute()
 
 
 def install_backend(args: argparse.Namespace) -> int:

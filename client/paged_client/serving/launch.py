@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-import re
+import os
 import shutil
 import signal
 import subprocess
@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from paged_client.serving.console import Console
 from paged_client.serving.server_files import ServerNotFoundError
 from paged_client.serving.tritonserver import ServerError, TritonServer
 
@@ -27,12 +28,13 @@ def serve(
     server_args: Sequence[str] = (),
     multi_lora: Path | None = None,
     verbose: bool = False,
+    log_file: Path | None = None,
 ) -> int:
     """Serve `model` until Ctrl-C, SIGTERM or SIGHUP, and return the exit code: 0 after a clean stop, 1 for an error.
 
-    The first signal lets open streams finish, for at most 30 s. The second one kills the server. Warnings and errors of
-    the server go to standard error; with `verbose`, the whole log does. An error before the server is ready is printed
-    as a single message.
+    The first signal lets open streams finish, for at most 30 s. The second one kills the server. Progress, a
+    summary of what was loaded, and the server's warnings and errors go to standard error; with `verbose`, the whole log
+    does. An error before the server is ready is printed as a single message. log_file: file for the whole log.
     """
     console = Console(verbose)
     try:
@@ -45,9 +47,15 @@ def serve(
             server_args=server_args,
             multi_lora=multi_lora,
             echo=console.log_line,
+            log_file=log_file,
         )
-        return _run(server, console)
-    except (ServerNotFoundError, ServerError, ValueError, OSError) as error:
+        if log_file:
+            console.say(f"Log: {log_file}")
+        return _run(server, console, log_file)
+    except ServerError as error:
+        console.say(f"error: {error}{_where_log_is(log_file)}")
+        return 1
+    except (ServerNotFoundError, ValueError, OSError) as error:
         console.say(f"error: {error}")
         return 1
     except KeyboardInterrupt:
@@ -55,7 +63,17 @@ def serve(
         return 130
 
 
-def _run(server: TritonServer, console: "Console") -> int:
+def default_log_file(http_port: int) -> Path:
+    """Return the file for the log of the server on this port, which no other server of this machine uses."""
+    cache = os.environ.get("PAGED_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "paged_llm")
+    return Path(cache, "logs", f"serve-{http_port}.log").expanduser().absolute()
+
+
+def _where_log_is(log_file: Path | None) -> str:
+    return f"\nThe server's log is in {log_file}" if log_file else ""
+
+
+def _run(server: TritonServer, console: Console, log_file: Path | None) -> int:
     stopping = threading.Event()
     with _signals_forwarded(server, console, stopping):
         try:
@@ -72,7 +90,8 @@ def _run(server: TritonServer, console: "Console") -> int:
     if stopping.is_set():
         console.say("Stopped.")
         return 0
-    console.say(f"error: tritonserver exited with code {code}; the last lines of its log:\n{server.log_tail()}")
+    reason = f"tritonserver exited with code {code}; the last lines of its log:\n{server.log_tail()}"
+    console.say(f"error: {reason}{_where_log_is(log_file)}")
     return code if code > 0 else 1
 
 
@@ -85,7 +104,7 @@ def _wait(server: TritonServer, stopping: threading.Event) -> int:
 
 
 @contextlib.contextmanager
-def _signals_forwarded(server: TritonServer, console: "Console", stopping: threading.Event) -> Iterator[None]:
+def _signals_forwarded(server: TritonServer, console: Console, stopping: threading.Event) -> Iterator[None]:
     """Handle signals: the first one terminates the server and sets `stopping`, the next one kills the server."""
 
     def handle(number: int, frame: object) -> None:
@@ -125,50 +144,3 @@ def _paged() -> str:
     if shutil.which("paged") or not beside.exists():
         return "paged"
     return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)
-
-
-class Console:
-    """Writes to standard error: progress while the model loads, then the server's warnings and errors."""
-
-    # Log lines of Triton start with I1231 (info), W1231 or E1231. All others are output of other code.
-    _INFO = re.compile(r"I\d{4} |[+|\n]|Signal \(")
-    _ENGINE_PROBLEM = re.compile(r" (WARNING|ERROR) paged_llm: ")
-    _INTERVAL = 10.0  # seconds between progress lines if standard error is not a terminal
-
-    def __init__(self, verbose: bool) -> None:
-        self._verbose = verbose
-        self._redraws = sys.stderr.isatty() and not verbose
-        self._is_ready = False
-        self._next_line = 0.0
-
-    def log_line(self, line: str) -> None:
-        """Print a line of the server's log if it is relevant.
-
-        While the model loads, only warnings and errors of the engine are: a failure to load is reported as one message.
-        """
-        if self._verbose or self._ENGINE_PROBLEM.search(line) or (self._is_ready and not self._INFO.match(line)):
-            sys.stderr.write(line)
-
-    def loading(self, seconds: float) -> None:
-        if self._redraws:
-            spinner = "|/-\\"[int(seconds * 10) % 4]
-            sys.stderr.write(f"\r\033[K{spinner} Loading the model, {seconds:.0f} s")
-            sys.stderr.flush()
-        elif seconds >= self._next_line:
-            self._next_line = seconds + self._INTERVAL
-            self.say(f"Loading the model, {seconds:.0f} s")
-
-    def ready(self, message: str) -> None:
-        self._is_ready = True
-        self._clear()
-        print(message, flush=True)
-
-    def say(self, message: str) -> None:
-        with contextlib.suppress(OSError):  # standard error was closed
-            self._clear()
-            print(message, file=sys.stderr, flush=True)
-
-    def _clear(self) -> None:
-        if self._redraws:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()

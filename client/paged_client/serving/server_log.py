@@ -1,21 +1,67 @@
 """Reads the log of a tritonserver, and finds in it why a model did not load."""
 
+import os
 import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+
+
+class LogFile:
+    """A file that gets everything that is written. Beyond MAX_BYTES, it is renamed to NAME.1 and begins anew."""
+
+    MAX_BYTES = 64 << 20
+
+    def __init__(self, path: Path) -> None:
+        """Create the file and its directory. Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file: FileIO | None = path.open("wb", buffering=0)
+        self._size = 0
+
+    def write(self, line: bytes) -> None:
+        """Write a line. Raises OSError once if that is not possible, and drops the further ones."""
+        if self._file is None:
+            return
+        try:
+            if self._size + len(line) > self.MAX_BYTES:
+                self._file.close()
+                os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
+                self._file, self._size = self._path.open("wb", buffering=0), 0
+            self._file.write(line)
+            self._size += len(line)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class ServerLog:
-    """Reads a server's output on a thread. It keeps the last LIMIT lines and passes each line to `echo`."""
+    """Reads a server's output on a thread.
+
+    It keeps the last LIMIT lines, passes each line to `echo`, and writes it to the file at `path`.
+    """
 
     LIMIT = 20_000  # lines
 
-    def __init__(self, echo: Callable[[str], None] | None) -> None:
+    def __init__(self, echo: Callable[[str], None] | None = None, path: Path | None = None) -> None:
         self._echo = echo
+        self._path = path
+        self._file: LogFile | None = None
         self._lines: list[str] = []
         self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Create the file. Raises OSError."""
+        if self._path:
+            self._file = LogFile(self._path)
 
     def follow(self, process: "subprocess.Popen[bytes]") -> None:
         self._thread = threading.Thread(target=self._read, args=[process.stdout], daemon=True)
@@ -23,13 +69,22 @@ class ServerLog:
 
     def _read(self, stream: Iterable[bytes]) -> None:
         for raw in stream:
-            line = raw.decode(errors="replace")
-            self._lines.append(line)
-            if len(self._lines) > self.LIMIT:
-                del self._lines[: self.LIMIT // 2]
-            if self._echo:
-                with suppress(OSError):  # standard error was closed; the server's output must still be read
-                    self._echo(line)
+            self._add(raw.decode(errors="replace"))
+            if self._file:
+                try:
+                    self._file.write(raw)
+                except OSError as error:  # e.g. no space left
+                    self._add(f"W0000 {self._path}: {error.strerror}; the log is no longer written to this file\n")
+        if self._file:
+            self._file.close()
+
+    def _add(self, line: str) -> None:
+        self._lines.append(line)
+        if len(self._lines) > self.LIMIT:
+            del self._lines[: self.LIMIT // 2]
+        if self._echo:
+            with suppress(OSError):  # standard error was closed; the server's output must still be read
+                self._echo(line)
 
     def join(self) -> None:
         """Wait for the last lines of a server that has exited."""

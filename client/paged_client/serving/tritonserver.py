@@ -58,6 +58,7 @@ class TritonServer:
         server_args: further options for tritonserver.
         echo: called with each line of the server's log.
         repository: model repository to use instead of the project's model_repository/.
+        log_file: file for the server's whole log, which `start` overwrites. Its directory is created.
         multi_lora: JSON file that lists LoRA adapters, instead of the repository's. The server reads this file itself,
             so that later changes take effect. Sets the option `enable_lora`.
 
@@ -76,6 +77,7 @@ class TritonServer:
         echo: Callable[[str], None] | None = None,
         repository: Path = REPOSITORY_ROOT / "model_repository",
         multi_lora: Path | None = None,
+        log_file: Path | None = None,
     ) -> None:
         ports = choose_ports(http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
         self.http_port, self.grpc_port, self.metrics_port = ports
@@ -89,7 +91,7 @@ class TritonServer:
         self._files = find_server()
         # Servers on the same host need different name prefixes in /dev/shm.
         self.shm_prefix = f"paged_{os.getpid()}_{secrets.token_hex(4)}_"
-        self._log = ServerLog(echo)
+        self._log = ServerLog(echo, log_file)
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
@@ -135,6 +137,7 @@ class TritonServer:
     def start(self) -> None:
         """Start the server without waiting for it."""
         assert self._process is None, "a TritonServer starts once"
+        self._log.open()
         self._scratch = tempfile.TemporaryDirectory(prefix="paged-server-")
         models = Path(self._scratch.name)
         write_repository(self._repository, models, self._options, self._multi_lora)

@@ -9,14 +9,20 @@ from paged_client.serving import launch
 
 
 @pytest.fixture
-def serve_calls(monkeypatch):
+def serve_calls(monkeypatch, tmp_path):
     """The calls of launch.serve, which is replaced."""
     calls = []
+    monkeypatch.setenv("PAGED_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(launch, "serve", lambda *args, **kwargs: calls.append((args, kwargs)) or 7)
     return calls
 
 
-def test_arguments_are_passed_to_the_launcher(serve_calls):
+def defaults(cache, port):
+    """The arguments of launch.serve that are not given."""
+    return {"multi_lora": None, "verbose": False, "log_file": cache / "logs" / f"serve-{port}.log"}
+
+
+def test_arguments_are_passed_to_the_launcher(serve_calls, tmp_path):
     options = [
         "-o",
         "dtype=float32",
@@ -32,7 +38,7 @@ def test_arguments_are_passed_to_the_launcher(serve_calls):
     expected = {"dtype": "float32", "max_num_seqs": 8, "enable_prefix_caching": False, "tokenizer": "a=b"}
     ports = {"http_port": 1, "grpc_port": 2, "metrics_port": 65535}
     flags = ["--log-verbose=1", "--", "-o"]
-    assert serve_calls == [(("demo", expected), {**ports, "server_args": flags, "multi_lora": None})]
+    assert serve_calls == [(("demo", expected), {**ports, "server_args": flags, **defaults(tmp_path, 1)})]
 
 
 def test_invalid_option_is_rejected_before_the_server_starts(serve_calls, capsys):
@@ -89,10 +95,10 @@ def test_sizes_have_units(serve_calls):
     )
 
 
-def test_model_may_be_given_as_an_option(serve_calls):
+def test_model_may_be_given_as_an_option(serve_calls, tmp_path):
     assert main(["serve", "-o", "model=/m"]) == 7
     ports = {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
-    assert serve_calls == [(("/m", {}), {**ports, "server_args": [], "multi_lora": None})]
+    assert serve_calls == [(("/m", {}), {**ports, "server_args": [], **defaults(tmp_path, 8000)})]
 
 
 @pytest.mark.parametrize(
@@ -117,3 +123,21 @@ def test_port_out_of_range_is_rejected(serve_calls, capsys, port):
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "a", f"--http-port={port}"])
     assert "must be 1..65535" in capsys.readouterr().err
+
+
+def test_log_file_and_verbose(serve_calls, tmp_path):
+    log = tmp_path / "new" / "serve.log"
+    assert main(["serve", "demo", "--log-file", str(log), "--verbose"]) == 7
+    ((_, arguments),) = serve_calls
+    assert (arguments["log_file"], arguments["verbose"]) == (log, True)
+
+
+def test_log_file_that_cannot_be_written(serve_calls, capsys, tmp_path, monkeypatch):
+    assert main(["serve", "demo", "--log-file", str(tmp_path)]) == 2
+    assert f"--log-file {tmp_path}: Is a directory" in capsys.readouterr().err
+    assert serve_calls == []
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PAGED_CACHE_DIR", str(tmp_path / "file"))
+    assert main(["serve", "demo"]) == 7
+    assert "warning: the log is not kept: " in capsys.readouterr().err
+    assert serve_calls[0][1]["log_file"] is None

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
-from paged_client.serving.launch import Console
+from paged_client.serving.launch import default_log_file
 from paged_client.serving.ports import choose_ports
 from tests.support.processes import children, is_running, needs_server
 
@@ -27,7 +27,9 @@ def launch(repository, tmp_path):
     script = (
         "import sys, json; from pathlib import Path; from paged_client.serving import launch, tritonserver\n"
         "tritonserver.TritonServer.__init__.__kwdefaults__['repository'] = Path(sys.argv[1])\n"
-        "sys.exit(launch.serve(sys.argv[2], **json.loads(sys.argv[3])))"
+        "arguments = json.loads(sys.argv[3])\n"
+        "arguments['log_file'] = Path(arguments['log_file']) if 'log_file' in arguments else None\n"
+        "sys.exit(launch.serve(sys.argv[2], **arguments))"
     )
     started = []
 
@@ -48,26 +50,6 @@ def wait_until(condition) -> None:
     pause = threading.Event()
     while not condition():
         pause.wait(0.05)
-
-
-def test_console_hides_info_lines(capsys):
-    console = Console(verbose=False)
-    console.log_line("E1121 while loading\n")
-    console.log_line("2026-11-21 10:00:00,000 ERROR paged_llm: disk_cache_dir: cannot be used\n")
-    console.ready("Ready.")
-    console.log_line("I1121 information\n")
-    console.log_line("W1121 warning\n")
-    console.log_line("Traceback\n")
-    shown = capsys.readouterr()
-    assert shown.out == "Ready.\n"
-    ours, *rest = shown.err.splitlines()
-    assert ours.endswith("ERROR paged_llm: disk_cache_dir: cannot be used")
-    assert rest == ["W1121 warning", "Traceback"]
-
-
-def test_verbose_console_shows_all_lines(capsys):
-    Console(verbose=True).log_line("I1121 information\n")
-    assert capsys.readouterr().err == "I1121 information\n"
 
 
 def launch_anywhere(launch, **options):
@@ -155,12 +137,27 @@ def test_second_signal_kills_a_loading_server(launch):
 
 
 @needs_server
-def test_serve_reports_a_failed_load_in_one_message(launch):
-    process = launch(http_port=0, grpc_port=0, metrics_port=0, options={"wrong": 1})
+def test_serve_reports_a_failed_load_in_one_message(launch, tmp_path):
+    log = tmp_path / "logs" / "serve.log"
+    process = launch(http_port=0, grpc_port=0, metrics_port=0, options={"wrong": 1}, log_file=str(log))
     shown, errors = process.communicate()
     assert process.returncode == 1
     assert shown == ""
-    assert errors.splitlines()[-1] == "error: the model did not load: ValueError: wrong=1: unknown option"
+    first, *_, error, where = errors.splitlines()
+    assert first == f"Log: {log}"
+    assert error == "error: the model did not load: ValueError: wrong=1: unknown option"
+    assert where == f"The server's log is in {log}"
+    assert "wrong=1: unknown option" in log.read_text()
+
+
+def test_default_log_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGED_CACHE_DIR", str(tmp_path))
+    assert default_log_file(8000) == tmp_path / "logs" / "serve-8000.log"
+    monkeypatch.delenv("PAGED_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_log_file(1) == tmp_path / "paged_llm" / "logs" / "serve-1.log"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_log_file(1) == Path.home() / ".cache" / "paged_llm" / "logs" / "serve-1.log"
 
 
 @needs_server

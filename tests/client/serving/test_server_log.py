@@ -1,8 +1,12 @@
-"""The reason of a failed load in a server's log."""
+"""The log of a server: the reason of a failed load, and its file."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from paged_client.serving.server_log import load_failure
+from paged_client.serving.server_log import LogFile, ServerLog, load_failure
 
 
 @pytest.mark.parametrize(
@@ -24,3 +28,36 @@ def test_load_failure_keeps_its_quotes():
 
 def test_log_without_load_failure():
     assert load_failure("I1121 all is well\n") is None
+
+
+def followed(log, program):
+    """Return a log after it has read all output of a Python program."""
+    log.open()
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        log.follow(process)
+        process.wait()
+        log.join()
+    return log
+
+
+def test_file_has_the_whole_log(tmp_path):
+    path, echoed = tmp_path / "new" / "serve.log", []
+    log = followed(ServerLog(echoed.append, path), "print('one'); print('two')")
+    assert path.read_text() == log.text() == "".join(echoed) == "one\ntwo\n"
+    followed(ServerLog(path=path), "print('later')")
+    assert path.read_text() == "later\n"
+
+
+def test_file_is_rotated_at_its_size_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(LogFile, "MAX_BYTES", 10)
+    path = tmp_path / "serve.log"
+    followed(ServerLog(path=path), "for n in range(8): print('line', n)")
+    assert path.with_name("serve.log.1").read_text() == "line 6\n"
+    assert path.read_text() == "line 7\n"
+
+
+def test_full_disk_ends_the_file_but_not_the_log():
+    log = followed(ServerLog(path=Path("/dev/full")), "print('one'); print('two')")
+    one, problem, two = log.text().splitlines()
+    assert (one, two) == ("one", "two")
+    assert problem == "W0000 /dev/full: No space left on device; the log is no longer written to this file"

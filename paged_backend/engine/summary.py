@@ -1,0 +1,117 @@
+"""Tells the user of the server which model runs, on what, and with how much memory, once it is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import torch
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.engine.model_preparation import PreparedModel
+from paged_backend.loading.model_loader import LoadedModel
+from paged_backend.memory import kv_cache
+from paged_backend.models.compilation import is_compiled
+from paged_backend.utils.machine import cpu_name, usable_cores
+from paged_backend.utils.startup import startup_log
+from paged_kernels.cpu import native
+
+
+def log_startup(config: EngineConfig, prepared: PreparedModel, seconds: float) -> None:
+    """Log the summary of a model that took `seconds` to load."""
+    device = prepared.runner.kv.device
+    if unused := unused_options(config, device):
+        startup_log.warning("no effect on a %s: %s", _device_kind(device), ", ".join(unused))
+    for line in summary(config, prepared):
+        startup_log.info("%s", line)
+    startup_log.info("Loaded in %.1f s", seconds)
+
+
+def unused_options(config: EngineConfig, device: torch.device) -> list[str]:
+    """Return the options that were set although the device does not use them, as `name=value`."""
+    return [
+        f"{spec.name}={json.dumps(getattr(config, spec.name))}"
+        for spec in fields(config)
+        if spec.metadata["device"] not in (None, device.type) and getattr(config, spec.name) != spec.default
+    ]
+
+
+def summary(config: EngineConfig, prepared: PreparedModel) -> list[str]:
+    """Return the lines of the summary."""
+    loaded, device = prepared.loaded, prepared.runner.kv.device
+    lines = [
+        f"Model: {_describe_model(config.model, loaded)}",
+        f"Device: {_describe_device(config, device)}",
+        f"Kernels: {_kernels(prepared)}",
+        f"Data types: weights {_weights_type(config, loaded)}, KV cache {_name_of(loaded.spec.kv_dtype)}",
+        f"Context length: {_context_length(loaded)}",
+        f"KV cache: {_kv_cache(config, prepared)}",
+    ]
+    if config.num_speculative_tokens:
+        source = _describe_model(config.speculative_model, loaded.draft) if loaded.draft else "prompt lookup"
+        lines.append(f"Speculative decoding: {config.num_speculative_tokens} draft tokens per step, {source}")
+    if loaded.lora:
+        size = loaded.lora.nbytes / kv_cache.GIB
+        lines.append(f"LoRA: {loaded.lora.slots} slots of rank {loaded.lora.rank}, {size:.2f} GiB")
+    return lines
+
+
+def _describe_model(name: str | None, loaded: LoadedModel) -> str:
+    count = loaded.spec.num_parameters
+    size = f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.2f} million"
+    return f"{name} ({type(loaded.model).__name__}, {size} parameters)"
+
+
+def _device_kind(device: torch.device) -> str:
+    return "CPU" if device.type == "cpu" else "GPU"
+
+
+def _describe_device(config: EngineConfig, device: torch.device) -> str:
+    ranks = config.tensor_parallel_size
+    if device.type == "cpu":
+        cores = usable_cores()
+        name = f"CPU, {cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
+        return name if ranks == 1 else f"{name}, {ranks} processes"
+    return (f"{ranks} x " if ranks > 1 else "") + torch.cuda.get_device_name(device)
+
+
+def _kernels(prepared: PreparedModel) -> str:
+    if prepared.runner.kv.device.type == "cpu":
+        parts = [f"C++, level {native.level()}" if native.levels() else "PyTorch"]
+    else:
+        parts = ["Triton", "CUDA graphs" if prepared.runner.has_graphs else "no CUDA graphs"]
+    return ", ".join(parts + ["torch.compile"] * is_compiled(prepared.loaded.model))
+
+
+def _weights_type(config: EngineConfig, loaded: LoadedModel) -> str:
+    quantization = getattr(loaded.model.config, "quantization_config", None)
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    method = method or getattr(quantization, "quant_method", None)
+    quantized = config.quantization or getattr(method, "value", method)
+    name = _name_of(loaded.spec.dtype)
+    return f"{quantized} (activations {name})" if quantized else name
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _context_length(loaded: LoadedModel) -> str:
+    length, supported = loaded.spec.max_model_len, loaded.spec.supported_len
+    shorter = supported is not None and length < supported
+    return f"{length} tokens" + (f" (the model supports {supported})" if shorter else "")
+
+
+def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
+    loaded, size = prepared.loaded, config.block_size
+    block = kv_cache.bytes_per_block(loaded.layers, size, loaded.spec.kv_dtype)
+
+    def pool(blocks: int) -> str:
+        return f"{blocks * size} tokens in {blocks} blocks, {blocks * block / kv_cache.GIB:.2f} GiB"
+
+    parts = [pool(prepared.num_blocks)]
+    if prepared.num_host_blocks:
+        parts.append(f"host memory {pool(prepared.num_host_blocks)}")
+    if config.disk_cache_dir and prepared.num_host_blocks:
+        parts.append(f"disk {config.disk_cache_dir}, at most {config.disk_cache_gib:g} GiB")
+    return "; ".join(parts)

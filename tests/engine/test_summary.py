@@ -1,0 +1,65 @@
+"""The summary of a loaded model. That of a real server is tested in tests/e2e/test_start_output.py."""
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.engine.model_preparation import prepare_model
+from paged_backend.engine.summary import log_startup, summary, unused_options
+from paged_backend.models.tensor_parallel import TensorParallelGroup
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def config(tiny):
+    return EngineConfig(model=str(tiny[0]), dtype="float32", max_model_len=32, num_gpu_blocks_override=8, swap_space=1)
+
+
+@pytest.fixture(scope="module")
+def prepared(config):
+    return prepare_model(config, TensorParallelGroup(CPU))
+
+
+def test_options_of_the_other_device_are_reported():
+    config = EngineConfig(model="m", enforce_eager=True, gpu_memory_utilization=0.5, max_num_seqs=3)
+    assert unused_options(config, CPU) == ["enforce_eager=true", "gpu_memory_utilization=0.5"]
+    assert unused_options(config, GPU) == []
+    assert unused_options(replace(config, enforce_eager=False, gpu_memory_utilization=0.9), CPU) == []
+
+
+def test_lines(config, prepared):
+    lines = dict(line.split(": ", 1) for line in summary(config, prepared))
+    assert lines["Model"].startswith(f"{config.model} (LlamaForCausalLM, 0.")
+    assert lines["Device"].startswith("CPU, ")
+    assert lines["Kernels"].startswith(("C++, level ", "PyTorch"))
+    assert lines["Data types"] == "weights float32, KV cache float32"
+    assert lines["Context length"].startswith("32 tokens (the model supports ")
+    assert lines["KV cache"].startswith("128 tokens in 8 blocks, 0.00 GiB; host memory ")
+    assert lines.keys() == {"Model", "Device", "Kernels", "Data types", "Context length", "KV cache"}
+
+
+def test_lines_of_further_parts(config, prepared):
+    more = replace(config, num_speculative_tokens=3, quantization="int8", disk_cache_dir="/cache", disk_cache_gib=2)
+    lora = SimpleNamespace(slots=4, rank=8, nbytes=1 << 29)
+    loaded = replace(prepared.loaded, lora=lora)
+    lines = dict(line.split(": ", 1) for line in summary(more, replace(prepared, loaded=loaded)))
+    assert lines["Speculative decoding"] == "3 draft tokens per step, prompt lookup"
+    assert lines["Data types"].startswith("weights int8 (activations float32), ")
+    assert lines["LoRA"] == "4 slots of rank 8, 0.50 GiB"
+    assert lines["KV cache"].endswith("; disk /cache, at most 2 GiB")
+    named = replace(more, speculative_model="small")
+    lines = summary(named, replace(prepared, loaded=replace(loaded, draft=prepared.loaded)))
+    assert any(line.startswith("Speculative decoding: 3 draft tokens per step, small (Llama") for line in lines)
+
+
+def test_messages_are_for_the_user(config, prepared, caplog):
+    caplog.set_level(logging.INFO)
+    log_startup(replace(config, enforce_eager=True), prepared, 1.25)
+    assert {record.name for record in caplog.records} == {"paged_llm.startup"}
+    assert caplog.messages[0] == "no effect on a CPU: enforce_eager=true"
+    assert caplog.messages[-1] == "Loaded in 1.2 s"
