@@ -47,7 +47,7 @@ def streamed(server, body):
 
 
 def test_statuses_of_a_busy_and_of_a_stopping_server(tiny, tmp_path):
-    repository = faults.faulty_repository(tmp_path / "repository", {"slow_steps": 50})
+    repository = faults.faulty_repository(tmp_path / "repository", {"slow_steps": 100})
     options = {"dtype": "float32", "max_num_seqs": 1, "max_queue_size": 1, "first_response_ms": -1}
     with (
         TritonServer(tiny[0], options, repository=repository) as server,
