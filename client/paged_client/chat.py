@@ -22,6 +22,7 @@ HELP = """\
 /system TEXT       start again with this system message
 /set NAME VALUE    set a sampling parameter; /set NAME removes it, /set lists all
 /exit              end; Ctrl-D does the same
+//TEXT             send a text that begins with a slash
 Ctrl-C stops a reply, and pressed twice it ends the conversation."""
 
 
@@ -53,11 +54,11 @@ class Chat:
         with _line_history():
             while (line := self._read_line()) is not None:
                 text = line.strip()
-                if text == "/exit":
+                if text.split(" ")[0] == "/exit":
                     return
-                if text.startswith("/"):
+                if text.startswith("/") and not text.startswith("//"):
                     self._run_command(text)
-                elif text and not self._reply(line):
+                elif text and not self._reply(line.replace("//", "/", 1) if text.startswith("//") else line):
                     return
 
     def _read_line(self) -> str | None:

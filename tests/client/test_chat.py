@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -65,7 +66,8 @@ class Terminal:
 
 
 def _own_terminal():
-    """Make the pseudo-terminal the controlling one, so that Ctrl-C is a signal."""
+    """Make the pseudo-terminal the controlling one, so that Ctrl-C is a signal, which jobs in the background ignore."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
@@ -115,12 +117,12 @@ def test_commands(chat, grpc_fake):
     terminal.wait_for("/sett: unknown command; did you mean /set?\n> ")
     terminal.type("/system Be brief.\n")
     terminal.wait_for("The conversation is empty.\n> ")
-    terminal.type("three\n")
+    terminal.type("//three\n")
     terminal.wait_for("Hello there\n> ")
     terminal.type("/exit\n")
     assert terminal.process.wait(WAIT) == 0
     assert messages(grpc_fake, 1) == ["one", "Hello there", "two"]
-    assert messages(grpc_fake, 2) == ["Be brief.", "three"]
+    assert messages(grpc_fake, 2) == ["Be brief.", "/three"]
     assert json.loads(grpc_fake.seen.requests[2]["sampling_parameters"])["temperature"] == 0.5
 
 

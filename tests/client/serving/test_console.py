@@ -88,8 +88,12 @@ def terminal(monkeypatch):
         monkeypatch.setattr("paged_client.serving.console.sys", SimpleNamespace(stderr=stream))
 
         def read():
+            stream.write("<end>")  # a read may return a part of what was written
             stream.flush()
-            return os.read(ours, 1 << 16).decode()
+            written = ""
+            while "<end>" not in written:
+                written += os.read(ours, 1 << 16).decode()
+            return written.removesuffix("<end>")
 
         yield read
     os.close(ours)
