@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 
+from paged_backend.api.errors import closest_match
 from paged_client.commands import gateway, generate, pool_map, serve, tools
 from paged_client.commands.arguments import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE
 from paged_client.commands.engine_flags import split_engine_flags
@@ -44,10 +44,9 @@ def run() -> None:
     """
     code = main()
     if code in (EXIT_ERROR, EXIT_USAGE) and sys.argv[1:2] != ["bench"]:
-        with suppress(OSError):
-            sys.stdout.flush()
-        with suppress(OSError):
-            sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -59,8 +58,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """
     own, rest = split_passthrough(argv)
     parser, commands = build_parser()
-    if own[:1] and own[0] not in commands and (near := get_close_matches(own[0], commands, 1, 0.75)):
-        raise UsageError(f"unknown command; did you mean paged {near[0]}?")
+    if own[:1] and own[0] not in commands and (near := closest_match(own[0], commands, 0.75)):
+        raise UsageError(f"unknown command; did you mean paged {near}?")
     engine_options: dict[str, object] = {}
     if own[:1] == ["serve"]:
         own, engine_options = split_engine_flags(own, commands["serve"]._option_string_actions)
@@ -73,8 +72,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _unrecognized(argument: str, command: argparse.ArgumentParser) -> str:
     flag = argument.partition("=")[0]
-    near = get_close_matches(flag, command._option_string_actions, 1) if flag.startswith("-") else []
-    hint = f"did you mean {near[0]}?" if near else f"see {command.prog} --help"
+    near = closest_match(flag, command._option_string_actions) if flag.startswith("-") else None
+    hint = f"did you mean {near}?" if near else f"see {command.prog} --help"
     return f"{argument}: unknown argument; {hint}"
 
 

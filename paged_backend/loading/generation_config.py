@@ -6,7 +6,6 @@ The keys are those that vLLM reads. `max_new_tokens` is the default of `max_toke
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import AUTO, BUILT_IN, KEYS, SAMPLING_KEYS, parse_default, to_defaults
 from paged_backend.api.limits import SamplingDefaults
 from paged_backend.loading import model_files
-
-startup_log = logging.getLogger("paged_llm.startup")
+from paged_backend.utils.startup import startup_log
 
 
 def read_sampling_defaults(config: EngineConfig, root: Path, model_path: Path) -> SamplingDefaults:

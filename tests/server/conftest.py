@@ -13,9 +13,11 @@ from paged_backend.server.responder import Responder
 from paged_backend.server.sessions import Sessions
 from paged_backend.server.tenants import Tenants
 from tests.support.callers import serving
-from tests.support.local_engine import Engine, use_socket_directory
+from tests.support.local_engine import engine, socket_directory
 from tests.support.pb_utils import PB_UTILS
 from tests.support.service_calls import UNHELD, Clock, Gate
+
+__all__ = ["engine", "socket_directory"]
 
 
 @pytest.fixture
@@ -66,15 +68,3 @@ def opened(tenants):
     made.start()
     yield made, metrics, aborted
     made.stop()
-
-
-@pytest.fixture
-def socket_directory(tmp_path, monkeypatch):
-    return use_socket_directory(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def engine():
-    made = Engine()
-    yield made
-    made.listener.close()

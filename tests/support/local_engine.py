@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -54,3 +55,15 @@ def ask(connection: Connection, request_id: int = 1, **tensors: Any) -> None:
         "request_id": "",
     }  # fmt: skip
     connection.send(pack({"id": request_id, "request": request}))
+
+
+@pytest.fixture
+def socket_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return use_socket_directory(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    yield made
+    made.listener.close()

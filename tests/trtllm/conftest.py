@@ -6,20 +6,10 @@ import pytest
 
 from paged_backend.trtllm.limits import RelayLimits
 from paged_backend.trtllm.relay import Relay
-from tests.support.local_engine import Engine, use_socket_directory
+from tests.support.local_engine import engine, socket_directory
 from tests.support.pb_utils import PB_UTILS
 
-
-@pytest.fixture
-def socket_directory(tmp_path, monkeypatch):
-    return use_socket_directory(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def engine():
-    made = Engine()
-    yield made
-    made.listener.close()
+__all__ = ["engine", "socket_directory"]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import fields
+from functools import cache
 
 from paged_client.commands.arguments import json_or_text
 from paged_client.session import UsageError
@@ -53,6 +54,7 @@ def _parse(token: str, following: list[str], own_flags: Collection[str]) -> tupl
     return name, json_or_text(following.pop(0))
 
 
+@cache
 def _option_types() -> dict[str, str]:
     """Return the type annotation of each engine option; of limits and of vLLM's further options, "any"."""
     from paged_backend.api import vllm_options

@@ -1,4 +1,4 @@
-"""What `paged serve` prints: progress while the model loads, a summary, then the server's warnings and errors."""
+"""Prints the output of `paged serve`: progress while the model loads, a summary, and later warnings and errors."""
 
 from __future__ import annotations
 
