@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from pathlib import Path
 
 from paged_backend.api.errors import closest_match
 from paged_backend.api.sampling_params import SamplingParams
 from paged_client.commands.arguments import json_or_text
+from paged_client.serving.server_files import user_cache_directory
 from paged_client.session import TerminalSession
 from paged_client.wire import Message
 
@@ -24,6 +23,7 @@ HELP = """\
 /exit              end; Ctrl-D does the same
 //TEXT             send a text that begins with a slash
 Ctrl-C stops a reply, and pressed twice it ends the conversation."""
+_NO_VALUE = {"/help", "/clear", "/exit"}
 
 
 class Chat:
@@ -46,6 +46,7 @@ class Chat:
             "/clear": self._clear,
             "/system": self._set_system,
             "/set": self._set,
+            "/exit": lambda _: None,
         }
 
     def run(self) -> None:
@@ -54,7 +55,7 @@ class Chat:
         with _line_history():
             while (line := self._read_line()) is not None:
                 text = line.strip()
-                if text.split(" ")[0] == "/exit":
+                if text == "/exit":
                     return
                 if text.startswith("/") and not text.startswith("//"):
                     self._run_command(text)
@@ -93,10 +94,13 @@ class Chat:
     def _run_command(self, text: str) -> None:
         name, _, rest = text.partition(" ")
         command = self._commands.get(name)
+        if command and rest.strip() and name in _NO_VALUE:
+            print(f"{name} takes no value.")
+            return
         if command:
             command(rest.strip())
             return
-        near = closest_match(name, [*self._commands, "/exit"])
+        near = closest_match(name, self._commands)
         print(f"{name}: unknown command; {f'did you mean {near}?' if near else '/help lists the commands'}")
 
     def _clear(self, _: str) -> None:
@@ -146,10 +150,13 @@ def _input_hidden() -> Iterator[None]:
 
 @contextmanager
 def _line_history() -> Iterator[None]:
-    """Give input() editing, and a history that is kept in a file."""
-    import readline
-
-    file = Path(os.environ.get("PAGED_CACHE_DIR") or Path("~/.cache/paged_llm").expanduser()) / "chat_history"
+    """Give input() editing, and a history that is kept in a file, where Python has readline."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    file = user_cache_directory() / "chat_history"
     with suppress(OSError):
         readline.read_history_file(file)
     readline.set_history_length(HISTORY_LINES)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.api.sizes import GIB
 from paged_backend.utils.machine import available_memory
 from paged_kernels.layer_cache import FORMATS, LayerCache
 
-GIB = 2**30
 CPU_POOL_LIMIT = 4 * GIB
 SCALE = torch.float32
 DEFAULT_SWAP_SPACE = 4  # size in GiB of the host pool with a GPU

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paged_backend.memory.kv_cache import GIB
+from paged_backend.api.sizes import GIB
 from paged_backend.utils.machine import available_memory
 from paged_kernels.cpu import native
 

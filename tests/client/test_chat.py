@@ -107,6 +107,9 @@ def test_commands(chat, grpc_fake):
     terminal.wait_for("Hello there\n> ")
     terminal.type("two\n")
     terminal.wait_for("Hello there\n> ")
+    for command in ("/help", "/clear", "/exit"):
+        terminal.type(f"{command} extra\n")
+        terminal.wait_for(f"{command} takes no value.\n> ")
     terminal.type("/clear\n")
     terminal.wait_for("The conversation is empty.\n> ")
     terminal.type("/set temperature 0.5\n")

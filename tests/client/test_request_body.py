@@ -63,5 +63,19 @@ def test_shown_command_needs_no_server(capsys):
     assert words[:5] == ["curl", "-N", "--max-time", "5", "http://somewhere:8000/v2/models/paged_llm/generate_stream"]
 
 
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("somewhere", "http://somewhere:8000/"),
+        ("[::1]:8001", "http://[::1]:8000/"),
+        ("[fe80::2]", "http://[fe80::2]:8000/"),
+        ("::1", "http://[::1]:8000/"),
+    ],
+)
+def test_shown_command_has_the_http_port_of_the_grpc_host(capsys, url, shown):
+    assert main(["generate", "x", "--show-request", "--url", url]) == 0
+    assert shlex.split(capsys.readouterr().out)[2].startswith(shown)
+
+
 def test_command_quotes_its_body():
     assert shlex.split(curl_command("h:1", "m", {"text_input": "a'b"}))[-1] == '{"text_input": "a\'b"}'

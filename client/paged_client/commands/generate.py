@@ -93,7 +93,9 @@ def _curl_command(args: argparse.Namespace, prompt: str, sampling: dict[str, Any
     """
     url = args.url or DEFAULT_URLS["http"]
     if args.protocol == "grpc":
-        url = f"{url.rpartition(':')[0] or url}:{DEFAULT_URLS['http'].rpartition(':')[2]}"
+        is_bare_ipv6 = url.count(":") > 1 and not url.startswith("[")
+        host = f"[{url}]" if is_bare_ipv6 else re.sub(r":\d*$", "", url)
+        url = f"{host}:{DEFAULT_URLS['http'].rpartition(':')[2]}"
     try:
         body = http_body(prompt, stream=not args.no_stream, **sampling)
         return curl_command(url, args.model or DEFAULT_MODEL, body, args.timeout)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from paged_client.serving.console import Console
-from paged_client.serving.server_files import ServerNotFoundError
+from paged_client.serving.server_files import ServerNotFoundError, user_cache_directory
 from paged_client.serving.tritonserver import ServerError, TritonServer
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -65,8 +64,7 @@ def serve(
 
 def default_log_file(http_port: int) -> Path:
     """Return the file for the log of the server on this port, which no other server of this machine uses."""
-    cache = os.environ.get("PAGED_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "paged_llm")
-    return Path(cache, "logs", f"serve-{http_port}.log").expanduser().absolute()
+    return user_cache_directory() / "logs" / f"serve-{http_port}.log"
 
 
 def _where_log_is(log_file: Path | None) -> str:

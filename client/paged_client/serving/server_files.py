@@ -40,6 +40,12 @@ def cache_directory() -> Path:
     return Path(os.environ.get("PAGED_CACHE_DIR") or REPOSITORY_ROOT / ".cache").absolute()
 
 
+def user_cache_directory() -> Path:
+    """Return the directory for the user's files: $PAGED_CACHE_DIR, or paged_llm in $XDG_CACHE_HOME or ~/.cache."""
+    own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "paged_llm")
+    return Path(os.environ.get("PAGED_CACHE_DIR") or own).expanduser().absolute()
+
+
 def find_server() -> ServerFiles:
     """Return the installed tritonserver if there is one, else the one in the wheel.
 
