@@ -44,7 +44,7 @@ def asked(server):
 
 
 class Stopped:
-    """A process of gRPC clients that stops reading after its first tokens."""
+    """A process of gRPC clients that stops reading once each stream has its first tokens."""
 
     def __init__(self, server, request):
         plans = [Plan(f"slow{number}", "grpc", request, allowed_ends=("UNAVAILABLE",)) for number in range(READERS)]
@@ -64,8 +64,11 @@ class Stopped:
         self.process.stdin.write("".join(json.dumps(to_json(plan)) + "\n" for plan in plans))
         self.process.stdin.close()
         self.events = []
-        while not self.events or self.events[-1]["kind"] != "tokens":
+        answered = set()
+        while len(answered) < READERS:  # a process that is stopped earlier may not have sent all its requests
             self.events.append(json.loads(self.process.stdout.readline()))
+            if self.events[-1]["kind"] in ("tokens", "terminal"):
+                answered.add(self.events[-1]["id"])
         self.process.send_signal(signal.SIGSTOP)
 
     def read_on(self):
