@@ -13,6 +13,7 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EngineLimits
+from paged_backend.api.sizes import GIB
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.model_preparation import ROOT, PreparedModel, prepare_model
 from paged_backend.engine.outputs import Emit
@@ -24,7 +25,6 @@ from paged_backend.execution.runner import Runner
 from paged_backend.loading import model_loader, model_options
 from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
 from paged_backend.loading.model_loader import LoadedModel
-from paged_backend.memory import kv_cache
 from paged_backend.memory.block_file import fingerprint
 from paged_backend.memory.disk import DiskTier
 from paged_backend.models.tensor_parallel import TensorParallelGroup, check_devices
@@ -200,7 +200,7 @@ def _adapters(
         "%d adapter slots of rank %d take %.2f GiB on the device; adaptable layers: %s",
         loaded.lora.slots,
         loaded.lora.rank,
-        loaded.lora.nbytes / kv_cache.GIB,
+        loaded.lora.nbytes / GIB,
         ", ".join(sorted({name.rpartition(".")[2] for name in loaded.lora.shapes})),
     )
     max_cached = config.max_cpu_loras or config.max_loras
@@ -217,6 +217,6 @@ def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner | ParallelRu
     return DiskTier(
         Path(config.disk_cache_dir).expanduser(),
         name,
-        int(config.disk_cache_gib * kv_cache.GIB),
+        int(config.disk_cache_gib * GIB),
         runner.host.read_block(0),
     )

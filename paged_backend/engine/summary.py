@@ -8,6 +8,7 @@ from dataclasses import fields
 import torch
 
 from paged_backend.api.config import EngineConfig
+from paged_backend.api.sizes import GIB
 from paged_backend.engine.model_preparation import PreparedModel
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
@@ -51,7 +52,7 @@ def summary(config: EngineConfig, prepared: PreparedModel) -> list[str]:
         source = _describe_model(config.speculative_model, loaded.draft) if loaded.draft else "prompt lookup"
         lines.append(f"Speculative decoding: {config.num_speculative_tokens} draft tokens per step, {source}")
     if loaded.lora:
-        size = loaded.lora.nbytes / kv_cache.GIB
+        size = loaded.lora.nbytes / GIB
         lines.append(f"LoRA: {loaded.lora.slots} slots of rank {loaded.lora.rank}, {size:.2f} GiB")
     return lines
 
@@ -107,7 +108,7 @@ def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
     block = kv_cache.bytes_per_block(loaded.layers, size, loaded.spec.kv_dtype)
 
     def pool(blocks: int) -> str:
-        return f"{blocks * size} tokens in {blocks} blocks, {blocks * block / kv_cache.GIB:.2f} GiB"
+        return f"{blocks * size} tokens in {blocks} blocks, {blocks * block / GIB:.2f} GiB"
 
     parts = [pool(prepared.num_blocks)]
     if prepared.num_host_blocks:
