@@ -215,7 +215,9 @@ def _token_ids(name: str, value: Any, max_count: str, limits: EngineLimits) -> f
 
 def _integer(name: str, value: Any, low: int, high: int, suffix: str = "") -> int:
     value = to_integer(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise invalid_argument(name, value, f"must be a whole number {low}..{high}{suffix}")
+    if not low <= value <= high:
         raise invalid_argument(name, value, f"must be {low}..{high}{suffix}")
     return value
 

@@ -67,7 +67,7 @@ def test_values_without_effect_are_left_out():
         ({"temprature": 1}, "temprature: unknown; did you mean temperature?"),
         ({"eos_token_id": 1}, f"eos_token_id: unknown; known are {', '.join(KEYS)}"),
         ({"top_p": 2}, "top_p=2: must be above 0 and at most 1"),
-        ({"top_k": "many"}, 'top_k="many": must be -1..2147483647'),
+        ({"top_k": "many"}, 'top_k="many": must be a whole number -1..2147483647'),
         ({"max_new_tokens": 0}, "max_new_tokens=0: must be 1..2147483647"),
         ({"temperature": []}, "temperature=[]: must be a number"),
     ],

@@ -18,8 +18,8 @@ EMPTY = "INVALID_ARGUMENT: text_input: the prompt is empty"
 
 
 def post(server, path, body):
-    """Return status, content type and body of a POST request."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    """Return status, content type and body of a POST request, or of a GET request if `body` is None."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     try:
         with urllib.request.urlopen(f"http://{server.http_url}{path}", data, timeout=WAIT) as reply:
             return reply.status, reply.headers["Content-Type"], reply.read().decode()
@@ -39,6 +39,10 @@ def post(server, path, body):
         (GENERATE, {"messages": [{"role": "user", "content": "x"}]}, 500, NOT_TEXT),
         (GENERATE, {"embedding_request": {"input": "x"}}, 500, NOT_TEXT),
         (GENERATE, {"text_input": 5}, 500, NOT_TEXT),
+        (GENERATE, PROMPT | {"temperature": None}, 400, "parameter 'temperature' has invalid type"),
+        (GENERATE, PROMPT | {"logit_bias": {"5": 1}}, 400, "parameter 'logit_bias' has invalid type"),
+        (GENERATE, {"text_input": ["a", "b"]}, 400, "The schema can not convert input"),
+        (GENERATE, None, 405, "Method Not Allowed"),
         (f"/v2/models/{MODEL}/infer", {"inputs": [TENSOR]}, 501, "doesn't support models with decoupled transaction"),
         ("/v2/models/other/generate", PROMPT, 404, "Request for unknown model: 'other' is not found"),
         (f"/v2/models/{MODEL}/versions/7/generate", PROMPT, 404, "version 7 is not found"),

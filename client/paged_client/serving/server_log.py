@@ -117,4 +117,5 @@ def load_failure(log: str) -> str | None:
         return None
     # Newer servers write a message as one line in quotes, with escaped quotes and newlines.
     reason = entry.group(1).strip().removesuffix('"').replace("\\n", "\n").replace('\\"', '"')
-    return reason.removeprefix("Internal: ").split("\n\nAt:")[0].strip()
+    reason = reason.removeprefix("Internal: ").split("\n\nAt:")[0].strip()
+    return reason.removeprefix("TritonModelException: ").removeprefix("ConfigError: ")
