@@ -1,7 +1,12 @@
 """Chooses free TCP ports."""
 
 import contextlib
+import random
 import socket
+
+# The system gives ports above these to outgoing connections, which may take a port before a server listens there.
+FREE_PORTS = range(10_000, 32_000)
+_random = random.SystemRandom()  # not the generator that tests seed, with which processes would choose the same ports
 
 
 def choose_ports(**wanted: int) -> list[int]:
@@ -16,7 +21,7 @@ def choose_ports(**wanted: int) -> list[int]:
             listener = stack.enter_context(socket.socket())
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                listener.bind(("", port))
+                _bind(listener, port)
                 listener.listen()  # reserves the port, which binding alone does not with SO_REUSEADDR
             except (OSError, OverflowError) as error:
                 reason = error.strerror if isinstance(error, OSError) else "must be 0..65535"
@@ -25,3 +30,11 @@ def choose_ports(**wanted: int) -> list[int]:
     if problems:
         raise ValueError("; ".join(problems))
     return ports
+
+
+def _bind(listener: socket.socket, port: int) -> None:
+    """Bind to a port, or for 0 to a random free one."""
+    for choice in _random.sample(FREE_PORTS, 100) if port == 0 else [port]:
+        with contextlib.suppress(OSError) if port == 0 else contextlib.nullcontext():
+            return listener.bind(("", choice))
+    listener.bind(("", port))

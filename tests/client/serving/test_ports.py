@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from paged_client.serving.ports import choose_ports
+from paged_client.serving.ports import FREE_PORTS, choose_ports
 
 
 def test_all_ports_in_use_are_reported():
@@ -30,3 +30,7 @@ def test_port_out_of_range_is_rejected():
 
 def test_chosen_ports_differ():
     assert len(set(choose_ports(a=0, b=0, c=0))) == 3
+
+
+def test_chosen_ports_are_not_those_of_outgoing_connections():
+    assert all(port in FREE_PORTS for port in choose_ports(a=0, b=0))
