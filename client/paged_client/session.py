@@ -14,6 +14,11 @@ from paged_client.types import Completion, PagedError
 from paged_client.wire import Message
 
 
+# Without `max_tokens` a reply has as many tokens as fit the context, or the model's `max_new_tokens`. vLLM's default, 16,
+# is too short to read, and a higher number would be rejected by a model with a short context.
+DEFAULT_SAMPLING: Mapping[str, Any] = {"max_tokens": None}
+
+
 class UsageError(Exception):
     """Invalid command-line arguments or input. The message names the argument."""
 
@@ -54,7 +59,7 @@ class TerminalSession:
 
     Args:
         client: client of the server.
-        sampling: sampling parameters of every request; the attribute `sampling` may be changed.
+        sampling: sampling parameters of every request, above DEFAULT_SAMPLING; the attribute `sampling` may be changed.
         timeout: time limit of each request in seconds; None is no limit.
         stats: print token counts and throughput to standard error.
     """
@@ -97,8 +102,9 @@ class TerminalSession:
 
     def _send(self, *, prompt: str | None = None, messages: Sequence[Message] | None = None) -> Stream:
         self._timing = Timing(time.perf_counter())
+        sampling = {**DEFAULT_SAMPLING, **self.sampling}
         try:
-            return self._client.stream(prompt, messages=messages, timeout=self._timeout, **self.sampling)
+            return self._client.stream(prompt, messages=messages, timeout=self._timeout, **sampling)
         except ValueError as error:
             raise UsageError(str(error)) from None
 

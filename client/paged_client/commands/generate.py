@@ -11,11 +11,10 @@ from typing import Any
 from paged_client.commands.arguments import add_server_options, make_client, parse_pairs
 from paged_client.discovery import DEFAULT_MODEL
 from paged_client.request_body import curl_command, http_body
-from paged_client.session import TerminalSession, UsageError, read_stdin
+from paged_client.session import DEFAULT_SAMPLING, TerminalSession, UsageError, read_stdin
 from paged_client.sync_client import DEFAULT_URLS, Client
 from paged_client.types import PagedError
 
-DEFAULT_MAX_TOKENS = 256
 PROBE_SECONDS = 10.0
 HIGHEST_PRIORITY = -(2**31)  # lower numbers are scheduled first
 _SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
@@ -46,7 +45,12 @@ def _add_request_options(parser: argparse.ArgumentParser) -> None:
     add_server_options(parser)
     add = parser.add_argument
     add("--stats", action="store_true", help="print token counts and throughput to standard error")
-    add("--max-tokens", type=int, metavar="N", help=f"maximum number of output tokens (default: {DEFAULT_MAX_TOKENS})")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="maximum number of output tokens (default: the model's max_new_tokens, else what the context has room for)",
+    )
     add("--temperature", type=float, metavar="X", help="sampling temperature; 0 is greedy")
     add("--top-p", type=float, metavar="X", help="cumulative probability of the tokens to sample from")
     add("--top-k", type=int, metavar="N", help="number of most likely tokens to sample from")
@@ -71,7 +75,7 @@ def sampling_params_of(args: argparse.Namespace) -> dict[str, object]:
         raise UsageError(f"-p {key}=…: --{key.replace('_', '-')} is given too")
     for key in others.keys() & set(_NOT_SAMPLING):
         raise UsageError(f"-p {key}=…: is not a sampling parameter")
-    return {"max_tokens": DEFAULT_MAX_TOKENS, **flags, **others}
+    return {**flags, **others}
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -97,7 +101,7 @@ def _curl_command(args: argparse.Namespace, prompt: str, sampling: dict[str, Any
         host = f"[{url}]" if is_bare_ipv6 else re.sub(r":\d*$", "", url)
         url = f"{host}:{DEFAULT_URLS['http'].rpartition(':')[2]}"
     try:
-        body = http_body(prompt, stream=not args.no_stream, **sampling)
+        body = http_body(prompt, stream=not args.no_stream, **{**DEFAULT_SAMPLING, **sampling})
         return curl_command(url, args.model or DEFAULT_MODEL, body, args.timeout)
     except ValueError as error:
         raise UsageError(str(error)) from None

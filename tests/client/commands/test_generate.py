@@ -75,9 +75,12 @@ def test_output_is_printed_and_flags_are_sent(command_fake, capsys):
     }
 
 
-def test_default_sampling_parameters(grpc_fake, capsys):
-    assert main(["generate", "x", *grpc_fake.flags, "-p", SAY]) == 0
-    assert sampling(grpc_fake) == {"max_tokens": 256}
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_by_default_the_output_has_as_many_tokens_as_fit(grpc_fake, monkeypatch, command):
+    """The server rejects a number above what the context has room for, and `null` respects the model's own default."""
+    standard_input(monkeypatch, "x")
+    assert main([command, *grpc_fake.flags, "-p", SAY]) == 0
+    assert sampling(grpc_fake) == {"max_tokens": None}
 
 
 @pytest.mark.parametrize("argument", [[], ["-"]])
