@@ -13,9 +13,8 @@ from paged_client.sync_stream import Stream
 from paged_client.types import Completion, PagedError
 from paged_client.wire import Message
 
-
-# Without `max_tokens` a reply has as many tokens as fit the context, or the model's `max_new_tokens`. vLLM's default, 16,
-# is too short to read, and a higher number would be rejected by a model with a short context.
+# As many tokens as fit the context, or the model's `max_new_tokens`. vLLM's default, 16, is too short to read, and a
+# model with a short context rejects a higher number.
 DEFAULT_SAMPLING: Mapping[str, Any] = {"max_tokens": None}
 
 

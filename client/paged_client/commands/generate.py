@@ -49,7 +49,7 @@ def _add_request_options(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         type=int,
         metavar="N",
-        help="maximum number of output tokens (default: the model's max_new_tokens, else what the context has room for)",
+        help="maximum number of output tokens (default: the model's max_new_tokens, else as many as fit)",
     )
     add("--temperature", type=float, metavar="X", help="sampling temperature; 0 is greedy")
     add("--top-p", type=float, metavar="X", help="cumulative probability of the tokens to sample from")

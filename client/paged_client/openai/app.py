@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paged_client.openai import embeddings, keys, metrics, schema, translation
@@ -29,8 +30,9 @@ from paged_client.openai.streaming import EventStream
 from paged_client.openai.tool_calls import ToolCallFormat
 from paged_client.openai.tools import tool_use
 from paged_client.openai.translation import EngineRequest
-from paged_client.types import PagedError
+from paged_client.types import Embedding, PagedError
 
+T = TypeVar("T")
 HEALTH_TIMEOUT = 10.0  # seconds; the engine responds between two steps
 READ = ["GET", "HEAD"]  # some load balancers use HEAD
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}  # headers of errors, by status
@@ -66,6 +68,7 @@ class Settings:
     Args:
         urls: gRPC endpoints of the servers; None is the default one.
         model: name of the served model, which is also its name in the gateway.
+        is_model_fixed: whether the user has chosen the name; if not, it follows that of a restarted server.
         template: chat template to apply in the gateway; None if the server applies the model's.
         api_keys: accepted API keys; if empty, no key is required.
         limits: limits of requests.
@@ -75,6 +78,7 @@ class Settings:
 
     urls: Sequence[str | None]
     model: str
+    is_model_fixed: bool
     template: ChatTemplate | None
     api_keys: Sequence[str]
     limits: GatewayLimits
@@ -87,8 +91,8 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._servers = Servers(settings.urls, settings.model)
-        self._models = ServedModels(self._servers, settings.model)
+        self._servers = Servers(settings.urls, settings.model, is_fixed=settings.is_model_fixed)
+        self._models = ServedModels(self._servers)
         self.metrics = metrics.Metrics()
 
     @asynccontextmanager
@@ -99,19 +103,38 @@ class Gateway:
     async def completions(self, request: Request) -> Response:
         body = schema.parse(schema.CompletionRequest, await self._read(request))
         self._settings.limits.check("max_prompts", "prompt", len(body.prompts), "prompts")
-        engine_requests = translation.from_completion(body, self._adapter(body))
         builder = CompletionResponseBuilder(body, _request_id(request))
-        return await self._respond(request, body, engine_requests, builder)
+
+        async def respond() -> Response:
+            engine_requests = translation.from_completion(body, self._adapter(body))
+            return await self._respond(request, body, engine_requests, builder)
+
+        return await self._with_current_name(respond)
 
     async def chat_completions(self, request: Request) -> Response:
         body = schema.parse(ChatRequest, await self._read(request))
         settings = self._settings
         use = tool_use(body, settings.tool_format)
-        engine_request = await translation.from_chat(
-            body, self._adapter(body), use, settings.tool_format, settings.template
-        )
         builder = ChatResponseBuilder(body, _request_id(request), use)
-        return await self._respond(request, body, [engine_request], builder)
+
+        async def respond() -> Response:
+            engine_request = await translation.from_chat(
+                body, self._adapter(body), use, settings.tool_format, settings.template
+            )
+            return await self._respond(request, body, [engine_request], builder)
+
+        return await self._with_current_name(respond)
+
+    async def _with_current_name(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Return what `work` returns. It is repeated if the servers turn out to serve the model under another name."""
+        names = self._servers.names
+        try:
+            return await work()
+        except (ApiError, PagedError) as error:
+            is_unknown = error.code is not None and error.code.upper() == "NOT_FOUND"
+            if not is_unknown or not await self._servers.find_names(names):
+                raise
+        return await work()
 
     async def _respond(
         self,
@@ -149,29 +172,33 @@ class Gateway:
     async def embeddings(self, request: Request) -> Response:
         body = schema.parse(embeddings.EmbeddingRequest, await self._read(request))
         self._settings.limits.check("max_inputs", "input", len(body.inputs), "inputs")
-        work = embeddings.embed_all(self._servers, body, self._adapter(body))
-        try:
-            computed = await run_while_connected(request.receive, work)
-        except ApiError as error:
-            raise await self._models.with_names(error) from None
+
+        async def embed() -> list[Embedding]:
+            work = embeddings.embed_all(self._servers, body, self._adapter(body))
+            try:
+                return await run_while_connected(request.receive, work)
+            except ApiError as error:
+                raise await self._models.with_names(error) from None
+
+        computed = await self._with_current_name(embed)
         self.metrics.count_embeddings(request.url.path, computed)
         return JSONResponse(embeddings.response(body, computed))
 
     def _adapter(self, body: schema.Body) -> str | None:
         """Return the adapter that a request names in place of the model, or None. The server checks that it exists."""
-        return None if body.model == self._settings.model else body.model
+        return None if body.model in self._servers.names else body.model
 
     async def models(self) -> dict[str, Any]:
         """Return the model and its adapters. Raises ApiError if no server can be reached."""
-        return {"object": "list", "data": await self._models.cards()}
+        return {"object": "list", "data": await self._with_current_name(self._models.cards)}
 
     async def model(self, name: str) -> dict[str, Any]:
-        return await self._models.card(name)
+        return await self._with_current_name(lambda: self._models.card(name))
 
     async def health(self) -> dict[str, str]:
         """Check that a server is ready. The engine loop itself answers this request, so that it must be running."""
         try:
-            await self._servers.pool_map(timeout=HEALTH_TIMEOUT)
+            await self._with_current_name(lambda: self._servers.pool_map(timeout=HEALTH_TIMEOUT))
         except PagedError as error:
             raise ApiError(503, f"the model is not ready: {error}", code="unavailable") from None
         return {"status": "ok"}
@@ -255,7 +282,6 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPI(lifespan=gateway.lifespan, openapi_url=None, redirect_slashes=False)
     app.add_middleware(ConcurrencyLimiter, limit=settings.limits.max_open_requests)
     app.add_middleware(metrics.RequestMetricsMiddleware, metrics=gateway.metrics, log=settings.access_log)
-    _add_error_handlers(app)
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(gateway.check_key)])
     v1.add_api_route("/models", gateway.models, methods=READ)
     v1.add_api_route("/models/{name:path}", gateway.model, methods=READ)
@@ -266,10 +292,12 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_api_route("/health", gateway.health, methods=READ)
     app.add_api_route("/live", gateway.live, methods=READ)
     app.add_api_route("/metrics", gateway.show_metrics, methods=READ, response_model=None)
+    routes = [route.path for route in (*v1.routes, *app.routes) if isinstance(route, Route)]
+    _add_error_handlers(app, list(dict.fromkeys(routes)))
     return app
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, paths: Sequence[str]) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
         return JSONResponse(error.body, error.status, _HEADERS.get(error.status))
@@ -277,6 +305,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
+        if error.status_code == 404:
+            message += f"; the paths are {', '.join(paths)}"
         return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
 
     @app.exception_handler(ClientDisconnected)

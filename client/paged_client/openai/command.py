@@ -17,13 +17,13 @@ from paged_client.discovery import DEFAULT_MODEL, find_model
 from paged_client.openai import keys
 from paged_client.openai.app import GatewayLimits, Settings, create_app
 from paged_client.openai.chat_template import ChatTemplate
+from paged_client.openai.servers import FIND_SECONDS
 from paged_client.openai.tool_calls import FORMATS
 from paged_client.openai.tools import detect_format
 from paged_client.session import UsageError
 from paged_client.sync_client import DEFAULT_URLS
 from paged_client.types import PagedError
 
-REACH_SECONDS = 3.0  # for a server to answer when the gateway starts
 SHUTDOWN_SECONDS = 30  # time for open streams to finish, as with `paged serve`
 
 
@@ -64,6 +64,7 @@ def run(
     settings = Settings(
         urls=urls or (None,),
         model=model or found or DEFAULT_MODEL,
+        is_model_fixed=model is not None,
         template=template,
         api_keys=all_keys,
         limits=GatewayLimits(max_open_requests, max_request_bytes, max_prompts, max_inputs, body_timeout),
@@ -104,7 +105,7 @@ def find_models(urls: Sequence[str]) -> str | None:
     names = []
     for url in urls:
         try:
-            names.append(find_model(url, "grpc", REACH_SECONDS))
+            names.append(find_model(url, "grpc", FIND_SECONDS))
         except PagedError as error:
             _log_line(f"warning: {error.message}; requests for this server fail until this has changed")
     return names[0] if names else None

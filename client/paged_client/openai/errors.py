@@ -57,7 +57,8 @@ def from_engine(error: PagedError, names: Mapping[str, str]) -> ApiError:
     message, param = error.message, None
     field = _FIELD.match(message)
     if status == 400 and "lora_name" in names and ((field and field[0] == "lora_name") or message.startswith("LoRA ")):
-        return no_such_model(names["lora_name"], reason=message)
+        # The client may not know what an adapter is, so that a server without adapters is no reason.
+        return no_such_model(names["lora_name"], reason="" if "LoRA feature is not enabled" in message else message)
     if status == 400 and field:
         param = names.get(field[0], field[0])
         message = message if param == field[0] else f"{param}: {message}"

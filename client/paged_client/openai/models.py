@@ -17,19 +17,18 @@ _LENGTH_AGE = 60.0  # seconds after which the context length is read again: a se
 
 
 class ServedModels:
-    """Describes the models of `servers`.
+    """Describes the models of `servers`. The name of the first server's model is that of the model."""
 
-    Args:
-        servers: the servers.
-        name: name of the model.
-    """
-
-    def __init__(self, servers: Servers, name: str) -> None:
+    def __init__(self, servers: Servers) -> None:
         self._servers = servers
-        self._name = name
         self._created = int(time.time())
         self._max_model_len: int | None = None
         self._read_at: float | None = None  # time.monotonic() of the last context length
+        self._read_of = ""  # name of the model that has it
+
+    @property
+    def _name(self) -> str:
+        return self._servers.names[0]
 
     async def cards(self) -> list[dict[str, Any]]:
         """Return the model and its adapters, as OpenAI's API lists models. Raises ApiError without a server."""
@@ -62,12 +61,13 @@ class ServedModels:
 
     async def _context_length(self) -> int | None:
         """Return `max_model_len` of the servers; None as long as it is unknown."""
-        if self._read_at is None or time.monotonic() > self._read_at + _LENGTH_AGE:
+        name = self._name
+        if self._read_at is None or time.monotonic() > self._read_at + _LENGTH_AGE or name != self._read_of:
             try:
                 pool = await self._servers.pool_map(timeout=_LENGTH_SECONDS)
             except PagedError:
                 return self._max_model_len
-            self._max_model_len, self._read_at = pool.max_model_len, time.monotonic()
+            self._max_model_len, self._read_at, self._read_of = pool.max_model_len, time.monotonic(), name
         return self._max_model_len
 
     def _card(self, name: str, length: int | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ one, as long as no output has been returned.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -13,10 +14,13 @@ from typing import Any, TypeVar
 
 from paged_client.async_client import AsyncClient
 from paged_client.async_stream import AsyncStream
+from paged_client.discovery import find_model
+from paged_client.sync_client import DEFAULT_URLS
 from paged_client.types import Adapter, Completion, Delta, Embedding, PagedError, PoolMap
 
 T = TypeVar("T")
 _FAILOVER_CODE = "UNAVAILABLE"  # the error class for which the next server is tried
+FIND_SECONDS = 3.0  # for a server to name its model
 
 
 class Servers:
@@ -25,12 +29,17 @@ class Servers:
     Args:
         urls: gRPC endpoints; None is the default one.
         model: name of the model.
+        is_fixed: whether the user has chosen the name, so that `find_names` does not change it.
 
     Raises ValueError for an invalid URL.
     """
 
-    def __init__(self, urls: Sequence[str | None], model: str) -> None:
+    def __init__(self, urls: Sequence[str | None], model: str, *, is_fixed: bool) -> None:
+        self._urls = urls
         self._clients = [AsyncClient(url, model) for url in urls]
+        self._names = (model,) * len(urls)
+        self._is_fixed = is_fixed
+        self._finding = asyncio.Lock()
         self._counter = itertools.count()
         self._open = AsyncExitStack()
 
@@ -41,6 +50,27 @@ class Servers:
 
     async def __aexit__(self, *reason: object) -> None:
         await self._open.aclose()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of the model at each server, as far as it is known."""
+        return self._names
+
+    async def find_names(self, outdated: tuple[str, ...]) -> bool:
+        """Ask the servers again for the names of their models. Return whether `names` is now other than `outdated`.
+
+        A server that has been restarted may serve under another name. One that does not answer keeps its name.
+        """
+        async with self._finding:
+            if self._names == outdated and not self._is_fixed:
+                found = await asyncio.gather(*(asyncio.to_thread(_find, url) for url in self._urls))
+                self._names = tuple(new or old for new, old in zip(found, self._names, strict=True))
+                for index, name in enumerate(self._names):
+                    if name != outdated[index]:
+                        client = AsyncClient(self._urls[index], name)
+                        # The client before it may still have streams; it is closed at the end, too.
+                        self._clients[index] = await self._open.enter_async_context(client)
+            return self._names != outdated
 
     async def generate(self, **arguments: Any) -> Completion:
         return await self._call(lambda client: client.generate(**arguments))
@@ -73,6 +103,13 @@ class Servers:
         """Return all clients, starting with the next one of the round-robin."""
         first = next(self._counter) % len(self._clients)
         return self._clients[first:] + self._clients[:first]
+
+
+def _find(url: str | None) -> str | None:
+    try:
+        return find_model(url or DEFAULT_URLS["grpc"], "grpc", FIND_SECONDS)
+    except PagedError:
+        return None
 
 
 class FailoverStream:

@@ -66,6 +66,13 @@ def test_model_name_may_contain_a_slash(front, fake, path):
     assert front.ask(f"/v1/models/{path}")[1]["id"] == "owner/fr"
 
 
+def test_unknown_path_lists_the_paths(front):
+    status, answer = front.ask("/v1/chat/completion", PROMPT)
+    message = error_of(status, answer)["message"]
+    assert message.startswith("POST /v1/chat/completion: Not Found; the paths are /v1/models, /v1/models/{name:path}, ")
+    assert "/v1/chat/completions, " in message
+
+
 @pytest.mark.parametrize(("path", "status"), [("/v1/none", 404), ("/v1/models/gpt", 404), ("/v1/completions", 405)])
 def test_unknown_path_or_method(front, path, status):
     assert front.ask(path)[0] == status

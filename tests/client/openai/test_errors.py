@@ -70,3 +70,4 @@ def test_unknown_model_is_not_found(front, says, path, said):
     error = error_of(status, body)
     assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
     assert "gpt" in error["message"]
+    assert "not enabled" not in error["message"]

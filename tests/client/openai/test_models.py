@@ -72,6 +72,40 @@ def test_unknown_name_in_the_path_lists_models(own):
     assert (status, error_of(status, answer)["message"][-22:]) == (404, "; choose fr, paged_llm")
 
 
+@pytest.mark.parametrize(("path", "stream"), [*((path, False) for path in ROUTES), ("/v1/completions", True)])
+def test_server_restarted_under_another_name(own, path, stream):
+    fake, front = own
+    fake.models = {"new": ["text_input", "pool_map"]}
+    fake.scripted_response = {"say": ["[1.0]"]}
+    body = ROUTES[path] | {"model": "new"} | ({} if path == "/v1/embeddings" else {"stream": stream})
+    answer = front.events(path, body)[0] if body.get("stream") else front.ask(path, body)[1]
+    assert answer.get("model") == "new"
+    assert "lora_name" not in fake.sampling[-1]
+    fake.maps = ["UNAVAILABLE: it is not needed here"]
+    assert [card["id"] for card in front.ask("/v1/models")[1]["data"]] == ["new", "fr"]
+    fake.scripted_response = {"say": [], "fail": UNKNOWN}
+    status, answer = front.ask(path, body | {"model": "paged_llm"})
+    assert (status, error_of(status, answer)["message"][-15:]) == (404, " choose fr, new")
+
+
+def test_routes_without_a_body_find_the_new_name(own):
+    fake, front = own
+    fake.maps = [json.dumps(pool_of("..") | {"max_model_len": 256})]
+    assert front.ask("/v1/models/paged_llm")[1]["max_model_len"] == 256
+    fake.models = {"new": ["text_input", "pool_map"]}
+    fake.maps = [json.dumps(pool_of("..") | {"max_model_len": 512})]
+    assert front.ask("/health")[0] == 200
+    assert front.ask("/v1/models/new")[1]["max_model_len"] == 512
+
+
+def test_new_name_that_is_not_known_yet_is_an_error(own):
+    fake, front = own
+    fake.models = {"other": ["INPUT0"]}
+    status, answer = front.ask("/v1/completions", ROUTES["/v1/completions"])
+    assert (status, error_of(status, answer)["code"]) == (503, "not_found")
+    assert front.ask("/health")[0] == 503
+
+
 def test_stopped_server_lists_the_model():
     with SERVERS["grpc"]() as seen, gateway(seen.url) as front:
         seen.adapters = "broken"
