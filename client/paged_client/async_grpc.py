@@ -11,6 +11,7 @@ import grpc.aio
 from tritonclient.grpc import service_pb2_grpc
 
 from paged_client import grpc_wire
+from paged_client.addresses import grpc_target
 from paged_client.wire import Fields, Values
 
 
@@ -18,7 +19,7 @@ class GrpcTransport:
     must_stream = False
 
     def __init__(self, url: str, model: str) -> None:
-        self.target = grpc_wire.check_target(url)
+        self.target = grpc_target(url)
         self._model = model
         self._channel: Any = None
         self._stub: Any = None

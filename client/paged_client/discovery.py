@@ -9,7 +9,8 @@ from contextlib import closing
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
-from paged_client.connection_errors import unreachable
+from paged_client.addresses import grpc_target
+from paged_client.connection_errors import UnreachableError, unreachable
 from paged_client.types import PagedError
 
 DEFAULT_MODEL = "paged_llm"
@@ -69,7 +70,7 @@ class _GrpcServer:
         from paged_client import grpc_wire
 
         self._messages: Any = service_pb2
-        self._target, self._timeout = grpc_wire.check_target(url), timeout
+        self._target, self._timeout = grpc_target(url), timeout
         self._channel = grpc.insecure_channel(self._target, grpc_wire.CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._rpc_errors, self._convert = grpc.RpcError, grpc_wire.rpc_error
@@ -123,6 +124,11 @@ class _HttpServer:
             raise unreachable(self._url, "http", f"{type(error).__name__}: {error}") from None
         finally:
             connection.close()
+        if reply.status == 405:  # Triton's metrics port takes no POST
+            raise UnreachableError(
+                f"{self._url} is not Triton's HTTP port: HTTP 405 {reply.reason}",
+                "pass the server's HTTP address with --url (Triton's default ports are 8000 for HTTP, 8002 for metrics)",
+            )
         if reply.status != 200:
             raise PagedError("UNAVAILABLE", f"{self._url}{path}: HTTP {reply.status} {reply.reason}")
         return json.loads(text)

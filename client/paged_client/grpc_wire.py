@@ -30,13 +30,6 @@ _UNKNOWN_MODEL = "Request for unknown model"
 _DATATYPES = {"TYPE_STRING": "BYTES", "TYPE_BOOL": "BOOL", "TYPE_INT32": "INT32"}
 
 
-def check_target(url: str) -> str:
-    """Return `url`. Raises ValueError if it has a scheme, which gRPC would take for a part of the host name."""
-    if "//" in url:
-        raise ValueError(f"url={url!r}: gRPC takes HOST:PORT")
-    return url
-
-
 def infer_request(model: str, values: Values, request_id: str) -> Any:
     """Return the ModelInferRequest of a call."""
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
+from paged_client.addresses import http_base
 from paged_client.types import PagedError
 from paged_client.wire import OUTPUTS, Fields, Values
 
@@ -20,11 +21,7 @@ HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 
 def generate_url(url: str, model: str) -> str:
     """Return the URL to post to for HOST:PORT or an http(s) URL. Raises ValueError for anything else."""
-    base = url if "//" in url else f"http://{url}"
-    parts = urlsplit(base)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"url={url!r}: HTTP takes HOST:PORT, http://HOST:PORT or https://HOST:PORT")
-    return f"{base.rstrip('/')}/v2/models/{quote(model, safe='')}/generate_stream"
+    return f"{http_base(url)}/v2/models/{quote(model, safe='')}/generate_stream"
 
 
 def server_of(url: str) -> str:

@@ -19,6 +19,7 @@ import grpc
 from tritonclient.grpc import service_pb2_grpc
 
 from paged_client import grpc_wire
+from paged_client.addresses import grpc_target
 from paged_client.types import PagedError
 from paged_client.wire import Values
 
@@ -143,7 +144,7 @@ class _Load:
 
 @contextmanager
 def _load(url: str, model: str, items: Sequence[Any], make_request: MakeRequest) -> Iterator[_Load]:
-    load = _Load(grpc_wire.check_target(url), model, items, make_request)
+    load = _Load(grpc_target(url), model, items, make_request)
     try:
         yield load
     finally:

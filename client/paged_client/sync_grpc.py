@@ -9,6 +9,7 @@ import grpc
 from tritonclient.grpc import service_pb2_grpc
 
 from paged_client import grpc_wire
+from paged_client.addresses import grpc_target
 from paged_client.wire import Fields, Values
 
 
@@ -16,7 +17,7 @@ class GrpcTransport:
     must_stream = False
 
     def __init__(self, url: str, model: str) -> None:
-        self._target = grpc_wire.check_target(url)
+        self._target = grpc_target(url)
         self._channel = grpc.insecure_channel(self._target, grpc_wire.CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._model = model

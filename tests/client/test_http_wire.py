@@ -44,6 +44,9 @@ def test_incomplete_event_is_not_returned():
     [
         ("host:8000", "http://host:8000"),
         ("http://host:8000/", "http://host:8000"),
+        ("http://host", "http://host"),
+        ("https://[::1]", "https://[::1]"),
+        ("[::1]:8000", "http://[::1]:8000"),
         ("https://host/prefix", "https://host/prefix"),
     ],
 )

@@ -66,15 +66,30 @@ def test_shown_command_needs_no_server(capsys):
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
-        ("somewhere", "http://somewhere:8000/"),
+        ("somewhere:8001", "http://somewhere:8000/"),
         ("[::1]:8001", "http://[::1]:8000/"),
-        ("[fe80::2]", "http://[fe80::2]:8000/"),
-        ("::1", "http://[::1]:8000/"),
+        ("unix:/nowhere", "http://localhost:8000/"),
     ],
 )
 def test_shown_command_has_the_http_port_of_the_grpc_host(capsys, url, shown):
     assert main(["generate", "x", "--show-request", "--url", url]) == 0
-    assert shlex.split(capsys.readouterr().out)[2].startswith(shown)
+    captured = capsys.readouterr()
+    assert shlex.split(captured.out)[2].startswith(shown)
+    address = shown.removeprefix("http://").removesuffix("/")
+    assert captured.err == (
+        f"note: the HTTP address is assumed to be {address}; pass --protocol http --url HOST:PORT for another one\n"
+    )
+
+
+@pytest.mark.parametrize("protocol", SERVERS)
+def test_shown_command_has_the_name_of_the_model(capsys, protocol):
+    with SERVERS[protocol]() as seen:
+        seen.models = {"foo": ["text_input", "pool_map"]}
+        assert main(["generate", "x", "--show-request", "--url", seen.url, "--protocol", protocol]) == 0
+        assert "/v2/models/foo/generate_stream" in capsys.readouterr().out
+        assert seen.requests == []
+        seen.models = {}
+        assert main(["generate", "x", "--show-request", "--url", seen.url, "--protocol", protocol]) == 1
 
 
 def test_command_quotes_its_body():

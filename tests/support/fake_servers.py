@@ -37,6 +37,7 @@ class FakeServerState:
     maps: list[str] = field(default_factory=list)  # the last one is repeated
     adapters: str = "[]"
     models: dict[str, list[str]] = field(default_factory=lambda: {"paged_llm": ["text_input", "pool_map"]})  # inputs
+    index_status: int = 200  # of the list of models over HTTP
     scripted_response: Any = field(default_factory=dict)  # script of a recording server (gateway.py)
     sampling: list[dict[str, Any]] = field(default_factory=list)  # sampling parameters of its requests
 
@@ -145,7 +146,7 @@ class HttpHandler(BaseHTTPRequestHandler):
         inputs = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/v2/repository/index":
             index = [{"name": name, "version": "1", "state": "READY"} for name in self.seen.models]
-            return self.whole(200, "application/json", json.dumps(index))
+            return self.whole(self.seen.index_status, "application/json", json.dumps(index))
         if self.path.removeprefix("/v2/models/").removesuffix("/generate_stream") not in self.seen.models:
             return self.whole(404, "application/json", '{"error":"Request for unknown model: is not found"}')
         script = self.seen.script(inputs, inputs.pop("id", ""))

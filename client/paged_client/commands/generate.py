@@ -8,14 +8,16 @@ import sys
 import uuid
 from typing import Any
 
+from paged_client.addresses import grpc_target, host_of
 from paged_client.commands.arguments import add_server_options, make_client, parse_pairs
-from paged_client.discovery import DEFAULT_MODEL
+from paged_client.discovery import DEFAULT_MODEL, find_model
 from paged_client.request_body import curl_command, http_body
 from paged_client.session import DEFAULT_SAMPLING, TerminalSession, UsageError, read_stdin
 from paged_client.sync_client import DEFAULT_URLS, Client
 from paged_client.types import PagedError
 
 PROBE_SECONDS = 10.0
+SHOW_SECONDS = 2.0  # for a server to name its model to --show-request, which also works without a server
 HIGHEST_PRIORITY = -(2**31)  # lower numbers are scheduled first
 _SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
 _NOT_SAMPLING = ("prompt", "messages", "request_id", "timeout")  # other arguments of Client.stream
@@ -83,6 +85,12 @@ def generate(args: argparse.Namespace) -> int:
     prompt = read_stdin() if args.prompt in (None, "-") else args.prompt
     if args.show_request:
         print(_curl_command(args, prompt, sampling))
+        if args.protocol == "grpc":
+            print(
+                f"note: the HTTP address is assumed to be {_http_url(args)}; pass --protocol http --url HOST:PORT for"
+                " another one",
+                file=sys.stderr,
+            )
         return 0
     with make_client(args) as client:
         session = TerminalSession(client, sampling, timeout=args.timeout, stats=args.stats)
@@ -93,18 +101,32 @@ def generate(args: argparse.Namespace) -> int:
 def _curl_command(args: argparse.Namespace, prompt: str, sampling: dict[str, Any]) -> str:
     """Return the request of `paged generate` as a curl command, for the HTTP port of the server.
 
-    With gRPC this is Triton's default port on the host of --url.
+    Without --model the server is asked for it, or if it does not answer, it is the default name.
     """
-    url = args.url or DEFAULT_URLS["http"]
-    if args.protocol == "grpc":
-        is_bare_ipv6 = url.count(":") > 1 and not url.startswith("[")
-        host = f"[{url}]" if is_bare_ipv6 else re.sub(r":\d*$", "", url)
-        url = f"{host}:{DEFAULT_URLS['http'].rpartition(':')[2]}"
     try:
         body = http_body(prompt, stream=not args.no_stream, **{**DEFAULT_SAMPLING, **sampling})
-        return curl_command(url, args.model or DEFAULT_MODEL, body, args.timeout)
+        return curl_command(_http_url(args), args.model or _model_or_default(args), body, args.timeout)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def _http_url(args: argparse.Namespace) -> str:
+    """Return the HTTP address of the server. With gRPC this is Triton's default port on the host of --url."""
+    default: str = DEFAULT_URLS["http"]
+    url: str = args.url or DEFAULT_URLS[args.protocol]
+    if args.protocol == "http":
+        return url
+    host = host_of(grpc_target(url))
+    return f"{host}:{default.rpartition(':')[2]}" if host else default
+
+
+def _model_or_default(args: argparse.Namespace) -> str:
+    try:
+        return find_model(args.url or DEFAULT_URLS[args.protocol], args.protocol, SHOW_SECONDS)
+    except PagedError as error:
+        if error.code == "NOT_FOUND":
+            raise
+        return DEFAULT_MODEL
 
 
 def chat(args: argparse.Namespace) -> int:

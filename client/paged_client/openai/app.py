@@ -292,7 +292,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_api_route("/health", gateway.health, methods=READ)
     app.add_api_route("/live", gateway.live, methods=READ)
     app.add_api_route("/metrics", gateway.show_metrics, methods=READ, response_model=None)
-    routes = [route.path for route in (*v1.routes, *app.routes) if isinstance(route, Route)]
+    routes = [route.path.replace(":path", "") for route in (*v1.routes, *app.routes) if isinstance(route, Route)]
     _add_error_handlers(app, list(dict.fromkeys(routes)))
     return app
 

@@ -120,6 +120,33 @@ def test_usage_errors(capsys, flags, named):
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("protocol", SERVERS)
+@pytest.mark.parametrize(
+    "url",
+    ["localhost", "localhost:", "localhost:99999", "localhost:0", "localhost:abc", ":8601", "::1", "[::1]", "a b:1",
+     "ftp://localhost:1", "http://localhost:99999", "http://:80", "http://", "//localhost:8001"],
+)  # fmt: skip
+def test_address_that_is_not_host_and_port(capsys, protocol, url):
+    for arguments in (["generate", "x"], ["map", "--model", "m"], ["generate", "x", "--show-request"]):
+        assert main([*arguments, "--protocol", protocol, "--url", url]) == 2
+        assert f"url={url!r}: {'gRPC' if protocol == 'grpc' else 'HTTP'} takes HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["localhost:1", "[::1]:1", "unix:/nowhere", "ipv4:127.0.0.1:1"])
+def test_grpc_addresses(url, capsys):
+    assert main(["generate", "x", "--url", url]) == 1
+    assert capsys.readouterr().err.startswith("paged: UNAVAILABLE: ")
+
+
+def test_metrics_port_is_named(capsys):
+    with SERVERS["http"]() as seen:
+        seen.index_status = 405
+        assert main(["generate", "x", "--protocol", "http", "--url", seen.url]) == 1
+    error = capsys.readouterr().err
+    assert f"{seen.url} is not Triton's HTTP port: HTTP 405" in error
+    assert "8002 for metrics" in error
+
+
 def test_ctrl_c_cancels_the_request(command_fake):
     """Runs in a subprocess, to test the signal, the exit code and the cancellation on the server."""
     # The background jobs of a shell ignore SIGINT, and so would our child.

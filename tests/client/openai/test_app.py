@@ -69,7 +69,7 @@ def test_model_name_may_contain_a_slash(front, fake, path):
 def test_unknown_path_lists_the_paths(front):
     status, answer = front.ask("/v1/chat/completion", PROMPT)
     message = error_of(status, answer)["message"]
-    assert message.startswith("POST /v1/chat/completion: Not Found; the paths are /v1/models, /v1/models/{name:path}, ")
+    assert message.startswith("POST /v1/chat/completion: Not Found; the paths are /v1/models, /v1/models/{name}, ")
     assert "/v1/chat/completions, " in message
 
 
