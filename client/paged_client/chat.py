@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 
 from paged_backend.api.errors import closest_match
-from paged_backend.api.sampling_params import SamplingParams
 from paged_client.commands.arguments import json_or_text
+from paged_client.sampling_values import NAMES, problem_of
 from paged_client.serving.server_files import user_cache_directory
 from paged_client.session import TerminalSession
 from paged_client.wire import Message
@@ -63,12 +62,15 @@ class Chat:
                     return
 
     def _read_line(self) -> str | None:
-        """Read a line: empty after a first Ctrl-C, None after Ctrl-D or a second Ctrl-C."""
+        """Read a line: empty after a first Ctrl-C, None after Ctrl-D or a second Ctrl-C.
+
+        A Ctrl-C that discards typed text is a first one.
+        """
         try:
             line = input("> ")
         except KeyboardInterrupt:
             print()
-            if self._was_interrupted:
+            if self._was_interrupted and not _typed_text():
                 return None
             print("Press Ctrl-C again or Ctrl-D to exit.")
             self._was_interrupted = True
@@ -114,17 +116,29 @@ class Chat:
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
         sampling = self._session.sampling
-        known = [spec.name for spec in fields(SamplingParams)]
-        if name and name not in known:
-            near = closest_match(name, known)
-            hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
+        if name and name not in NAMES:
+            near = closest_match(name, NAMES)
+            hint = f"did you mean {near}?" if near else f"known are {', '.join(NAMES)}"
             print(f"{name}: unknown sampling parameter; {hint}")
             return
         if name and value.strip():
-            sampling[name] = json_or_text(value.strip())
+            parsed = json_or_text(value.strip())
+            if problem := problem_of(name, parsed):
+                print(problem)
+                return
+            sampling[name] = parsed
         elif name:
             sampling.pop(name, None)
         print(", ".join(f"{key}={one!r}" for key, one in sampling.items()) or "No sampling parameter is set.")
+
+
+def _typed_text() -> str:
+    """Return what was typed at the prompt when Ctrl-C was pressed; nothing where Python has no readline."""
+    try:
+        import readline
+    except ImportError:
+        return ""
+    return readline.get_line_buffer()
 
 
 @contextmanager

@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from paged_backend.api.errors import closest_match
 from paged_client.commands import gateway, generate, pool_map, serve, tools
 from paged_client.commands.arguments import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE
 from paged_client.commands.engine_flags import split_engine_flags
+from paged_client.commands.unknown_arguments import misplaced, unrecognized
 from paged_client.connection_errors import UnreachableError
 from paged_client.session import UsageError
 from paged_client.types import PagedError
@@ -60,21 +62,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser, commands = build_parser()
     if own[:1] and own[0] not in commands and (near := closest_match(own[0], commands, 0.75)):
         raise UsageError(f"unknown command; did you mean paged {near}?")
+    if own[:1] and own[0].startswith("-") and own[0] not in parser._option_string_actions:
+        raise UsageError(misplaced(own, commands))
     engine_options: dict[str, object] = {}
     if own[:1] == ["serve"]:
         own, engine_options = split_engine_flags(own, commands["serve"]._option_string_actions)
     args, unknown = parser.parse_known_args(own)
     if unknown:
-        raise UsageError(_unrecognized(unknown[0], commands[args.command]))
+        raise UsageError(unrecognized(unknown[0], own, args.command, commands))
     args.rest, args.engine_options = rest, engine_options
     return args
-
-
-def _unrecognized(argument: str, command: argparse.ArgumentParser) -> str:
-    flag = argument.partition("=")[0]
-    near = closest_match(flag, command._option_string_actions) if flag.startswith("-") else None
-    hint = f"did you mean {near}?" if near else f"see {command.prog} --help"
-    return f"{argument}: unknown argument; {hint}"
 
 
 def _hint(error: PagedError) -> str:
@@ -104,11 +101,27 @@ def split_passthrough(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv, []
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that takes no abbreviated options: `--n` is not `--no-stream`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
+
+class _ShowVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *values: object) -> None:
+        from importlib.metadata import version
+
+        print(f"paged {version('paged-llm-triton')}")
+        parser.exit()
+
+
 def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """Return the parser of the command line, and those of its commands by name."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="paged", description="Serve language models with paged attention on NVIDIA Triton Inference Server."
     )
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for group in (serve, generate, gateway, pool_map, tools):
         group.add_parsers(commands)

@@ -127,7 +127,7 @@ class _HttpServer:
         if reply.status == 405:  # Triton's metrics port takes no POST
             raise UnreachableError(
                 f"{self._url} is not Triton's HTTP port: HTTP 405 {reply.reason}",
-                "pass the server's HTTP address with --url (Triton's default ports are 8000 for HTTP, 8002 for metrics)",
+                "pass the server's HTTP address with --url; by default Triton's is 8000, and 8002 its metrics port",
             )
         if reply.status != 200:
             raise PagedError("UNAVAILABLE", f"{self._url}{path}: HTTP {reply.status} {reply.reason}")

@@ -148,7 +148,9 @@ def _message(role: str, content: str) -> Message:
 
 
 def read_stdin() -> str:
-    """Read standard input without its last newline, which `echo` adds. Raises UsageError if it is not UTF-8."""
+    """Read standard input without its last newline, which `echo` adds. Raises UsageError."""
+    if sys.stdin is None:  # as with `<&-` in a shell
+        raise UsageError("standard input is closed")
     if sys.stdin.isatty():
         print("Type a prompt and end it with Ctrl-D on a line of its own.", file=sys.stderr)
     try:

@@ -156,6 +156,35 @@ def test_ctrl_c_twice_at_the_prompt_exits(chat):
     assert terminal.process.wait(WAIT) == 0
 
 
+def test_ctrl_c_that_discards_text_does_not_exit(chat, grpc_fake):
+    terminal = chat("-p", SAY, "-p", "hold=true")
+    terminal.type("one\n")
+    terminal.wait_for("Hello there")
+    terminal.type("\x03")
+    terminal.wait_for("> ")
+    for _ in range(2):
+        terminal.type("never sent")
+        terminal.wait_for("never sent")
+        terminal.interrupt_prompt()
+        terminal.wait_for("Press Ctrl-C again or Ctrl-D to exit.\n> ")
+    terminal.interrupt_prompt()
+    assert terminal.process.wait(WAIT) == 0
+    assert len(grpc_fake.seen.requests) == 1
+
+
+def test_values_are_checked_when_they_are_set(chat):
+    terminal = chat("-p", SAY)
+    for text, shown in [
+        ("max_tokens five", 'max_tokens="five": must be 1..2147483647'),
+        ("temperature -1", "temperature=-1: must be at least 0 and at most 100"),
+        ("ignore_eos 3", "ignore_eos=3: must be true or false"),
+    ]:
+        terminal.type(f"/set {text}\n")
+        terminal.wait_for(f"{shown}\n> ")
+    terminal.type('/set stop ["a"]\n')
+    assert "five" not in terminal.wait_for("stop=['a']\n> ")
+
+
 def test_history_is_kept(chat, tmp_path):
     terminal = chat("-p", SAY)
     terminal.type("remember me\n")

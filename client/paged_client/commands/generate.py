@@ -132,7 +132,9 @@ def _model_or_default(args: argparse.Namespace) -> str:
 def chat(args: argparse.Namespace) -> int:
     sampling = sampling_params_of(args)
     history = [{"role": "system", "content": args.system}] if args.system else []
-    question = None if sys.stdin.isatty() else read_stdin()
+    question = None if sys.stdin and sys.stdin.isatty() else read_stdin()
+    if question is not None and not question.strip():
+        raise UsageError("standard input is empty; run it on a terminal, or pipe a question to it")
     with make_client(args) as client:
         session = TerminalSession(client, sampling, timeout=args.timeout, stats=args.stats)
         if question is not None:

@@ -144,7 +144,7 @@ def test_metrics_port_is_named(capsys):
         assert main(["generate", "x", "--protocol", "http", "--url", seen.url]) == 1
     error = capsys.readouterr().err
     assert f"{seen.url} is not Triton's HTTP port: HTTP 405" in error
-    assert "8002 for metrics" in error
+    assert "and 8002 its metrics port" in error
 
 
 def test_ctrl_c_cancels_the_request(command_fake):
