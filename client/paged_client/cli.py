@@ -110,9 +110,12 @@ class _Parser(argparse.ArgumentParser):
 
 class _ShowVersion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *values: object) -> None:
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        print(f"paged {version('paged-llm-triton')}")
+        try:
+            print(f"paged {version('paged-llm-triton')}")
+        except PackageNotFoundError:
+            print("paged (version unknown: the package is not installed)")
         parser.exit()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from functools import cache
@@ -43,7 +45,8 @@ def _parse(token: str, following: list[str], own_flags: Collection[str]) -> tupl
     if name not in types and flag[2:].startswith(_FALSE_PREFIX) and types.get(positive) == "bool" and not equals:
         return positive, False
     if name not in types:
-        raise UsageError(_unknown(flag, own_flags, types))
+        value = text or next((one for one in following[:1] if not one.startswith("--")), None)
+        raise UsageError(_sampling_default(flag, value) or _unknown(flag, own_flags, types))
     if equals:
         return name, json_or_text(text)
     if types[name] == "bool":
@@ -66,13 +69,32 @@ def _option_types() -> dict[str, str]:
     return known | {spec.name: str(spec.type) for spec in fields(EngineConfig)}
 
 
+def is_engine_flag(argument: str) -> bool:
+    """Return whether an argument is the flag of an engine option, with or without its value."""
+    name = argument.partition("=")[0][2:].replace("-", "_")
+    return argument.startswith("--") and not _option_types().keys().isdisjoint((name, name.removeprefix("no_")))
+
+
+def _sampling_default(flag: str, value: str | None) -> str | None:
+    """Return the error for a flag that is a sampling parameter which `override_generation_config` can set, or None."""
+    from paged_backend.api.generation_defaults import KEYS, MAX_TOKENS
+
+    name = flag[2:].replace("-", "_")
+    key = MAX_TOKENS if name == "max_tokens" else name
+    if key not in KEYS:
+        return None
+    shown = "VALUE" if value is None else json.dumps(json_or_text(value))
+    setting = shlex.quote(f'{{"{key}": {shown}}}')
+    return f"{flag}: unknown option; a default for requests is set with --override-generation-config {setting}"
+
+
 def _unknown(flag: str, own_flags: Collection[str], types: Collection[str]) -> str:
     from paged_backend.api.errors import closest_match
 
     flags = [*own_flags, *("--" + name.replace("_", "-") for name in types)]
     near = closest_match(flag, flags, cutoff=0.7)
-    hint = f"did you mean {near}? " if near else ""
+    hint = f"did you mean {near}? See" if near else "see"
     return (
-        f"{flag}: unknown option; {hint}See `paged serve --help` and docs/reference/options.md. To pass it to"
+        f"{flag}: unknown option; {hint} `paged serve --help` and docs/reference/options.md. To pass it to"
         f" tritonserver: paged serve MODEL -- {flag}=…"
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from paged_client.commands.arguments import EXIT_ERROR, parse_pairs, port
+from paged_client.commands.engine_flags import is_engine_flag
 from paged_client.session import UsageError
 
 
@@ -58,10 +60,10 @@ def serve(args: argparse.Namespace) -> int:
     from paged_client.serving import launch
     from paged_client.serving.repository import check_options
 
-    if args.multi_lora and not args.multi_lora.is_file():
-        raise UsageError(
-            f"--multi-lora {args.multi_lora}: no such file; create it with {{}} in it to add adapters later"
-        )
+    if args.multi_lora:
+        _check_adapters(args.multi_lora)
+    if engine_flag := next((one for one in args.rest if is_engine_flag(one)), None):
+        raise UsageError(f"{engine_flag}: is an engine option, not one of tritonserver; put it before the --")
     try:
         check_options({**options, "model": model})
     except ConfigError as error:
@@ -81,6 +83,23 @@ def serve(args: argparse.Namespace) -> int:
         verbose=args.verbose,
         log_file=_log_file(args.log_file, launch.default_log_file(args.http_port)),
     )
+
+
+def _check_adapters(listing: Path) -> None:
+    """Raises UsageError unless the file has a JSON object of names and directories, as the server requires."""
+    try:
+        adapters = json.loads(listing.read_text())
+    except FileNotFoundError:
+        raise UsageError(
+            f"--multi-lora {listing}: no such file; create it with {{}} in it to add adapters later"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or f"not JSON: {error}"
+        raise UsageError(f"--multi-lora {listing}: {reason}") from None
+    if not isinstance(adapters, dict) or not all(isinstance(path, str) and path for path in adapters.values()):
+        raise UsageError(
+            f'--multi-lora {listing}: must have a JSON object of names and directories, like {{"name": "directory"}}'
+        )
 
 
 def _log_file(named: Path | None, default: Path) -> Path | None:

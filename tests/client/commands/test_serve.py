@@ -75,12 +75,45 @@ def test_engine_options_are_flags(serve_calls, capsys):
         (["--name", "a", "-o", "served_model_name=b"], "--name a: served_model_name=b is given too"),
         (["--name", "a/b"], "served_model_name='a/b': must be letters, digits"),
         (["--multi-lora", "missing.json"], "--multi-lora missing.json: no such file; create it with {} in it"),
+        (["--", "--max-model-len", "512"], "--max-model-len: is an engine option, not one of tritonserver; put it"),
+        (["--", "--log-verbose=1", "--no-enable-prefix-caching"], "--no-enable-prefix-caching: is an engine option"),
+        (["--temperature", "0"], """set with --override-generation-config '{"temperature": 0}'\n"""),
+        (["--max-tokens=9"], """set with --override-generation-config '{"max_new_tokens": 9}'\n"""),
+        (["--top-p"], """set with --override-generation-config '{"top_p": VALUE}'\n"""),
+        (["--wrong"], "--wrong: unknown option; see `paged serve --help` and"),
     ],
 )
 def test_invalid_flags_are_rejected(serve_calls, capsys, arguments, named):
     assert main(["serve", "demo", *arguments]) == 2
     assert named in capsys.readouterr().err
     assert serve_calls == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("# Title", "not JSON: Expecting value: line 1 column 1 (char 0)"),
+        ("[]", 'must have a JSON object of names and directories, like {"name": "directory"}'),
+        ('{"a": 1}', "must have a JSON object of names and directories"),
+        (None, "Is a directory"),
+    ],
+)
+def test_list_of_adapters_is_checked_before_the_server_starts(serve_calls, capsys, tmp_path, text, problem):
+    listing = tmp_path / "adapters"
+    if text is None:
+        listing.mkdir()
+    else:
+        listing.write_text(text)
+    assert main(["serve", "demo", "--multi-lora", str(listing)]) == 2
+    assert f"--multi-lora {listing}: {problem}" in capsys.readouterr().err
+    assert serve_calls == []
+
+
+def test_valid_list_of_adapters(serve_calls, tmp_path):
+    listing = tmp_path / "adapters.json"
+    listing.write_text('{"a": "directory"}')
+    assert main(["serve", "demo", "--multi-lora", str(listing)]) == 7
+    assert serve_calls[0][1]["multi_lora"] == listing
 
 
 def test_sizes_have_units(serve_calls):
