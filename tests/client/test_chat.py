@@ -175,7 +175,7 @@ def test_ctrl_c_that_discards_text_does_not_exit(chat, grpc_fake):
 def test_values_are_checked_when_they_are_set(chat):
     terminal = chat("-p", SAY)
     for text, shown in [
-        ("max_tokens five", 'max_tokens="five": must be 1..2147483647'),
+        ("max_tokens five", 'max_tokens="five": must be a whole number 1..2147483647'),
         ("temperature -1", "temperature=-1: must be at least 0 and at most 100"),
         ("ignore_eos 3", "ignore_eos=3: must be true or false"),
     ]:
