@@ -78,6 +78,8 @@ def _hint(error: PagedError) -> str:
     hint = error.hint if isinstance(error, UnreachableError) else ""
     if error.code == "NOT_FOUND" and "unknown model" in error.message:
         hint = "leave --model out to use the model that the server has"
+    if error.message.startswith("LoRA feature is not enabled"):
+        hint = "start the server with --multi-lora FILE to serve adapters"
     return f"\n{hint[0].upper()}{hint[1:]}." if hint else ""
 
 

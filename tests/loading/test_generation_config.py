@@ -80,7 +80,7 @@ def test_overrides_replace_single_values(tmp_path, caplog):
     [
         ({"temperature": -1}, r"temperature=-1: must be at least 0 and at most 100; correct it, or set generation_con"),
         ({"top_p": "most"}, r'top_p="most": must be a number'),
-        ({"max_new_tokens": 1.5}, r"max_new_tokens=1\.5: must be 1\.\."),
+        ({"max_new_tokens": 1.5}, r"max_new_tokens=1\.5: must be a whole number 1\.\."),
     ],
 )
 def test_invalid_values_name_the_file(tmp_path, values, reason):

@@ -172,3 +172,9 @@ def test_closed_output_pipe_has_no_traceback(grpc_fake):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 1
+
+
+def test_lora_without_adapters_says_how_to_enable_it(capsys, grpc_fake):
+    script = ["-p", "say=[]", "-p", "fail=LoRA feature is not enabled."]
+    assert main(["generate", "x", *grpc_fake.flags, *script]) == 1
+    assert capsys.readouterr().err.endswith("\nStart the server with --multi-lora FILE to serve adapters.\n")
