@@ -82,21 +82,14 @@ def machine() -> str:
     """Return the processor or GPU, and the versions of the software."""
     import torch
 
+    from paged_backend.utils.machine import cpu_name  # imports torch, which takes seconds
+
     if torch.cuda.is_available():
         chip = torch.cuda.get_device_name()
     else:
-        chip = f"{_processor()}, {torch.get_num_threads()} threads of {os.cpu_count()} cores"
+        chip = f"{cpu_name()}, {torch.get_num_threads()} threads of {os.cpu_count()} cores"
     packages = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
     return f"{chip}; {platform.system()} {platform.release()}; Python {platform.python_version()}, {packages}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def alternate(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from paged_backend.api.errors import closest_match
+from paged_backend.api.errors import LORA_NOT_ENABLED, closest_match
 from paged_client.commands import gateway, generate, pool_map, serve, tools
 from paged_client.commands.arguments import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE
 from paged_client.commands.engine_flags import split_engine_flags
@@ -78,7 +78,7 @@ def _hint(error: PagedError) -> str:
     hint = error.hint if isinstance(error, UnreachableError) else ""
     if error.code == "NOT_FOUND" and "unknown model" in error.message:
         hint = "leave --model out to use the model that the server has"
-    if error.message.startswith("LoRA feature is not enabled"):
+    if error.message.startswith(LORA_NOT_ENABLED):
         hint = "start the server with --multi-lora FILE to serve adapters"
     return f"\n{hint[0].upper()}{hint[1:]}." if hint else ""
 

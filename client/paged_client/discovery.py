@@ -9,7 +9,7 @@ from contextlib import closing
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
-from paged_client.addresses import grpc_target
+from paged_client.addresses import grpc_target, http_base
 from paged_client.connection_errors import UnreachableError, unreachable
 from paged_client.types import PagedError
 
@@ -111,11 +111,12 @@ class _HttpServer:
         """Do nothing: no connection is kept between calls."""
 
     def _call(self, method: str, path: str, body: object = None) -> Any:
-        parts = urlsplit(self._url if "//" in self._url else f"http://{self._url}")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.netloc, timeout=self._timeout)
+        from paged_client.http_wire import connection_to
+
+        base = http_base(self._url)
+        connection = connection_to(base, self._timeout)
         try:
-            connection.request(method, parts.path.rstrip("/") + path, json.dumps(body) if body else None)
+            connection.request(method, urlsplit(base).path + path, json.dumps(body) if body else None)
             reply = connection.getresponse()
             text = reply.read()
         except TimeoutError:

@@ -6,9 +6,10 @@ when it writes to the client, so that only streamed requests can be cancelled.
 
 from __future__ import annotations
 
+import http.client
 import json
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from paged_client.addresses import http_base
 from paged_client.types import PagedError
@@ -22,6 +23,13 @@ HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 def generate_url(url: str, model: str) -> str:
     """Return the URL to post to for HOST:PORT or an http(s) URL. Raises ValueError for anything else."""
     return f"{http_base(url)}/v2/models/{quote(model, safe='')}/generate_stream"
+
+
+def connection_to(url: str, timeout: float | None) -> http.client.HTTPConnection:
+    """Return a connection to the server of an http(s) URL, not open yet."""
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(parts.netloc, timeout=timeout)
 
 
 def server_of(url: str) -> str:

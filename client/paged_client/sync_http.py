@@ -37,13 +37,11 @@ class HttpResponses:
         self._parser = http_wire.EventParser()
         self._response: http.client.HTTPResponse | None = None
         self._socket: socket.socket | None = None
-        parts = urlsplit(url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(parts.netloc, timeout=timeout)
+        self._connection = http_wire.connection_to(url, timeout)
         with _transport_errors(self):
             self._connection.connect()
             self._socket = self._connection.sock
-            self._connection.request("POST", parts.path, body, http_wire.HEADERS)
+            self._connection.request("POST", urlsplit(url).path, body, http_wire.HEADERS)
 
     def next(self) -> Fields | None:
         with _transport_errors(self):

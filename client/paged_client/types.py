@@ -6,11 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from paged_backend.api.errors import LORA_NOT_ENABLED
+
 _ERROR_PREFIX = "Error generating stream: "  # the same prefix as in Triton's vLLM backend
 _ERROR_CLASS = re.compile(r"([A-Z][A-Z_]+): *(.*)", re.DOTALL)
 # Messages that are identical to those of the vLLM backend and therefore have no class. All are invalid requests.
 _VLLM_MESSAGES = re.compile(
-    r"LoRA feature is not enabled\.|LoRA .* is not supported, we currently support .*"
+    re.escape(LORA_NOT_ENABLED) + r"|LoRA .* is not supported, we currently support .*"
     r"|When streaming, `exclude_input_in_output` = False is not allowed\.",
     re.DOTALL,
 )

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 SHOWN_CHARS = 80  # maximum characters of a name or a value in a message
+LORA_NOT_ENABLED = "LoRA feature is not enabled."  # the text of Triton's vLLM backend, without an error class
 
 
 class ConfigError(ValueError):

@@ -80,7 +80,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def _distinct_layers(fused: FusedModel) -> list[FusedLayer]:
-    """Return one layer of each distinct kind: those that differ only in the values of their weights are alike."""
+    """Return one layer of each kind. Layers of one kind differ only in the values of their weights."""
     found: dict[Any, FusedLayer] = {}
     for layer in fused.layers:
         arguments = (*layer.pre_arguments, *layer.post_arguments)

@@ -19,7 +19,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from paged_backend.api.config import EngineConfig
-from paged_backend.api.errors import ErrorCode, QueueFull, RequestError, internal_error, invalid_argument
+from paged_backend.api.errors import (
+    LORA_NOT_ENABLED,
+    ErrorCode,
+    QueueFull,
+    RequestError,
+    internal_error,
+    invalid_argument,
+)
 from paged_backend.api.limits import SamplingDefaults
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly
@@ -186,8 +193,8 @@ class Admission:
     def _check_adapter(self, name: str | None) -> None:
         if name is None:
             return
-        if self._adapters is None:  # the error text of Triton's vLLM backend
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, "LoRA feature is not enabled.", verbatim=True)
+        if self._adapters is None:
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, LORA_NOT_ENABLED, verbatim=True)
         self._adapters.check(name)
 
     def _begin_turn(self, call: Call, sampling: SamplingParams) -> Turn:

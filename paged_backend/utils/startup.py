@@ -1,7 +1,7 @@
-"""What the server tells its user while a model loads.
+"""Messages for the user while a model loads: the logger `paged_llm.startup`.
 
-Messages of the logger `paged_llm.startup` are meant for the user: `paged serve` prints all of them. Those that begin
-with "progress: " have the form of `PROGRESS`, and `paged serve` draws a bar instead.
+`paged serve` prints these messages. Those that begin with "progress: " match `PROGRESS`, and `paged serve` draws a
+progress bar from them.
 """
 
 from __future__ import annotations

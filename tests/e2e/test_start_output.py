@@ -1,4 +1,4 @@
-"""What `paged serve` prints while a real server loads a model, and the file with the server's log."""
+"""The output of `paged serve` and its log file, while a real server loads a model."""
 
 import signal
 import subprocess

@@ -67,7 +67,7 @@ class Settings:
 
     Args:
         urls: gRPC endpoints of the servers; None is the default one.
-        model: name of the served model, which is also its name in the gateway.
+        model: name of the served model at the start, which is also its name in the gateway.
         is_model_fixed: whether the user has chosen the name; if not, it follows that of a restarted server.
         template: chat template to apply in the gateway; None if the server applies the model's.
         api_keys: accepted API keys; if empty, no key is required.

@@ -1,4 +1,4 @@
-"""What `paged serve` prints, from lines of a server's log, and on a pseudo-terminal."""
+"""The output of `paged serve`: from given lines of a server's log, and on a pseudo-terminal."""
 
 import os
 import pty
