@@ -91,15 +91,17 @@ def test_statuses_of_a_busy_and_of_a_stopping_server(tiny, tmp_path):
 def test_errors_of_triton_over_grpc(tiny_server):
     tensor = grpcclient.InferInput("text_input", [1], "BYTES").set_data_from_numpy(np.array([b"x"], object))
     wrong = grpcclient.InferInput("other", [1], "INT32").set_data_from_numpy(np.array([1], np.int32))
-    with raw_stream(tiny_server) as stream:
-        for model, inputs, text in (
-            ("other", [tensor], "Request for unknown model: 'other' is not found"),
-            (MODEL, [wrong], f"unexpected inference input 'other' for model '{MODEL}'"),
-        ):
+    for model, inputs, text in (
+        ("other", [tensor], "Request for unknown model: 'other' is not found"),
+        (MODEL, [wrong], f"unexpected inference input 'other' for model '{MODEL}'"),
+    ):
+        with raw_stream(
+            tiny_server
+        ) as stream:  # Triton 2.51 may never go on with a stream whose request it has rejected
             stream.client.async_stream_infer(model, inputs)
             error = stream.next().error
             assert (error.status(), error.message()) == (None, text)
-        stream.cancel()  # Triton 2.51 may never end a stream with a request that it has rejected itself
+            stream.cancel()
     with grpcclient.InferenceServerClient(tiny_server.grpc_url) as client:
         with pytest.raises(InferenceServerException, match="doesn't support models with decoupled") as caught:
             client.infer(MODEL, [tensor])

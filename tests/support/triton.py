@@ -181,7 +181,11 @@ def raw_stream(server: TritonServer, *, strict: bool = False) -> Iterator[RawStr
         stream = RawStream(client)
         headers = {"triton_grpc_error": "true"} if strict else None
         client.start_stream(lambda result, error: stream.responses.put(read(result, error)), headers=headers)
-        yield stream
+        try:
+            yield stream
+        except BaseException:
+            stream.cancel()  # its requests may never end
+            raise
 
 
 @contextmanager
