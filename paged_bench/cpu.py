@@ -30,6 +30,7 @@ from paged_backend.api.sizes import GIB
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.memory.kv_cache import bytes_per_block
 from paged_backend.utils.machine import usable_cores
+from paged_bench._cpu_busy import measure_busy, stream_jobs
 from paged_bench._cpu_contestants import (
     KV_GIB,
     Contestants,
@@ -85,6 +86,9 @@ def contest(args: Namespace, options: Mapping[str, Any]) -> Iterator[Record]:
         for scenario in selected:
             contestants.available[OURS] = partial(run_paged, steady if scenario.figure is step_ms else assembly)
             yield from measure(scenario, contestants, vocab_size, args.rounds, args.dtype == "float32")
+        contestants.available[OURS] = partial(run_paged, assembly)
+        streams = stream_jobs(vocab_size, assembly.limits.max_model_len, args.quick)
+        yield from measure_busy(contestants, streams, vocab_size, args.rounds)
     yield from profile(steady, next(one.jobs for one in selected if one.name == DECODE), vocab_size, args.quick)
     assembly.close()
 

@@ -74,7 +74,9 @@ def test_cpu_benchmark(tiny, tmp_path, monkeypatch, capsys):
     assert records[f"{DECODE}: times {VLLM_NAME}"]["unit"] == "not measured: not among --peers (generate)"
     assert records[f"{DECODE}: same as {PADDED}"]["value"] == 100
     assert records[f"{DECODE}: times {PADDED}"]["target"] == 2.5
-    parts = [records[f"{DECODE}: {part}"]["value"] for part in ("linears", "attention", "rotate and write", "norms")]
+    parts = [
+        records[f"{DECODE}: {part}"]["value"] for part in ("linears and activation", "attention", "rotate and write")
+    ]
     assert all(part > 0 for part in parts)
     # 3 layers of 2 heads of 16, keys and values in 4 bytes, of 16 sequences in the middle of their 32 tokens
     kept = records[f"{DECODE}: least for keys and values"]["peers"]["MB"]

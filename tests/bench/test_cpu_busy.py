@@ -1,0 +1,64 @@
+"""Throughput beside busy neighbours in `paged bench cpu`."""
+
+import os
+
+import pytest
+
+from paged_bench import _cpu_busy
+from paged_bench._cpu_busy import measure_busy, neighbours, p99_between_tokens, stream_jobs
+from paged_bench._cpu_contestants import Contestants
+from paged_bench._cpu_report import target_share
+from paged_bench._workload import Job
+from paged_bench.engine import OURS
+from tests.support.benchmark_runs import run_of
+
+
+def nice_values():
+    """The nice values of the spinning processes that this process has started."""
+    found = []
+    for entry in os.scandir("/proc"):
+        try:
+            with open(f"{entry.path}/cmdline") as line, open(f"{entry.path}/stat") as stat:
+                fields = stat.read().rpartition(")")[2].split()
+                if _cpu_busy.SPIN in line.read() and int(fields[1]) == os.getpid():
+                    found.append(int(fields[16]))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(("cores", "count"), [(1, 1), (2, 1), (4, 2)])
+def test_one_process_spins_per_two_cores(monkeypatch, cores, count):
+    monkeypatch.setattr(_cpu_busy, "usable_cores", lambda: cores)
+    with neighbours(19):
+        assert len(nice_values()) == count
+    assert not nice_values()
+    with neighbours(None):
+        assert not nice_values()
+
+
+def test_quick_run_has_one_stream():
+    assert list(stream_jobs(50, 4096, quick=True)) == ["1 stream"]
+    assert [len(jobs) for jobs in stream_jobs(50, 4096, quick=False).values()] == [1, 32]
+
+
+def test_every_target_has_a_record(monkeypatch):
+    monkeypatch.setattr(_cpu_busy, "CONDITIONS", {"idle": None, "busy neighbour": None})
+    fast, slow = (lambda jobs: run_of([1, 2, 3])), (lambda jobs: run_of([1, 2, 3], gap=4.0))
+
+    def failing(jobs):
+        raise ValueError("no room")
+
+    contestants = Contestants({OURS: fast, "slow": slow, "failing": failing})
+    records = {one.name: one for one in measure_busy(contestants, {"words": [Job([1], 3)]}, 10, rounds=2)}
+    assert records["words, busy neighbour: share of idle"].value == 1.0
+    best = records["words, busy neighbour: times slow, the best peer"]
+    assert best.value > 1
+    latency = records["words, busy neighbour: p99 between tokens"]
+    assert (latency.value, target_share(latency)) == (1.0, 4.0)
+    assert set(records["words, idle"].peers) == {"slow"}
+    assert contestants.absent["failing"] == "ValueError: no room"
+
+
+def test_p99_is_that_of_all_gaps():
+    assert p99_between_tokens([run_of([1, 2, 3]), run_of([1, 2], gap=5.0)]) == 5.0
