@@ -17,11 +17,14 @@ from paged_backend.scheduling.plan import Plan
 from paged_kernels.cpu import native
 
 PARTS = {  # functions and methods of each part; the remaining time is "rest"
-    "linears": ("torch.nn.functional.linear", "paged_backend.models.linear.OneDnnCopy.__call__"),
+    "linears and activation": (
+        "torch.nn.functional.linear",
+        "paged_backend.models.linear.OneDnnCopy.__call__",
+        "paged_kernels.ops.swiglu",
+    ),
     "attention": ("paged_kernels.ops.paged_attention",),
     "rotate and write": ("paged_kernels.ops.rope_kv_write", "paged_kernels.ops.kv_write"),
     "norms": ("paged_kernels.ops.add_rms_norm",),
-    "activation": ("paged_kernels.ops.swiglu",),
     "sampling": ("paged_backend.sampling.sampler.sample",),
     "schedule and pack": (
         "paged_backend.scheduling.scheduler.Scheduler.schedule",
@@ -30,11 +33,11 @@ PARTS = {  # functions and methods of each part; the remaining time is "rest"
     ),
 }
 NATIVE_PARTS = {  # C++ operations measure their own time, because one call may have several of them
-    "linear": "linears",
+    "linear": "linears and activation",  # which includes the norms of their inputs
     "paged_attention": "attention",
     "rope_kv_write": "rotate and write",
     "add_rms_norm": "norms",
-    "swiglu": "activation",
+    "swiglu": "linears and activation",
 }
 REST = "rest"
 BOUNDARY = "paged_backend.scheduling.scheduler.Scheduler.schedule"  # the first call of every step
@@ -87,8 +90,7 @@ def _timed() -> Iterator[list[Step]]:
         def call(*args: Any, **options: Any) -> Any:
             began = time.perf_counter()
             if name == BOUNDARY:
-                inside = native.seconds() if compiled else {}
-                steps.append(Step(began, before={NATIVE_PARTS[kind]: seconds for kind, seconds in inside.items()}))
+                steps.append(Step(began, before=_native_seconds() if compiled else {}))
             inner.append(0.0)
             result = function(*args, **options)
             whole = time.perf_counter() - began
@@ -116,6 +118,13 @@ def _timed() -> Iterator[list[Step]]:
     finally:
         for place, attribute, function in changed:
             setattr(place, attribute, function)
+
+
+def _native_seconds() -> dict[str, float]:
+    parts = dict.fromkeys(NATIVE_PARTS.values(), 0.0)
+    for kind, seconds in native.seconds().items():
+        parts[NATIVE_PARTS[kind]] += seconds
+    return parts
 
 
 def _bindings(name: str) -> Sequence[tuple[Any, str, Any]]:

@@ -1,4 +1,4 @@
-"""Measure the accuracy of 8-bit weights relative to float32, and the duration of steps.
+"""Measure the accuracy of 8-bit and 4-bit weights relative to float32, and the duration of steps.
 
 The method and the texts are those of `paged bench kv_dtype`.
 """
@@ -26,10 +26,12 @@ from paged_bench._report import Record, alternate, arguments, count, parser, pub
 from paged_bench.kv_dtype import BLOCK_SIZE, Score, log_probabilities, windows
 from paged_client.serving.repository import resolve_model
 
-WEIGHTS = {  # the first one is the reference
+WEIGHTS: dict[str, dict[str, object]] = {  # the first one is the reference
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4, groups of 128": {"dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 128},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},  # groups of 32
 }
 ROWS = (1, 16, 256)  # tokens of the timed steps
 

@@ -16,7 +16,7 @@ DIAGRAMS = ["docs/architecture.md"]
 ACROSS_MODULES = ("docs", "e2e", "integration", "project", "support")  # folders of tests/ that mirror no package
 FEATURES = {  # test modules of one package that are named after a feature that several of its modules have
     "client": {"client", "import_name"},
-    "kernels": {"decoder_layer", "import_name", "linear", "quantization", "splits"},
+    "kernels": {"decoder_layer", "import_name", "linear", "pool", "quantization", "splits"},
 }
 # Of packages whose tests are in another folder.
 TEST_FOLDERS = {"paged_kernels": "kernels", "paged_client": "client", "paged_bench": "bench"}
@@ -32,6 +32,7 @@ TESTED_THROUGH = {
     "paged_kernels.cpu.kv_write": "tests/kernels/test_kv_write.py",
     "paged_kernels.cpu.layer_ops": "tests/kernels/test_add_rms_norm.py",
     "paged_kernels.cpu.native": "tests/kernels/cpu/test_decoder_layer.py",
+    "paged_kernels.cpu.packed_linear": "tests/kernels/cpu/test_linear.py",
     "paged_kernels.cpu.rope_kv_write": "tests/kernels/test_rope_kv_write.py",
     "paged_kernels.cpu.sampling": "tests/kernels/test_sampling.py",
     "paged_kernels.paging": "tests/kernels/test_cascade.py",
@@ -40,6 +41,8 @@ TESTED_THROUGH = {
     "paged_backend.api.guide": "tests/guided/test_compiler.py",
     "paged_backend.engine.rank": "tests/engine/test_workers.py",
     "paged_backend.guided.sandbox_process": "tests/guided/test_sandbox.py",
+    "paged_backend.loading.gguf_weights": "tests/loading/test_weights.py",
+    "paged_backend.models.native_decoder": "tests/models/test_fusion.py",
     "paged_backend.scheduling.plan": "tests/scheduling/test_plan_builder.py",
     "paged_backend.server.arrival": "tests/server/test_admission.py",
     "paged_backend.server.messages": "tests/server/test_message_handler.py",

@@ -55,6 +55,11 @@ RULES = (
         "not supported with tensor_parallel_size={config.tensor_parallel_size}; leave one of them out",
     ),
     Rule(
+        "quantization_group_size",
+        lambda config: config.quantization_group_size and not config.quantization,
+        "has no effect without quantization; set both",
+    ),
+    Rule(
         "enable_lora",
         lambda config: config.enable_lora and config.tensor_parallel_size > 1,
         "not supported with tensor_parallel_size={config.tensor_parallel_size}; leave one of them out",

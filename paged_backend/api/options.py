@@ -116,9 +116,12 @@ def one_of(*allowed: Any) -> Check:
 
 def quantization(value: Any) -> str | None:
     """Check the format to which weights are converted. vLLM's users name the format of the model's files here."""
-    if value == "int8":
+    if value in ("int8", "int4"):
         return None
-    return 'must be "int8"; a model whose weights are quantized needs no option, because config.json names their format'
+    return (
+        'must be "int8" or "int4"; a model whose weights are quantized needs no option, because config.json names their'
+        " format"
+    )
 
 
 def instance_of(kind: type) -> Check:

@@ -8,12 +8,14 @@ from pathlib import Path
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.runner_builder import build_runner, capture_graphs, graph_shapes_of
 from paged_backend.engine.warm_up import warm_up
+from paged_backend.execution.cpu_threads import count_threads
 from paged_backend.execution.runner import Runner
 from paged_backend.loading import model_loader
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
 from paged_backend.models.tensor_parallel import TensorParallelGroup
 from paged_backend.utils.machine import limit_torch_threads
+from paged_kernels.cpu import native
 
 ROOT = Path(__file__).resolve().parents[2]  # the repository, or the directory in which the package is installed
 
@@ -33,6 +35,7 @@ def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> Prepar
     """Load and verify the model, size the pools and capture graphs, in step with the other ranks. Raises ConfigError
     and UnsupportedModel."""
     limit_torch_threads(config.tensor_parallel_size)
+    native.set_threads(count_threads(config.tensor_parallel_size))
     device = tp_group.device
     loaded = model_loader.load(config, ROOT, device)
     kv_dtype = loaded.spec.kv_dtype

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from paged_backend.api.config import EngineConfig
+from paged_backend.execution.cpu_threads import CpuThreads
 from paged_backend.execution.drafter import Drafter
 from paged_backend.execution.graphs import GraphCapture, GraphShape, draft_shapes, graph_capture, graph_shapes
 from paged_backend.execution.runner import Runner
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory.kv_cache import KVCache
+from paged_backend.models.native_decoder import runs_natively
 from paged_backend.utils.startup import Progress
 
 
@@ -40,6 +42,9 @@ def build_runner(
 
     kv, drafter = cache(num_blocks, device), None
     host = cache(num_host_blocks, torch.device("cpu"), pinned=device.type == "cuda") if num_host_blocks else None
+    threads = None
+    if device.type == "cpu":
+        threads = CpuThreads(config.tensor_parallel_size, is_native=runs_natively(loaded.model))
     if loaded.draft:
         drafter = Drafter(loaded.draft.model, kv.layer_range(len(loaded.spec.layers), len(kv.layers)))
     return Runner(
@@ -49,6 +54,7 @@ def build_runner(
         max_sampled=config.max_num_seqs + config.max_num_batched_tokens,  # one more per draft token
         drafter=drafter,
         lora=loaded.lora,
+        threads=threads,
         broadcast_tokens=broadcast_tokens,
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paged_backend.execution.batch import PackedBatch, UniformBatch, resolve_placeholders
+from paged_backend.execution.cpu_threads import CpuThreads
 from paged_backend.execution.drafter import Drafter, propose
 from paged_backend.execution.forward import paged_logits
 from paged_backend.execution.graphs import ForwardOutput, GraphCapture, Graphs, GraphShape, draft_shapes
@@ -77,6 +78,7 @@ class Runner:
         max_sampled: int,
         drafter: Drafter | None = None,
         lora: Lora | None = None,
+        threads: CpuThreads | None = None,
         broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
     ):
         """kv: the model's layers, then the drafter's. host: the host pool. max_sampled: maximum sampled tokens.
@@ -86,6 +88,7 @@ class Runner:
         self.host = host
         self.drafter = drafter
         self.lora = lora
+        self._threads = threads
         self.gqa_group = _gqa_group(model, kv.device)
         self.transfers = Transfers(kv, host)
         self._broadcast_tokens = broadcast_tokens
@@ -143,6 +146,8 @@ class Runner:
     @torch.inference_mode()
     def launch(self, packed: PackedBatch) -> LaunchedStep:
         """Enqueue the forward pass and sampling of a batch, and the copy of the results to the host."""
+        if self._threads:
+            self._threads.update()
         step = self._run(packed)
         logits = step.logits if step.logit_rows is None else step.logits[step.logit_rows]
         sampling = resolve_tokens(step.sampling, self._resolve) if packed.uses_previous_step else step.sampling

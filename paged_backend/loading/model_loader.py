@@ -16,6 +16,7 @@ from paged_backend.api.generation_defaults import BUILT_IN
 from paged_backend.api.limits import EmbeddingSpec, SamplingDefaults
 from paged_backend.loading import model_files
 from paged_backend.loading.generation_config import read_sampling_defaults
+from paged_backend.loading.gguf_weights import GgufQuantizer
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_options import (
     check_quantization,
@@ -23,6 +24,7 @@ from paged_backend.loading.model_options import (
     pick_embedding,
     pick_kv_dtype,
     pick_max_model_len,
+    quantization_spec,
 )
 from paged_backend.loading.model_source import find_files, read_config
 from paged_backend.loading.tokenizer_loader import load_tokenizer
@@ -32,7 +34,10 @@ from paged_backend.memory.kv_cache import LayerShape
 from paged_backend.models import rope, tensor_parallel
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.hidden_states import hidden_size
+from paged_backend.models.linear import WeightQuantizer
 from paged_backend.models.lora import Lora, find_adaptable_layers
+from paged_backend.models.quantization import Quantizer
+from paged_kernels.cpu import native
 
 log = logging.getLogger("paged_llm")
 
@@ -127,10 +132,21 @@ def _verify(config: EngineConfig, path: Path, model: PreTrainedModel, kv_dtype: 
             block_size=config.block_size,
             kv_dtype=kv_dtype,
             compile_level=config.compile_level,
-            quantized=config.quantization is not None,
+            quantizer=_quantizer(config, path, model),
         )
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from error
+
+
+def _quantizer(config: EngineConfig, path: Path, model: PreTrainedModel) -> Quantizer | None:
+    """Return what quantizes the model's weights: the rounding that is requested, or on a CPU the GGUF file that holds
+    them."""
+    if spec := quantization_spec(config):
+        return WeightQuantizer(spec, model)
+    is_unsupported = model.device.type != "cpu" or config.compile_level or config.tensor_parallel_size > 1
+    if path.suffix != GGUF or is_unsupported or not native.levels():
+        return None
+    return GgufQuantizer(path, model)
 
 
 def _create_lora(config: EngineConfig, model: PreTrainedModel, adaptable: dict[str, tuple[int, int]]) -> Lora:

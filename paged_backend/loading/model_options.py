@@ -14,7 +14,10 @@ from paged_backend.api.limits import EmbeddingSpec
 from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES
 from paged_backend.loading.weights import is_dequantized
 from paged_backend.models import rope
+from paged_backend.models.quantization import QuantizationSpec
 from paged_kernels.cpu import native
+
+INT4_GROUP_SIZE = 32
 
 
 def pick_device(config: EngineConfig) -> torch.device:
@@ -71,7 +74,7 @@ def pick_embedding(hf_config: PretrainedConfig, size: int | None) -> EmbeddingSp
 
 
 def check_quantization(config: EngineConfig, hf_config: PretrainedConfig, path: Path, device: torch.device) -> None:
-    """Raise ConfigError if int8 weights are requested but not possible."""
+    """Raise ConfigError if quantized weights are requested but not possible."""
     if config.quantization is None:
         return
     reason = None
@@ -83,3 +86,13 @@ def check_quantization(config: EngineConfig, hf_config: PretrainedConfig, path: 
         reason = "the model's weights are quantized already; leave it out"
     if reason:
         raise ConfigError(f"quantization={json.dumps(config.quantization)}: {reason}")
+
+
+def quantization_spec(config: EngineConfig) -> QuantizationSpec | None:
+    """Return how weights are rounded, or None if they are not."""
+    if config.quantization is None:
+        return None
+    is_int4 = config.quantization == "int4"
+    return QuantizationSpec(
+        4 if is_int4 else 8, config.quantization_group_size or (INT4_GROUP_SIZE if is_int4 else None)
+    )

@@ -16,6 +16,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.sizes import GIB
 from paged_backend.utils.machine import available_memory
+from paged_kernels.cpu.huge_pages import request_huge_pages
 from paged_kernels.layer_cache import FORMATS, LayerCache
 
 CPU_POOL_LIMIT = 4 * GIB
@@ -105,7 +106,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8)).view(dtype).view(shape)
+    zeros = torch.from_numpy(np.zeros(nbytes, dtype=np.uint8))
+    request_huge_pages(zeros)
+    return zeros.view(dtype).view(shape)
 
 
 def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,9 @@ from transformers.activations import ACT2FN
 
 from paged_backend.models.attention import AttentionMeta, AttentionSpec, attend_pages, reject_unsupported
 from paged_backend.models.linear import GroupedCopy, Weight, has_custom_forward, project
+from paged_backend.models.native_decoder import NativeDecoder
 from paged_kernels.cpu import native
+from paged_kernels.cpu.packed_linear import GROUP
 from paged_kernels.ops import add_rms_norm, kv_write, rope_kv_write, swiglu
 
 log = logging.getLogger("paged_llm")
@@ -124,10 +125,6 @@ class FusedLayer:
         **rest: Any,
     ) -> HiddenStates:
         reject_unsupported(self.attention, rest, mask=attention_mask, dropout=0.0, is_causal=None)
-        if self._native_layer:
-            states = hidden_states if isinstance(hidden_states, HiddenStates) else HiddenStates(hidden_states[0], None)
-            cache = paged.kv.layers[self.attention.layer_idx]
-            return HiddenStates(*self._native_layer(*states, *position_embeddings, cache, paged.paging))
         if isinstance(hidden_states, HiddenStates):
             qkv, residual = self.functions.pre_attention(*hidden_states, *self.pre_arguments)
         else:  # first layer: not compiled, as the missing residual would require another variant
@@ -143,21 +140,6 @@ class FusedLayer:
         pre_arguments = (norm, eps, qkv, qkv_bias)
         post_arguments = (o, o_bias, post_norm, post_eps, gate_up, gate_up_bias, down, down_bias)
         return replace(self, functions=LayerFunctions(), pre_arguments=pre_arguments, post_arguments=post_arguments)
-
-    @cached_property
-    def _native_layer(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """The whole layer as one CPU kernel call, or None if it does not support the layer or its weights."""
-        norm, eps, qkv, qkv_bias = self.pre_arguments
-        o, o_bias, post_norm, post_eps, gate_up, gate_up_bias, down, down_bias = self.post_arguments
-        grouped = all(isinstance(weight, GroupedCopy) for weight in (qkv, o, gate_up, down))
-        if not grouped or self.spec.sinks is not None:
-            return None
-        return native.DecoderLayer(
-            norm, eps, qkv.packed, qkv_bias, self.head_counts[0], getattr(self.attention, "use_rope", True),
-            self.head_norms.get("query_weight"), self.head_norms.get("key_weight"), self.head_norms.get("eps", 0.0),
-            self.spec.scale, self.spec.sliding_window, self.spec.softcap,
-            o.packed, o_bias, post_norm, post_eps, gate_up.packed, gate_up_bias, down.packed, down_bias,
-        ).bind()  # fmt: skip
 
     def _attend(self, qkv: Tensor, angles: tuple[Tensor, Tensor], paged: AttentionMeta) -> Tensor:
         cache, slots = paged.kv.layers[self.attention.layer_idx], paged.paging.slots
@@ -183,19 +165,49 @@ class FusedModel:
         def converted(values: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(convert(v) if isinstance(v, Tensor) and v.dim() == 2 else v for v in values)
 
-        for module, layer in zip(self.model.model.layers, self.layers, strict=True):
-            module.forward = replace(
+        layers = [
+            replace(
                 layer,
                 functions=functions,
                 pre_arguments=converted(layer.pre_arguments),
                 post_arguments=converted(layer.post_arguments),
             )
+            for layer in self.layers
+        ]
+        decoder = self.model.model
+        for module, layer in zip(decoder.layers, layers, strict=True):
+            module.forward = layer
+        if native_layers := _to_native_layers(layers):
+            decoder.forward = NativeDecoder(decoder, native_layers)
+        else:
+            vars(decoder).pop("forward", None)
 
     def uninstall(self) -> None:
         """Restore the model's own layers."""
         decoder = self.model.model
         for module in (*decoder.layers, decoder.norm):
             del module.forward
+        vars(decoder).pop("forward", None)
+
+
+def _to_native_layers(layers: Sequence[FusedLayer]) -> list[native.DecoderLayer]:
+    """Return the layers for the CPU kernel, or none if it does not support the weights of any of them."""
+    converted = [found for layer in layers if (found := _to_native(layer))]
+    return converted if len(converted) == len(layers) else []
+
+
+def _to_native(layer: FusedLayer) -> native.DecoderLayer | None:
+    norm, eps, qkv, qkv_bias = layer.pre_arguments
+    o, o_bias, post_norm, post_eps, gate_up, gate_up_bias, down, down_bias = layer.post_arguments
+    grouped = all(isinstance(weight, GroupedCopy) for weight in (qkv, o, gate_up, down))
+    if not grouped or down.packed.in_features % GROUP:
+        return None
+    return native.DecoderLayer(
+        norm, eps, qkv.packed, qkv_bias, layer.head_counts[0], getattr(layer.attention, "use_rope", True),
+        layer.head_norms.get("query_weight"), layer.head_norms.get("key_weight"), layer.head_norms.get("eps", 0.0),
+        layer.spec.scale, layer.spec.sliding_window, layer.spec.softcap, layer.spec.sinks,
+        o.packed, o_bias, post_norm, post_eps, gate_up.packed, gate_up_bias, down.packed, down_bias,
+    )  # fmt: skip
 
 
 @torch.no_grad()

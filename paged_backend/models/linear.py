@@ -1,13 +1,13 @@
-"""Linear layers on a CPU: packed copies of weights, selected by measurement, and int8 weights.
+"""Linear layers on a CPU: packed copies of weights, selected by measurement, and quantized weights.
 
     plain     F.linear over the weight itself
     onednn    a copy in oneDNN's layout, into which F.linear would convert the weight at each call
-    groups    this project's kernel over groups of outputs, which widens 16 bits in registers and sums in float32
+    groups    this project's kernel over groups of outputs, which sums in float32
 
-No method is the fastest for every number of rows, so the methods are measured once per process for each weight shape.
-The fastest copy is kept, and the weight itself is freed if the copy is faster for every number of rows.
+Where `groups` is not the fastest method for every number of rows, the methods are measured once per process for each
+weight shape. The fastest copy is kept, and the weight itself is freed if the copy is faster for every number of rows.
 
-With the `quantization` option, int8 weights take the place of the weights instead.
+With the `quantization` option, quantized weights take the place of the weights instead.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paged_backend.api.sizes import GIB
+from paged_backend.models.quantization import QuantizationSpec, quantize
 from paged_backend.utils.machine import available_memory
+from paged_backend.utils.startup import Progress
 from paged_kernels.cpu import native
+from paged_kernels.cpu.packed_linear import PackedLinear, pack_linear
 
 log = logging.getLogger("paged_llm")
 
@@ -65,8 +68,9 @@ class OneDnnCopy:
 class GroupedCopy:
     """A copy of a weight in the layout of the kernel `native.linear`."""
 
-    def __init__(self, weight: Tensor, scales: Tensor | None = None) -> None:
-        self.packed = native.pack_linear(weight, scales)
+    def __init__(self, weight: Tensor | PackedLinear) -> None:
+        """weight: [out_features, in_features], or packed already."""
+        self.packed = pack_linear(weight) if isinstance(weight, Tensor) else weight
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return native.linear(x, self.packed, bias)
@@ -135,6 +139,12 @@ def choose(times: tuple[Mapping[str, float], ...]) -> tuple[str, tuple[bool, ...
     return (best, use_copy) if any(use_copy) else None
 
 
+def groups_are_fastest(dtype: torch.dtype) -> bool:
+    """Return whether the kernel over groups is the fastest method for any number of rows: it is, except for bfloat16 on
+    a CPU with AMX, which oneDNN uses and the kernel does not."""
+    return GroupedCopy.supports(dtype) and not (dtype == torch.bfloat16 and native.level() == "amx")
+
+
 class WeightPacker:
     """Packs weights for which a copy is faster, within a memory budget."""
 
@@ -147,7 +157,10 @@ class WeightPacker:
         """Return the packed weight, or the weight itself if no copy is faster or fits the budget."""
         if weight.numel() < MIN_ELEMENTS:
             return weight
-        choice = choose(measure(tuple(weight.shape), weight.dtype, torch.get_num_threads()))
+        if groups_are_fastest(weight.dtype):
+            choice: tuple[str, tuple[bool, ...]] | None = ("groups", (True,) * len(ROWS))
+        else:
+            choice = choose(measure(tuple(weight.shape), weight.dtype, torch.get_num_threads()))
         if choice is None:
             return weight
         if weight.nbytes > self._budget:
@@ -168,19 +181,28 @@ class WeightPacker:
 
 
 class WeightQuantizer:
-    """Quantizes weights to int8 with one scale per output channel."""
+    """Rounds weights to 8 or 4 bits."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: QuantizationSpec, model: PreTrainedModel) -> None:
+        output_layer = model.get_output_embeddings()
         self.replaced: list[Tensor] = []
+        self.bits: int | None = spec.bits
+        self.description = f"int{spec.bits} weights"
+        self._spec = spec
+        # The layer that computes logits keeps 8 bits: it is the most sensitive.
+        self._output_layer = None if output_layer is None else output_layer.weight.data_ptr()
+        linears = [module.weight.numel() for module in model.modules() if type(module) is nn.Linear]
+        self._progress = Progress("quantizing", sum(size for size in linears if size >= MIN_ELEMENTS), "weights")
 
     def __call__(self, weight: Tensor) -> Weight:
         """Return the quantized weight, or a small weight itself, for example a router of a mixture of experts."""
         if weight.numel() < MIN_ELEMENTS:
             return weight
         self.replaced.append(weight)
-        rows = weight.float()
-        scales = rows.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny) / 127
-        return GroupedCopy((rows / scales[:, None]).round_().to(torch.int8), scales)
+        bits = 8 if weight.data_ptr() == self._output_layer else self._spec.bits
+        copy = GroupedCopy(quantize(weight, bits, self._spec.group_size))
+        self._progress.advance(weight.numel())
+        return copy
 
 
 def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> Callable[[], None]:

@@ -33,6 +33,7 @@ from paged_backend.api.request import Adapter
 from paged_backend.models.adapter_rows import AdapterRows
 from paged_backend.models.fusion import FusedLayer
 from paged_backend.models.linear import Weight, project
+from paged_backend.models.native_decoder import layerwise_forward, runs_natively
 from paged_backend.models.peft_files import Factors, LoraShapes
 
 PROBE_TOKENS = 13
@@ -132,6 +133,8 @@ class Lora:
     def _adapted_forwards(self, model: PreTrainedModel) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
         """Yield each module to adapt with the forward function that replaces its own."""
         modules = dict(model.named_modules())
+        if runs_natively(model):
+            yield model.base_model, layerwise_forward(model.base_model)
         fused = {name: module.forward for name, module in modules.items() if isinstance(module.forward, FusedLayer)}
         for name, layer in fused.items():
             yield modules[name], layer.with_weights(partial(self._weight, prefix=f"{name}."))

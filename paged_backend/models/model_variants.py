@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from paged_backend.models.attention import AttentionSpec
 from paged_backend.models.compilation import compile_functions
 from paged_backend.models.fusion import FusedModel, LayerFunctions, fuse
-from paged_backend.models.linear import Weight, WeightPacker, WeightQuantizer, plain_linears, release, replace_forwards
+from paged_backend.models.linear import Weight, WeightPacker, plain_linears, release, replace_forwards
+from paged_backend.models.quantization import Quantizer
 
 log = logging.getLogger("paged_llm")
 
@@ -22,6 +23,8 @@ class ModelVariant(NamedTuple):
 
     name: str
     unused: Sequence[Tensor] = ()  # weights that have been replaced by packed or quantized copies
+    weight_bits: int | None = None  # bits to which this variant rounds weights
+    is_intermediate: bool = False  # whether it is to be verified, but not used
 
     def release_unused(self, model: PreTrainedModel) -> Callable[[], None]:
         """Free the unused weights. Returns a function that restores them."""
@@ -29,11 +32,12 @@ class ModelVariant(NamedTuple):
 
 
 def model_variants(
-    model: PreTrainedModel, specs: Sequence[AttentionSpec], *, compile_level: int, quantized: bool
+    model: PreTrainedModel, specs: Sequence[AttentionSpec], *, compile_level: int, quantizer: Quantizer | None
 ) -> Iterator[ModelVariant]:
     """Put the model into one variant after the other and yield each. The model stays in the last one yielded.
 
-    With `quantized` there is a single variant, with int8 weights.
+    With a quantizer that rounds weights, these are a variant with the model's weights, which is intermediate, and one
+    with rounded weights.
     """
     fused = fuse(model, specs)
     if isinstance(fused, str):
@@ -53,11 +57,16 @@ def model_variants(
         return use_plain(convert)
 
     shape = "unmodified" if isinstance(fused, str) else "fused"
-    if quantized:
-        quantizer = WeightQuantizer()
+    if quantizer and quantizer.bits:
+        yield ModelVariant(shape, is_intermediate=True)
         use(quantizer)
-        yield ModelVariant(f"{shape}, with int8 weights", quantizer.replaced)
+        yield ModelVariant(f"{shape}, with {quantizer.description}", quantizer.replaced, quantizer.bits)
         return
+    if quantizer:
+        undo = use(quantizer)
+        if quantizer.replaced:
+            yield ModelVariant(f"{shape}, with {quantizer.description}", quantizer.replaced)
+        undo()
     if isinstance(fused, FusedModel):
         functions = compile_functions(fused) if compile_level else None
         if functions is not None:

@@ -59,6 +59,22 @@ def usable_cores() -> int:
     return max(1, int(min([len(os.sched_getaffinity(0)), *_quotas()])))
 
 
+def busy_seconds() -> float:
+    """Return the CPU time that all processes have spent on the cores of this process's affinity. Time of processes at a
+    lower priority ("nice") counts only if this process has a lower priority too: otherwise it takes little from it.
+
+    Raises OSError where the system does not tell.
+    """
+    own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *fields = line.split()
+        if name in own:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
+            ticks += user + system + irq + softirq + steal + (nice if os.nice(0) > 0 else 0)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def cpu_name() -> str:
     """Return the model of the CPU, or its architecture if the system does not name the model."""
     with suppress(OSError):

@@ -38,6 +38,7 @@ VIOLATIONS = (
     {"compile_level": 1, "tensor_parallel_size": 2},
     {"quantization": "int8", "compile_level": 1},
     {"quantization": "int8", "tensor_parallel_size": 2},
+    {"quantization_group_size": 32},
     {"enable_lora": True, "tensor_parallel_size": 2},
     {"speculative_model": "m"},
     {"disk_cache_dir": "d", "enable_prefix_caching": False},

@@ -86,8 +86,16 @@ def test_limits_have_units(spelling):
             'limits.max_salt_bytes="4GiB": must be a whole number 1..2147483647, or with a unit',
         ),
         ("max_tools", "8k", 'limits.max_tools="8k": must be a whole number 1..2147483647'),
-        ("quantization", "awq", 'quantization="awq": must be "int8"; a model whose weights are quantized needs no opt'),
-        ("quantization", "fp8", 'quantization="fp8": must be "int8"; a model whose weights are quantized needs no opt'),
+        (
+            "quantization",
+            "awq",
+            'quantization="awq": must be "int8" or "int4"; a model whose weights are quantized needs',
+        ),
+        (
+            "quantization",
+            "fp8",
+            'quantization="fp8": must be "int8" or "int4"; a model whose weights are quantized needs',
+        ),
     ],
 )
 def test_errors_name_option_value_and_examples(name, value, message):

@@ -2,11 +2,13 @@
 
 import json
 
+import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GgufConfig
 
+from paged_kernels.cpu import native
 from tests.support.gguf import CONFIG, write_gguf
 from tests.support.in_process import byte_tokenizer, generate_with_transformers, running, save_tiny, tiny_assembly
 
@@ -37,13 +39,17 @@ def test_fp8_blocks_are_dequantized(tmp_path):
     assert generate(tmp_path) == generate_with_transformers(reference, PROMPT, 12)
 
 
-def test_gguf_file_loads(tmp_path):
+@pytest.mark.parametrize("format", ["Q8_0", "Q5_1", "Q4_1", "Q4_0", "F16"])
+def test_gguf_file_loads(tmp_path, format, caplog):
+    caplog.set_level("INFO", "paged_llm")
     model = save_tiny(CONFIG, tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    write_gguf(tmp_path / "tiny.gguf", model)
+    write_gguf(tmp_path / "tiny.gguf", model, format)
     reference = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="tiny.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
     assert generate(tmp_path / "tiny.gguf", tokenizer=str(tmp_path / "tokenizer")) == generate_with_transformers(
         reference, PROMPT, 12
     )
+    stays_quantized = format != "F16" and bool(native.levels())
+    assert ("with the GGUF file's weights" in caplog.text) == stays_quantized

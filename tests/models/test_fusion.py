@@ -11,6 +11,7 @@ from torch import nn
 from paged_backend.loading import verification
 from paged_backend.models import fusion, linear
 from paged_backend.models.attention import AttentionSpec, UnsupportedModel
+from paged_backend.models.native_decoder import runs_natively
 from paged_kernels.cpu import native
 from tests.support.families import COMMON, FAMILIES, is_fused
 from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
@@ -53,7 +54,7 @@ def test_layers_with_grouped_weights_are_one_kernel_call(name, monkeypatch, capl
     model = create_model(CONFIGS[name]())
     verify_model(model)
     assert is_fused(model)
-    assert all(vars(layer)["forward"]._native_layer for layer in model.model.layers)
+    assert runs_natively(model)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 

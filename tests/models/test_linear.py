@@ -9,7 +9,7 @@ from transformers import LongcatFlashConfig
 
 from paged_backend.models import linear
 from paged_backend.models.attention import UnsupportedModel
-from paged_backend.models.linear import ROWS, MixedWeight, WeightQuantizer, project
+from paged_backend.models.linear import ROWS, MixedWeight, project
 from paged_kernels.cpu import native
 from tests.support.families import FAMILIES
 from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
@@ -69,6 +69,7 @@ def fast_copies(monkeypatch):
     """Simulate a machine on which packed copies are faster for up to 15 rows, even in tiny models."""
     times = [{"plain": 1.0, "onednn": 0.5 if rows < 16 else 1.0} for rows in ROWS]
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(linear, "groups_are_fastest", lambda dtype: False)
     monkeypatch.setattr(linear, "measure", lambda *arguments: times)
 
 
@@ -102,6 +103,7 @@ def test_packed_weights_match_generate(family, form, tmp_path, fast_copies, log_
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
 def test_fully_replaced_weights_are_freed(family, tied, tmp_path, monkeypatch):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(linear, "groups_are_fastest", lambda dtype: False)
     monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "onednn": 0.5}] * len(ROWS))
     config = FAMILIES[family]()
     config.tie_word_embeddings = tied
@@ -120,7 +122,6 @@ def test_fully_replaced_weights_are_freed(family, tied, tmp_path, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_matches_generate_with_grouped_weights(family, tmp_path, monkeypatch, log_lines):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(ROWS))
     model = save_tiny(FAMILIES[family](), tmp_path)
     assembly = tiny_assembly(tmp_path)
     assert "with packed weights" in log_lines.text
@@ -136,6 +137,7 @@ def test_weights_read_outside_their_layers_are_kept(quantized, tmp_path, monkeyp
     if quantized and not native.levels():
         pytest.skip("needs the compiled kernels")
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(linear, "groups_are_fastest", lambda dtype: False)
     monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "onednn": 0.5}] * len(ROWS))
     config = LongcatFlashConfig(
         vocab_size=320, hidden_size=64, num_attention_heads=4, max_position_embeddings=256, num_layers=1,
@@ -177,31 +179,19 @@ def test_copies_stay_within_memory_budget(tiny, fast_copies, monkeypatch, log_li
 
 
 @compiled
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_rounding_error_is_at_most_half_a_step(dtype):
-    torch.manual_seed(0)
-    weight = torch.randn(70, 48).to(dtype) * torch.logspace(-3, 3, 70)[:, None].to(dtype)
-    weight[7] = 0
-    quantized = WeightQuantizer()(weight.repeat(40, 40))
-    rounded = project(torch.eye(48 * 40), quantized, None).T[:70, :48]
-    half_a_step = weight.float().abs().amax(1, keepdim=True) / 127 / 2
-    assert ((rounded - weight.float()).abs() <= half_a_step * 1.001).all()
-    assert not torch.equal(rounded, weight.float())
-
-
-@compiled
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize(("family", "form"), [("qwen2", "fused"), ("olmo2", "unmodified")])
-def test_int8_model_frees_its_own_weights(family, form, tmp_path, monkeypatch, log_lines):
+def test_quantized_model_frees_its_own_weights(family, form, quantization, tmp_path, monkeypatch, log_lines):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     model = save_tiny(FAMILIES[family](), tmp_path)
-    assembly = tiny_assembly(tmp_path, quantization="int8")
-    assert f"runs {form}, with int8 weights" in log_lines.text
+    assembly = tiny_assembly(tmp_path, quantization=quantization)
+    assert f"runs {form}, with {quantization} weights" in log_lines.text
     served = assembly.loaded.model
     sizes = {name: weight.numel() for name, weight in served.named_parameters() if "_proj.weight" in name}
     assert len(sizes) == 7 * len(served.model.layers)
     assert not any(sizes.values())
     assert torch.equal(served.model.embed_tokens.weight, model.model.embed_tokens.weight)
-    assert isinstance(served.lm_head.forward.keywords["weight"], linear.GroupedCopy)
+    assert served.lm_head.forward.keywords["weight"].packed.groups.dtype == torch.int8
     with running(assembly) as engine:
         batched = engine.generate(PROMPTS, max_tokens=8)
         assert [engine.generate([prompt], max_tokens=8)[0] for prompt in PROMPTS] == batched
@@ -214,7 +204,7 @@ def test_int8_model_frees_its_own_weights(family, form, tmp_path, monkeypatch, l
 @compiled
 def test_model_degraded_by_int8_weights_is_rejected(tiny, monkeypatch):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
-    pack_linear = native.pack_linear
-    monkeypatch.setattr(native, "pack_linear", lambda weight, scales: pack_linear(weight, 3 * scales))
+    quantize = linear.quantize
+    monkeypatch.setattr(linear, "quantize", lambda weight, *spec: quantize(3 * weight, *spec))
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* logits at position"):
         tiny_assembly(tiny[0], quantization="int8")

@@ -6,7 +6,9 @@ import transformers as hf
 
 from paged_backend.models import linear
 from paged_backend.models.attention import ATTENTION, AttentionSpec
+from paged_backend.models.linear import WeightQuantizer
 from paged_backend.models.model_variants import model_variants
+from paged_backend.models.quantization import QuantizationSpec
 from tests.support.families import COMMON
 
 SPECS = [AttentionSpec(scale=0.25)] * 3
@@ -28,7 +30,7 @@ def test_fused_model_has_fused_and_unmodified_variants(monkeypatch):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     monkeypatch.setattr(linear, "measure", lambda *arguments: [{"plain": 1.0, "groups": 0.5}] * len(linear.ROWS))
     model, names = fusable(), []
-    for variant in model_variants(model, SPECS, compile_level=0, quantized=False):
+    for variant in model_variants(model, SPECS, compile_level=0, quantizer=None):
         names.append(variant.name)
         assert bool(variant.unused) == variant.name.endswith("packed weights")
     assert names == ["fused, with packed weights", "fused", "unmodified, with packed weights", "unmodified"]
@@ -37,16 +39,20 @@ def test_fused_model_has_fused_and_unmodified_variants(monkeypatch):
 
 def test_model_of_another_family_is_not_fused(caplog):
     model = hf.AutoModelForCausalLM.from_config(hf.GPT2Config(vocab_size=32, n_embd=32, n_layer=1, n_head=2))
-    variants = model_variants(model, [AttentionSpec(scale=0.25)], compile_level=1, quantized=False)
+    variants = model_variants(model, [AttentionSpec(scale=0.25)], compile_level=1, quantizer=None)
     assert [variant.name for variant in variants][-1] == "unmodified"
     assert "GPT2LMHeadModel is neither fused nor compiled" in caplog.text
 
 
-def test_quantized_model_has_one_variant():
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounded_weights_follow_a_variant_that_is_only_verified(bits):
     model = fusable()
     before = {name: one.clone() for name, one in model.named_parameters()}
-    (variant,) = model_variants(model, SPECS, compile_level=0, quantized=True)
-    assert variant.name == "fused, with int8 weights"
+    quantizer = WeightQuantizer(QuantizationSpec(bits, 32), model)
+    plain, variant = model_variants(model, SPECS, compile_level=0, quantizer=quantizer)
+    assert (plain.name, plain.is_intermediate, plain.weight_bits) == ("fused", True, None)
+    assert (variant.name, variant.is_intermediate) == (f"fused, with int{bits} weights", False)
+    assert variant.weight_bits == bits
     restore = variant.release_unused(model)
     assert all(weight.untyped_storage().nbytes() == 0 for weight in variant.unused)
     restore()
@@ -56,6 +62,7 @@ def test_quantized_model_has_one_variant():
 @pytest.mark.parametrize("quantized", [False, True])
 def test_last_variant_stays_installed(quantized):
     model = fusable()
-    for variant in model_variants(model, SPECS, compile_level=0, quantized=quantized):
+    quantizer = WeightQuantizer(QuantizationSpec(8, None), model) if quantized else None
+    for variant in model_variants(model, SPECS, compile_level=0, quantizer=quantizer):
         last = variant.name
     assert bool(layers(model)) == (last != "unmodified") == quantized

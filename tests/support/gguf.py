@@ -14,8 +14,8 @@ CONFIG = LlamaConfig(
 )
 
 
-def write_gguf(file, model):
-    """Write the weights of a tiny Llama in 8 bits, with llama.cpp's tensor names."""
+def write_gguf(file, model, format="Q8_0"):
+    """Write the weights of a tiny Llama in a quantized format, with llama.cpp's tensor names."""
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(256)
     writer.add_embedding_length(64)
@@ -28,7 +28,7 @@ def write_gguf(file, model):
     writer.add_vocab_size(320)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for name, weight in model.state_dict().items():
-        kind = gguf.GGMLQuantizationType.Q8_0 if weight.dim() == 2 else gguf.GGMLQuantizationType.F32
+        kind = gguf.GGMLQuantizationType[format] if weight.dim() == 2 else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(weight.float().numpy(), kind)
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), data, raw_dtype=kind)
     writer.write_header_to_file()

@@ -70,6 +70,16 @@ def test_cgroups_version_1(cgroups):
     assert machine.available_memory() == 5 * GIB
 
 
+@pytest.mark.parametrize(("priority", "ticks"), [(0, 10 + 3 + 2 + 1 + 4), (5, 10 + 500 + 3 + 2 + 1 + 4)])
+def test_busy_time_is_that_of_usable_cores_and_excludes_lower_priorities(monkeypatch, priority, ticks):
+    stat = "cpu 9 9 9 9 9 9 9 9 0 0\ncpu0 7 7 7 7 7 7 7 7 0 0\ncpu1 10 500 3 900 50 2 1 4 0 0\nintr 5\n"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1})
+    monkeypatch.setattr(os, "nice", lambda increment: priority)
+    monkeypatch.setattr(os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(Path, "read_text", lambda path: {"/proc/stat": stat}[str(path)])
+    assert machine.busy_seconds() == ticks / 100
+
+
 @pytest.mark.parametrize(("configured", "threads"), [(None, "2"), ("1", "1")])
 def test_torch_threads_follow_usable_cores_unless_configured(configured, threads):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

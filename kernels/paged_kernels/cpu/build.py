@@ -30,12 +30,15 @@ _AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
 LEVELS = {
     "x86_64": {
         "amx": f"{_AVX512} -mavx512bf16 -mamx-tile -mamx-bf16",
+        "avx512_bf16": f"{_AVX512} -mavx512bf16",
         "avx512": _AVX512,
         "avx2": _AVX2,
     }
 }.get(platform.machine(), {}) | {"plain": "", "amx_emulated": "-DPAGED_EMULATE_AMX=1"}
+TORCH_SOURCES = ("binding.cpp", "decoder.cpp")
+PLAIN_SOURCES = ("pool.cpp", "tasks.cpp")
 # Levels that differ from another level in attention only, and use its linear layers.
-LINEAR = {"amx": "avx512", "amx_emulated": "plain"}
+LINEAR = {"amx": "avx512_bf16"}
 
 
 class BuildFailed(Exception):
@@ -59,13 +62,19 @@ def build() -> tuple[Path, list[str]]:
     BUILT.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUILT) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         place = Path(folder)
-        binding = pool.submit(_compile, compiler, "binding.cpp", place / "binding.o", _torch_flags())
+        common = [
+            pool.submit(_compile, compiler, source, place / f"{source}.o", flags)
+            for source, flags in (
+                *((one, _torch_flags()) for one in TORCH_SOURCES),
+                *((one, []) for one in PLAIN_SOURCES),
+            )
+        ]
         jobs = {}
         for name, flags in LEVELS.items():
             level = [*flags.split(), f"-DPAGED_LEVEL={name}", f"-DPAGED_LINEAR={LINEAR.get(name, name)}"]
             sources = ["linear.cpp", "level.cpp"][name in LINEAR :]
             jobs[name] = [pool.submit(_compile, compiler, one, place / f"{name}-{one}.o", level) for one in sources]
-        objects, built, skipped = [binding.result()], list[str](), list[str]()
+        objects, built, skipped = [job.result() for job in common], list[str](), list[str]()
         for name in sorted(LEVELS, key=LINEAR.__contains__):
             try:
                 made = [job.result() for job in jobs[name]]
@@ -79,8 +88,8 @@ def build() -> tuple[Path, list[str]]:
             objects += made
             built.append(name)
         names = " ".join(f"LEVEL({one})" for one in LEVELS if one in built)
-        objects.append(_compile(compiler, "schedule.cpp", place / "schedule.o", [f"-DPAGED_LEVELS={names}"]))
-        _run([compiler, "-shared", "-o", str(place / "whole.so"), *map(str, objects), *_libraries()])
+        objects.append(_compile(compiler, "levels.cpp", place / "levels.o", [f"-DPAGED_LEVELS={names}"]))
+        _run([compiler, "-shared", "-o", str(place / "whole.so"), *map(str, objects), *_libraries(), "-pthread"])
         os.replace(place / "whole.so", target)
     return target, skipped
 

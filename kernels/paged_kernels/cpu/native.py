@@ -6,12 +6,12 @@ The best level that this machine supports is used, or the one that PAGED_CPU_LEV
 import ctypes
 import logging
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paged_kernels.arguments import (
@@ -22,6 +22,7 @@ from paged_kernels.arguments import (
     check_swiglu,
 )
 from paged_kernels.cpu.build import library
+from paged_kernels.cpu.packed_linear import PackedLinear
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paging import Paging
 
@@ -30,7 +31,48 @@ log = logging.getLogger("paged_llm.kernels")
 LEVEL = "PAGED_CPU_LEVEL"
 BUILD_COMMAND = "python -m paged_kernels.cpu.build"
 TIMED_OPS = ("linear", "add_rms_norm", "swiglu", "rope_kv_write", "paged_attention")  # in the order of OpKind in C++
-GROUP = 16  # number of outputs of a linear layer whose weights are stored together
+
+
+class PoolCounts(NamedTuple):
+    """Counts of the thread pool since the process started."""
+
+    programs: int  # calls of operators
+    repeats: int  # work items that a waiting thread computed again
+    discarded: int  # results that came after those of another thread
+
+
+class _Library:
+    """The functions of the library that are not operators."""
+
+    def __init__(self) -> None:
+        library_functions = ctypes.CDLL(str(library()))
+        self.seconds: Callable[[Any], None] = library_functions.paged_seconds
+        self.set_threads: Callable[[int], None] = library_functions.paged_set_threads
+        self.threads: Callable[[], int] = library_functions.paged_threads
+        self.pool_counts: Callable[[Any], None] = library_functions.paged_pool_counts
+
+
+@cache
+def _library() -> _Library:
+    return _Library()
+
+
+def set_threads(threads: int) -> None:
+    """Set the number of threads that the kernels use. Results do not depend on it."""
+    if levels():
+        _library().set_threads(threads)
+
+
+def threads() -> int:
+    """Return the number of threads that the kernels use. The kernels must be compiled."""
+    return _library().threads()
+
+
+def pool_counts() -> PoolCounts:
+    """Return counts of the thread pool. The kernels must be compiled."""
+    counts = (ctypes.c_int64 * len(PoolCounts._fields))()
+    _library().pool_counts(counts)
+    return PoolCounts(*counts)
 
 
 @cache
@@ -55,19 +97,13 @@ def levels() -> tuple[str, ...]:
     return found
 
 
-@cache
-def _read_seconds() -> Callable[[Any], None]:
-    found: Callable[[Any], None] = ctypes.CDLL(str(library())).paged_seconds
-    return found
-
-
 def seconds() -> dict[str, float]:
     """Return the time that this thread has spent on each kind of operation so far, inside of `DecoderLayer` too.
 
     The kernels must be compiled.
     """
     spent = (ctypes.c_double * len(TIMED_OPS))()
-    _read_seconds()(spent)
+    _library().seconds(spent)
     return dict(zip(TIMED_OPS, spent, strict=True))
 
 
@@ -168,45 +204,27 @@ def swiglu(gate_up: Tensor, *, level: str | None = None) -> Tensor:
     return out
 
 
-class PackedLinear(NamedTuple):
-    """The weight of a linear layer in the layout of `linear`: groups of 16 outputs, padded with zeros.
-
-    [groups, in_features, 16]; for bfloat16, in pairs of inputs, [groups, in_features / 2, 16, 2].
-    """
-
-    groups: Tensor
-    in_features: int
-    out_features: int
-    scales: Tensor | None  # [out_features] float32, for an int8 weight
-
-
-def pack_linear(weight: Tensor, scales: Tensor | None = None) -> PackedLinear:
-    """Pack a weight [out_features, in_features] in float32, float16, bfloat16, or int8 with a scale per output."""
-    pair = 2 if weight.dtype == torch.bfloat16 else 1
-    padded = F.pad(weight, (0, weight.shape[1] % 2, 0, -weight.shape[0] % GROUP))
-    groups = padded.view(len(padded) // GROUP, GROUP, padded.shape[1] // pair, pair).transpose(1, 2).contiguous()
-    return PackedLinear(groups, weight.shape[1], len(weight), scales)
-
-
 def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None, *, level: str | None = None) -> Tensor:
     """Multiply x [..., in_features] by a packed weight: [..., out_features], accumulated in float32.
 
-    x has the type of the weight, or any floating-point type if the weight is int8. Raises RuntimeError for types or
-    sizes that do not match.
+    x has the type of the weight, or any floating-point type if the weight is quantized. Raises RuntimeError for types
+    or sizes that do not match.
     """
-    groups, in_features, out_features, scales = weight
-    if x.shape[-1] != in_features:
-        raise RuntimeError(f"linear: rows of {x.shape[-1]} for a weight of {in_features} inputs")
+    if x.shape[-1] != weight.in_features:
+        raise RuntimeError(f"linear: rows of {x.shape[-1]} for a weight of {weight.in_features} inputs")
     x = _dense(x) if x.dim() == 2 else x.contiguous()
-    product: Tensor = _operator("linear")(x, groups, scales, bias, out_features, _index(level))
+    product: Tensor = _operator("linear")(
+        x, weight.groups, weight.scales, weight.mins, weight.block_inputs, bias, weight.out_features, _index(level)
+    )
     return product
 
 
 class DecoderLayer(NamedTuple):
-    """A plain decoder layer in one call.
+    """The weights of a plain decoder layer, for `DecoderLayers`.
 
     The result is that of `add_rms_norm`, `linear`, `rope_kv_write` (or `kv_write`), `paged_attention`, `linear`,
-    `add_rms_norm`, `linear`, `swiglu` and `linear` in this order, bit for bit.
+    `add_rms_norm`, `linear`, `swiglu` and `linear` in this order, bit for bit. The number of inputs of `down` must be a
+    multiple of 16.
     """
 
     norm: Tensor
@@ -221,6 +239,7 @@ class DecoderLayer(NamedTuple):
     scale: float
     sliding_window: int | None
     softcap: float | None
+    sinks: Tensor | None
     o: PackedLinear
     o_bias: Tensor | None
     post_norm: Tensor
@@ -230,32 +249,52 @@ class DecoderLayer(NamedTuple):
     down: PackedLinear
     down_bias: Tensor | None
 
-    def bind(self, *, level: str | None = None) -> Callable[..., tuple[Tensor, Tensor]]:
-        """Return the layer as a function of a step's tensors. All of them must be dense.
 
-        Its arguments are the output [num_tokens, hidden] of the previous layer, the residual stream or None, cos and
-        sin [1, num_tokens, head_dim], the cache and the paging; it returns the output and the residual stream.
+class DecoderLayers:
+    """Consecutive decoder layers, computed in one call."""
+
+    def __init__(self, layers: Sequence[DecoderLayer], *, level: str | None = None) -> None:
+        self._numbers = [_make_layer(layer, _index(level)) for layer in layers]
+        weakref.finalize(self, _free_layers, self._numbers)
+
+    def __call__(
+        self, stream: Tensor, cos: Tensor, sin: Tensor, caches: Sequence[LayerCache], paging: Paging
+    ) -> Tensor:
+        """Return the residual stream [num_tokens, hidden] after the layers. All tensors must be dense.
+
+        Args:
+            stream: the residual stream before the layers, [num_tokens, hidden].
+            cos, sin: [1, num_tokens, head_dim].
+            caches: of each layer.
         """
-        operator = _operator("decoder_layer")
-        constants = (
-            self.norm.contiguous(), self.eps, self.qkv.groups, self.qkv.scales, self.qkv_bias, self.num_heads,
-            self.rotates, self.query_norm, self.key_norm, self.head_eps,
-            self.scale, self.sliding_window or 0, self.softcap or 0.0,
-            self.o.groups, self.o.scales, self.o_bias, self.post_norm.contiguous(), self.post_eps,
-            self.gate_up.groups, self.gate_up.scales, self.gate_up_bias, self.gate_up.out_features,
-            self.down.groups, self.down.scales, self.down_bias, _index(level),
+        keys = [cache.keys for cache in caches]
+        values = [cache.values for cache in caches]
+        key_scales = [cache.key_scales for cache in caches if cache.key_scales is not None]
+        value_scales = [cache.value_scales for cache in caches if cache.value_scales is not None]
+        result: Tensor = _operator("decoder_layers")(
+            self._numbers, stream, cos, sin, keys, values, key_scales, value_scales,
+            paging.slots, paging.block_tables, paging.context_lens, paging.query_starts,
         )  # fmt: skip
+        return result
 
-        def call(
-            output: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cache: LayerCache, paging: Paging
-        ) -> tuple[Tensor, Tensor]:
-            result: tuple[Tensor, Tensor] = operator(
-                output, residual, cos, sin, cache.keys, cache.values, cache.key_scales, cache.value_scales,
-                paging.slots, paging.block_tables, paging.context_lens, paging.query_starts, *constants,
-            )  # fmt: skip
-            return result
 
-        return call
+def _make_layer(layer: DecoderLayer, level: int) -> int:
+    weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    number: int = _operator("make_layer")(
+        layer.norm.contiguous(), layer.eps, layer.num_heads, layer.rotates,
+        layer.query_norm, layer.key_norm, layer.head_eps,
+        layer.scale, layer.sliding_window or 0, layer.softcap or 0.0, layer.sinks,
+        layer.post_norm.contiguous(), layer.post_eps, layer.down.in_features,
+        [one.groups for one in weights], [one.scales for one in weights], [one.mins for one in weights],
+        [layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias],
+        [one.block_inputs for one in weights], level,
+    )  # fmt: skip
+    return number
+
+
+def _free_layers(numbers: Sequence[int]) -> None:
+    for number in numbers:
+        _operator("free_layer")(number)
 
 
 def _like(x: Tensor) -> Tensor:  # twice as fast as `torch.empty`, of which a step needs hundreds

@@ -69,7 +69,7 @@ def test_engine_options_are_flags(serve_calls, capsys):
         (["--swap-space", "2GX"], '--swap-space="2GX": must be a number of at least 0, or with a unit like "500MB"'),
         (
             ["--quantization", "awq"],
-            '--quantization="awq": must be "int8"; a model whose weights are quantized needs no',
+            '--quantization="awq": must be "int8" or "int4"; a model whose weights are quantized needs no',
         ),
         (["--seed", "1", "-o", "seed=2"], "--seed: -o seed=… is given too"),
         (["--name", "a", "-o", "served_model_name=b"], "--name a: served_model_name=b is given too"),

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from paged_kernels.cpu import native
-from paged_kernels.cpu.native import linear, pack_linear
+from paged_kernels.cpu.native import linear
+from paged_kernels.cpu.packed_linear import pack_linear, pack_quantized
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 
@@ -43,39 +44,54 @@ def test_product_for_any_number_of_rows(level, shape, dtype):
             assert_close(found, expected.to(dtype), **NEAR[dtype])
 
 
+def make_quantized(out_features, in_features, bits, block_inputs, has_mins):
+    """Return a random quantized weight, packed, and as float64."""
+    blocks = -(-in_features // block_inputs)
+    codes = torch.randint(-8, 8, (out_features, in_features), dtype=torch.int8)
+    if bits == 8:
+        codes = torch.randint(-127, 128, (out_features, in_features), dtype=torch.int8)
+    scales = (torch.rand(out_features, blocks) / 2**bits).half()
+    mins = torch.randn(out_features, blocks).half() if has_mins else None
+    spread = torch.arange(in_features) // block_inputs
+    plain = codes * scales.double()[:, spread] + (mins.double()[:, spread] if has_mins else 0)
+    return pack_quantized(codes, scales, mins, block_inputs, bits), plain
+
+
+QUANTIZED = [  # bits, number of inputs that share a scale, whether there are minima
+    (8, 576, False),
+    (8, 32, False),
+    (8, 16, True),
+    (4, 32, False),
+    (4, 32, True),
+    (4, 128, True),
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("bits", "block_inputs", "has_mins"), QUANTIZED)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (70, 47), (129, 576)], ids=str)
 @pytest.mark.parametrize("level", native.levels())
-def test_int8_weights_are_scaled_per_output(level, dtype):
+def test_product_of_a_quantized_weight(level, shape, bits, block_inputs, has_mins, dtype):
     torch.manual_seed(0)
-    codes, scales = torch.randint(-127, 128, (70, 33), dtype=torch.int8), torch.rand(70) / 127
-    packed, bias = pack_linear(codes, scales), torch.randn(70).to(dtype)
+    packed, plain = make_quantized(*shape, bits, block_inputs, has_mins)
+    bias = torch.randn(shape[0]).to(dtype)
     for rows in ROWS:
-        x = torch.randn(rows, 33).to(dtype)
-        expected = F.linear(x.double(), codes * scales[:, None].double(), bias.double())
+        x = torch.randn(rows, shape[1]).to(dtype)
+        expected = F.linear(x.double(), plain, bias.double())
         assert_close(linear(x, packed, bias, level=level), expected.to(dtype), **NEAR[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("quantized", [None, *QUANTIZED], ids=str)
 @pytest.mark.parametrize("level", native.levels())
-def test_row_result_does_not_depend_on_other_rows(level, dtype):
+def test_row_result_does_not_depend_on_other_rows(level, quantized, dtype):
     torch.manual_seed(0)
-    x, packed = torch.randn(130, 96).to(dtype), pack_linear(torch.randn(200, 96).to(dtype))
+    packed = make_quantized(200, 96, *quantized)[0] if quantized else pack_linear(torch.randn(200, 96).to(dtype))
+    x = torch.randn(130, 96).to(dtype)
     together = linear(x, packed, level=level)
     for rows in ROWS:
         assert torch.equal(linear(x[:rows], packed, level=level), together[:rows])
         assert torch.equal(linear(x[rows - 1 :], packed, level=level), together[rows - 1 :])
-
-
-@pytest.mark.parametrize("threads", [1, 2, 7])
-def test_number_of_threads_does_not_change_bits(threads):
-    torch.manual_seed(0)
-    x, packed = torch.randn(130, 96), pack_linear(torch.randn(500, 96))
-    before, expected = torch.get_num_threads(), linear(x, packed)
-    torch.set_num_threads(threads)
-    try:
-        assert torch.equal(linear(x, packed), expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_rows_may_have_any_shape_and_stride():
@@ -90,7 +106,7 @@ def test_rows_may_have_any_shape_and_stride():
 
 def test_mismatched_types_and_sizes_are_rejected():
     x, packed, bias = torch.randn(2, 24), pack_linear(torch.randn(40, 24)), torch.randn(40)
-    codes, scales = torch.ones(40, 24, dtype=torch.int8), torch.rand(40)
+    codes = pack_quantized(torch.ones(40, 24, dtype=torch.int8), torch.rand(40, 3).half(), None, 8, 8)
     for rows, weight, added, message in (
         (x.bfloat16(), packed, None, "the weight and x have different types"),
         (torch.randn(2, 23), packed, None, "rows of 23 for a weight of 24 inputs"),
@@ -98,10 +114,13 @@ def test_mismatched_types_and_sizes_are_rejected():
         (x, packed, bias[:39], "bias must be 40 dense elements of the right type"),
         (x, packed, bias.bfloat16(), "bias must be 40"),
         (x, packed, torch.randn(80)[::2], "bias must be 40"),
-        (x, pack_linear(codes, scales[:39]), None, "scales must be 40"),
-        (x, pack_linear(codes, scales.bfloat16()), None, "scales must be 40"),
-        (x.to(torch.int8), pack_linear(codes, scales), None, "rows must be float32, float16 or bfloat16"),
-        (x.to(torch.float8_e4m3fn), pack_linear(codes, scales), None, "rows must be float32, float16 or bfloat16"),
+        (x, codes._replace(scales=codes.scales[:2]), None, "scales must be 144"),
+        (x, codes._replace(scales=codes.scales.bfloat16()), None, "scales must be 144"),
+        (x, codes._replace(scales=None), None, "a quantized weight without scales"),
+        (x, codes._replace(mins=codes.scales[:2]), None, "mins must be 144"),
+        (x, codes._replace(block_inputs=12), None, "block_inputs=12: must be a multiple of 8"),
+        (x.to(torch.int8), codes, None, "rows must be float32, float16 or bfloat16"),
+        (x.to(torch.float8_e4m3fn), codes, None, "rows must be float32, float16 or bfloat16"),
     ):
         with pytest.raises(RuntimeError, match=message):
             linear(rows, weight, added)

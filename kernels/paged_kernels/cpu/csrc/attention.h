@@ -203,25 +203,24 @@ INLINE void pack_query(const Attention& call, const Item& item, Scratch& s, int 
     }
 }
 
-template <Method METHOD>
+template <Method METHOD, bool PAIRS>  // PAIRS: query, keys, weights and values are multiplied in pairs of bf16
 void attend_with(const Attention& call, const Item& item, const Item* next_item, char* memory) {
-  constexpr bool PAIRS = METHOD == Method::tiles;
   Scratch& s = *(Scratch*)memory;
   const int head_dim = call.cache.head_dim, group = call.num_heads / call.cache.num_kv_heads;
   const int rows = item.queries * group;
   layout_scratch(&s, memory, rows, head_dim);
-  const int width = round_up(head_dim, METHOD == Method::panels ? W : 2 * W);
+  const int width = round_up(head_dim, METHOD == Method::panels && !PAIRS ? W : 2 * W);
   const bool scaled = call.cache.keys.scales != nullptr;
   const int row_bytes = head_dim * bytes(call.cache.type);
   const Packers pack = packers<PAIRS>(call.cache.type);
-  const Direct few = direct(call.cache.type);
+  const Direct few = direct<METHOD == Method::direct && PAIRS>(call.cache.type);
   const bool paired = PAIRS || (METHOD == Method::direct && call.cache.type == Type::bf16);  // whether the columns of `sums` are deinterleaved
   pack_query<PAIRS>(call, item, s, group);
-  for (int row = 0; row < (PAIRS ? round_up(rows, strip_rows) : rows); row++) {  // tile instructions add to whole strips
+  for (int row = 0; row < (METHOD == Method::tiles ? round_up(rows, strip_rows) : rows); row++) {  // tile instructions add to whole strips
     s.maxima[row] = -infinity, s.denominators[row] = 0;
     for (int d = 0; d < s.out_stride; d += W) store(s.sums + (int64_t)row * s.out_stride + d, vf{});
   }
-  if (METHOD == Method::direct && paired)
+  if (METHOD == Method::direct && !PAIRS && paired)
     for (int row = 0; row < rows; row++) deinterleave_columns((float*)s.query + (int64_t)row * s.query_stride, width);
 #if PAGED_HAS_TILES
   if constexpr (METHOD == Method::tiles) {
@@ -253,9 +252,9 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
       float* sums = s.sums + (int64_t)row * s.out_stride;
       const int stride = PAIRS ? key_tile / 2 : key_tile;
       if constexpr (METHOD == Method::direct)
-        few.score(keys, count, head_dim, (const float*)query, s.query_stride, s.scores, strip, prefetcher);
+        few.score(keys, count, head_dim, query, s.query_stride, s.scores, strip, prefetcher);
       if constexpr (METHOD == Method::panels)
-        product(query, s.query_stride, s.key_panel, key_tile, s.scores, key_tile, strip, wide, head_dim, false, prefetcher);
+        product<PAIRS>(query, s.query_stride, s.key_panel, key_tile, s.scores, key_tile, strip, wide, PAIRS ? (head_dim + 1) / 2 : head_dim, false, prefetcher);
 #if PAGED_HAS_TILES
       if constexpr (METHOD == Method::tiles)
         tile_product(query, s.query_stride, s.key_panel, key_tile, s.scores, key_tile, round_up(strip, 16), wide, s.query_stride, false);
@@ -267,9 +266,9 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
         softmax_row<PAIRS>(call, s, row + i, s.scores + i * key_tile, s.weights + i * stride, low, high, wide, width);
       }
       if constexpr (METHOD == Method::direct)
-        few.add(keys + count, count, head_dim, (const float*)s.weights, sums, s.out_stride, strip, prefetcher);
+        few.add(keys + count, count, head_dim, s.weights, sums, s.out_stride, strip, prefetcher);
       if constexpr (METHOD == Method::panels)
-        product(s.weights, stride, s.value_panel, s.out_stride, sums, s.out_stride, strip, width, wide, true, prefetcher);
+        product<PAIRS>(s.weights, stride, s.value_panel, s.out_stride, sums, s.out_stride, strip, width, PAIRS ? wide / 2 : wide, true, prefetcher);
 #if PAGED_HAS_TILES
       if constexpr (METHOD == Method::tiles)
         tile_product(s.weights, stride, s.value_panel, s.out_stride, sums, s.out_stride, round_up(strip, 16), s.out_stride, wide / 2, true);
@@ -280,9 +279,15 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
 #if PAGED_HAS_TILES
   if constexpr (METHOD == Method::tiles) tile_release();
 #endif
+  for (int row = 0; paired && row < rows; row++) interleave_columns(s.sums + (int64_t)row * s.out_stride, width);
+}
+
+// The memory is that of attend.
+void write_attended(const Attention& call, const Item& item, const void* memory) {
+  const Scratch& s = *(const Scratch*)memory;
+  const int head_dim = call.cache.head_dim, group = call.num_heads / call.cache.num_kv_heads, rows = item.queries * group;
   for (int row = 0; row < rows; row++) {
-    float* sums = s.sums + (int64_t)row * s.out_stride;
-    if (paired) interleave_columns(sums, width);
+    const float* sums = s.sums + (int64_t)row * s.out_stride;
     if (item.partial) {
       __builtin_memcpy(item.partial + (int64_t)row * head_dim, sums, 4 * head_dim);
       item.partial[(int64_t)rows * head_dim + row] = s.maxima[row];
@@ -294,12 +299,18 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
 }
 
 void attend(const Attention& call, const Item& item, const Item* next_item, void* scratch) {
-  if (item.queries * (call.num_heads / call.cache.num_kv_heads) <= max_direct_rows)
-    return attend_with<Method::direct>(call, item, next_item, (char*)scratch);
+  const bool pairs = has_dot && call.type == Type::bf16;
+  char* memory = (char*)scratch;
+  if (item.queries * (call.num_heads / call.cache.num_kv_heads) <= max_direct_rows) {
+    if (pairs && call.cache.type == Type::bf16) return attend_with<Method::direct, has_dot>(call, item, next_item, memory);
+    return attend_with<Method::direct, false>(call, item, next_item, memory);
+  }
 #if PAGED_HAS_TILES
-  if (call.type == Type::bf16) return attend_with<Method::tiles>(call, item, next_item, (char*)scratch);
+  if (pairs) return attend_with<Method::tiles, true>(call, item, next_item, memory);
+#else
+  if (pairs) return attend_with<Method::panels, has_dot>(call, item, next_item, memory);
 #endif
-  attend_with<Method::panels>(call, item, next_item, (char*)scratch);
+  attend_with<Method::panels, false>(call, item, next_item, memory);
 }
 
 void merge(const Attention& call, const Merge& merge) {

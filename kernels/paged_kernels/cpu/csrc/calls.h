@@ -12,7 +12,7 @@ static constexpr int bytes(Type type) { return type == Type::f32 ? 4 : type == T
 inline constexpr int key_tile = 128;  // keys per step of the running softmax; a multiple of the tiles of every instruction set
 inline constexpr int max_head_dim = 256;
 inline constexpr int linear_group = 16;  // outputs of a weight that are stored together
-inline constexpr int linear_rows = 64;  // rows of x that a thread processes at a time: widened, they fit its cache
+inline constexpr int linear_rows = 64;  // rows of x that a thread processes at a time: in panels, they fit its cache
 
 struct Rows {  // packed rows [num_tokens, heads, head_dim], head_dim dense; strides in elements
   const void* data;
@@ -55,7 +55,9 @@ struct Item {
   int seq, kv_head, first_query, queries;
   int position;  // of the first query
   int begin, end;
-  float* partial;  // null: write to out; else [rows, head_dim], then maxima [rows] and denominators [rows]
+  bool is_part = false;      // of a split context: the result goes to `partial`
+  size_t offset = 0;         // of `partial` in the memory of all partials, in floats
+  float* partial = nullptr;  // [rows, head_dim], then maxima [rows] and denominators [rows]
 };
 
 struct Merge {  // the partials of items that differ in their keys only, stored one after the other
@@ -99,31 +101,54 @@ struct SwiGlu {
   int64_t width;
 };
 
-static constexpr int64_t padded_to_pairs(int64_t inputs) { return inputs + inputs % 2; }  // padded to pairs, as in weights and panels
+enum class Format : int { plain, int8, int4 };  // of a weight; plain: the type of x
 
 struct Linear {
-  Type type;  // type of x, bias and out, and of the weight unless it is int8
+  Type type;  // type of x, bias and out
+  Format format;
   const void *x, *weight, *bias;  // x [rows, in_features]; weight in groups; bias [out_features] or null
-  const float* scales;  // [out_features] of an int8 weight, or null
+  // Of a quantized weight: a weight is scale * code, plus a minimum if there are any. fp16 [groups, blocks, 16 outputs].
+  const uint16_t *scales, *mins;
+  int64_t block_inputs;  // inputs that share a scale, a multiple of 8
   int64_t x_stride;
-  void* out;  // [rows, out_features], dense
+  void* out;  // [rows, out_features], dense; with swiglu [rows, out_features / 2]
   int64_t rows, in_features, out_features;
+  const void* norm;  // [in_features], the weight of an RMSNorm of the rows of x; or null
+  float eps;
+  const void* residual;  // [rows, out_features], dense, to be added to the product; or null
+  bool swiglu;           // out is silu(first half) * second half of the product
 };
+
+// The number of inputs with those that complete the last step of a group of weights.
+static constexpr int64_t padded_inputs(const Linear& call) {
+  const int64_t step = call.format == Format::int4 ? 8 : 2;
+  return (call.in_features + step - 1) / step * step;
+}
+
+// The size of a group of weights.
+static constexpr int64_t group_bytes(const Linear& call) {
+  const int64_t elements = linear_group * padded_inputs(call);
+  return call.format == Format::int4 ? elements / 2 : call.format == Format::int8 ? elements : elements * bytes(call.type);
+}
 
 // The kernels for one instruction set. Each runs in the calling thread.
 struct Level {
   const char* name;
   size_t (*scratch)(const Attention&, int max_rows);  // bytes of scratch memory for attend, aligned to 64
-  // next_item: the next item of this thread, whose first keys and values are prefetched; or null.
+  // next_item: the item that this thread probably runs next, whose first keys and values are prefetched; or null.
   void (*attend)(const Attention&, const Item&, const Item* next_item, void* scratch);
+  void (*write_attended)(const Attention&, const Item&, const void* scratch);  // after attend, to out or item.partial
   void (*merge)(const Attention&, const Merge&);
   void (*write)(const Write&, int64_t begin, int64_t end);  // range of tokens
   void (*rotate)(const Rotation&, int64_t begin, int64_t end);
   void (*norm)(const Norm&, int64_t begin, int64_t end);
   void (*swiglu)(const SwiGlu&, int64_t begin, int64_t end);
-  // begin, end: range of products of linear_rows rows by a group. panels: fp32 scratch for linear_rows rows of
-  // in_features, rounded up to 2, and a group. widened: the block of rows that panels holds, or -1.
-  void (*multiply)(const Linear&, int64_t begin, int64_t end, float* panels, int64_t& widened);
+  size_t (*panel_bytes)(const Linear&, int64_t rows);
+  // Packs the rows [begin, end), at most linear_rows, for multiply.
+  void (*pack_rows)(const Linear&, int64_t begin, int64_t end, void* panels);
+  // Multiplies these rows by the groups [group, last), without swiglu. to: [rows, stride] for these rows and outputs.
+  // groups_ahead: the distance from `group` to the group that this thread probably multiplies next; 0: none.
+  void (*multiply)(const Linear&, int64_t begin, int64_t end, const void* panels, int64_t group, int64_t last, int64_t groups_ahead, void* to, int64_t stride);
 };
 
 }  // namespace paged

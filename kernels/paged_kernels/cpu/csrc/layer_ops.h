@@ -2,7 +2,7 @@
 // silu are rounded to the model's type. Nothing is fused that the references do not fuse: the bits of a block must not
 // depend on which implementation wrote it.
 #pragma once
-#include "simd.h"
+#include "norm.h"
 
 namespace paged {
 namespace {
@@ -151,18 +151,7 @@ void norm(const Norm& call, int64_t begin, int64_t end) {
         }
         total = sum;
       }
-      vf squares = {};
-      for (int64_t d = 0; d < call.width; d += W) {
-        vf x = widen<T>(at<T>(total, d), call.width - d < W ? (int)(call.width - d) : W);
-        squares += x * x;
-      }
-      const float factor = 1.0f / __builtin_sqrtf(reduce_add(squares) / call.width + call.eps);
-      void* out = at<T>(call.normed, token * call.width);
-      for (int64_t d = 0; d < call.width; d += W) {
-        const int count = call.width - d < W ? (int)(call.width - d) : W;
-        vf x = rounded<T>(widen<T>(at<T>(total, d), count) * factor);
-        narrow<T>(at<T>(out, d), x * widen<T>(at<T>(call.weight, d), count), count);
-      }
+      norm_row<T>(total, call.weight, call.width, call.eps, at<T>(call.normed, token * call.width));
     }
   });
 }

@@ -6,10 +6,13 @@
 
 namespace paged {
 
-void NAMED(multiply, PAGED_LINEAR)(const Linear&, int64_t begin, int64_t end, float* panels, int64_t& widened);
+size_t NAMED(panel_bytes, PAGED_LINEAR)(const Linear&, int64_t rows);
+void NAMED(pack_rows, PAGED_LINEAR)(const Linear&, int64_t begin, int64_t end, void* panels);
+void NAMED(multiply, PAGED_LINEAR)(const Linear&, int64_t begin, int64_t end, const void* panels, int64_t group, int64_t last, int64_t groups_ahead, void* to, int64_t stride);
 
 extern const Level NAMED(level, PAGED_LEVEL);
-const Level NAMED(level, PAGED_LEVEL) = {QUOTED(PAGED_LEVEL), scratch_bytes, attend, merge, write, rotate, norm, swiglu,
-                                         NAMED(multiply, PAGED_LINEAR)};
+const Level NAMED(level, PAGED_LEVEL) = {
+    QUOTED(PAGED_LEVEL), scratch_bytes, attend, write_attended, merge, write, rotate, norm, swiglu,
+    NAMED(panel_bytes, PAGED_LINEAR), NAMED(pack_rows, PAGED_LINEAR), NAMED(multiply, PAGED_LINEAR)};
 
 }  // namespace paged

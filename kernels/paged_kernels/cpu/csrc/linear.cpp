@@ -1,157 +1,267 @@
 // Linear layers, [rows, in_features] by [out_features, in_features], accumulated in fp32.
 //
-// Weights are stored in groups of 16 outputs, so that a group is read sequentially: by input, or for bf16 by pairs of
-// inputs, which a shift and a mask turn into two vectors of fp32. int8 weights have a scale per output, by which the sum
-// is multiplied. A tile is a panel of rows by one or a few groups, and its sums stay in registers over all inputs. Each
-// sum adds the inputs in order, so the result of a row does not depend on the other rows.
+// Rows of x are packed into panels of some rows, by input, and multiplied by weights in groups of 16 outputs, which
+// weights.h describes. A tile is a panel by one or a few groups, and its sums stay in registers over all inputs. If the
+// weight is quantized, the codes of a block of inputs are summed first, and the sum is multiplied by the block's scale.
+// Each sum adds the inputs in order, so the result of a row does not depend on the other rows.
 #include "names.h"
-#include "simd.h"
+#include "norm.h"
+#include "weights.h"
 
 namespace paged {
 namespace {
 
-constexpr int vectors = linear_group / W;  // per group
-constexpr int max_panel_rows = W == 16 ? 16 : W == 8 ? 6 : 3;  // per panel: as many as the registers hold sums for
+constexpr int max_panel_rows = W == 16 ? 12 : W == 8 ? 6 : 3;
+// Up to this many rows are a single panel, if the weight is not quantized: weights are loaded from memory while it is
+// multiplied, but not during the passes over further panels.
+constexpr int max_single_panel = W == 16 ? 24 : max_panel_rows;
+constexpr int64_t bytes_ahead = 8192;  // of weights that are prefetched, in all groups of a tile
 
+// The heights of panels for which there is code; others are filled up with zeros.
+constexpr int smaller_panel(int rows) {
+  return rows > 16 ? 16 : rows > 12 ? 12 : rows > 8 ? 8 : rows > 6 ? 6 : rows > 4 ? 4 : rows - 1;
+}
+
+constexpr int panel_height(int rows, int height = max_single_panel) {
+  return height > 1 && rows <= smaller_panel(height) ? panel_height(rows, smaller_panel(height)) : height;
+}
+
+template <class Weights>
 constexpr int groups_of_tile(int rows) {  // with few rows, several groups keep the execution units busy
   if (W < 16) return 1;
-  return rows <= 4 ? 4 : rows <= 8 ? 2 : 1;
+  if (Weights::is_quantized) return rows <= 3 ? 4 : rows <= 6 ? 2 : 1;  // beside as many sums of a block
+  return rows <= 6 ? 4 : rows <= 12 ? 2 : 1;
 }
 
-INLINE int64_t panels_of(int64_t rows) { return (rows + max_panel_rows - 1) / max_panel_rows; }
-INLINE int64_t first_row(int64_t rows, int64_t panel) { return rows * panel / panels_of(rows); }  // panel sizes differ by at most one row
+INLINE bool uses_dot(const Linear& call) { return has_dot && call.type == Type::bf16; }
+INLINE int64_t blocks_of(const Linear& call) { return call.mins ? (call.in_features + call.block_inputs - 1) / call.block_inputs : 0; }
 
-// Widens the rows [first, last), at most W, to fp32 [in_features, last - first], with a 0 for the input that completes
-// the last pair. Whole vectors are stored: the excess is overwritten later, or is in the slack at the end.
+// Widens rows of x to fp32 [inputs, height], with 0 in missing rows and inputs. Whole vectors are stored: the excess is
+// overwritten later, which is why the last rows come first, or is in the slack at the end.
 template <Type T>
-INLINE void widen_panel(const Linear& call, int64_t first, int64_t last, float* panel) {
-  const int rows = (int)(last - first);
-  const void* x = at<T>(call.x, first * call.x_stride);
-  for (int64_t k = 0; k < call.in_features; k += W) {
-    const int inputs = call.in_features - k < W ? (int)(call.in_features - k) : W;
-    vu block[W];
+INLINE void widen_panel(const void* x, int64_t stride, int rows, int height, int64_t in_features, int64_t padded, float* panel) {
+  for (int64_t k = 0; k < padded; k += W)
+    for (int row = (height - 1) / W * W; row >= 0; row -= W) {
+      const int64_t inputs = in_features - k < W ? in_features - k : W;
+      vu block[W];
 #pragma GCC unroll 16
-    for (int i = 0; i < W; i++)
-      block[i] = i < rows ? as_bits(widen<T>(at<T>(x, i * call.x_stride + k), inputs)) : vu{};
-    transpose(block);
+      for (int i = 0; i < W; i++)
+        block[i] = row + i < rows && inputs > 0 ? as_bits(widen<T>(at<T>(x, (row + i) * stride + k), (int)inputs)) : vu{};
+      transpose(block);
 #pragma GCC unroll 16
-    for (int i = 0; i < W; i++)
-      if (i < inputs) store(panel + (k + i) * rows, block[i]);
-  }
-  if (call.in_features % 2) store(panel + call.in_features * rows, vf{});
+      for (int i = 0; i < W; i++)
+        if (k + i < padded) store(panel + (k + i) * height + row, block[i]);
+    }
 }
+
+// The same for bf16 as it is: [pairs of inputs, height].
+INLINE void pair_panel(const void* x, int64_t stride, int rows, int height, int64_t in_features, int64_t padded, uint32_t* panel) {
+  for (int64_t k = 0; k < padded / 2; k += W)
+    for (int row = (height - 1) / W * W; row >= 0; row -= W) {
+      const int64_t inputs = in_features - 2 * k < 2 * W ? in_features - 2 * k : 2 * W;
+      vu block[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; i++) {
+        block[i] = vu{};
+        if (row + i < rows) __builtin_memcpy(&block[i], at<Type::bf16>(x, (row + i) * stride + 2 * k), 2 * inputs);
+      }
+      transpose(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; i++)
+        if (k + i < padded / 2) store(panel + (k + i) * height + row, block[i]);
+    }
+}
+
+// Sums each block of inputs, by which the minima of the block are multiplied: [blocks, height].
+template <Type T>
+INLINE void sum_blocks(const Linear& call, const void* x, int64_t stride, int rows, int height, float* sums) {
+  for (int64_t block = 0; block < blocks_of(call); block++) {
+    const int64_t begin = block * call.block_inputs, end = begin + call.block_inputs < call.in_features ? begin + call.block_inputs : call.in_features;
+    for (int row = 0; row < height; row++) {
+      vf sum = {};
+      for (int64_t k = begin; row < rows && k < end; k += W) sum += widen<T>(at<T>(x, row * stride + k), end - k < W ? (int)(end - k) : W);
+      sums[block * height + row] = reduce_add(sum);
+    }
+  }
+}
+
+// A panel, and where its products go.
+struct Panel {
+  const float* units;
+  int64_t first_row;  // of x
+  int rows, height;
+  void* to;
+  int64_t stride, first_output;  // the output of column 0 of `to`
+  int64_t ahead;  // bytes from the weights that are multiplied to those that are prefetched; 0: those of this tile
+};
 
 template <Type T>
-INLINE void widen_pair(const char* pair, int vector, vf& first, vf& second) {  // two inputs, W outputs each
-  if constexpr (T == Type::bf16) {
-    const vu both = load<vu>(pair + vector * sizeof(vu));
-    first = as_float(both << 16);
-    second = as_float(both & 0xFFFF0000u);
-  } else {
-    first = widen<T>(pair + vector * W * bytes_of<T>);
-    second = widen<T>(pair + (linear_group + vector * W) * bytes_of<T>);
+INLINE void finish_row(const Linear& call, const Panel& panel, vf sum, int row, int64_t output, int count) {
+  if (call.bias) sum += widen<T>(at<T>(call.bias, output), count);
+  if (call.residual)
+    sum = rounded<T>(sum) + widen<T>(at<T>(call.residual, (panel.first_row + row) * call.out_features + output), count);
+  narrow<T>(at<T>(panel.to, row * panel.stride + output - panel.first_output), sum, count);
+}
+
+// Adds bias and residual to the sums of a tile, [vectors][height], and writes them.
+__attribute__((noinline)) void finish(const Linear& call, const Panel& panel, const vf* sums, int64_t first_output, int number) {
+  for (int v = 0; v < number; v++) {
+    const int64_t output = first_output + v * W, left = call.out_features - output;
+    if (left <= 0) return;
+    for (int row = 0; row < panel.rows; row++)
+      DISPATCH_FLOAT(call.type, T, finish_row<T>(call, panel, sums[v * panel.height + row], row, output, left < W ? (int)left : W));
   }
 }
 
-template <Type T, int ROWS>
-INLINE void finish(const Linear& call, const vf (&sums)[ROWS], vf scale, int64_t first, int64_t output, int count) {
-  const vf bias = call.bias ? widen<T>(at<T>(call.bias, output), count) : vf{};
+// Adds the products of some steps of inputs, of ROWS rows and V vectors of weights.
+template <class Weights, int ROWS, int V>
+INLINE void add_steps(const char* weights, int64_t group_bytes, const float* units, int64_t steps, int64_t ahead, vf (&sums)[V][ROWS]) {
+  for (int64_t step = 0; step < steps; step++, weights += Weights::bytes, units += Weights::operands * ROWS) {
+    Weights loaded[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) loaded[v].read(weights + v / vectors * group_bytes + v % vectors * Weights::vector_bytes);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v += vectors)
+      for (int byte = 0; byte < Weights::bytes; byte += 64) __builtin_prefetch(weights + v / vectors * group_bytes + ahead + byte);
+#pragma GCC unroll 8
+    for (int i = 0; i < Weights::operands; i++) {
+      decltype(loaded[0].operand(0)) operand[V];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) operand[v] = loaded[v].operand(i);
 #pragma GCC unroll 16
-  for (int row = 0; row < ROWS; row++)
-    narrow<T>(at<T>(call.out, (first + row) * call.out_features + output), sums[row] * scale + bias, count);
+      for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) sums[v][row] = add_product(operand[v], units + i * ROWS + row, sums[v][row]);
+    }
+  }
 }
 
-template <Type T, int ROWS, int GROUPS>  // T: type of the weight
-void multiply_tile(const Linear& call, const float* panel, int64_t first, int64_t group) {
+template <class Weights, int ROWS, int GROUPS>
+void multiply_tile(const Linear& call, const Panel& panel, int64_t group) {
   constexpr int V = GROUPS * vectors;
-  constexpr int64_t pair_bytes = 2 * linear_group * bytes_of<T>;
-  const int64_t pairs = padded_to_pairs(call.in_features) / 2, group_bytes = pairs * pair_bytes;
+  const int64_t steps = padded_inputs(call) / Weights::inputs, group_bytes = steps * Weights::bytes;
+  const int64_t ahead = panel.ahead ? panel.ahead : bytes_ahead / GROUPS;
   const char* weights = (const char*)call.weight + group * group_bytes;
   vf sums[V][ROWS] = {};
-  for (int64_t pair = 0; pair < pairs; pair++, panel += 2 * ROWS) {
-    vf low[V], high[V];
+  if constexpr (Weights::is_quantized) {
+    const int64_t blocks = (call.in_features + call.block_inputs - 1) / call.block_inputs, block_steps = call.block_inputs / Weights::inputs;
+    const float* block_sums = panel.units + steps * Weights::operands * ROWS;
+    for (int64_t block = 0; block < blocks; block++) {
+      const int64_t first = block * block_steps, number = steps - first < block_steps ? steps - first : block_steps;
+      vf products[V][ROWS] = {};
+      add_steps<Weights, ROWS, V>(weights + first * Weights::bytes, group_bytes, panel.units + first * Weights::operands * ROWS, number, ahead, products);
 #pragma GCC unroll 8
-    for (int g = 0; g < GROUPS; g++) {
-      const char* here = weights + g * group_bytes + pair * pair_bytes;
-      for (int byte = 0; byte < pair_bytes; byte += 64) __builtin_prefetch(here + 32 * pair_bytes + byte);
-#pragma GCC unroll 8
-      for (int v = 0; v < vectors; v++) widen_pair<T>(here, v, low[g * vectors + v], high[g * vectors + v]);
-    }
+      for (int v = 0; v < V; v++) {
+        const int64_t at = ((group + v / vectors) * blocks + block) * linear_group + v % vectors * W;
+        const vf scale = widen<Type::f16>(call.scales + at);
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; row++) {
-      const vf x = splat(panel[row]);
-#pragma GCC unroll 8
-      for (int v = 0; v < V; v++) sums[v][row] = fma(low[v], x, sums[v][row]);
-    }
+        for (int row = 0; row < ROWS; row++) sums[v][row] = fma(products[v][row], scale, sums[v][row]);
+        if (!call.mins) continue;
+        const vf minimum = widen<Type::f16>(call.mins + at);
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; row++) {
-      const vf x = splat(panel[ROWS + row]);
-#pragma GCC unroll 8
-      for (int v = 0; v < V; v++) sums[v][row] = fma(high[v], x, sums[v][row]);
+        for (int row = 0; row < ROWS; row++) sums[v][row] = fma(splat(block_sums[block * ROWS + row]), minimum, sums[v][row]);
+      }
     }
+  } else {
+    add_steps<Weights, ROWS, V>(weights, group_bytes, panel.units, steps, ahead, sums);
   }
+  vf results[V][ROWS];  // not the sums themselves, which stay in registers
 #pragma GCC unroll 8
-  for (int v = 0; v < V; v++) {
-    const int64_t output = group * linear_group + v * W, left = call.out_features - output;
-    if (left <= 0) break;
-    const int count = left < W ? (int)left : W;
-    const vf scale = call.scales ? widen<Type::f32>(call.scales + output, count) : splat(1.0f);
-    DISPATCH_FLOAT(call.type, R, finish<R>(call, sums[v], scale, first, output, count));
+  for (int v = 0; v < V; v++)
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++) results[v][row] = sums[v][row];
+  finish(call, panel, &results[0][0], group * linear_group, V);
+}
+
+template <class Weights, int ROWS = Weights::is_quantized ? max_panel_rows : max_single_panel>
+INLINE void multiply_panel(const Linear& call, const Panel& panel, int64_t group, int64_t last) {
+  if (panel.height == ROWS) {
+    constexpr int GROUPS = groups_of_tile<Weights>(ROWS);
+    for (; group + GROUPS <= last; group += GROUPS) multiply_tile<Weights, ROWS, GROUPS>(call, panel, group);
+    if constexpr (GROUPS > 1)
+      for (; group < last; group++) multiply_tile<Weights, ROWS, 1>(call, panel, group);
+    return;
+  }
+  if constexpr (ROWS > 1) multiply_panel<Weights, smaller_panel(ROWS)>(call, panel, group, last);
+}
+
+template <bool DOT>
+INLINE void multiply_quantized(const Linear& call, const Panel& panel, int64_t group, int64_t last) {
+  if (call.format == Format::int4) multiply_panel<Int4<DOT>>(call, panel, group, last);
+  else multiply_panel<Int8<DOT>>(call, panel, group, last);
+}
+
+INLINE void multiply_any(const Linear& call, const Panel& panel, int64_t group, int64_t last) {
+  if (uses_dot(call)) {
+    if (call.format != Format::plain) multiply_quantized<has_dot>(call, panel, group, last);
+    else multiply_panel<Plain<Type::bf16, has_dot>>(call, panel, group, last);
+  } else if (call.format != Format::plain) {
+    multiply_quantized<false>(call, panel, group, last);
+  } else {
+    DISPATCH_FLOAT(call.type, T, if constexpr (!has_dot || T != Type::bf16) multiply_panel<Plain<T, false>>(call, panel, group, last));
   }
 }
 
-template <Type T, int ROWS>
-INLINE void multiply_groups(const Linear& call, const float* panel, int64_t first, int64_t begin, int64_t end) {
-  constexpr int GROUPS = groups_of_tile(ROWS);
-  int64_t group = begin;
-  for (; group + GROUPS <= end; group += GROUPS) multiply_tile<T, ROWS, GROUPS>(call, panel, first, group);
-  if constexpr (GROUPS > 1)
-    for (; group < end; group++) multiply_tile<T, ROWS, 1>(call, panel, first, group);
+// Units of 32 bits per row of a panel.
+INLINE int64_t panel_units(const Linear& call) { return padded_inputs(call) / (uses_dot(call) ? 2 : 1) + blocks_of(call); }
+
+// The rows of a panel, if it is not the last of this many rows.
+INLINE int panel_rows(const Linear& call, int64_t rows) {
+  return call.format == Format::plain && rows <= max_single_panel ? max_single_panel : max_panel_rows;
 }
 
-template <Type T, int ROWS = max_panel_rows>
-INLINE void multiply_panel(const Linear& call, int64_t rows, const float* panel, int64_t first, int64_t begin, int64_t end) {
-  if (rows == ROWS) return multiply_groups<T, ROWS>(call, panel, first, begin, end);
-  if constexpr (ROWS > 1) multiply_panel<T, ROWS - 1>(call, rows, panel, first, begin, end);
+size_t panels_only(const Linear& call, int64_t rows) {
+  const int64_t full = rows / panel_rows(call, rows) * panel_rows(call, rows);
+  const int64_t padded = rows == full ? full : full + panel_height((int)(rows - full));
+  return 4 * (size_t)(padded * panel_units(call) + W * linear_group);
 }
 
-INLINE void widen_rows(const Linear& call, int64_t begin, int64_t end, float* panels) {
-  const int64_t inputs = padded_to_pairs(call.in_features), rows = end - begin;
-  for (int64_t panel = 0; panel < panels_of(rows); panel++) {
-    const int64_t first = first_row(rows, panel), last = first_row(rows, panel + 1);
-    DISPATCH_FLOAT(call.type, T, widen_panel<T>(call, begin + first, begin + last, panels + first * inputs));
+template <Type T>
+INLINE void pack_panel(const Linear& call, int64_t begin, int rows, float* panel, void* normed) {
+  const void* x = at<T>(call.x, begin * call.x_stride);
+  int64_t stride = call.x_stride;
+  if (call.norm) {
+    for (int row = 0; row < rows; row++)
+      norm_row<T>(at<T>(x, row * stride), call.norm, call.in_features, call.eps, at<T>(normed, row * call.in_features));
+    x = normed, stride = call.in_features;
   }
-}
-
-// Multiplies the rows [begin, end), in panels, by the groups [group, last): a few groups at a time stay in the L1 cache.
-INLINE void multiply_rows(const Linear& call, int64_t begin, int64_t end, const float* panels, int64_t group, int64_t last) {
-  const int64_t inputs = padded_to_pairs(call.in_features), rows = end - begin;
-  constexpr int64_t together = 4;
-  for (; group < last; group += together) {
-    const int64_t until = group + together < last ? group + together : last;
-    for (int64_t panel = 0; panel < panels_of(rows); panel++) {
-      const int64_t first = first_row(rows, panel), count = first_row(rows, panel + 1) - first;
-      const float* from = panels + first * inputs;
-      if (call.scales) multiply_panel<Type::int8>(call, count, from, begin + first, group, until);
-      else DISPATCH_FLOAT(call.type, T, multiply_panel<T>(call, count, from, begin + first, group, until));
-    }
-  }
+  const int height = panel_height(rows);
+  const int64_t padded = padded_inputs(call);
+  if (uses_dot(call)) pair_panel(x, stride, rows, height, call.in_features, padded, (uint32_t*)panel);
+  else widen_panel<T>(x, stride, rows, height, call.in_features, padded, panel);
+  sum_blocks<T>(call, x, stride, rows, height, panel + (panel_units(call) - blocks_of(call)) * height);
 }
 
 }  // namespace
 
-// Products are numbered by blocks of rows, then by groups. Every thread widens its own rows: loading rows that another
-// core has widened takes longer.
-void NAMED(multiply, PAGED_LEVEL)(const Linear& call, int64_t begin, int64_t end, float* panels, int64_t& widened) {
-  const int64_t groups = (call.out_features + linear_group - 1) / linear_group;
-  while (begin < end) {
-    const int64_t block = begin / groups, group = begin % groups;
-    const int64_t last = end - block * groups < groups ? end - block * groups : groups;
-    const int64_t row = block * linear_rows, until = row + linear_rows < call.rows ? row + linear_rows : call.rows;
-    if (widened != block) widen_rows(call, row, until, panels);
-    widened = block;
-    multiply_rows(call, row, until, panels, group, last);
-    begin += last - group;
+size_t NAMED(panel_bytes, PAGED_LEVEL)(const Linear& call, int64_t rows) {
+  return panels_only(call, rows) + (call.norm ? panel_rows(call, rows) * call.in_features * bytes(call.type) : 0);
+}
+
+void NAMED(pack_rows, PAGED_LEVEL)(const Linear& call, int64_t begin, int64_t end, void* panels) {
+  void* normed = (char*)panels + panels_only(call, end - begin);
+  const int height = panel_rows(call, end - begin);
+  for (int64_t first = begin; first < end; first += height) {
+    const int rows = min_int(height, (int)(end - first));
+    float* to = (float*)panels + (first - begin) * panel_units(call);
+    DISPATCH_FLOAT(call.type, T, pack_panel<T>(call, first, rows, to, normed));
+  }
+}
+
+void NAMED(multiply, PAGED_LEVEL)(const Linear& call, int64_t begin, int64_t end, const void* panels, int64_t group, int64_t last, int64_t groups_ahead, void* to, int64_t stride) {
+  const int height = panel_rows(call, end - begin);
+  const int64_t first_output = group * linear_group;
+  constexpr int64_t together = 4;  // groups that stay in the L1 cache
+  for (; group < last; group += together) {
+    const int64_t until = group + together < last ? group + together : last;
+    const int64_t next = until < last || groups_ahead ? (until < last ? together : groups_ahead) * group_bytes(call) : 1;
+    for (int64_t first = begin; first < end; first += height) {
+      const int rows = min_int(height, (int)(end - first));
+      const int64_t ahead = first == begin ? 0 : first == begin + height ? next : 1;  // 1: what is loaded anyway
+      const float* units = (const float*)panels + (first - begin) * panel_units(call);
+      void* products = (char*)to + (first - begin) * stride * bytes(call.type);
+      multiply_any(call, {units, first, rows, panel_height(rows), products, stride, first_output, ahead}, group, until);
+    }
   }
 }
 

@@ -12,6 +12,10 @@
 #include <immintrin.h>
 #endif
 
+#ifndef PAGED_EMULATE_AMX
+#define PAGED_EMULATE_AMX 0
+#endif
+
 namespace paged {
 namespace {
 
@@ -286,7 +290,17 @@ INLINE vu pack_bf16(vf first, vf second) {  // 2 W elements in order
 #endif
 }
 
-INLINE vf dot_bf16(vu a, vu b, vf sum) {  // adds both products of each lane's pair like a tile instruction
+#if defined(__AVX512BF16__) || PAGED_EMULATE_AMX
+constexpr bool has_dot = true;  // pairs are multiplied without being widened
+#else
+constexpr bool has_dot = false;
+#endif
+
+// Adds both products of each lane's pair to the sum. The order of the additions depends on the instruction set.
+INLINE vf dot_bf16(vu a, vu b, vf sum) {
+#if defined(__AVX512BF16__)
+  return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#endif
   sum = fma(as_float(a << 16), as_float(b << 16), sum);
   return fma(as_float(a & 0xFFFF0000u), as_float(b & 0xFFFF0000u), sum);
 }

@@ -6,9 +6,6 @@
 #pragma once
 #include "simd.h"
 
-#ifndef PAGED_EMULATE_AMX
-#define PAGED_EMULATE_AMX 0
-#endif
 #if PAGED_EMULATE_AMX || defined(__AMX_BF16__)
 #define PAGED_HAS_TILES 1
 #else
@@ -30,7 +27,14 @@ struct Prefetcher {
   }
 };
 
-template <int ROWS, int VECTORS>
+// The sum of c and the product of two units: of fp32, or with PAIRS of bf16.
+template <bool PAIRS>
+INLINE vf unit_product(vu a, vu b, vf c) {
+  if constexpr (PAIRS) return dot_bf16(a, b, c);
+  else return fma(as_float(a), as_float(b), c);
+}
+
+template <bool PAIRS, int ROWS, int VECTORS>
 INLINE void block_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride,
                           int depth, bool add, Prefetcher& prefetcher) {
   vf sums[ROWS][VECTORS];
@@ -48,7 +52,7 @@ INLINE void block_product(const uint32_t* a, int a_stride, const uint32_t* b, in
       vu left = vu{} + a[i * a_stride + k];
 #pragma GCC unroll 4
       for (int j = 0; j < VECTORS; j++)
-        sums[i][j] = fma(as_float(left), as_float(right[j]), sums[i][j]);
+        sums[i][j] = unit_product<PAIRS>(left, right[j], sums[i][j]);
     }
   }
 #pragma GCC unroll 8
@@ -60,31 +64,32 @@ INLINE void block_product(const uint32_t* a, int a_stride, const uint32_t* b, in
 constexpr int row_block = 6;                // row_block x column_block vectors of sums fit the registers
 constexpr int column_block = W == 16 ? 4 : 2;
 
-template <int VECTORS>
+template <bool PAIRS, int VECTORS>
 void columns_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
                      int depth, bool add, Prefetcher& prefetcher) {
   int i = 0;
   for (; i + row_block <= rows; i += row_block)
-    block_product<row_block, VECTORS>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, add, prefetcher);
+    block_product<PAIRS, row_block, VECTORS>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, add, prefetcher);
   a += i * a_stride;
   c += i * c_stride;
   switch (rows - i) {
-    case 1: return block_product<1, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
-    case 2: return block_product<2, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
-    case 3: return block_product<3, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
-    case 4: return block_product<4, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
-    case 5: return block_product<5, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
+    case 1: return block_product<PAIRS, 1, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
+    case 2: return block_product<PAIRS, 2, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
+    case 3: return block_product<PAIRS, 3, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
+    case 4: return block_product<PAIRS, 4, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
+    case 5: return block_product<PAIRS, 5, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
   }
 }
 
-// Computes c = a b, or c += a b, in units of fp32. columns must be a multiple of W.
+// Computes c = a b, or c += a b. columns must be a multiple of W.
+template <bool PAIRS>
 INLINE void product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
                     int columns, int depth, bool add, Prefetcher& prefetcher) {
   int j = 0;
   for (; j + column_block * W <= columns; j += column_block * W)
-    columns_product<column_block>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, prefetcher);
+    columns_product<PAIRS, column_block>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, prefetcher);
   for (; j < columns; j += W)
-    columns_product<1>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, prefetcher);
+    columns_product<PAIRS, 1>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, prefetcher);
 }
 
 #if PAGED_HAS_TILES
@@ -134,7 +139,7 @@ void tile_dot(int c, int a, int b) {
 #define tile_dot(c, a, b) _tile_dpbf16ps(c, a, b)
 #endif
 
-// The same for pairs of bf16. rows, columns and depth must be multiples of 16.
+// The same for pairs of bf16 with tile instructions. rows, columns and depth must be multiples of 16.
 void tile_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
                   int columns, int depth, bool add) {
   const int64_t a_row = 4 * a_stride, b_row = 4 * b_stride, c_row = 4 * c_stride;

@@ -1,0 +1,205 @@
+#include "tasks.h"
+
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace paged {
+namespace {
+
+// --- linear layers --------------------------------------------------------------------------------------------------
+
+constexpr int64_t item_bytes = 1 << 16;  // of weights per item: some microseconds with few rows
+constexpr int64_t min_item_groups = 4, max_item_groups = 16;
+
+size_t aligned(size_t bytes) { return ceil_div<size_t>(bytes, 64) * 64; }
+
+// An item is a block of rows by some groups of outputs. The rows are packed by every thread that multiplies them, since
+// loading what another core has packed takes longer.
+class LinearTask final : public Task {
+ public:
+  LinearTask(const Level& level, const Linear& call) : LinearTask(level, call, item_groups(call)) {}
+
+  void run(int item, Worker& worker, Claim& claim) const override {
+    const int64_t block = item / parts_, part = item % parts_;
+    const int64_t begin = block * linear_rows, end = std::min<int64_t>(call_.rows, begin + linear_rows), rows = end - begin;
+    const int64_t group = part * grain_, last = std::min(groups_, group + grain_);
+    const int64_t first = group * linear_group, columns = std::min(outputs_, last * linear_group) - first;
+    const int64_t ahead = part + threads() < parts_ ? threads() * grain_ : 0;
+    const size_t element = bytes(call_.type), packed = aligned(level_.panel_bytes(call_, std::min<int64_t>(call_.rows, linear_rows)));
+    const size_t tile = aligned(rows * columns * element);
+    char* panels = (char*)worker.scratch(packed + (call_.swiglu ? 3 : 1) * tile);
+    char* product = panels + packed;
+    if (worker.content != first_content_ + block) {
+      level_.pack_rows(call_, begin, end, panels);
+      worker.content = first_content_ + block;
+    }
+    if (call_.swiglu) {
+      char* halves = product + tile;
+      level_.multiply(call_, begin, end, panels, group, last, ahead, halves, 2 * columns);
+      level_.multiply(call_, begin, end, panels, groups_ + group, groups_ + last, ahead, halves + columns * element, 2 * columns);
+      level_.swiglu({call_.type, halves, 2 * columns, product, columns}, 0, rows);
+    } else {
+      level_.multiply(call_, begin, end, panels, group, last, ahead, product, columns);
+    }
+    if (!claim.commit()) return;
+    for (int64_t row = 0; row < rows; row++)
+      std::memcpy((char*)call_.out + ((begin + row) * outputs_ + first) * element, product + row * columns * element, columns * element);
+  }
+
+ private:
+  static int64_t output_groups(const Linear& call) {
+    return ceil_div<int64_t>(call.out_features / (call.swiglu ? 2 : 1), linear_group);
+  }
+
+  static int64_t item_groups(const Linear& call) {
+    const int64_t bytes = std::max<int64_t>(1, group_bytes(call) * (call.swiglu ? 2 : 1));
+    return std::clamp(ceil_div(item_bytes / bytes, min_item_groups) * min_item_groups, min_item_groups, max_item_groups);
+  }
+
+  LinearTask(const Level& level, const Linear& call, int64_t grain)
+      : Task(linears, (int)(ceil_div<int64_t>(call.rows, linear_rows) * ceil_div(output_groups(call), grain)), true),
+        level_(level), call_(call), grain_(grain), groups_(output_groups(call)), parts_(ceil_div(groups_, grain)),
+        outputs_(call.out_features / (call.swiglu ? 2 : 1)) {
+    static std::atomic<uint64_t> next_content{1};
+    first_content_ = next_content.fetch_add(ceil_div<int64_t>(call.rows, linear_rows));
+  }
+
+  const Level& level_;
+  const Linear call_;
+  const int64_t grain_, groups_, parts_, outputs_;  // groups per item; groups, items and outputs of a block of rows
+  uint64_t first_content_;
+};
+
+// --- attention ------------------------------------------------------------------------------------------------------
+
+constexpr int max_item_rows = 192;    // maximum heads times queries that share a packed key
+constexpr int few_rows = 24;
+constexpr int part_keys = 512, part_keys_of_many_rows = 4096;  // keys of a part of a split context
+constexpr int packing_rows = 8;  // cost of loading and packing a key, in rows multiplied with it
+
+int64_t cost_of(const Item& item, int group) {
+  return (int64_t)(item.end - item.begin) * (item.queries * group + packing_rows);
+}
+
+void check_sequence(const Attention& call, int seq) {
+  const int queries = call.query_starts[seq + 1] - call.query_starts[seq], context = call.context_lens[seq];
+  const std::string where = "sequence " + std::to_string(seq) + ": ";
+  if (call.query_starts[seq] < 0 || queries < 0 || call.query_starts[seq + 1] > call.num_tokens)
+    throw std::runtime_error(where + "its query rows are outside the batch");
+  if (context == 0) return;
+  if (context < queries)
+    throw std::runtime_error(where + std::to_string(queries) + " queries, context of " + std::to_string(context));
+  if (context > (int64_t)call.max_blocks * call.cache.block_size)
+    throw std::runtime_error(where + "context of " + std::to_string(context) + ", block table of " + std::to_string(call.max_blocks));
+}
+
+// Lists items that cover every query with a context once for each KV head.
+std::vector<Item> list_items(const Attention& call) {
+  const int group = call.num_heads / call.cache.num_kv_heads, tile = std::max(1, max_item_rows / group);
+  std::vector<Item> items;
+  for (int seq = 0; seq < call.num_seqs; seq++) {
+    check_sequence(call, seq);
+    const int first = call.query_starts[seq], queries = call.query_starts[seq + 1] - first;
+    const int context = call.context_lens[seq];
+    if (context == 0 || queries == 0) continue;
+    const int oldest = call.window ? std::max(0, context - queries - call.window + 1) : 0;
+    const int32_t* table = call.block_tables + seq * call.table_stride;
+    for (int at = oldest / call.cache.block_size; at <= (context - 1) / call.cache.block_size; at++)
+      if (table[at] < 0 || table[at] >= call.cache.num_blocks)
+        throw std::runtime_error("block_tables[" + std::to_string(seq) + "]: block " + std::to_string(table[at]) + " of a pool of " + std::to_string(call.cache.num_blocks));
+    for (int done = 0; done < queries; done += tile) {
+      const int length = std::min(tile, queries - done), position = context - queries + done;
+      const int begin = call.window ? std::max(0, position - call.window + 1) : 0;
+      for (int head = 0; head < call.cache.num_kv_heads; head++) {
+        items.push_back({seq, head, first + done, length, position, begin, position + length});
+      }
+    }
+  }
+  return items;
+}
+
+class AttentionTask final : public Task {
+ public:
+  AttentionTask(const Level& level, const Attention& call, std::shared_ptr<const AttentionPlan> plan, std::shared_ptr<float[]> partials)
+      : Task(attentions, (int)plan->items.size(), true), level_(level), call_(call), plan_(std::move(plan)), partials_(std::move(partials)),
+        bytes_(level.scratch(call, plan_->max_rows)) {}
+
+  void run(int item, Worker& worker, Claim& claim) const override {
+    void* scratch = worker.scratch(bytes_);
+    worker.content = 0;
+    Item one = plan_->items[item];
+    if (one.is_part) one.partial = partials_.get() + one.offset;
+    const size_t next = item + threads();
+    level_.attend(call_, one, next < plan_->items.size() ? &plan_->items[next] : nullptr, scratch);
+    if (claim.commit()) level_.write_attended(call_, one, scratch);
+  }
+
+ private:
+  const Level& level_;
+  const Attention call_;
+  const std::shared_ptr<const AttentionPlan> plan_;
+  const std::shared_ptr<float[]> partials_;
+  const size_t bytes_;
+};
+
+class MergeTask final : public Task {
+ public:
+  MergeTask(const Level& level, const Attention& call, std::shared_ptr<const AttentionPlan> plan, std::shared_ptr<float[]> partials)
+      : Task(attentions, (int)plan->merges.size(), false), level_(level), call_(call), plan_(std::move(plan)), partials_(std::move(partials)) {}
+
+  void run(int item, Worker&, Claim&) const override {
+    Merge merge = plan_->merges[item];
+    merge.item.partial = partials_.get() + merge.item.offset;
+    level_.merge(call_, merge);
+  }
+
+ private:
+  const Level& level_;
+  const Attention call_;
+  const std::shared_ptr<const AttentionPlan> plan_;
+  const std::shared_ptr<float[]> partials_;
+};
+
+}  // namespace
+
+std::unique_ptr<Task> linear_task(const Level& level, const Linear& call) { return std::make_unique<LinearTask>(level, call); }
+
+// Splits long contexts at fixed positions, so that the result of a sequence does not depend on the rest of the batch.
+std::shared_ptr<const AttentionPlan> plan_attention(const Attention& call) {
+  auto plan = std::make_shared<AttentionPlan>();
+  const int group = call.num_heads / call.cache.num_kv_heads;
+  for (const Item& item : list_items(call)) {
+    const int rows = item.queries * group, size = rows <= few_rows ? part_keys : part_keys_of_many_rows;
+    const int first = item.begin / size, parts = ceil_div(item.end, size) - first;
+    plan->max_rows = std::max(plan->max_rows, rows);
+    if (parts < 2) {
+      plan->items.push_back(item);
+      continue;
+    }
+    Merge merge{item, parts};
+    merge.item.offset = plan->partials;
+    plan->merges.push_back(merge);
+    for (int part = 0; part < parts; part++) {
+      Item one = item;
+      one.begin = std::max(item.begin, (first + part) * size);
+      one.end = std::min(item.end, (first + part + 1) * size);
+      one.is_part = true;
+      one.offset = plan->partials;
+      plan->partials += (size_t)rows * (call.cache.head_dim + 2);
+      plan->items.push_back(one);
+    }
+  }
+  std::stable_sort(plan->items.begin(), plan->items.end(), [&](const Item& a, const Item& b) { return cost_of(a, group) > cost_of(b, group); });
+  return plan;
+}
+
+void add_attention(Program& program, const Level& level, const Attention& call, std::shared_ptr<const AttentionPlan> plan) {
+  if (plan->items.empty()) return;
+  const std::shared_ptr<float[]> partials(plan->partials ? new float[plan->partials] : nullptr);
+  program.add(std::make_unique<AttentionTask>(level, call, plan, partials));
+  if (!plan->merges.empty()) program.add(std::make_unique<MergeTask>(level, call, plan, partials));
+}
+
+}  // namespace paged

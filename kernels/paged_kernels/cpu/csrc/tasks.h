@@ -1,0 +1,62 @@
+// The division of operations into items of the thread pool. The division, and so the result, does not depend on the
+// number of threads.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "calls.h"
+#include "pool.h"
+
+namespace paged {
+
+template <class Number>
+Number ceil_div(Number a, Number b) {
+  return (a + b - 1) / b;
+}
+
+std::unique_ptr<Task> linear_task(const Level&, const Linear&);
+
+// The items of an attention call and of all others over the same sequences with the same window.
+struct AttentionPlan {
+  std::vector<Item> items;    // the expensive ones first; partial: offset from the start of the partials
+  std::vector<Merge> merges;  // of the items whose context is split
+  size_t partials = 0;        // floats
+  int max_rows = 0;           // query rows of an item
+};
+
+// Throws std::runtime_error for blocks outside the pool and for sequences with more queries than context.
+std::shared_ptr<const AttentionPlan> plan_attention(const Attention&);
+
+void add_attention(Program&, const Level&, const Attention&, std::shared_ptr<const AttentionPlan>);
+
+// A kernel that reads each element of some tokens once and writes in place.
+template <class Call>
+class TokenTask final : public Task {
+ public:
+  using Kernel = void (*)(const Call&, int64_t begin, int64_t end);
+
+  TokenTask(Kind kind, Kernel kernel, const Call& call, int64_t tokens, int64_t elements)
+      : TokenTask(kind, kernel, call, tokens, std::max<int64_t>(1, elements_per_item / std::max<int64_t>(1, elements)), 0) {}
+
+  void run(int item, Worker&, Claim&) const override {
+    kernel_(call_, item * grain_, std::min(tokens_, (item + 1) * grain_));
+  }
+
+ private:
+  static constexpr int64_t elements_per_item = 1 << 14;
+
+  TokenTask(Kind kind, Kernel kernel, const Call& call, int64_t tokens, int64_t grain, int)
+      : Task(kind, (int)ceil_div(tokens, grain), false), kernel_(kernel), call_(call), tokens_(tokens), grain_(grain) {}
+
+  Kernel kernel_;
+  Call call_;
+  int64_t tokens_, grain_;
+};
+
+template <class Call>
+std::unique_ptr<Task> token_task(Kind kind, void (*kernel)(const Call&, int64_t, int64_t), const Call& call, int64_t tokens, int64_t elements) {
+  return std::make_unique<TokenTask<Call>>(kind, kernel, call, tokens, elements);
+}
+
+}  // namespace paged

@@ -1,0 +1,168 @@
+// Conversions of tensors to the plain data that tasks take. The callers in Python document the arguments of operators and
+// check them (`paged_kernels.arguments`).
+#pragma once
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "levels.h"
+#include "tasks.h"
+
+namespace paged {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+inline Type type_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return Type::f32;
+    case ScalarType::Half: return Type::f16;
+    case ScalarType::BFloat16: return Type::bf16;
+    case ScalarType::Char: return Type::int8;
+    case ScalarType::Float8_e4m3fn: return Type::fp8;
+    default: throw std::runtime_error("unsupported tensor type: must be float32, float16, bfloat16, int8 or float8_e4m3fn");
+  }
+}
+
+inline ScalarType scalar_of(Type type) {
+  return type == Type::f32 ? ScalarType::Float : type == Type::f16 ? ScalarType::Half : ScalarType::BFloat16;
+}
+
+inline const Level& level_of(int64_t index) {
+  if (index < 0 || index >= (int64_t)levels().size()) throw std::runtime_error("level=" + std::to_string(index) + ": must be below " + std::to_string(levels().size()));
+  return *levels()[index];
+}
+
+inline Rows rows_of(const Tensor& x) {
+  if (x.stride(2) != 1 && x.size(2) > 1) throw std::runtime_error("the last dimension of a tensor must be dense");
+  return {x.data_ptr(), x.stride(0), x.stride(1)};
+}
+
+inline Pool pool_of(const Tensor& pool, const OptionalTensor& scales) {
+  Pool made{pool.data_ptr(), pool.stride(0), pool.stride(1), pool.stride(2), nullptr, 0, 0};
+  if (scales) {
+    made.scales = (float*)scales->data_ptr();
+    made.scale_block_stride = scales->stride(0);
+    made.scale_head_stride = scales->stride(1);
+  }
+  return made;
+}
+
+inline Cache cache_of(const Tensor& keys, const Tensor& values, const OptionalTensor& key_scales, const OptionalTensor& value_scales) {
+  if (keys.size(3) > max_head_dim) throw std::runtime_error("head_dim=" + std::to_string(keys.size(3)) + ": must be 1..256");
+  return {type_of(keys), (int)keys.size(0), (int)keys.size(1), (int)keys.size(2), (int)keys.size(3),
+          pool_of(keys, key_scales), pool_of(values, value_scales)};
+}
+
+inline const void* data_of(const OptionalTensor& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
+
+inline Tensor rows_like(const Tensor& x, int64_t width) {  // dense, of x's type
+  const int64_t sizes[] = {x.size(0), width};
+  return torch::stable::new_empty(x, sizes);
+}
+
+// Keeps tensors until no thread reads them.
+template <class... Tensors>
+void keep(Program& program, const Tensors&... tensors) {
+  program.keep(std::make_shared<std::vector<OptionalTensor>>(std::vector<OptionalTensor>{tensors...}));
+}
+
+struct Weight {  // of a linear layer, in groups
+  Tensor groups;
+  OptionalTensor scales, mins, bias;
+  int64_t block_inputs;
+};
+
+inline Format format_of(const Weight& weight, Type type) {
+  if (weight.groups.scalar_type() == ScalarType::Int) return Format::int4;
+  if (weight.groups.scalar_type() == ScalarType::Char) return Format::int8;
+  if (type_of(weight.groups) != type) throw std::runtime_error("linear: the weight and x have different types");
+  return Format::plain;
+}
+
+inline void check_elements(const char* what, const Tensor& values, ScalarType type, int64_t elements) {
+  if (values.scalar_type() != type || values.numel() != elements || !values.is_contiguous())
+    throw std::runtime_error(std::string("linear: ") + what + " must be " + std::to_string(elements) + " dense elements of the right type");
+}
+
+inline Linear linear_call(Type type, const void* x, int64_t rows, int64_t x_stride, int64_t in_features, const Weight& weight, void* out, int64_t out_features) {
+  if (bytes(type) < 2) throw std::runtime_error("linear: rows must be float32, float16 or bfloat16");
+  Linear call{};
+  call.type = type, call.format = format_of(weight, type);
+  call.x = x, call.x_stride = x_stride;
+  call.rows = rows, call.in_features = in_features, call.out_features = out_features;
+  const int64_t groups = ceil_div<int64_t>(out_features, linear_group);
+  if (weight.groups.numel() * (call.format == Format::int4 ? 8 : 1) != groups * linear_group * padded_inputs(call))
+    throw std::runtime_error("linear: a weight of " + std::to_string(weight.groups.numel()) + " elements for " + std::to_string(in_features) + " inputs and " + std::to_string(out_features) + " outputs");
+  if (call.format != Format::plain) {
+    call.block_inputs = weight.block_inputs;
+    if (call.block_inputs < 8 || call.block_inputs % 8) throw std::runtime_error("linear: block_inputs=" + std::to_string(call.block_inputs) + ": must be a multiple of 8");
+    if (!weight.scales) throw std::runtime_error("linear: a quantized weight without scales");
+    const int64_t scales = groups * ceil_div(in_features, call.block_inputs) * linear_group;
+    check_elements("scales", *weight.scales, ScalarType::Half, scales);
+    if (weight.mins) check_elements("mins", *weight.mins, ScalarType::Half, scales);
+  }
+  if (weight.bias) check_elements("bias", *weight.bias, scalar_of(type), out_features);
+  call.weight = weight.groups.data_ptr();
+  call.scales = (const uint16_t*)data_of(weight.scales), call.mins = (const uint16_t*)data_of(weight.mins);
+  call.bias = data_of(weight.bias);
+  call.out = out;
+  return call;
+}
+
+struct Softmax {  // the parameters of an attention layer
+  double scale;
+  int64_t window;
+  double softcap;
+  OptionalTensor sinks;
+};
+
+inline Attention attention_call(void* out, Type type, const Rows& query, int64_t num_tokens, int64_t num_heads, const Cache& cache, const Tensor& block_tables,
+                                const Tensor& context_lens, const Tensor& query_starts, const Softmax& softmax) {
+  Attention call{};
+  call.type = type;
+  call.query = query;
+  call.out = out;
+  call.num_heads = (int)num_heads;
+  call.num_tokens = (int)num_tokens;
+  call.cache = cache;
+  call.block_tables = (const int32_t*)block_tables.data_ptr();
+  call.table_stride = block_tables.stride(0);
+  call.max_blocks = (int)block_tables.size(1);
+  call.context_lens = (const int32_t*)context_lens.data_ptr();
+  call.query_starts = (const int32_t*)query_starts.data_ptr();
+  call.num_seqs = (int)context_lens.size(0);
+  call.scale = (float)softmax.scale;
+  call.window = (int)std::min<int64_t>(softmax.window, INT32_MAX);
+  call.softcap = (float)softmax.softcap;
+  call.sinks = data_of(softmax.sinks);
+  return call;
+}
+
+// cos and sin: [num_tokens, head_dim], or [1, num_tokens, head_dim].
+inline Rotation rotation_call(void* out, const Rows& query, int64_t num_heads, const Write& write, const Tensor& cos, const Tensor& sin,
+                              const OptionalTensor& query_norm, const OptionalTensor& key_norm, double eps) {
+  if (type_of(sin) != type_of(cos)) throw std::runtime_error("cos and sin have different types");
+  Rotation call{};
+  call.query = query;
+  call.write = write;
+  call.out = out;
+  call.num_heads = (int)num_heads;
+  call.angles = type_of(cos);
+  call.cos = cos.data_ptr(), call.sin = sin.data_ptr();
+  call.cos_stride = cos.stride(cos.dim() - 2), call.sin_stride = sin.stride(sin.dim() - 2);
+  call.query_weight = data_of(query_norm);
+  call.key_weight = data_of(key_norm);
+  call.eps = (float)eps;
+  return call;
+}
+
+}  // namespace paged

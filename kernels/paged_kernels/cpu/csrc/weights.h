@@ -1,0 +1,92 @@
+// The formats of weights, for linear.cpp.
+//
+// Weights are stored in groups of 16 outputs, so that a group is read sequentially, and a group in steps of some inputs:
+//   plain     [2 inputs][16 outputs]; bf16 in pairs, [16 outputs][2 inputs]
+//   int8      [2 inputs][16 outputs]
+//   int4      [16 outputs][2][4] codes of 4 bits: the first four are the even inputs of a step of 8, the others the odd
+//             ones, so that a shift moves a pair of inputs to the lowest bits of both halves of 32 bits. A code
+//             stands for itself minus 8.
+// Operands, the weights of W outputs, are fp32 for one input, or with DOT bf16 for a pair of inputs, which some
+// instruction sets multiply as they are. All codes are exact in bf16.
+#pragma once
+#include "simd.h"
+
+namespace paged {
+namespace {
+
+constexpr int vectors = linear_group / W;  // per group
+
+template <class Operand>
+INLINE vf add_product(Operand weights, const float* unit, vf sum) {
+  if constexpr (__is_same(Operand, vu)) return dot_bf16(weights, vu{} + load<uint32_t>(unit), sum);
+  else return fma(weights, splat(*unit), sum);
+}
+
+// A step of a plain weight, for W outputs.
+template <Type T, bool DOT>
+struct Plain {
+  static constexpr bool is_quantized = false;
+  static constexpr int inputs = 2, operands = DOT ? 1 : 2, bytes = inputs * linear_group * bytes_of<T>;
+  static constexpr int vector_bytes = W * bytes_of<T> * (T == Type::bf16 ? 2 : 1);
+
+  INLINE void read(const char* from) { step = from; }
+  INLINE auto operand(int i) const {
+    if constexpr (DOT) return load<vu>(step);
+    else if constexpr (T == Type::bf16) return as_float(i ? load<vu>(step) & 0xFFFF0000u : load<vu>(step) << 16);
+    else return widen<T>(step + i * linear_group * bytes_of<T>);
+  }
+
+  const char* step;
+};
+
+template <bool DOT>
+struct Int8 {
+  static constexpr bool is_quantized = true;
+  static constexpr int inputs = 2, operands = DOT ? 1 : 2, bytes = inputs * linear_group, vector_bytes = W;
+
+  INLINE void read(const char* from) { step = from; }
+  INLINE auto operand(int i) const {
+    if constexpr (DOT) return as_bits(code(0)) >> 16 | (as_bits(code(1)) & 0xFFFF0000u);  // exact in bf16
+    else return code(i);
+  }
+  INLINE vf code(int i) const { return widen<Type::int8>(step + i * linear_group); }
+
+  const char* step;
+};
+
+template <bool DOT>
+struct Int4 {
+  static constexpr bool is_quantized = true;
+  static constexpr int inputs = 8, operands = DOT ? 4 : 8, bytes = inputs * linear_group / 2, vector_bytes = W * 4;
+
+  INLINE void read(const char* step) { words = load<vu>(step); }
+  INLINE auto operand(int i) const {
+    if constexpr (DOT) {
+#if defined(__AVX512BW__)
+      typedef uint16_t halves __attribute__((vector_size(64)));  // of every value of the lowest 5 bits; the fifth is ignored
+      const halves numbers = {0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
+                              0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
+                              0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
+      return (vu)_mm512_permutexvar_epi16((__m512i)((halves)words >> (uint16_t)(4 * i)), (__m512i)numbers);
+#else
+      return as_bits(code(2 * i)) >> 16 | (as_bits(code(2 * i + 1)) & 0xFFFF0000u);
+#endif
+    } else {
+      return code(i);
+    }
+  }
+  INLINE vf code(int input) const {
+    const vu shifted = words >> (uint32_t)(input / 2 * 4 + input % 2 * 16);
+#if defined(__AVX512F__)
+    const vf numbers = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};  // the permutation ignores higher bits
+    return (vf)_mm512_permutexvar_ps((__m512i)shifted, (__m512)numbers);
+#else
+    return __builtin_convertvector((vi)(shifted & 15u) - 8, vf);
+#endif
+  }
+
+  vu words;
+};
+
+}  // namespace
+}  // namespace paged

@@ -1,0 +1,76 @@
+"""The number of threads of the CPU kernels, which follows what the process may use."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from paged_backend.utils.machine import busy_seconds, usable_cores, use_single_thread
+from paged_kernels.cpu import native
+
+INTERVAL = 1.0  # seconds between two looks at the limits and the load; one takes about 0.1 ms
+
+
+def count_threads(processes: int = 1, taken: float = 0.0) -> int:
+    """Return the number of threads for one of several processes.
+
+    These are the cores of the CPU affinity that no other process keeps busy, within the cgroup quota, and at most
+    OMP_NUM_THREADS if it is set.
+
+    Args:
+        processes: the number of processes that share the cores evenly.
+        taken: the average number of cores that other processes keep busy, including those that share them.
+    """
+    requested = os.environ.get("OMP_NUM_THREADS", "")
+    limit = int(requested) if requested.isdecimal() and int(requested) else usable_cores()
+    free = int(len(os.sched_getaffinity(0)) - taken + 0.5)
+    return max(1, min(limit, usable_cores() // processes, free))
+
+
+class OtherLoad:
+    """Measures how many cores other processes keep busy."""
+
+    def __init__(self) -> None:
+        self._last = self._read()
+
+    def measure(self) -> float:
+        """Return the average number of cores since the last call; 0 where the system does not tell."""
+        before, self._last = self._last, self._read()
+        if before is None or self._last is None or self._last[0] <= before[0]:
+            return 0.0
+        seconds, busy, own = (now - then for now, then in zip(self._last, before, strict=True))
+        return max(0.0, busy - own) / seconds
+
+    def _read(self) -> tuple[float, float, float] | None:
+        try:
+            return time.monotonic(), busy_seconds(), time.process_time()
+        except (OSError, ValueError):  # not Linux's format, as in some sandboxes
+            return None
+
+
+class CpuThreads:
+    """Sets the number of threads while steps run."""
+
+    def __init__(self, processes: int, *, is_native: bool) -> None:
+        """processes: that share the cores. is_native: whether the C++ kernels compute whole layers; what remains for
+        PyTorch is too small for several threads, which would wait for each other."""
+        self._processes = processes
+        self._is_native = is_native
+        self._load = OtherLoad()
+        self._next = 0.0  # time.monotonic() of the next look
+        self._thread: int | None = None  # the last thread that ran a step
+
+    def update(self) -> None:
+        """Adapt the number of threads to the limits and the load, at most once a second.
+
+        Called by the thread that runs a step.
+        """
+        if self._is_native and self._thread != threading.get_ident():
+            self._thread = threading.get_ident()
+            use_single_thread()
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + INTERVAL
+        native.set_threads(count_threads(self._processes, self._load.measure()))

@@ -1,0 +1,97 @@
+"""Rounding of weights to 8 and 4 bits for the CPU kernels.
+
+A block of consecutive inputs of one output shares a scale, and with 4 bits also a minimum:
+
+    int8    weight = scale * code,             code -127..127
+    int4    weight = scale * code + minimum,   code -8..7
+
+Scales and minima are float16. For int4 they minimize the squared error of a block, given its codes, and the codes are
+those nearest to the weights, given scale and minimum; both are determined in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from paged_kernels.cpu.packed_linear import PackedLinear, pack_quantized
+
+CHUNK = 1 << 18  # number of weights that are rounded at a time, so that temporary values stay in the CPU cache
+ITERATIONS = 4  # after which the error of int4 hardly decreases
+LEVELS = 15  # number of steps between the least and the greatest code of 4 bits
+
+
+class Quantizer(Protocol):
+    """Replaces weights by quantized ones."""
+
+    description: str  # "int8 weights"
+    bits: int | None  # bits to which weights are rounded; None: the model has been quantized before
+    replaced: list[Tensor]  # weights that have been replaced
+
+    def __call__(self, weight: Tensor) -> Any:
+        """Return what takes the place of a weight [out_features, in_features], or the weight itself."""
+        ...
+
+
+class QuantizationSpec(NamedTuple):
+    """How weights are rounded, from the options `quantization` and `quantization_group_size`."""
+
+    bits: int
+    group_size: int | None  # number of inputs that share a scale; None: all
+
+
+def quantize(weight: Tensor, bits: int, block_inputs: int | None) -> PackedLinear:
+    """Round a weight [out_features, in_features] to 8 or 4 bits.
+
+    Args:
+        weight: any floating-point type.
+        bits: 8 or 4.
+        block_inputs: number of inputs that share a scale, a multiple of 8; None: all inputs of an output.
+    """
+    size = block_inputs or -(-weight.shape[1] // 8) * 8
+    rounded = [(_round_to_int8 if bits == 8 else _round_to_int4)(blocks) for blocks in _blocks(weight, size)]
+    codes = torch.cat([chunk.codes for chunk in rounded]).flatten(1)[:, : weight.shape[1]]
+    scales = torch.cat([chunk.scales for chunk in rounded])
+    mins = [chunk.mins for chunk in rounded if chunk.mins is not None]
+    return pack_quantized(codes, scales, torch.cat(mins) if mins else None, size, bits)
+
+
+def _blocks(weight: Tensor, size: int) -> Iterator[Tensor]:
+    """Yield float32 [outputs, blocks, size] of some outputs each. A short last block is filled with its last weight."""
+    for rows in weight.split(max(1, CHUNK // weight.shape[1])):
+        missing = -rows.shape[1] % size
+        yield torch.cat([rows, rows[:, -1:].expand(-1, missing)], 1).float().unflatten(1, (-1, size))
+
+
+class _Rounded(NamedTuple):
+    codes: Tensor  # [outputs, blocks, size] int8
+    scales: Tensor  # [outputs, blocks] float16
+    mins: Tensor | None  # the same
+
+
+def _round_to_int8(blocks: Tensor) -> _Rounded:
+    scales = (blocks.abs().amax(-1) / 127).half()
+    return _Rounded(_codes(blocks, scales.float(), torch.zeros(()), -127, 127), scales, None)
+
+
+def _round_to_int4(blocks: Tensor) -> _Rounded:
+    lowest, highest = blocks.aminmax(dim=-1)
+    scales = (highest - lowest) / LEVELS
+    mins = lowest + 8 * scales  # of the code 0, which is in the middle
+    for _ in range(ITERATIONS):
+        codes = _codes(blocks, scales, mins, -8, 7).float()
+        mean, mean_code = blocks.mean(-1), codes.mean(-1)
+        spread = (codes * codes).mean(-1) - mean_code**2
+        fitted = ((codes * blocks).mean(-1) - mean_code * mean) / spread
+        scales = torch.where(spread > 0, fitted, scales)
+        mins = mean - scales * mean_code
+    halves = scales.half(), mins.half()
+    return _Rounded(_codes(blocks, halves[0].float(), halves[1].float(), -8, 7), *halves)
+
+
+def _codes(blocks: Tensor, scales: Tensor, mins: Tensor, lowest: int, highest: int) -> Tensor:
+    inverse = torch.where(scales > 0, 1 / scales, 0)
+    return ((blocks - mins[..., None]) * inverse[..., None]).round_().clamp_(lowest, highest).to(torch.int8)

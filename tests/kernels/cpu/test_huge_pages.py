@@ -1,0 +1,35 @@
+"""Memory in huge pages, as far as the system shows what was requested."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paged_kernels.cpu.huge_pages import HUGE_PAGE, request_huge_pages
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only on Linux")
+
+
+def is_requested(address):
+    """Whether the mapping of an address is marked for huge pages ("hg")."""
+    for mapping in re.finditer(
+        r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([^\n]*)", Path("/proc/self/smaps").read_text(), re.M | re.S
+    ):
+        if int(mapping[1], 16) <= address < int(mapping[2], 16):
+            return "hg" in mapping[3].split()
+    raise AssertionError("not mapped")
+
+
+def test_whole_pages_of_the_memory_are_marked():
+    memory = torch.empty(8 * HUGE_PAGE, dtype=torch.uint8)
+    request_huge_pages(memory)
+    assert is_requested(memory.data_ptr() + 4 * HUGE_PAGE)
+    assert memory.fill_(7).eq(7).all()
+
+
+def test_small_memory_is_left_alone():
+    memory = torch.empty(1000)
+    request_huge_pages(memory)
+    assert memory.fill_(1.5).sum() == 1500
