@@ -7,6 +7,7 @@ import random
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -74,14 +75,16 @@ def _run(
 ) -> dict[tuple[str, str], list[Run]]:
     """Return the runs of each contestant under each condition."""
     runs: dict[tuple[str, str], list[Run]] = {}
+    counts: Counter[str] = Counter()  # of the runs of a contestant; every one has other tokens, which no cache holds
 
     def timed(name: str, condition: str) -> float:
         made = runs.setdefault((name, condition), [])
+        counts[name] += 1
         if name not in contestants.available:
             return math.nan
         try:
             with neighbours(CONDITIONS[condition]):
-                made.append(contestants.available[name](permute_tokens(len(made), jobs, vocab_size)))
+                made.append(contestants.available[name](permute_tokens(counts[name], jobs, vocab_size)))
         except Exception as error:
             if name == OURS:
                 raise

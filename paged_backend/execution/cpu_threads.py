@@ -10,6 +10,7 @@ from paged_backend.utils.machine import busy_seconds, usable_cores, use_single_t
 from paged_kernels.cpu import native
 
 INTERVAL = 1.0  # seconds between two looks at the limits and the load; one takes about 0.1 ms
+FIRST_INTERVAL = 0.1  # the same after a pause, during which the load may have been another one
 
 
 def count_threads(processes: int = 1, taken: float = 0.0) -> int:
@@ -72,5 +73,6 @@ class CpuThreads:
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + INTERVAL
-        native.set_threads(count_threads(self._processes, self._load.measure()))
+        taken, has_paused = self._load.measure(), now > self._next + INTERVAL
+        self._next = now + (FIRST_INTERVAL if has_paused else INTERVAL)
+        native.set_threads(count_threads(self._processes, 0.0 if has_paused else taken))

@@ -62,3 +62,15 @@ def test_every_target_has_a_record(monkeypatch):
 
 def test_p99_is_that_of_all_gaps():
     assert p99_between_tokens([run_of([1, 2, 3]), run_of([1, 2], gap=5.0)]) == 5.0
+
+
+def test_every_run_has_other_tokens(monkeypatch):
+    monkeypatch.setattr(_cpu_busy, "CONDITIONS", {"idle": None, "busy neighbour": None})
+    prompts = []
+
+    def recorded(jobs):
+        prompts.append(tuple(jobs[0].prompt))
+        return run_of([1, 2, 3])
+
+    measure_busy(Contestants({OURS: recorded}), {"words": [Job(list(range(20)), 3)]}, 1000, rounds=3)
+    assert len(set(prompts)) == len(prompts) == 6

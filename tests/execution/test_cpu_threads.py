@@ -74,11 +74,24 @@ def test_load_is_zero_where_the_system_does_not_tell(monkeypatch):
 
 def test_threads_follow_limits_that_change(cores, calls, monkeypatch):
     monkeypatch.setattr(cpu_threads, "INTERVAL", 0.0)
+    monkeypatch.setattr(cpu_threads, "FIRST_INTERVAL", 0.0)
     threads = CpuThreads(1, is_native=False)
     for usable in (4, 1, 2):
         cores(usable)
         threads.update()
     assert calls == [4, 1, 2]
+
+
+def test_load_counts_from_the_first_step_after_a_pause(cores, calls, monkeypatch):
+    clock = iter([100.0, 100.05, 100.2, 100.9, 101.3, 110.0, 110.2])
+    loads = iter([2.0, 1.0, 0.0, 2.0, 1.0])
+    threads = CpuThreads(1, is_native=False)
+    monkeypatch.setattr(cpu_threads.time, "monotonic", lambda: next(clock))
+    cores(2)
+    monkeypatch.setattr(OtherLoad, "measure", lambda _: next(loads))
+    for _ in range(7):
+        threads.update()
+    assert calls == [2, 1, 2, 2, 1]
 
 
 def test_limits_are_read_once_an_interval(cores, calls, monkeypatch):
