@@ -82,12 +82,13 @@ def machine() -> str:
     """Return the processor or GPU, and the versions of the software."""
     import torch
 
-    from paged_backend.utils.machine import cpu_name  # imports torch, which takes seconds
+    from paged_backend.execution.cpu_threads import count_threads  # imports torch, which takes seconds
+    from paged_backend.utils.machine import cpu_name
 
     if torch.cuda.is_available():
         chip = torch.cuda.get_device_name()
     else:
-        chip = f"{cpu_name()}, {torch.get_num_threads()} threads of {os.cpu_count()} cores"
+        chip = f"{cpu_name()}, up to {count_threads()} threads on {os.cpu_count()} cores"
     packages = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
     return f"{chip}; {platform.system()} {platform.release()}; Python {platform.python_version()}, {packages}"
 
