@@ -41,7 +41,8 @@ class GgufQuantizer:
         architecture = reader.fields["general.architecture"].contents()
         archs = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
         layers = model.config.get_text_config().num_hidden_layers
-        self._names = gguf.get_tensor_name_map(archs[architecture], layers)
+        arch = archs.get(architecture)
+        self._names = None if arch is None else gguf.get_tensor_name_map(arch, layers)
         self._model = model
         self._packer = WeightPacker()
         self.replaced = self._packer.replaced
@@ -74,7 +75,7 @@ class GgufQuantizer:
 
     def _find(self, name: str, layer: nn.Linear) -> Blocks | None:
         """Return the file's weight of a layer, with the rows in the model's order; None if there is none."""
-        stored = self._tensors.get(f"{self._names.get_name(name)}.weight")
+        stored = self._tensors.get(f"{self._names.get_name(name)}.weight") if self._names else None
         if stored is None and layer is self._model.get_output_embeddings():
             stored = self._tensors.get("token_embd.weight")  # shared with the embedding
         if stored is None or stored.data.dtype != np.uint8:
