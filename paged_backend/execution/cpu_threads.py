@@ -21,7 +21,7 @@ def count_threads(processes: int = 1, taken: float = 0.0) -> int:
 
     Args:
         processes: the number of processes that share the cores evenly.
-        taken: the average number of cores that other processes keep busy, including those that share them.
+        taken: the average number of cores that all other processes keep busy.
     """
     requested = os.environ.get("OMP_NUM_THREADS", "")
     limit = int(requested) if requested.isdecimal() and int(requested) else usable_cores()

@@ -41,37 +41,28 @@ class PoolCounts(NamedTuple):
     discarded: int  # results that came after those of another thread
 
 
-class _Library:
-    """The functions of the library that are not operators."""
-
-    def __init__(self) -> None:
-        library_functions = ctypes.CDLL(str(library()))
-        self.seconds: Callable[[Any], None] = library_functions.paged_seconds
-        self.set_threads: Callable[[int], None] = library_functions.paged_set_threads
-        self.threads: Callable[[], int] = library_functions.paged_threads
-        self.pool_counts: Callable[[Any], None] = library_functions.paged_pool_counts
-
-
 @cache
-def _library() -> _Library:
-    return _Library()
+def _library() -> ctypes.CDLL:
+    """Return the library, for its functions that are not operators."""
+    return ctypes.CDLL(str(library()))
 
 
 def set_threads(threads: int) -> None:
     """Set the number of threads that the kernels use. Results do not depend on it."""
     if levels():
-        _library().set_threads(threads)
+        _library().paged_set_threads(threads)
 
 
 def threads() -> int:
     """Return the number of threads that the kernels use. The kernels must be compiled."""
-    return _library().threads()
+    count: int = _library().paged_threads()
+    return count
 
 
 def pool_counts() -> PoolCounts:
     """Return counts of the thread pool. The kernels must be compiled."""
     counts = (ctypes.c_int64 * len(PoolCounts._fields))()
-    _library().pool_counts(counts)
+    _library().paged_pool_counts(counts)
     return PoolCounts(*counts)
 
 
@@ -87,7 +78,7 @@ def levels() -> tuple[str, ...]:
         reason = str(error) if path.exists() else "not compiled"
         log.warning("no C++ kernels (%s): PyTorch is used, which is slower. Fix: run %s", reason, BUILD_COMMAND)
         return ()
-    names = ctypes.CDLL(str(path)).paged_levels
+    names = _library().paged_levels
     names.restype = ctypes.c_char_p
     found = tuple(names().decode().split())
     requested = os.environ.get(LEVEL)
@@ -103,7 +94,7 @@ def seconds() -> dict[str, float]:
     The kernels must be compiled.
     """
     spent = (ctypes.c_double * len(TIMED_OPS))()
-    _library().seconds(spent)
+    _library().paged_seconds(spent)
     return dict(zip(TIMED_OPS, spent, strict=True))
 
 

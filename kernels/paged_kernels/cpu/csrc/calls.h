@@ -119,7 +119,7 @@ struct Linear {
   bool swiglu;           // out is silu(first half) * second half of the product
 };
 
-// The number of inputs with those that complete the last step of a group of weights.
+// The number of inputs, rounded up to whole steps. A step is what a group of weights stores together.
 static constexpr int64_t padded_inputs(const Linear& call) {
   const int64_t step = call.format == Format::int4 ? 8 : 2;
   return (call.in_features + step - 1) / step * step;

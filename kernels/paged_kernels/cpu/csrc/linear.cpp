@@ -92,7 +92,7 @@ struct Panel {
   int rows, height;
   void* to;
   int64_t stride, first_output;  // the output of column 0 of `to`
-  int64_t ahead;  // bytes from the weights that are multiplied to those that are prefetched; 0: those of this tile
+  int64_t ahead;  // prefetch distance in bytes; 0: that of a tile that is not in the caches
 };
 
 template <Type T>

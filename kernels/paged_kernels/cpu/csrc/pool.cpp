@@ -45,7 +45,7 @@ struct Run {
   std::atomic<int> users{0};      // threads of the pool that may touch this object
   int threads = 1;
   std::vector<std::atomic<uint32_t>> states;  // per item: 1 + number of the last task whose item was committed
-  Clock::time_point task_began;               // of whoever starts a task
+  Clock::time_point task_began;               // written by the thread that starts a task
   double seconds[num_kinds] = {};
 
   bool ended(uint32_t task) const { return task >= program->tasks().size(); }
@@ -96,14 +96,17 @@ struct Run {
     int ran = 0;                          // items of the task that this thread ran
     Clock::time_point began, out_of_work;  // when it ran the first of them, and when it found no more
     bool is_waiting = false;
+    const auto enter = [&](uint64_t at) {
+      if ((uint32_t)(at >> 32) != number) number = at >> 32, ran = 0, is_waiting = false, began = Clock::now();
+    };
     for (int spins = 0;;) {
       uint64_t at = head.load(std::memory_order_acquire);
       if (ended(at >> 32)) return;
-      if ((uint32_t)(at >> 32) != number) number = at >> 32, ran = 0, is_waiting = false, began = Clock::now();
+      enter(at);
       if ((uint32_t)at < (uint32_t)program->tasks()[number]->items) {
         at = head.fetch_add(1, std::memory_order_acq_rel);
         if (ended(at >> 32)) return;
-        if ((uint32_t)(at >> 32) != number) number = at >> 32, ran = 0, is_waiting = false, began = Clock::now();
+        enter(at);
         if ((uint32_t)at < (uint32_t)program->tasks()[number]->items) {
           run_item(number, (uint32_t)at, worker);
           ran++;

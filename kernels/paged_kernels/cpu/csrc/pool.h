@@ -1,10 +1,11 @@
 // The thread pool of the kernels.
 //
 // A program is a list of tasks that run one after the other; a task is a number of items that run in any order. The
-// caller and the pool's threads claim items one at a time, and whoever completes the last item of a task starts the next
-// task, so the end of a task never depends on a thread that has no item. A thread that the system has preempted while it
-// computes an item does not delay the others for long either: a thread without work computes such an item again, the
-// first result is kept, and the late one is discarded. For this an item computes into memory of its thread, and calls
+// caller and the pool's threads claim items one at a time. The thread that completes the last item of a task starts the
+// next task. So a task never waits for a thread that has no item.
+//
+// A thread may be preempted while it computes an item. Then a thread without work computes the item again. The first
+// result is kept, and the second is discarded. Therefore an item computes into memory of its thread, and calls
 // Claim::commit before it writes.
 #pragma once
 #include <atomic>

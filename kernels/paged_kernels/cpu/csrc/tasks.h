@@ -37,7 +37,7 @@ class TokenTask final : public Task {
   using Kernel = void (*)(const Call&, int64_t begin, int64_t end);
 
   TokenTask(Kind kind, Kernel kernel, const Call& call, int64_t tokens, int64_t elements)
-      : TokenTask(kind, kernel, call, tokens, std::max<int64_t>(1, elements_per_item / std::max<int64_t>(1, elements)), 0) {}
+      : Task(kind, (int)ceil_div(tokens, grain_of(elements)), false), kernel_(kernel), call_(call), tokens_(tokens), grain_(grain_of(elements)) {}
 
   void run(int item, Worker&, Claim&) const override {
     kernel_(call_, item * grain_, std::min(tokens_, (item + 1) * grain_));
@@ -46,8 +46,7 @@ class TokenTask final : public Task {
  private:
   static constexpr int64_t elements_per_item = 1 << 14;
 
-  TokenTask(Kind kind, Kernel kernel, const Call& call, int64_t tokens, int64_t grain, int)
-      : Task(kind, (int)ceil_div(tokens, grain), false), kernel_(kernel), call_(call), tokens_(tokens), grain_(grain) {}
+  static int64_t grain_of(int64_t elements) { return std::max<int64_t>(1, elements_per_item / std::max<int64_t>(1, elements)); }
 
   Kernel kernel_;
   Call call_;
