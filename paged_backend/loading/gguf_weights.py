@@ -83,12 +83,11 @@ class GgufQuantizer:
         blocks = decode(torch.from_numpy(np.array(stored.data)), stored.tensor_type.name)
         if blocks is None or blocks.codes.shape != layer.weight.shape:
             return None
-        weight = layer.weight.data.float()
+        weight, plain = layer.weight.data.float(), blocks.dequantize()
         tolerance = MAX_DIFFERENCE * weight.abs().amax(1, keepdim=True)
         for rows in self._orders(layer):
-            ordered = blocks.select(rows)
-            if ((ordered.dequantize() - weight).abs() <= tolerance).all():
-                return ordered
+            if ((plain[rows] - weight).abs() <= tolerance).all():
+                return blocks.select(rows)
         log.warning("%s: differs from %s in the GGUF file, and is not kept quantized", name, stored.name)
         return None
 
