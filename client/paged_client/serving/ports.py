@@ -34,7 +34,8 @@ def choose_ports(**wanted: int) -> list[int]:
 
 def _bind(listener: socket.socket, port: int) -> None:
     """Bind to a port, or for 0 to a random free one."""
-    for choice in _random.sample(FREE_PORTS, 100) if port == 0 else []:
+    choices = _random.sample(FREE_PORTS, 100) if port == 0 else []
+    for choice in choices:
         with contextlib.suppress(OSError):
             return listener.bind(("", choice))
     listener.bind(("", port))
