@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only on Linux")
 
 
 def is_requested(address):
-    """Whether the mapping of an address is marked for huge pages ("hg")."""
+    """Whether the kernel lists the flag "hg" (huge pages) for the memory at this address."""
     for mapping in re.finditer(
         r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([^\n]*)", Path("/proc/self/smaps").read_text(), re.M | re.S
     ):

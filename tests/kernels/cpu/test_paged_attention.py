@@ -44,14 +44,6 @@ def test_groups_of_any_size_match_reference(group, head_dim, format):
         test_matches_reference(Case(batch, group=group, head_dim=head_dim, format=format), dtype)
 
 
-@pytest.fixture
-def threads():
-    """Sets the number of threads until the end of the test."""
-    before = native.threads()
-    yield native.set_threads
-    native.set_threads(before)
-
-
 LONG = {"decode": ((1, 2100), (1, 300)), "chunk": ((9, 4500), (1, 40))}
 
 

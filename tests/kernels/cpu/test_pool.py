@@ -62,14 +62,6 @@ def test_thread_sanitizer_finds_no_race(tmp_path, figures):
         figures(f"{stress(program, programs=300, callers=1 + seed % 3, threads=4, seed=seed, **options)}")
 
 
-@pytest.fixture
-def threads():
-    """Sets the number of threads until the end of the test."""
-    before = native.threads()
-    yield native.set_threads
-    native.set_threads(before)
-
-
 @needs_kernels
 @pytest.mark.parametrize("rows", [1, 5, 64, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
