@@ -11,6 +11,7 @@ from paged_bench._cpu_report import target_share
 from paged_bench._workload import Job
 from paged_bench.engine import OURS
 from tests.support.benchmark_runs import run_of
+from tests.support.waiting import until
 
 
 def nice_values():
@@ -31,7 +32,7 @@ def nice_values():
 def test_one_process_spins_per_two_cores(monkeypatch, cores, count):
     monkeypatch.setattr(_cpu_busy, "usable_cores", lambda: cores)
     with neighbours(19):
-        assert len(nice_values()) == count
+        until(lambda: nice_values() == [19] * count, f"{count} spinning processes at nice 19")
     assert not nice_values()
     with neighbours(None):
         assert not nice_values()

@@ -13,7 +13,8 @@ from tritonclient.utils import InferenceServerException
 
 from paged_backend.server.tensors import INPUTS, OUTPUTS
 from paged_client.cli import main
-from tests.support.triton import plain_server, post, until
+from tests.support.triton import plain_server, post
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 CONFIG = 'backend: "{backend}"\ninstance_group [ {{ count: 1 kind: {kind} }} ]\n'

@@ -12,7 +12,8 @@ from tritonclient.utils import InferenceServerException
 
 from paged_client.serving.tritonserver import TritonServer
 from tests.support import faults
-from tests.support.triton import MODEL, idle, metrics, post, raw_stream, tensors, until
+from tests.support.triton import MODEL, idle, metrics, post, raw_stream, tensors
+from tests.support.waiting import until
 
 LONG = {"text_input": "x", "max_tokens": 200, "ignore_eos": True}
 EMBED = '{"input": "x"}'

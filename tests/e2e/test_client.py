@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from paged_client import AsyncClient, Client, PagedError
-from tests.support.triton import WAIT, idle
+from tests.support.triton import idle
+from tests.support.waiting import WAIT
 
 ROOT = Path(__file__).parents[2]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]

@@ -10,7 +10,8 @@ import pytest
 from paged_client.cli import main
 from paged_client.serving.tritonserver import TritonServer
 from tests.support.faults import faulty_repository
-from tests.support.triton import MODEL, idle, metrics, post, raw_stream, raw_streams, until
+from tests.support.triton import MODEL, idle, metrics, post, raw_stream, raw_streams
+from tests.support.waiting import until
 
 LONG = "word " * 8000  # 8,000 tokens: many steps of prefill, and most of the pool
 

@@ -16,7 +16,8 @@ from paged_client.serving import server_files
 from paged_client.serving.environments import EnvironmentSetupError
 from tests.support.gateway import gateway
 from tests.support.locked_environment import LockedEnvironment
-from tests.support.triton import MODEL, WAIT, idle
+from tests.support.triton import MODEL, idle
+from tests.support.waiting import WAIT
 
 HERE = Path(__file__).parent
 PROMPT = "The capital of France is"

@@ -12,7 +12,8 @@ import tritonclient.grpc as grpcclient
 from paged_client import AsyncClient, Client, PagedError
 from tests.support.gateway import gateway
 from tests.support.in_process import byte_tokenizer
-from tests.support.triton import MODEL, idle, metrics, post, raw_stream, tensors, until
+from tests.support.triton import MODEL, idle, metrics, post, raw_stream, tensors
+from tests.support.waiting import until
 
 PROMPT = "The sea is"
 IDS = byte_tokenizer().encode(PROMPT)

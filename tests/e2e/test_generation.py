@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.triton import idle, metrics, post, raw_stream, raw_streams, until
+from tests.support.triton import idle, metrics, post, raw_stream, raw_streams
+from tests.support.waiting import until
 
 TRT_KINDS = ("max", "used", "free", "tokens_per", "reused", "fraction")
 GREEDY = {"temperature": 0}

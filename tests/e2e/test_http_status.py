@@ -7,7 +7,8 @@ import urllib.request
 
 import pytest
 
-from tests.support.triton import MODEL, WAIT, idle, metrics, until
+from tests.support.triton import MODEL, idle, metrics
+from tests.support.waiting import WAIT, until
 
 GENERATE = f"/v2/models/{MODEL}/generate"
 STREAM = f"{GENERATE}_stream"

@@ -13,8 +13,9 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from paged_backend.trtllm.tensors import LLMAPI, LLMAPI_INPUTS, LLMAPI_OUTPUTS
-from tests.support.triton import WAIT, idle, metrics, plain_server, post, until
+from tests.support.triton import idle, metrics, plain_server, post
 from tests.support.trtllm_streams import opened
+from tests.support.waiting import WAIT, until
 
 MODEL = "tensorrt_llm"
 STREAMING = "tensorrt_llm_streaming"

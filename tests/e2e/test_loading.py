@@ -13,7 +13,8 @@ import pytest
 
 from paged_client.serving import tritonserver
 from paged_client.serving.tritonserver import ServerError, TritonServer
-from tests.support.triton import WAIT, idle, metrics, plain_server, post, raw_stream
+from tests.support.triton import idle, metrics, plain_server, post, raw_stream
+from tests.support.waiting import WAIT
 
 ROOT = Path(__file__).parents[2]
 

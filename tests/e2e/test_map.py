@@ -5,7 +5,8 @@ import json
 import pytest
 
 from paged_client import Client, PagedError
-from tests.support.triton import idle, metrics, post, raw_stream, until
+from tests.support.triton import idle, metrics, post, raw_stream
+from tests.support.waiting import until
 
 PROMPT = "The ships that came into the old harbour carried " + "salt and iron, " * 12
 

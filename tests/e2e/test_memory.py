@@ -13,7 +13,8 @@ from paged_backend.scheduling.content import Entry
 from paged_client.serving.tritonserver import TritonServer
 from tests.support.faults import faulty_repository
 from tests.support.in_process import byte_tokenizer, save_tiny
-from tests.support.triton import idle, metrics, post, raw_stream, raw_streams, until
+from tests.support.triton import idle, metrics, post, raw_stream, raw_streams
+from tests.support.waiting import until
 
 BLOCK, POOL = 4, 256  # tokens per block; number of blocks
 OPTIONS = {"dtype": "float32", "block_size": BLOCK, "num_gpu_blocks_override": POOL, "max_num_seqs": 16}

@@ -8,7 +8,8 @@ import pytest
 
 from paged_client import Client
 from tests.support.gateway import gateway
-from tests.support.triton import WAIT, idle, metrics, until
+from tests.support.triton import idle, metrics
+from tests.support.waiting import WAIT, until
 
 MODEL = "paged_llm"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from tests.support.gateway import gateway
-from tests.support.triton import WAIT
+from tests.support.waiting import WAIT
 
 MODEL = "paged_llm"
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "How is the weather in Paris?"}], "temperature": 0}

@@ -9,7 +9,8 @@ import torch
 
 from paged_client.cli import main
 from paged_client.serving.tritonserver import TritonServer
-from tests.support.triton import raw_stream, until
+from tests.support.triton import raw_stream
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of a machine with GPUs are on its GPUs")
 

@@ -7,7 +7,8 @@ import pytest
 
 from paged_client import AsyncClient, Client, PagedError
 from paged_client.serving.tritonserver import TritonServer
-from tests.support.triton import MODEL, WAIT, idle, metrics, post, raw_stream, tensors, until
+from tests.support.triton import MODEL, idle, metrics, post, raw_stream, tensors
+from tests.support.waiting import WAIT, until
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 

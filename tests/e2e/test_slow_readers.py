@@ -18,7 +18,8 @@ from tests.support.stress.footprint import resident
 from tests.support.stress.plans import Plan, to_json
 from tests.support.stress.requests import MODEL, RETURN_FLAGS, StressRequest, record_expected
 from tests.support.stress.server import OPTIONS, engine_alone, save_printable, wait_until_idle
-from tests.support.triton import idle, metrics, post, until
+from tests.support.triton import idle, metrics, post
+from tests.support.waiting import until
 
 READERS, MIB = 4, 1  # number of readers; MiB of responses per request
 # 240 tokens of eight samples are several MiB with 20 logprobs per token, and less than one MiB without.

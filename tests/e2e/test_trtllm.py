@@ -18,8 +18,9 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from paged_backend.trtllm.tensors import INPUTS, OUTPUTS
 from paged_client.serving.tritonserver import TritonServer
-from tests.support.triton import idle, metrics, plain_server, post, raw_stream, until
+from tests.support.triton import idle, metrics, plain_server, post, raw_stream
 from tests.support.trtllm_streams import ASKED, TEXT_MODELS, WIRE, inputs, opened
+from tests.support.waiting import until
 
 WIRE["TYPE_STRING"] = "BYTES"
 

@@ -11,7 +11,8 @@ import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as aio
 
-from tests.support.triton import MODEL, WAIT, idle, post, tensors
+from tests.support.triton import MODEL, idle, post, tensors
+from tests.support.waiting import WAIT
 
 PROMPT = "The most dangerous animal is"
 # As the backend's own clients send them: strings, once as a tensor and once as request parameters.

@@ -10,10 +10,9 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,10 +27,10 @@ from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import resolve_model
 from paged_client.serving.server_files import find_server
 from paged_client.serving.tritonserver import TritonServer, server_environment
+from tests.support.waiting import WAIT, until
 
 MODEL = "paged_llm"
 START_SECONDS = 300  # after which a server that has not started is killed
-WAIT = 120  # seconds after which a missing response fails the test
 
 
 @pytest.fixture(scope="session")
@@ -243,13 +242,6 @@ def metrics(server: TritonServer) -> dict[str, float]:
         label = re.search(r'(?:state|reason|le|kind|direction)="(.*?)"', labels)
         found[f"{name}{{{label.group(1)}}}" if label else name] = float(value)
     return found
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Poll until the condition holds, where there is no event to wait for."""
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, f"timed out waiting for {what}"
 
 
 def idle(server: TritonServer) -> None:

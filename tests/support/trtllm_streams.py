@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import tritonclient.grpc as grpcclient
 
-from tests.support.triton import WAIT
+from tests.support.waiting import WAIT
 
 WIRE = {f"TYPE_{kind}": kind for kind in ("INT32", "INT64", "UINT64", "UINT8", "FP16", "FP32", "BOOL")}
 

@@ -9,7 +9,7 @@ import pytest
 from paged_client import cli
 from paged_client.openai import command
 from tests.support.gateway import PROMPT, WAIT, error_of, gateway
-from tests.support.triton import until
+from tests.support.waiting import until
 
 
 def test_ctrl_c_finishes_open_streams_and_rejects_new_ones(fake, says):

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from tests.support.gateway import PROMPT, WAIT, gateway
-from tests.support.triton import until
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("stream", [False, True])

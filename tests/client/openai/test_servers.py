@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.support.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, respond_with
-from tests.support.triton import until
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")

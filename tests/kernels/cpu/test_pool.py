@@ -12,7 +12,7 @@ import torch
 from paged_kernels.cpu import native
 from paged_kernels.cpu.build import COMPILERS, SOURCES
 from paged_kernels.cpu.packed_linear import pack_linear
-from tests.support.triton import until
+from tests.support.waiting import until
 
 COMPILER = os.environ.get("CXX") or next(filter(shutil.which, COMPILERS), None)
 TEST = Path(__file__).with_name("pool_stress.cpp")

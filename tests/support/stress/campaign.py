@@ -26,7 +26,8 @@ from tests.support.stress.models import Models
 from tests.support.stress.multiplexed import MultiplexedClients
 from tests.support.stress.plans import Plan, plan_killed_clients, plans
 from tests.support.stress.requests import MODEL, make_requests, record_expected
-from tests.support.stress.server import FLOOR, Log, Server, counters, footprint, held, until, wait_until_idle
+from tests.support.stress.server import FLOOR, Log, Server, counters, footprint, held, wait_until_idle
+from tests.support.waiting import until
 
 OPEN = 96  # concurrent requests: three times as many as the server runs at once
 FEW = 8  # concurrent requests that do not compete for two cores

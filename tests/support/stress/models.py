@@ -9,7 +9,8 @@ from pathlib import Path
 import tritonclient.grpc as grpcclient
 
 from tests.support.stress.requests import MODEL
-from tests.support.stress.server import Server, until
+from tests.support.stress.server import Server
+from tests.support.waiting import until
 
 
 class Models:

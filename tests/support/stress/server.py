@@ -6,7 +6,6 @@ import re
 import shutil
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -179,10 +178,3 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
         for process, held in before["processes"].items()
         for name, count in held.items()
     )
-
-
-def until(condition: Callable[[], bool], what: str, *, timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"timed out waiting for {what}"
-        time.sleep(0.02)
