@@ -16,8 +16,10 @@ FIRST_INTERVAL = 0.1  # the same after a pause, during which the load may have b
 def count_threads(processes: int = 1, taken: float = 0.0) -> int:
     """Return the number of threads for one of several processes.
 
-    These are the cores of the CPU affinity that no other process keeps busy, within the cgroup quota, and at most
-    OMP_NUM_THREADS if it is set.
+    These are the cores of the CPU affinity that no other process keeps busy and one more, within the cgroup quota, and
+    at most OMP_NUM_THREADS if it is set. A thread on a core that another process uses still gets its share of it, and
+    no thread waits for it (see pool.h): with one of two cores taken, two threads generate 1.26 times the tokens of one
+    for 32 streams, and as many for one stream (AMD EPYC, Zen 5).
 
     Args:
         processes: the number of processes that share the cores evenly.
@@ -25,8 +27,8 @@ def count_threads(processes: int = 1, taken: float = 0.0) -> int:
     """
     requested = os.environ.get("OMP_NUM_THREADS", "")
     limit = int(requested) if requested.isdecimal() and int(requested) else usable_cores()
-    free = int(len(os.sched_getaffinity(0)) - taken + 0.5)
-    return max(1, min(limit, usable_cores() // processes, free))
+    free = len(os.sched_getaffinity(0)) - round(taken)
+    return max(1, min(limit, usable_cores() // processes, free + 1))
 
 
 class OtherLoad:
@@ -60,15 +62,15 @@ class CpuThreads:
         self._is_native = is_native
         self._load = OtherLoad()
         self._next = 0.0  # time.monotonic() of the next look
-        self._thread: int | None = None  # the last thread that ran a step
+        self._prepared = threading.local()  # has `done` in a thread that has run a step; identifiers are reused
 
     def update(self) -> None:
         """Adapt the number of threads to the limits and the load, at most once a second.
 
         Called by the thread that runs a step.
         """
-        if self._is_native and self._thread != threading.get_ident():
-            self._thread = threading.get_ident()
+        if self._is_native and not hasattr(self._prepared, "done"):
+            self._prepared.done = True
             use_single_thread()
         now = time.monotonic()
         if now < self._next:

@@ -1,5 +1,7 @@
 """The number of threads of the CPU kernels."""
 
+import threading
+
 import pytest
 
 from paged_backend.execution import cpu_threads
@@ -43,15 +45,15 @@ def test_threads_follow_cores_processes_and_environment(cores, monkeypatch, usab
     ("usable", "affinity", "taken", "expected"),
     [
         (2, 2, 0.3, 2),
-        (2, 2, 0.67, 1),
-        (2, 2, 1.0, 1),
+        (2, 2, 1.4, 2),
+        (2, 2, 1.7, 1),
         (2, 2, 2.0, 1),
-        (8, 8, 3.6, 4),
+        (8, 8, 3.6, 5),
         (4, 64, 30.0, 4),
-        (4, 64, 62.0, 2),
+        (4, 64, 62.0, 3),
     ],
 )
-def test_threads_leave_cores_to_busy_processes(cores, usable, affinity, taken, expected):
+def test_threads_leave_all_but_one_core_to_busy_processes(cores, usable, affinity, taken, expected):
     cores(usable, affinity)
     assert count_threads(taken=taken) == expected
 
@@ -84,7 +86,7 @@ def test_threads_follow_limits_that_change(cores, calls, monkeypatch):
 
 def test_load_counts_from_the_first_step_after_a_pause(cores, calls, monkeypatch):
     clock = iter([100.0, 100.05, 100.2, 100.9, 101.3, 110.0, 110.2])
-    loads = iter([2.0, 1.0, 0.0, 2.0, 1.0])
+    loads = iter([2.0, 2.0, 0.0, 2.0, 2.0])
     threads = CpuThreads(1, is_native=False)
     monkeypatch.setattr(cpu_threads.time, "monotonic", lambda: next(clock))
     cores(2)
@@ -103,10 +105,17 @@ def test_limits_are_read_once_an_interval(cores, calls, monkeypatch):
     assert calls == [4]
 
 
-def test_pytorch_is_limited_to_one_thread_for_native_models(cores, calls, monkeypatch):
+def test_pytorch_is_limited_in_each_thread_that_runs_native_models(cores, calls, monkeypatch):
     monkeypatch.setattr(cpu_threads, "INTERVAL", 3600.0)
     cores(2)
     threads = CpuThreads(1, is_native=True)
-    threads.update()
-    threads.update()
-    assert calls == ["single", 2]
+
+    def update_twice():
+        threads.update()
+        threads.update()
+
+    for _ in range(3):  # the system gives the identifier of a thread that has ended to the next one
+        worker = threading.Thread(target=update_twice)
+        worker.start()
+        worker.join()
+    assert calls == ["single", 2, "single", "single"]
