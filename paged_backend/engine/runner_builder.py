@@ -14,6 +14,7 @@ from paged_backend.execution.graphs import GraphCapture, GraphShape, draft_shape
 from paged_backend.execution.runner import Runner
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory.kv_cache import KVCache
+from paged_backend.memory.page_population import populate_in_background
 from paged_backend.models.native_decoder import runs_natively
 from paged_backend.utils.startup import Progress
 
@@ -44,6 +45,7 @@ def build_runner(
     host = cache(num_host_blocks, torch.device("cpu"), pinned=device.type == "cuda") if num_host_blocks else None
     threads = None
     if device.type == "cpu":
+        populate_in_background(kv)
         threads = CpuThreads(config.tensor_parallel_size, is_native=runs_natively(loaded.model))
     if loaded.draft:
         drafter = Drafter(loaded.draft.model, kv.layer_range(len(loaded.spec.layers), len(kv.layers)))

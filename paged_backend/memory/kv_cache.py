@@ -102,7 +102,8 @@ def pinned_zeros(nbytes: int) -> Tensor:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros, because attention multiplies slots that were never written by a weight of 0, which NaN would
-    survive. On a CPU, NumPy's zeros come from calloc, so a block takes memory and time only when it is first used."""
+    survive. On a CPU, NumPy's zeros come from calloc: the pages are provided later, by page_population.py or by the
+    first use of a block."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Memory in pages of 2 MiB."""
+"""Requests to the system about the pages of memory."""
 
 import ctypes
 import mmap
@@ -7,6 +7,7 @@ import sys
 from torch import Tensor
 
 HUGE_PAGE = 1 << 21
+MADV_POPULATE_WRITE = 23  # since Linux 5.14; not in the mmap module
 
 
 def request_huge_pages(memory: Tensor) -> None:
@@ -15,9 +16,22 @@ def request_huge_pages(memory: Tensor) -> None:
     With pages of 4 KiB, most of the addresses that attention and linear layers prefetch are not in the processor's
     table of pages (TLB), and looking one up can take longer than reading memory, above all in a virtual machine.
     """
-    if sys.platform != "linux" or memory.device.type != "cpu":
+    if sys.platform == "linux":
+        _advise(memory, 0, memory.nbytes, HUGE_PAGE, mmap.MADV_HUGEPAGE)
+
+
+def populate_pages(memory: Tensor, start: int, end: int) -> None:
+    """Make the system provide the pages of the bytes start..end of CPU memory, as writing to them would, without
+    changing their content. Some systems ignore this: Linux before 5.14, and all others."""
+    if sys.platform == "linux":
+        _advise(memory, start, end, mmap.PAGESIZE, MADV_POPULATE_WRITE)
+
+
+def _advise(memory: Tensor, start: int, end: int, page: int, advice: int) -> None:
+    """Call madvise for the whole pages of a range of CPU memory."""
+    if memory.device.type != "cpu":
         return
-    begin = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-    end = (memory.data_ptr() + memory.nbytes) // HUGE_PAGE * HUGE_PAGE
-    if end > begin:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
+    begin = -(-(memory.data_ptr() + start) // page) * page
+    size = (memory.data_ptr() + end) // page * page - begin
+    if size > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)

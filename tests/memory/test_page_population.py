@@ -1,0 +1,61 @@
+"""The pages of a KV cache become resident without being written."""
+
+import mmap
+import re
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from paged_backend.memory.kv_cache import KVCache, LayerShape
+from paged_backend.memory.page_population import populate_in_background
+from paged_kernels.cpu.huge_pages import HUGE_PAGE
+from tests.support.waiting import WAIT
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only on Linux")
+
+
+def new_cache():
+    """A cache of 8 MiB per tensor, of which no page is resident."""
+    layer = LayerShape(num_kv_heads=4, head_dim=64)
+    return KVCache.allocate(
+        [layer] * 2, num_blocks=1024, block_size=16, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+
+
+def resident_bytes(tensor):
+    """The bytes of the mappings that hold a tensor that are in memory."""
+    begin, found = tensor.data_ptr(), 0
+    for mapping in re.finditer(
+        r"^([0-9a-f]+)-([0-9a-f]+) .*?^Rss: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.M | re.S
+    ):
+        if int(mapping[1], 16) < begin + tensor.nbytes and int(mapping[2], 16) > begin:
+            found += int(mapping[3]) * 1024
+    return found
+
+
+def test_every_page_becomes_resident_and_stays_zero():
+    cache = new_cache()
+    assert all(tensor.nbytes == 4 * HUGE_PAGE for tensor in cache.tensors)
+    populate_in_background(cache).join(WAIT)
+    for tensor in cache.tensors:
+        assert resident_bytes(tensor) >= tensor.nbytes - 2 * mmap.PAGESIZE
+        assert not tensor.any()
+
+
+def test_written_blocks_are_unchanged():
+    cache = new_cache()
+    for tensor in cache.tensors:
+        tensor[::100] = 3
+    populate_in_background(cache).join(WAIT)
+    assert all(int((tensor == 3).sum()) == tensor[::100].numel() for tensor in cache.tensors)
+
+
+def test_the_thread_does_not_keep_the_cache():
+    cache = new_cache()
+    dropped, thread = weakref.ref(cache), populate_in_background(cache)
+    del cache
+    thread.join(WAIT)
+    assert dropped() is None and not thread.is_alive()
