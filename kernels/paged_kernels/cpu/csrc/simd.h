@@ -195,13 +195,20 @@ INLINE vu16 narrow_f16(vf x) {
 INLINE vf widen_bf16(const void* from) { return as_float(extend_u16(from) << 16); }
 
 INLINE vu rounded_bf16(vf x) {  // in the upper halves, ties to even
+#if defined(__AVX512BF16__)
+  const vu16 halves = (vu16)_mm512_cvtneps_pbh((__m512)x);
+  return extend_u16(&halves) << 16;
+#else
   vu bits = as_bits(x);
   vu rounded = bits + 0x7FFFu + (bits >> 16 & 1u);
   return x == x ? rounded & 0xFFFF0000u : vu{} + 0x7FC00000u;
+#endif
 }
 
 INLINE vu16 narrow_bf16(vf x) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
+  return (vu16)_mm512_cvtneps_pbh((__m512)x);  // subnormal numbers become 0
+#elif defined(__AVX512F__)
   return (vu16)_mm512_cvtepi32_epi16((__m512i)(rounded_bf16(x) >> 16));
 #else
   return __builtin_convertvector(rounded_bf16(x) >> 16, vu16);
