@@ -10,6 +10,7 @@ from paged_backend.memory.kv_cache import KVCache
 from paged_kernels.cpu.huge_pages import HUGE_PAGE, populate_pages
 
 LOWEST_PRIORITY = 19  # nice value
+THREAD_NAME = "kv-cache-pages"
 
 
 def populate_in_background(cache: KVCache) -> threading.Thread:
@@ -19,9 +20,16 @@ def populate_in_background(cache: KVCache) -> threading.Thread:
     (2 cores of an AMD EPYC, Zen 5, in a virtual machine). The thread has the lowest priority, and ends early when the
     cache is no longer referenced.
     """
-    thread = threading.Thread(target=_populate, args=[weakref.ref(cache)], name="kv-cache-pages", daemon=True)
+    thread = threading.Thread(target=_populate, args=[weakref.ref(cache)], name=THREAD_NAME, daemon=True)
     thread.start()
     return thread
+
+
+def wait_until_populated() -> None:
+    """Wait until the pages of all caches of this process are populated."""
+    for thread in threading.enumerate():
+        if thread.name == THREAD_NAME:
+            thread.join()
 
 
 def _populate(reference: weakref.ref[KVCache]) -> None:

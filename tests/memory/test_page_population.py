@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paged_backend.memory.kv_cache import KVCache, LayerShape
-from paged_backend.memory.page_population import populate_in_background
+from paged_backend.memory.page_population import populate_in_background, wait_until_populated
 from paged_kernels.cpu.huge_pages import HUGE_PAGE
 from tests.support.waiting import WAIT
 
@@ -59,3 +59,10 @@ def test_the_thread_does_not_keep_the_cache():
     del cache
     thread.join(WAIT)
     assert dropped() is None and not thread.is_alive()
+
+
+def test_waiting_for_all_caches():
+    caches = [new_cache(), new_cache()]
+    threads = [populate_in_background(cache) for cache in caches]
+    wait_until_populated()
+    assert not any(thread.is_alive() for thread in threads)
