@@ -15,7 +15,6 @@ from typing import Any
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.assembly import Assembly
-from paged_backend.memory.page_population import wait_until_populated
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_bench import _peers
 from paged_bench._child import CHILDREN, Child
@@ -58,7 +57,6 @@ class Contestants:
 
     def warm_up(self, jobs: Sequence[Job]) -> None:
         """Run every contestant once, so that compilation and allocation are not timed."""
-        wait_until_populated()
         for name, run in list(self.available.items()):
             try:
                 run(jobs)

@@ -23,6 +23,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
+from paged_backend.memory.page_population import wait_until_populated
 from paged_bench import _peers
 from paged_bench._engine import serve
 from paged_bench._report import (
@@ -60,7 +61,8 @@ def requests_of(jobs: Sequence[Job], assembly: Assembly) -> list[GenerateRequest
 
 
 def run_paged(assembly: Assembly, jobs: Sequence[Job]) -> Run:
-    """Run jobs with the engine on its own thread, as in the server."""
+    """Run jobs with the engine on its own thread, as in the server, once the memory of its KV cache is populated."""
+    wait_until_populated()
     started = time.monotonic()
     requests = requests_of(jobs, assembly)
     stamps: dict[tuple[int, int], list[float]] = {}
