@@ -33,6 +33,7 @@ from paged_backend.scheduling.block_pool import BlockPool
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup, Proposer, propose_placeholders
 from paged_backend.utils.machine import MemoryUsage, release_openmp_threads, resident_memory, trim_memory
+from paged_kernels.compilations import after_ready
 
 log = logging.getLogger("paged_llm")
 
@@ -140,6 +141,8 @@ def _build(
         max_loras=config.max_loras if config.enable_lora else 0,
         fair_tenants=config.fair_tenants,
     )
+    if device.type == "cuda":
+        after_ready.watch()
     log_startup(config, prepared, time.monotonic() - started)
     log.info(
         "computing a token takes %.3g ms, copying a block %.3g ms, swapping a block %.3g ms",

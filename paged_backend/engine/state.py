@@ -12,6 +12,7 @@ from paged_backend.engine.prefix_disk import PrefixDisk
 from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.stats import SchedulerStats
+from paged_kernels.compilations import after_ready
 
 
 @dataclass(eq=False)
@@ -30,8 +31,10 @@ class EngineState:
         return key in self.announced or self.scheduler.has_request(key)
 
     def stats(self) -> SchedulerStats:
-        """Return the statistics of the scheduler and the disk tier. Announced requests count as waiting."""
+        """Return the statistics of the scheduler, the disk tier and the kernels. Announced requests wait."""
         stats = self.scheduler.stats
+        if after_ready.count:
+            stats = replace(stats, compilations=after_ready.count)
         if self.announced:  # requests that wait for a grammar, an adapter or blocks on disk
             stats = replace(stats, waiting=stats.waiting + len(self.announced))
         return stats if self.prefix_disk is None else self.prefix_disk.add_stats(stats)

@@ -55,6 +55,7 @@ class SchedulerStats:
     disk_blocks: int = 0
     disk_read: int = 0  # blocks read from disk
     disk_written: int = 0  # blocks written to disk
+    compilations: int = 0  # kernels compiled since the model was ready
 
     def idle(self) -> SchedulerStats:
         """Return these statistics with no request open."""

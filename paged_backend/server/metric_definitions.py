@@ -60,6 +60,11 @@ _FAMILIES = (
     Family("paged_kv_evictions_total", "COUNTER", "Cached blocks evicted to make room"),
     Family("paged_kv_copies_total", "COUNTER", "Blocks copied on write"),
     Family(
+        "paged_kernel_compilations_total",
+        "COUNTER",
+        "GPU kernels compiled after the model was ready. Each delays all requests; the log has their names",
+    ),
+    Family(
         "paged_requests",
         "GAUGE",
         "Requests in the engine, by state. Requests that wait for their grammar, their adapter or blocks on disk count"
@@ -264,6 +269,7 @@ COUNTERS = (
     Series("paged_host_cache_hit_tokens_total", lambda stats: stats.host_tokens),
     Series("paged_kv_evictions_total", lambda stats: stats.evictions),
     Series("paged_kv_copies_total", lambda stats: stats.copies),
+    Series("paged_kernel_compilations_total", lambda stats: stats.compilations),
     *_labelled(
         "paged_kv_swapped_blocks_total",
         "direction",
