@@ -38,6 +38,8 @@ REPEATS = 3
 CONTEXTS = (256, 1024, 8192, 65536)  # context lengths, the upper bounds of how attention tiles or splits them
 CHUNK_LENGTHS = (2, 4, 8, 16, 32, 64, 256, 512, 4096)  # rows, likewise for attention and other kernels
 DECODE_ROWS = 4
+MAX_SHARING_ROWS = 256  # decode rows with a shared prefix, above which its tile no longer grows
+SHARING_CONTEXT = 1024  # their context length
 SAMPLINGS: tuple[dict[str, Any], ...] = tuple(  # kinds of sampling; penalties and constraints use float32 logits
     kind | more
     for more in ({}, {"presence_penalty": 0.1}, {"allowed_token_ids": frozenset((0,)), "logit_bias": ((0, 1.0),)})
@@ -139,6 +141,10 @@ def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
                 yield Plan((chunk(context - length, length),))
             if len(rows) > 1:  # mixed step: decode rows first, as the scheduler orders them
                 yield Plan((*rows[1:], chunk(0, min(length, budget - len(rows) + 1))))
+    sharing = min(SHARING_CONTEXT, longest)
+    most = min(MAX_SHARING_ROWS, config.max_num_seqs, budget)
+    for count in dict.fromkeys(min(2**power, most) for power in range(1, most.bit_length() + 1)):
+        yield Plan((chunk(sharing - 1, 1),) * count)  # one sequence stands for all, which have the same block
     scored = min(MAX_SCORED, longest - 1, budget - 1)
     prompt = replace(chunk(0, scored + 1, prompt_logprobs=config.limits.max_logprobs), scored=range(scored))
     yield Plan((prompt,), has_prompt_outputs=True)

@@ -1,6 +1,11 @@
 """Warm-up: the memory of CUDA graphs, predicted with a fake GPU, and the kernels that are compiled."""
 
+import json
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +25,7 @@ from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paged_attention import plan_launch
 from tests.support.in_process import tiny_assembly
 
+ROOT = Path(__file__).parents[2]
 ROW_BYTES, GRAPH_BYTES, WORKSPACE, CACHED = 900, 7, 32, 5000
 
 
@@ -139,6 +145,28 @@ def test_warm_up_compiles_every_row_tile(max_num_seqs, monkeypatch):
     assert len(drawn) == len(warm_up.SAMPLINGS)
     for found in drawn.values():
         assert found >= {warps_for("sampling", rows) for rows in range(1, max_num_seqs + 1)}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"dtype": "float32"}),
+        ("llama", {"dtype": "float16", "kv_cache_dtype": "fp8", "max_num_seqs": 300}),
+        ("qwen3", {"dtype": "bfloat16"}),
+        ("qwen3", {"dtype": "bfloat16", "num_speculative_tokens": 3, "block_size": 32}),
+    ],
+)
+def test_serving_compiles_no_kernel(family, options):
+    """Triton's own choice of variants, for random requests: every one has been compiled before the model is ready."""
+    command = [sys.executable, "-m", "tests.support.fake_gpu", family, json.dumps(options)]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    variants = json.loads(done.stdout.splitlines()[-1])
+    served = set(variants["served"])
+    kernels = {"paged_attention_kernel", "merge_partials_kernel", "best_kernel", "threshold_kernel"}
+    assert {one.split()[0] for one in served} >= kernels | ({"prefix_attention_kernel"} if family == "qwen3" else set())
+    assert served - set(variants["warmed"]) == set()
 
 
 def test_every_warm_up_plan_can_run(tiny):

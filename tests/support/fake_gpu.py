@@ -1,0 +1,157 @@
+"""An engine on a GPU that does not exist: `python -m tests.support.fake_gpu FAMILY [options as JSON]`.
+
+The model runs on the CPU with the Triton kernels, for which Triton chooses a variant as on an H100. They are neither
+compiled nor launched, so results are arbitrary, except that every sampled token is 0. Prints the variants as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import LlamaConfig, Qwen3Config
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.engine import warm_up
+from paged_backend.engine.assembly import Assembly, assemble
+from paged_backend.execution import runner
+from paged_backend.execution.batch import pack
+from paged_kernels import ops
+from paged_kernels.cpu import native
+from tests.support.in_process import TINY, running, save_tiny
+
+SHAPES: dict[str, Any] = dict(
+    vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, max_position_embeddings=16384
+)
+FAMILIES = {
+    "llama": LlamaConfig(**SHAPES, num_attention_heads=4, num_key_value_heads=2),
+    "qwen3": Qwen3Config(**SHAPES, num_attention_heads=16, num_key_value_heads=8, head_dim=128),
+}
+OPTIONS: dict[str, Any] = dict(
+    block_size=16, num_gpu_blocks_override=4000, max_num_seqs=64, max_num_batched_tokens=2048, swap_space=1
+)
+REQUESTS = 600
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"presence_penalty": 0.5},
+    {"temperature": 1.0, "repetition_penalty": 1.2, "top_p": 0.5},
+    {"logit_bias": {"5": 1.0}},
+)
+
+
+class FakeDriver:
+    """The answers of Triton's driver on a machine with an H100."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Recorder:
+    """Records the kernels that Triton would compile, and prevents it from compiling and launching them."""
+
+    def __init__(self) -> None:
+        self.variants: dict[str, int] = {}  # number of launches
+
+    def __call__(self, **details: Any) -> bool:
+        name = f"{details['fn'].name} {details['compile']['specialization_data']}"
+        self.variants[name] = self.variants.get(name, 0) + 1
+        return True
+
+    def take(self) -> dict[str, int]:
+        """Return what was recorded since the last call."""
+        taken, self.variants = self.variants, {}
+        return taken
+
+
+def load(family: str, options: dict[str, Any]) -> tuple[EngineConfig, Assembly]:
+    """Load a tiny model for the CPU, without the C++ kernels, whose fused layers a GPU does not use."""
+    with tempfile.TemporaryDirectory() as directory, mock.patch.object(native, "levels", return_value=()):
+        save_tiny(FAMILIES[family], Path(directory))
+        config = EngineConfig.from_options({"model": directory} | TINY | OPTIONS | options)
+        return config, assemble(config)
+
+
+@contextmanager
+def on_fake_gpu(assembly: Assembly) -> Iterator[Recorder]:
+    """Make the engine launch the Triton kernels, and record them."""
+    sample, recorder = ops.sample, Recorder()
+
+    def dispatch(tensor: torch.Tensor, function: str, module: str | None = None) -> Any:
+        return ops._implementation(module or function, function, False)
+
+    with ExitStack() as stack:
+        for target, name, value in (
+            (driver, "_active", FakeDriver()),
+            (knobs.runtime, "jit_cache_hook", recorder),
+            (ops, "_dispatch", dispatch),
+            (ops, "sample", lambda logits, metadata: sample(logits, metadata).zero_()),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        assembly.runner.gqa_group = runner._gqa_group(assembly.loaded.model, torch.device("cuda"))
+        yield recorder
+
+
+def run_warm_up(config: EngineConfig, assembly: Assembly) -> None:
+    """Run the steps of the warm-up, and the transfers that the load measures."""
+    spec, device_runner = assembly.loaded.spec, assembly.runner
+    for plan in warm_up.warm_up_plans(config, spec.max_model_len, spec.vocab_size):
+        for group in (None, device_runner.gqa_group):
+            device_runner.launch(pack(plan, block_size=config.block_size, gqa_group=group)).result()
+    warm_up.measure_costs(device_runner, 1e-3, 64)
+
+
+def serve_requests(assembly: Assembly, seed: int) -> None:
+    """Run random requests in groups of random sizes, many of which share a prefix."""
+    rnd = random.Random(seed)
+    prefix = [rnd.randrange(3, 256) for _ in range(1000)]
+    with running(assembly) as engine:
+        left = REQUESTS
+        while left > 0:
+            count = min(left, rnd.choice((1, 1, 1, 2, 5, 20, 64, 100)))
+            keys = []
+            for _ in range(count):
+                length = int(2 ** rnd.uniform(0, rnd.choice((6, 9, 11, 13))))
+                prompt = prefix[: rnd.choice((0, 0, 100, 1000))] + [rnd.randrange(3, 256) for _ in range(length)]
+                keys.append(engine.submit(prompt, max_tokens=rnd.choice((1, 3, 20)), **rnd.choice(SAMPLINGS)))
+            engine.wait(*keys)
+            left -= count
+
+
+def main() -> None:
+    family, options = sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    config, assembly = load(family, options)
+    with on_fake_gpu(assembly) as recorder:
+        run_warm_up(config, assembly)
+        warmed = recorder.take()
+        serve_requests(assembly, seed=1)
+        served = recorder.take()
+    print(json.dumps({"warmed": warmed, "served": served}), flush=True)
+    os._exit(0)  # without waiting for the engine's threads
+
+
+if __name__ == "__main__":
+    main()
