@@ -1,5 +1,6 @@
 """Pictures of the block pool on a terminal."""
 
+import codecs
 import fcntl
 import os
 import pty
@@ -128,6 +129,7 @@ class Terminal:
     def __init__(self, *arguments, columns, lines, **environment):
         self.fd, inside = pty.openpty()
         self.text = ""
+        self.decoder = codecs.getincrementaldecoder("utf-8")()  # a read can end within a character
         self.resize(columns, lines)
         # A shell's background jobs ignore SIGINT, and so would our child.
         code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
@@ -149,18 +151,19 @@ class Terminal:
     def read_until(self, pattern):
         """All that came up to and with `pattern`; what is after it is kept for the next."""
         while not (found := re.search(pattern, self.text, re.S)):
-            self.text += os.read(self.fd, 65536).decode()
+            self.text += self.decoder.decode(os.read(self.fd, 65536))
         head, self.text = self.text[: found.end()], self.text[found.end() :]
         return head
 
     def end(self):
         """(exit code, what was still written, standard error)"""
-        _, err = self.process.communicate(timeout=WAIT)
+        # Read first: a process whose terminal nobody reads cannot write, and would never exit.
         try:
             while more := os.read(self.fd, 65536):
-                self.text += more.decode()
+                self.text += self.decoder.decode(more)
         except OSError:  # Linux reports a closed terminal this way
             pass
+        _, err = self.process.communicate(timeout=WAIT)
         os.close(self.fd)
         return self.process.returncode, self.text, err.decode()
 
