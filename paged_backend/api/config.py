@@ -126,12 +126,6 @@ class EngineConfig:
     seed: int = option(
         integer(0, 2**63 - 1), "Seed of dummy weights and of requests that do not have a seed of their own.", 0
     )
-    compile_level: int = option(
-        one_of(0, 1),
-        "1 compiles the layers between attention calls with torch.compile (on a CPU with g++) while the model loads."
-        " Compiled code is cached in `TORCHINDUCTOR_CACHE_DIR`, by default `~/.cache/paged_llm`.",
-        0,
-    )
     enforce_eager: bool = option(
         flag, "Launch each decode step's kernels instead of replaying CUDA graphs.", False, device="cuda"
     )

@@ -39,17 +39,6 @@ RULES = (
         " many draft tokens were accepted; leave one of them out",
     ),
     Rule(
-        "compile_level",
-        lambda config: config.compile_level and config.tensor_parallel_size > 1,
-        "with tensor_parallel_size={config.tensor_parallel_size} layers run as transformers has them, which are not"
-        " compiled; leave one of them out",
-    ),
-    Rule(
-        "quantization",
-        lambda config: config.quantization and config.compile_level,
-        "not supported with compile_level={config.compile_level}; leave one of them out",
-    ),
-    Rule(
         "quantization",
         lambda config: config.quantization and config.tensor_parallel_size > 1,
         "not supported with tensor_parallel_size={config.tensor_parallel_size}; leave one of them out",

@@ -81,7 +81,10 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
             "max_cudagraph_capture_size": (),
         },
     ),
-    ("set compile_level instead", {"compilation_config": (0, {}), "optimization_level": (2,)}),
+    (
+        "layers run fused kernels of this engine, which torch.compile does not speed up; leave it out",
+        {"compilation_config": (0, {}), "optimization_level": (2,)},
+    ),
     (
         "attention runs on this engine's own kernels, with cascade attention for shared prefixes; leave it out",
         {"attention_backend": ("auto",), "attention_config": _EMPTY, "disable_cascade_attn": _OFF},

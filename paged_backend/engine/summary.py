@@ -12,7 +12,6 @@ from paged_backend.api.sizes import GIB
 from paged_backend.engine.model_preparation import PreparedModel
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
-from paged_backend.models.compilation import is_compiled
 from paged_backend.utils.machine import cpu_name, usable_cores
 from paged_backend.utils.startup import startup_log
 from paged_kernels.cpu import native
@@ -78,10 +77,8 @@ def _describe_device(config: EngineConfig, device: torch.device) -> str:
 
 def _kernels(prepared: PreparedModel) -> str:
     if prepared.runner.kv.device.type == "cpu":
-        parts = [f"C++, level {native.level()}" if native.levels() else "PyTorch"]
-    else:
-        parts = ["Triton", "CUDA graphs" if prepared.runner.has_graphs else "no CUDA graphs"]
-    return ", ".join(parts + ["torch.compile"] * is_compiled(prepared.loaded.model))
+        return f"C++, level {native.level()}" if native.levels() else "PyTorch"
+    return f"Triton, {'CUDA graphs' if prepared.runner.has_graphs else 'no CUDA graphs'}"
 
 
 def _weights_type(config: EngineConfig, loaded: LoadedModel) -> str:

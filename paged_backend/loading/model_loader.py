@@ -131,7 +131,6 @@ def _verify(config: EngineConfig, path: Path, model: PreTrainedModel, kv_dtype: 
             model,
             block_size=config.block_size,
             kv_dtype=kv_dtype,
-            compile_level=config.compile_level,
             quantizer=_quantizer(config, path, model),
         )
     except UnsupportedModel as error:
@@ -143,7 +142,7 @@ def _quantizer(config: EngineConfig, path: Path, model: PreTrainedModel) -> Quan
     them."""
     if spec := quantization_spec(config):
         return WeightQuantizer(spec, model)
-    is_unsupported = model.device.type != "cpu" or config.compile_level or config.tensor_parallel_size > 1
+    is_unsupported = model.device.type != "cpu" or config.tensor_parallel_size > 1
     if path.suffix != GGUF or is_unsupported or not native.levels():
         return None
     return GgufQuantizer(path, model)

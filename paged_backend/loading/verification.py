@@ -6,10 +6,10 @@ logits are compared with those of the model's own eager attention. A model that 
 its class. A window longer than the prompts does not affect their logits, so windows are read from the masks and must
 equal those that the layers pass to attention.
 
-The verification runs the variant of the model that will serve requests. Layers that can be fused (`fusion.py`) or
-compiled are so after the reference logits have been computed and before the paged forward passes. If the logits differ,
-the model falls back to the next simpler variant with a warning, and it is only refused if the unmodified layers fail,
-too. Verifying the unmodified layers first would double the load time without detecting more.
+The verification runs the variant of the model that will serve requests. Layers that can be fused
+(`fusion.py`) are so after the reference logits have been computed and before the paged forward passes. If the logits
+differ, the model falls back to the next simpler variant with a warning, and it is only refused if the unmodified layers
+fail, too. Verifying the unmodified layers first would double the load time without detecting more.
 
 This covers keys and values in the model's own dtype. If the KV cache has another dtype, the same prompts also run over
 such a cache, with a tolerance for 8-bit quantization.
@@ -115,12 +115,11 @@ def verify_model(
     *,
     block_size: int,
     kv_dtype: torch.dtype,
-    compile_level: int = 0,
     quantizer: Quantizer | None = None,
 ) -> tuple[LayerShape, ...]:
     """Verify the model and return the KV cache shapes of its layers.
 
-    Leaves the model in its fastest variant that passes: on paged attention, fused and compiled if possible, with
+    Leaves the model in its fastest variant that passes: on paged attention, fused if possible, with
     quantized weights if there is a quantizer. Raises UnsupportedModel, with the name of the model's class, if no
     variant passes.
     """
@@ -132,7 +131,7 @@ def verify_model(
         progress.advance()
         rope.freeze_rope(model)
         failure: UnsupportedModel | None = None
-        for variant in model_variants(model, specs, compile_level=compile_level, quantizer=quantizer):
+        for variant in model_variants(model, specs, quantizer=quantizer):
             tolerance = _weight_tolerance(model, variant)
             compare = partial(_compare, model, expected, layers, block_size, kv_dtype, tolerance)
             failure = _failure(compare)

@@ -89,14 +89,6 @@ def post_attention(
     return project(swiglu(project(normed, gate_up, gate_up_bias)), down, down_bias), total
 
 
-@dataclass(frozen=True)
-class LayerFunctions:
-    """`pre_attention` and `post_attention`, plain or compiled. All layers share them."""
-
-    pre_attention: Callable[..., tuple[Tensor, Tensor]] = pre_attention
-    post_attention: Callable[..., tuple[Tensor, Tensor]] = post_attention
-
-
 @dataclass(frozen=True, eq=False)
 class FusedLayer:
     """The `forward` of a fused decoder layer."""
@@ -107,13 +99,6 @@ class FusedLayer:
     pre_arguments: tuple[Any, ...]  # arguments of `pre_attention` after the hidden states
     post_arguments: tuple[Any, ...]  # arguments of `post_attention` after attention output and residual
     head_norms: dict[str, Any]
-    functions: LayerFunctions = LayerFunctions()
-
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        """The row widths of the output, the residual and the attention output."""
-        hidden, o = len(self.pre_arguments[0]), self.post_arguments[0]
-        return hidden, hidden, o.shape[1]
 
     def __call__(
         self,
@@ -125,21 +110,19 @@ class FusedLayer:
         **rest: Any,
     ) -> HiddenStates:
         reject_unsupported(self.attention, rest, mask=attention_mask, dropout=0.0, is_causal=None)
-        if isinstance(hidden_states, HiddenStates):
-            qkv, residual = self.functions.pre_attention(*hidden_states, *self.pre_arguments)
-        else:  # first layer: not compiled, as the missing residual would require another variant
-            qkv, residual = pre_attention(hidden_states[0], None, *self.pre_arguments)
+        states = hidden_states if isinstance(hidden_states, HiddenStates) else HiddenStates(hidden_states[0], None)
+        qkv, residual = pre_attention(*states, *self.pre_arguments)
         attended = self._attend(qkv, position_embeddings, paged)
-        return HiddenStates(*self.functions.post_attention(attended.flatten(1), residual, *self.post_arguments))
+        return HiddenStates(*post_attention(attended.flatten(1), residual, *self.post_arguments))
 
     def with_weights(self, convert: Callable[[Weight, Sequence[str]], Weight]) -> FusedLayer:
-        """Return an uncompiled copy with converted weights. `convert` gets a weight and its projections' names."""
+        """Return a copy with converted weights. `convert` gets a weight and its projections' names."""
         norm, eps, qkv, qkv_bias = self.pre_arguments
         o, o_bias, post_norm, post_eps, gate_up, gate_up_bias, down, down_bias = self.post_arguments
         qkv, o, gate_up, down = (convert(*pair) for pair in zip((qkv, o, gate_up, down), JOINED, strict=True))
         pre_arguments = (norm, eps, qkv, qkv_bias)
         post_arguments = (o, o_bias, post_norm, post_eps, gate_up, gate_up_bias, down, down_bias)
-        return replace(self, functions=LayerFunctions(), pre_arguments=pre_arguments, post_arguments=post_arguments)
+        return replace(self, pre_arguments=pre_arguments, post_arguments=post_arguments)
 
     def _attend(self, qkv: Tensor, angles: tuple[Tensor, Tensor], paged: AttentionMeta) -> Tensor:
         cache, slots = paged.kv.layers[self.attention.layer_idx], paged.paging.slots
@@ -159,8 +142,8 @@ class FusedModel:
     model: PreTrainedModel
     layers: tuple[FusedLayer, ...]  # layers with the model's unconverted weights
 
-    def install(self, functions: LayerFunctions, convert: Callable[[Tensor], Weight] = lambda weight: weight) -> None:
-        """Make all layers run `functions` on converted weights."""
+    def install(self, convert: Callable[[Tensor], Weight] = lambda weight: weight) -> None:
+        """Make the model run the fused layers on converted weights."""
 
         def converted(values: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(convert(v) if isinstance(v, Tensor) and v.dim() == 2 else v for v in values)
@@ -168,7 +151,6 @@ class FusedModel:
         layers = [
             replace(
                 layer,
-                functions=functions,
                 pre_arguments=converted(layer.pre_arguments),
                 post_arguments=converted(layer.post_arguments),
             )

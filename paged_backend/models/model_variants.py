@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paged_backend.models.attention import AttentionSpec
-from paged_backend.models.compilation import compile_functions
-from paged_backend.models.fusion import FusedModel, LayerFunctions, fuse
+from paged_backend.models.fusion import FusedModel, fuse
 from paged_backend.models.linear import Weight, WeightPacker, plain_linears, release, replace_forwards
 from paged_backend.models.quantization import Quantizer
 
@@ -32,7 +31,7 @@ class ModelVariant(NamedTuple):
 
 
 def model_variants(
-    model: PreTrainedModel, specs: Sequence[AttentionSpec], *, compile_level: int, quantizer: Quantizer | None
+    model: PreTrainedModel, specs: Sequence[AttentionSpec], quantizer: Quantizer | None
 ) -> Iterator[ModelVariant]:
     """Put the model into one variant after the other and yield each. The model stays in the last one yielded.
 
@@ -41,19 +40,14 @@ def model_variants(
     """
     fused = fuse(model, specs)
     if isinstance(fused, str):
-        log.log(
-            logging.WARNING if compile_level else logging.INFO,
-            "%s is neither fused nor compiled: %s",
-            type(model).__name__,
-            fused,
-        )
+        log.info("%s is not fused: %s", type(model).__name__, fused)
 
     def use_plain(convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
         return replace_forwards(list(plain_linears(model)), convert)
 
     def use(convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
         if isinstance(fused, FusedModel):
-            fused.install(LayerFunctions(), convert)
+            fused.install(convert)
         return use_plain(convert)
 
     shape = "unmodified" if isinstance(fused, str) else "fused"
@@ -68,12 +62,8 @@ def model_variants(
             yield ModelVariant(f"{shape}, with {quantizer.description}", quantizer.replaced)
         undo()
     if isinstance(fused, FusedModel):
-        functions = compile_functions(fused) if compile_level else None
-        if functions is not None:
-            fused.install(functions)
-            yield ModelVariant("compiled")
         yield from _packed(model, use, shape)
-        fused.install(LayerFunctions())
+        fused.install()
         yield ModelVariant(shape)
         fused.uninstall()
         shape = "unmodified"

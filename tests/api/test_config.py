@@ -31,8 +31,6 @@ def test_model_json_of_the_repository_is_valid():
         ("quantization_group_size", 48, "must be 32 or 64 or 128"),
         ("quantization", "int5", 'must be "int8" or "int4"'),
         ("device", "tpu", '"cuda"'),
-        ("compile_level", 2, "must be 0 or 1"),
-        ("compile_level", True, "must be 0 or 1"),
         ("block_size", 24, "one of"),
         ("block_size", 512, "one of"),
         ("block_size", True, "one of"),

@@ -22,12 +22,8 @@ def test_max_num_batched_tokens_must_be_at_least_max_num_seqs():
 def test_options_that_exclude_each_other_are_rejected():
     said = rejection(async_scheduling=True, num_speculative_tokens=4)
     assert "async_scheduling=true: cannot be combined with num_speculative_tokens=4" in said
-    said = rejection(compile_level=1, tensor_parallel_size=2)
-    assert "compile_level=1: with tensor_parallel_size=2 layers run as transformers has them" in said
-    for other in ("compile_level=1", "tensor_parallel_size=2"):
-        name, value = other.split("=")
-        said = rejection(quantization="int8", **{name: int(value)})
-        assert f'quantization="int8": not supported with {other}; leave one of them out' in said
+    said = rejection(quantization="int8", tensor_parallel_size=2)
+    assert 'quantization="int8": not supported with tensor_parallel_size=2; leave one of them out' in said
 
 
 VIOLATIONS = (
@@ -35,8 +31,6 @@ VIOLATIONS = (
     {"prompt_lookup_min": 3, "prompt_lookup_max": 2},
     {"max_cpu_loras": 1, "max_loras": 2},
     {"async_scheduling": True, "num_speculative_tokens": 4},
-    {"compile_level": 1, "tensor_parallel_size": 2},
-    {"quantization": "int8", "compile_level": 1},
     {"quantization": "int8", "tensor_parallel_size": 2},
     {"quantization_group_size": 32},
     {"enable_lora": True, "tensor_parallel_size": 2},
