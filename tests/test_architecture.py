@@ -35,6 +35,7 @@ TESTED_THROUGH = {
     "paged_kernels.cpu.packed_linear": "tests/kernels/cpu/test_linear.py",
     "paged_kernels.cpu.rope_kv_write": "tests/kernels/test_rope_kv_write.py",
     "paged_kernels.cpu.sampling": "tests/kernels/test_sampling.py",
+    "paged_kernels.cpu.step_inputs": "tests/kernels/test_step_inputs.py",
     "paged_kernels.paging": "tests/kernels/test_cascade.py",
     "paged_kernels.sampling_metadata": "tests/kernels/test_sampling.py",
     "paged_kernels.tuning_inputs": "tests/kernels/test_tune.py",

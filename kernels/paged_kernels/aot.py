@@ -25,7 +25,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paged_kernels import add_rms_norm, block_copy, kv_write, paged_attention, rope_kv_write, sampling, swiglu
+from paged_kernels import (
+    add_rms_norm,
+    block_copy,
+    kv_write,
+    paged_attention,
+    rope_kv_write,
+    sampling,
+    step_inputs,
+    swiglu,
+)
 from paged_kernels.launch import Device, Launch
 from paged_kernels.launch_table import RowTuningKey, find_table
 from paged_kernels.layer_cache import FORMATS, LayerCache
@@ -42,7 +51,7 @@ CHIPS = {  # chip: (target, maximum shared memory of a program)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # compiler options among the arguments of a launch
 SAMPLING = ("threshold", "best", "greedy", "first_best")
-SMALL_KERNELS = (*SAMPLING, "block_copy")  # kernels with few configurations
+SMALL_KERNELS = (*SAMPLING, "block_copy", "step_inputs")  # kernels with few configurations
 # Variants of attention: small tiles, small tiles with splits, large and small tiles, shared prefixes, the merge.
 ATTENTION = ("decode", "split", "prefill", "prefix", "merge")
 HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
@@ -193,6 +202,10 @@ def _launch(case: Case) -> Launch:
     if case.kernel == "block_copy":
         table, moves = tensor(3, 64, dtype=torch.int64), tensor(case.length, 2, dtype=torch.int64)
         return block_copy.plan_launch(moves, table, largest=case.width, aligned=16, device=device)
+    if case.kernel == "step_inputs":
+        tokens, integers = tensor(1, case.length, dtype=torch.int64), tensor(case.length, dtype=torch.int32)
+        tables = tensor(case.length, 64, dtype=torch.int32)
+        return step_inputs.plan_launch(tokens, tokens, tokens, tables, integers, integers, integers, case.block_size)
     if case.kernel in SAMPLING:
         floats, integers = tensor(case.length, dtype=torch.float32), tensor(case.length, dtype=torch.int64)
         filters = SamplingFilters(tensor(case.length, dtype=torch.int32), floats, floats)

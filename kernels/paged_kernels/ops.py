@@ -5,7 +5,6 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from paged_kernels.block_pair import BlockPair
@@ -77,24 +76,38 @@ def rope_kv_write(
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the normalized sum, and the sum; see `paged_kernels.add_rms_norm.add_rms_norm`."""
-    if torch.compiler.is_compiling():  # plain PyTorch, which the compiler fuses with neighboring operations
-        return layer_ops.add_rms_norm(x, residual, weight, eps)
     normed, total = _dispatch(x, "add_rms_norm")(x, residual, weight, eps)
     return normed, total
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up; see `paged_kernels.swiglu.swiglu`."""
-    if torch.compiler.is_compiling():
-        return layer_ops.swiglu(gate_up)
     out: Tensor = _dispatch(gate_up, "swiglu")(gate_up)
     return out
 
 
-def sample(logits: Tensor, metadata: SamplingMetadata | None) -> Tensor:
+def sample(logits: Tensor, metadata: SamplingMetadata | None, *, out: Tensor | None = None) -> Tensor:
     """Sample one token per row; see `paged_kernels.sampling.sample`."""
-    tokens: Tensor = _dispatch(logits, "sample", "sampling")(logits, metadata)
+    tokens: Tensor = _dispatch(logits, "sample", "sampling")(logits, metadata, out=out)
     return tokens
+
+
+def step_inputs(
+    tokens: Tensor,
+    previous: Tensor,
+    tables: Tensor,
+    packed_tables: Tensor,
+    table_width: Tensor,
+    context_lens: Tensor,
+    *,
+    block_size: int,
+) -> Tensor:
+    """Complete the inputs of a captured step; see `paged_kernels.step_inputs.step_inputs`."""
+    complete = _dispatch(tokens, "step_inputs")
+    resolved: Tensor = complete(
+        tokens, previous, tables, packed_tables, table_width, context_lens, block_size=block_size
+    )  # fmt: skip
+    return resolved
 
 
 def block_copy(pair: BlockPair, moves: Tensor, *, programs: int | None = None) -> None:

@@ -211,13 +211,15 @@ def plan_launch(logits: Tensor, metadata: SamplingMetadata | None, out: Tensor, 
 def sample(
     logits: Tensor,  # [num_rows, vocab] of any float type; rows may be strided
     metadata: SamplingMetadata | None,  # None: greedy for every row
+    *,
+    out: Tensor | None = None,  # [num_rows] int64; None: a new tensor
 ) -> Tensor:  # [num_rows] int64
     """Sample one token per row without synchronizing with the device, in two launches, or three with filters.
 
     Of equal scores the lowest token wins. A row that cannot be sampled gets -1: one of its logits is NaN or infinity,
     or all are -infinity.
     """
-    out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    out = torch.empty(len(logits), dtype=torch.int64, device=logits.device) if out is None else out
     if len(logits):
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         for planned in plan_launch(logits, metadata, out, device=device_of(logits.device)):

@@ -10,7 +10,8 @@ from torch import Tensor
 from paged_backend.api.config import EngineConfig
 from paged_backend.execution.cpu_threads import CpuThreads
 from paged_backend.execution.drafter import Drafter
-from paged_backend.execution.graphs import GraphCapture, GraphShape, draft_shapes, graph_capture, graph_shapes
+from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, graph_shapes
+from paged_backend.execution.graphs import GraphCapture, graph_capture
 from paged_backend.execution.runner import Runner
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory.kv_cache import KVCache
@@ -82,7 +83,13 @@ def capture_graphs(
             total = len(shapes) + (len(draft_shapes(shapes)) if runner.drafter else 0)
             capture = _counted(capture, Progress("capturing CUDA graphs", total, "graphs"))
         max_len = loaded.spec.max_model_len
-        runner.capture_graphs(capture, shapes, max_blocks=-(-max_len // config.block_size), max_context_len=max_len)
+        runner.capture_graphs(
+            capture,
+            shapes,
+            block_size=config.block_size,
+            max_blocks=-(-max_len // config.block_size),
+            max_context_len=max_len,
+        )
 
 
 def _counted(capture: GraphCapture, progress: Progress) -> GraphCapture:

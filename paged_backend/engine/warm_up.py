@@ -20,7 +20,7 @@ from paged_backend.api.request import GenerateRequest, bitmask
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.runner_builder import build_runner, capture_graphs, graph_shapes_of
 from paged_backend.execution.batch import PackedBatch, pack
-from paged_backend.execution.graphs import GraphShape, draft_shapes, largest_shapes
+from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, largest_shapes
 from paged_backend.execution.runner import Runner
 from paged_backend.loading.model_loader import LoadedModel, ModelSpec
 from paged_backend.models.adapter_rows import adapter_rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from paged_backend.models.adapter_rows import AdapterRows, adapter_rows
 from paged_backend.sampling.logprobs import LogprobRows, PromptLogprobRows
-from paged_backend.sampling.sampler import SamplingBatch, prepare
+from paged_backend.sampling.sampler import SamplingBatch, prepare, resolve_tokens
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_kernels.cascade import find_prefix_groups
 from paged_kernels.paging import Paging, SharedPrefixes
@@ -65,6 +66,11 @@ class PackedBatch:
     def is_replayable(self) -> bool:
         """Whether a CUDA graph can run the batch: graphs return the base model's logits and nothing else."""
         return self.hidden_rows is None and self.adapters is None
+
+    def resolved(self, previous: Tensor) -> PackedBatch:
+        """Return the batch, which is on the device, with the previous step's tokens [num_sampled] int64."""
+        resolve = partial(resolve_placeholders, previous=previous)
+        return replace(self, input_ids=resolve(self.input_ids), sampling=resolve_tokens(self.sampling, resolve))
 
 
 def pack(
@@ -257,5 +263,6 @@ def _block_tables(chunks: tuple[Chunk, ...]) -> np.ndarray:  # [num_seqs, max_bl
 
 
 def resolve_placeholders(tokens: Tensor, previous: Tensor) -> Tensor:
-    """Replace placeholders for tokens of the previous step. previous: [num_sampled] int64, its sampled tokens."""
-    return tokens.where(tokens >= 0, previous[(-1 - tokens).clamp(min=0)])
+    """Replace placeholders for tokens of the previous step. previous: [num_sampled] int64, its sampled tokens. A
+    negative one, of logits that are not finite, is replaced by 0, because the step needs a valid token."""
+    return tokens.where(tokens >= 0, previous[(-1 - tokens).clamp(min=0)].clamp(min=0))

@@ -2,7 +2,8 @@
 
 A graph reads its inputs from fixed memory, so a step of n rows is padded to a captured size and written there. Padding
 rows belong to padding sequences, which have no context, and they write no keys and values. Context lengths are not part
-of a graph; it is captured for the longest.
+of a graph; it is captured for the longest. A decode step's graph also samples: rows with penalties, constraints or
+beams are sampled again from its logits.
 
     rows           0 ... n-1 | n ... size-1
     slots          as packed | -1             nothing is written
@@ -16,124 +17,48 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from functools import cache, partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from paged_backend.execution.batch import PackedBatch, UniformBatch, resolve_placeholders
+from paged_backend.execution.graph_shapes import GraphShape
 from paged_backend.execution.upload import DeviceUpload
-from paged_backend.sampling.sampler import SamplingBatch
+from paged_backend.sampling.sampler import SamplingBatch, pad_metadata, resolve_tokens
 from paged_kernels.cascade import MAX_GROUPS
+from paged_kernels.ops import sample, step_inputs
 from paged_kernels.paging import Paging, SharedPrefixes
+from paged_kernels.sampling_metadata import SamplingMetadata
 
 log = logging.getLogger("paged_llm")
 
-MAX_ROWS = 512  # maximum rows of a captured step; with more, the device takes longer than the host's launches
-# Number of rows at which computing takes as long as reading the weights (H200: 790 TFLOP/s / 4.3 TB/s).
-MEMORY_BOUND_ROWS = 192
-ROW_STEP = 32  # difference between the sizes of steps with draft tokens of many sequences
 NO_ROWS = torch.empty(0, dtype=torch.int32)
 NO_SHARED_PREFIXES = SharedPrefixes(NO_ROWS, NO_ROWS, torch.zeros(MAX_GROUPS + 1, dtype=torch.int32), 0)
 # Captures a function that returns logits, and returns a function that replays it into the same tensor.
 GraphCapture: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
-class GraphShape(NamedTuple):
-    """The steps that one graph can run."""
-
-    seqs: int  # sequences, including padding
-    rows: int  # rows, including padding
-    queries: int  # maximum rows per sequence
-    shared: bool = False  # whether rows share prefixes
-
-    @property
-    def rows_per_seq(self) -> int:
-        """The rows of each padding sequence, except for the last ones."""
-        return self.rows // self.seqs
-
-    def fits(self, paging: Paging) -> bool:
-        """Return whether a step fits, with a padding sequence for every padding row. Attention may return NaN for a
-        row that belongs to no sequence."""
-        rows, seqs = self.rows - len(paging.slots), self.seqs - paging.num_seqs
-        same_kind = paging.max_query_len <= self.queries and (paging.shared is not None) == self.shared
-        return same_kind and 0 <= rows <= seqs * self.rows_per_seq
-
-
-def capture_batch_sizes(max_num_seqs: int) -> list[int]:
-    """Return the decode batch sizes to capture. They are dense enough that padding costs little, but few enough to
-    limit memory and start-up time."""
-    steps = [1, 2, 4, *range(8, 256, 8), *range(256, MAX_ROWS + 1, 16)]
-    largest = min(max_num_seqs, steps[-1])
-    return [*(size for size in steps if size < largest), largest]
-
-
-def graph_shapes(
-    max_num_seqs: int, max_num_batched_tokens: int, *, queries: int = 1, shared: bool = False
-) -> list[GraphShape]:
-    """Return the shapes to capture, the largest first, so that the others fit into its memory.
-
-    queries: maximum rows per sequence, which is 1 plus the number of draft tokens. shared: also capture shapes for
-    steps with shared prefixes.
-
-    Besides decode steps there are two kinds of steps with draft tokens. With few sequences, every sequence is padded to
-    `queries` rows (`batch.UniformBatch`): extra rows are free as long as reading the weights takes longer, and
-    attention is partitioned for the actual number of sequences. With many sequences, often only some have draft tokens.
-    Then rows cost time, so sequences are not padded and a shape allows up to one sequence per row; attention has enough
-    work for any partition. The second kind also runs the steps that cannot be padded to the first.
-    """
-    decode = [GraphShape(size, size, 1) for size in capture_batch_sizes(max_num_seqs)]
-    few, many = [], []
-    if queries > 1:
-        few = [
-            GraphShape(shape.seqs, shape.seqs * queries, queries)
-            for shape in decode
-            if shape.seqs * queries <= MEMORY_BOUND_ROWS
-        ]
-        most = min(MAX_ROWS, max_num_seqs * queries, max_num_batched_tokens)
-        many = [GraphShape(size, size, queries) for size in range(ROW_STEP, most + ROW_STEP, ROW_STEP)]
-    sharing = [
-        shape._replace(shared=True)
-        for sort in (decode, many)
-        for shape in sort
-        if shared and (shape.rows & (shape.rows - 1) == 0 or shape is sort[-1])
-    ]
-    return _largest_first([*decode, *few, *many, *sharing])
-
-
-def draft_shapes(shapes: Sequence[GraphShape]) -> list[GraphShape]:
-    """Return the shapes that a draft model runs by itself: one token per sequence."""
-    return [shape for shape in shapes if shape.queries == 1 and not shape.shared]
-
-
-def largest_shapes(shapes: Sequence[GraphShape], count: int) -> list[GraphShape]:
-    """Return the `count` largest shapes of each kind. Shapes of one kind differ only in size."""
-    sorts: dict[tuple[object, ...], list[GraphShape]] = {}
-    for shape in _largest_first(shapes):
-        sorts.setdefault((shape.queries, shape.shared, shape.rows_per_seq), []).append(shape)
-    return _largest_first([shape for sort in sorts.values() for shape in sort[:count]])
-
-
-def _largest_first(shapes: Sequence[GraphShape]) -> list[GraphShape]:
-    return sorted(shapes, key=lambda shape: (shape.rows, shape), reverse=True)
-
-
 @dataclass(frozen=True, eq=False)
 class _StaticInputs:
-    """The inputs that every replay overwrites, in one buffer."""
+    """The inputs that every replay overwrites, one after the other in one buffer."""
 
-    input_ids: Tensor  # [1, rows] int64
+    input_ids: Tensor  # [1, rows] int64; -1 - i is a placeholder for sample i of the previous step
     position_ids: Tensor  # [1, rows] int64
     slots: Tensor  # [rows] int64
     context_lens: Tensor  # [seqs] int32
     query_starts: Tensor  # [seqs + 1] int32
     shared: SharedPrefixes | None
+    sampling: SamplingMetadata | None  # of every row; None: the graph does not sample
+    table_width: Tensor  # [1] int32
+    block_tables: Tensor  # [up to seqs * max_blocks] int32: rows of table_width entries; last, as its size varies
 
     @classmethod
-    def padded(cls, input_ids: Tensor, position_ids: Tensor, paging: Paging, shape: GraphShape) -> _StaticInputs:
+    def padded(cls, batch: PackedBatch, shape: GraphShape, sampling: SamplingMetadata | None) -> _StaticInputs:
         """Return a step's inputs, padded to a shape."""
+        paging = batch.paging
         rows, seqs, shared = len(paging.slots), paging.num_seqs, paging.shared
         more_rows, more_seqs = (0, shape.rows - rows), (0, shape.seqs - seqs)
         if shared:
@@ -141,34 +66,32 @@ class _StaticInputs:
         starts = paging.query_starts
         ends = torch.arange(1, more_seqs[1] + 1, dtype=starts.dtype, device=starts.device) * shape.rows_per_seq + rows
         return cls(
-            pad(input_ids, more_rows),
-            pad(position_ids, more_rows),
+            pad(batch.input_ids, more_rows),
+            pad(batch.position_ids, more_rows),
             pad(paging.slots, more_rows, value=-1),
             pad(paging.context_lens, more_seqs),
             torch.cat((starts, ends.clamp(max=shape.rows))),
             shared,
+            sampling,
+            starts.new_full((1,), paging.block_tables.shape[1]),
+            paging.block_tables.flatten(),
         )
 
     @classmethod
-    def all_padding(cls, shape: GraphShape) -> _StaticInputs:
-        """Return inputs that consist of padding."""
+    def all_padding(cls, shape: GraphShape, *, samples: bool) -> _StaticInputs:
+        """Return inputs that consist of padding, without block tables."""
         ids, none = torch.empty(1, 0, dtype=torch.int64), NO_ROWS
         shared = NO_SHARED_PREFIXES if shape.shared else None
-        return cls.padded(ids, ids, Paging(ids[0], none[:, None], none, NO_ROWS.new_zeros(1), 1, 0, shared), shape)
-
-
-@dataclass(frozen=True, eq=False)
-class _CapturedGraph:
-    buffer: Tensor  # [bytes] uint8: the _StaticInputs that the graph reads
-    replay: Callable[[], Tensor]
+        paging = Paging(ids[0], none[:, None], none, NO_ROWS.new_zeros(1), 1, 0, shared)
+        sampling = pad_metadata(None, shape.rows, device=ids.device) if samples else None
+        return cls.padded(PackedBatch(ids, ids, paging, ids[0], None, SamplingBatch(), False), shape, sampling)
 
 
 @dataclass(frozen=True, eq=False)
 class _StepUpload:
-    """The tensors that the host uploads for one replay. The first part goes to the graph's buffer."""
+    """The tensors that the host uploads for one replay. The inputs go to the graphs' buffer."""
 
     inputs: _StaticInputs
-    block_tables: Tensor  # [num_seqs, max_blocks] int32
     sample_rows: Tensor | None  # None: every row
     logit_rows: Tensor | None
     sampling: SamplingBatch
@@ -183,10 +106,14 @@ class ForwardOutput:
     sampling: SamplingBatch
     draft_ids: Tensor | None = None  # [num_tokens] int64: the batch's tokens, if a draft model proposed some of them
     hidden: Tensor | None = None  # [num_hidden, hidden_size] float32, for hidden_rows of the batch
+    tokens: Tensor | None = None  # [num_samples] int64: sampled tokens, if the graph has sampled them
 
 
 class Graphs:
-    """Captured graphs of one model, which share static inputs if possible."""
+    """Captured graphs of one model, which share a buffer for their inputs.
+
+    The graph of a decode step contains everything from the inputs, which arrive in one copy, to the sampled tokens.
+    """
 
     def __init__(
         self,
@@ -195,38 +122,54 @@ class Graphs:
         capture: GraphCapture,
         shapes: Sequence[GraphShape],
         *,
+        samples: bool,
+        block_size: int,
         max_blocks: int,
         max_context_len: int,
+        broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
     ):
         """Capture every shape.
 
         forward: returns the logits of a packed batch. previous: [max_sampled] int64, the tokens that the previous step
-        sampled. shapes: the largest first. max_blocks: maximum blocks in a block table. Raises what `forward` or
-        `capture` raises for a model that cannot be captured.
+        sampled. shapes: the largest first. samples: whether decode steps sample, into `previous`. max_blocks: maximum
+        blocks in a block table. broadcast_tokens: called with the sampled tokens. Raises what `forward` or `capture`
+        raises for a model that cannot be captured.
         """
+        self._samples, self._previous, self._broadcast_tokens = samples, previous, broadcast_tokens
+        self._block_size, self._max_context_len = block_size, max_context_len
         max_seqs, device = max(shape.seqs for shape in shapes), previous.device
         self._tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
         self._all_rows = torch.arange(max(shape.rows for shape in shapes), device=device)
         self._shapes = sorted(shapes)
-        self._captured: dict[GraphShape, _CapturedGraph] = {}
-        for shape in shapes:
-            padding = _StaticInputs.all_padding(shape)
-            buffer = torch.zeros(DeviceUpload.size_of(padding), dtype=torch.uint8, device=device)
-            static = DeviceUpload.views(padding, buffer)
-            DeviceUpload(device)(padding, head=buffer)
-            replay = capture(self._step(forward, previous, static, shape, max_context_len))
-            self._captured[shape] = _CapturedGraph(buffer, replay)
+        paddings = {shape: _StaticInputs.all_padding(shape, samples=self._samples_in(shape)) for shape in shapes}
+        size = max(DeviceUpload.size_of(padding) for padding in paddings.values()) + self._tables.nbytes
+        self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._replays: dict[GraphShape, Callable[[], Tensor]] = {}
+        for shape, padding in paddings.items():
+            inputs = self._views(padding, shape)
+            self._upload(padding, DeviceUpload(device))
+            self._replays[shape] = capture(self._step(forward, inputs, shape))
+
+    def _samples_in(self, shape: GraphShape) -> bool:
+        return self._samples and shape.queries == 1
+
+    def _views(self, padding: _StaticInputs, shape: GraphShape) -> _StaticInputs:
+        """Return a shape's inputs in the buffer, with block tables of the maximum size."""
+        tables = NO_ROWS.new_empty(shape.seqs * self._tables.shape[1])
+        return DeviceUpload.views(replace(padding, block_tables=tables), self._buffer)
+
+    def _upload(self, tree: Any, upload: DeviceUpload) -> Any:
+        """Copy a dataclass to the device, with its inputs in the buffer."""
+        inputs = tree.inputs if isinstance(tree, _StepUpload) else tree
+        return upload(tree, head=self._buffer[: DeviceUpload.size_of(inputs)])
 
     def _step(
-        self,
-        forward: Callable[[PackedBatch], Tensor],
-        previous: Tensor,
-        inputs: _StaticInputs,
-        shape: GraphShape,
-        max_context_len: int,
+        self, forward: Callable[[PackedBatch], Tensor], inputs: _StaticInputs, shape: GraphShape
     ) -> Callable[[], Tensor]:
         # The closure keeps alive every tensor that the graph reads, which the graph itself does not.
-        tables, all_rows = self._tables[: shape.seqs], self._all_rows[: shape.rows]
+        tables, all_rows, previous = self._tables[: shape.seqs], self._all_rows[: shape.rows], self._previous
+        sampled, metadata = previous[: shape.rows], inputs.sampling
+        block_size, max_context_len, broadcast_tokens = self._block_size, self._max_context_len, self._broadcast_tokens
 
         def run() -> Tensor:
             shared = inputs.shared and replace(inputs.shared, max_len=max_context_len)
@@ -239,8 +182,19 @@ class Graphs:
                 max_context_len,
                 shared,
             )
-            ids = resolve_placeholders(inputs.input_ids, previous)
-            return forward(PackedBatch(ids, inputs.position_ids, paging, all_rows, None, SamplingBatch(), False))
+            ids = step_inputs(
+                inputs.input_ids,
+                previous,
+                tables,
+                inputs.block_tables,
+                inputs.table_width,
+                inputs.context_lens,
+                block_size=block_size,
+            )
+            logits = forward(PackedBatch(ids, inputs.position_ids, paging, all_rows, None, SamplingBatch(), False))
+            if metadata:
+                broadcast_tokens(sample(logits, metadata, out=sampled))
+            return logits
 
         return run
 
@@ -256,18 +210,23 @@ class Graphs:
         return next((shape for shape in self._shapes[first:] if shape.fits(paging)), None)
 
     def replay(self, shape: GraphShape, batch: PackedBatch, upload: DeviceUpload) -> ForwardOutput:
-        """Run a batch that fits a captured shape."""
-        paging = batch.paging
-        count, captured = len(paging.slots), self._captured[shape]
+        """Run a batch that fits a captured shape. The graph's own tokens are used if all rows sample a token from
+        unchanged logits."""
+        count, sampling, tokens, metadata = len(batch.paging.slots), batch.sampling, None, None
         sample_rows = None if len(batch.sample_rows) == count else batch.sample_rows
-        inputs = _StaticInputs.padded(batch.input_ids, batch.position_ids, paging, shape)
-        step = _StepUpload(inputs, paging.block_tables, sample_rows, batch.logit_rows, batch.sampling)
-        step = upload(step, head=captured.buffer)
-        tables = step.block_tables
-        self._tables[: tables.shape[0], : tables.shape[1]].copy_(tables)
-        logits = captured.replay()
+        if self._samples_in(shape):
+            if sample_rows is None and batch.logit_rows is None and not sampling.changes_logits:
+                tokens, metadata = self._previous[:count], sampling.metadata
+                sampling = replace(sampling, metadata=None)
+            metadata = pad_metadata(metadata, shape.rows, device=batch.input_ids.device)
+        inputs = _StaticInputs.padded(batch, shape, metadata)
+        step = self._upload(_StepUpload(inputs, sample_rows, batch.logit_rows, sampling), upload)
+        sampling = step.sampling
+        if batch.uses_previous_step:  # before the graph overwrites the previous step's tokens
+            sampling = resolve_tokens(sampling, partial(resolve_placeholders, previous=self._previous))
+        logits = self._replays[shape]()
         logits = logits[:count] if step.sample_rows is None else logits[step.sample_rows]
-        return ForwardOutput(logits, step.logit_rows, step.sampling)
+        return ForwardOutput(logits, step.logit_rows, sampling, tokens=tokens)
 
 
 def graph_capture(device: torch.device) -> GraphCapture | None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paged_backend.execution.batch import PackedBatch, UniformBatch, resolve_placeholders
+from paged_backend.execution.batch import PackedBatch, UniformBatch
 from paged_backend.execution.cpu_threads import CpuThreads
 from paged_backend.execution.drafter import Drafter, propose
 from paged_backend.execution.forward import paged_logits
-from paged_backend.execution.graphs import ForwardOutput, GraphCapture, Graphs, GraphShape, draft_shapes
+from paged_backend.execution.graph_shapes import GraphShape, draft_shapes
+from paged_backend.execution.graphs import ForwardOutput, GraphCapture, Graphs
 from paged_backend.execution.launched_step import LaunchedStep
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.memory.kv_cache import KVCache
@@ -23,7 +25,7 @@ from paged_backend.memory.transfers import Transfers
 from paged_backend.models.hidden_states import record_hidden_states
 from paged_backend.models.lora import Lora
 from paged_backend.sampling.logprobs import compute_prompt_logprobs
-from paged_backend.sampling.sampler import compute_logprobs, resolve_tokens, sample, top_logprobs
+from paged_backend.sampling.sampler import SamplingBatch, compute_logprobs, sample, top_logprobs
 from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.step_result import StepResult
 
@@ -99,19 +101,30 @@ class Runner:
 
     @torch.inference_mode()
     def capture_graphs(
-        self, capture: GraphCapture, shapes: Sequence[GraphShape], *, max_blocks: int, max_context_len: int
+        self,
+        capture: GraphCapture,
+        shapes: Sequence[GraphShape],
+        *,
+        block_size: int,
+        max_blocks: int,
+        max_context_len: int,
     ) -> None:
         """Capture graphs of steps, the largest first, which later steps replay. A model that cannot be captured runs
         eagerly, with a warning in the log. max_blocks: maximum blocks in a block table."""
 
-        def graphs(forward: Callable[[PackedBatch], Tensor], shapes: Sequence[GraphShape]) -> Graphs:
-            return Graphs(
-                forward, self._previous, capture, shapes, max_blocks=max_blocks, max_context_len=max_context_len
-            )
-
+        graphs = partial(
+            Graphs,
+            previous=self._previous,
+            capture=capture,
+            block_size=block_size,
+            max_blocks=max_blocks,
+            max_context_len=max_context_len,
+            broadcast_tokens=self._broadcast_tokens,
+        )
         try:
-            steps = graphs(self._forward, shapes)
-            self._draft_graphs = graphs(self.drafter.forward, draft_shapes(shapes)) if self.drafter else None
+            steps = graphs(self._forward, shapes=shapes, samples=True)
+            if self.drafter:
+                self._draft_graphs = graphs(self.drafter.forward, shapes=draft_shapes(shapes), samples=False)
             self._graphs = steps
         except Exception as error:  # raised if the model reads values on the host, or a kernel allocates
             log.warning("no CUDA graphs, so decode steps take longer: %s: %s", type(error).__name__, error)
@@ -150,15 +163,14 @@ class Runner:
             self._threads.update()
         step = self._run(packed)
         logits = step.logits if step.logit_rows is None else step.logits[step.logit_rows]
-        sampling = resolve_tokens(step.sampling, self._resolve) if packed.uses_previous_step else step.sampling
-        tokens, beams = sample(logits, sampling), top_logprobs(logits, sampling)
-        self._broadcast_tokens(tokens)
-        valid = tokens.clamp(min=0)  # tokens are -1 if logits are not finite; the next step needs a valid token
-        self._previous[: len(tokens)] = valid
-        scores = compute_logprobs(logits, valid, sampling)
+        sampling = step.sampling
+        tokens = step.tokens if step.tokens is not None else self._sample(logits, sampling)
+        beams, scores = top_logprobs(logits, sampling), compute_logprobs(logits, tokens, sampling)
         prompts = compute_prompt_logprobs(step.logits, sampling.prompts) if sampling.prompts else ()
         arrived, draft_ids, hidden = None, step.draft_ids, step.hidden
-        if tokens.is_cuda:
+        if not tokens.is_cuda:
+            tokens = tokens.clone()  # the next step overwrites them
+        else:
             tokens = tokens.to("cpu", non_blocking=True)
             draft_ids = draft_ids.to("cpu", non_blocking=True) if draft_ids is not None else None
             hidden = hidden.to("cpu", non_blocking=True) if hidden is not None else None
@@ -182,6 +194,13 @@ class Runner:
             arrived,
         )
 
+    def _sample(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+        """Return the sampled tokens [num_sampled] int64, which are also kept for the next step."""
+        tokens = self._previous[: len(logits)]
+        tokens.copy_(sample(logits, sampling))
+        self._broadcast_tokens(tokens)
+        return tokens
+
     def _run(self, packed: PackedBatch) -> ForwardOutput:
         """Run the forward passes of a batch: a captured graph if one fits, else the model itself."""
         graphs = self._graphs
@@ -190,7 +209,7 @@ class Runner:
             return graphs.replay(shape, packed, self._upload)
         batch = self._upload(packed)
         if batch.uses_previous_step:
-            batch = replace(batch, input_ids=self._resolve(batch.input_ids))
+            batch = batch.resolved(self._previous)
         draft_ids = None
         if self.drafter and batch.drafting:
             batch = propose(batch, batch.drafting, self._draft_forward)
@@ -223,9 +242,6 @@ class Runner:
         if self._draft_graphs and shape:
             return self._draft_graphs.replay(shape, batch, NO_UPLOAD).logits
         return self.drafter.forward(batch)
-
-    def _resolve(self, tokens: Tensor) -> Tensor:
-        return resolve_placeholders(tokens, self._previous)
 
 
 def _gqa_group(model: PreTrainedModel, device: torch.device) -> int | None:

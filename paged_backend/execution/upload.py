@@ -44,7 +44,7 @@ class DeviceUpload:
 
     def __call__(self, tree: T, head: Tensor | None = None) -> T:
         """Return the same dataclass with its tensors on the device. head: [bytes] uint8, fixed device memory for the
-        first bytes, such as a CUDA graph's inputs; they are copied separately."""
+        first tensors, such as a CUDA graph's inputs. The others, if there are any, are copied separately."""
         if not self._buffers:
             if head is not None:
                 _fill(head, tensors_of(tree))
@@ -55,7 +55,8 @@ class DeviceUpload:
         _fill(staged, tensors)
         if head is not None:
             head.copy_(staged[:fixed], non_blocking=True)
-        uploaded = staged[fixed:].to(self._device, non_blocking=True)
+        rest = staged[fixed:]
+        uploaded = rest.to(self._device, non_blocking=True) if len(rest) else rest
         self._buffers[0].consumed.record()
         return self.views(tree, uploaded, fixed)
 

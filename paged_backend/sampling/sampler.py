@@ -84,6 +84,11 @@ class SamplingBatch:
     logprob_rows: LogprobRows | None = None
     prompts: PromptLogprobRows | None = None  # indices into the step's sample rows, not into the sampled tokens
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether constraints or penalties change logits before sampling."""
+        return self.constraints is not None or self.penalties is not None
+
 
 def prepare(sample_positions: Rows[SamplePosition]) -> SamplingBatch:
     """Build the sampling inputs of these tokens on the host. Row i of the logits belongs to the i-th of them."""
@@ -148,7 +153,7 @@ def compute_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> Lo
     if batch.logprob_rows is None:
         return None
     rows = batch.logprob_rows.rows
-    return LogprobsTensors.of(logits[rows], tokens[rows, None], batch.logprob_rows)
+    return LogprobsTensors.of(logits[rows], tokens[rows, None].clamp(min=0), batch.logprob_rows)
 
 
 def _array(values: Rows[Any], dtype: torch.dtype) -> Tensor:
@@ -169,6 +174,28 @@ def _metadata(sample_positions: Rows[SamplePosition]) -> SamplingMetadata | None
         seeds=_array([_signed(seq.seed) for seq, _ in sample_positions], torch.int64),
         positions=_array([position - seq.num_prompt for seq, position in sample_positions], torch.int64),
         filters=_filters(params),
+    )
+
+
+def pad_metadata(metadata: SamplingMetadata | None, num_rows: int, *, device: torch.device) -> SamplingMetadata:
+    """Return the metadata of `num_rows` rows, with filters. Rows that are added sample greedily."""
+    filters = metadata.filters if metadata else None
+
+    def column(values: Tensor | None, padding: float, dtype: torch.dtype) -> Tensor:
+        padded = torch.full((num_rows,), padding, dtype=dtype, device=device)
+        if values is not None:
+            padded[: len(values)] = values
+        return padded
+
+    return SamplingMetadata(
+        column(metadata and metadata.scales, 0, torch.float32),
+        column(metadata and metadata.seeds, 0, torch.int64),
+        column(metadata and metadata.positions, 0, torch.int64),
+        SamplingFilters(
+            column(filters and filters.top_k, TOP_K_OFF, torch.int32),
+            column(filters and filters.top_p, 1, torch.float32),
+            column(filters and filters.margin, math.inf, torch.float32),
+        ),
     )
 
 

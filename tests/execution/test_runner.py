@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.execution import graphs
+from paged_backend.execution import graph_shapes
 from paged_backend.execution.batch import pack
 from paged_backend.execution.drafter import Drafter
 from paged_backend.execution.runner import Runner
@@ -44,7 +44,8 @@ def kernels_without_values(monkeypatch):
         "kv_write": lambda *_: None,
         "add_rms_norm": layer_ops.add_rms_norm,
         "swiglu": layer_ops.swiglu,
-        "sample": lambda logits, _: torch.empty(len(logits), dtype=torch.int64, device=logits.device),
+        "sample": lambda logits, _, out: torch.empty(len(logits), dtype=torch.int64, device=logits.device),
+        "step_inputs": lambda tokens, *_, **__: torch.empty_like(tokens),
     }
     monkeypatch.setattr(ops, "_implementation", lambda module, function, on_cpu: results[function])
 
@@ -107,8 +108,8 @@ def test_drafting_and_verification_do_not_synchronize(model, captured):
         return lambda: replays.append(len(logits)) or logits
 
     if captured:
-        shapes = graphs.graph_shapes(8, 64, queries=4)
-        runner.capture_graphs(capture, shapes, max_blocks=16, max_context_len=64)
+        shapes = graph_shapes.graph_shapes(8, 64, queries=4)
+        runner.capture_graphs(capture, shapes, block_size=4, max_blocks=16, max_context_len=64)
     scheduler = Scheduler(
         BlockManager(32, 4, caching=True),
         max_num_seqs=8,

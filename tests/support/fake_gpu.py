@@ -108,7 +108,7 @@ def on_fake_gpu(assembly: Assembly) -> Iterator[Recorder]:
             (driver, "_active", FakeDriver()),
             (knobs.runtime, "jit_cache_hook", recorder),
             (ops, "_dispatch", dispatch),
-            (ops, "sample", lambda logits, metadata: sample(logits, metadata).zero_()),
+            (ops, "sample", lambda logits, metadata, out=None: sample(logits, metadata, out=out).zero_()),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         assembly.runner.gqa_group = runner._gqa_group(assembly.loaded.model, torch.device("cuda"))

@@ -24,15 +24,21 @@ def noise_bits(seeds: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> 
     return np.stack([_row_bits(key, _token_hashes(tokens)) for key in _keys(seeds, positions)])
 
 
-def sample(logits: Tensor, metadata: SamplingMetadata | None) -> Tensor:
+def sample(logits: Tensor, metadata: SamplingMetadata | None, *, out: Tensor | None = None) -> Tensor:
     """Compute `paged_kernels.sampling.sample`."""
     rows = logits.float().numpy()
-    if metadata is None:
-        return torch.from_numpy(_best(rows))
+    tokens = _best(rows)
+    if metadata is not None:
+        _sample_rows(tokens, rows, metadata)
+    sampled = torch.from_numpy(tokens)
+    return sampled if out is None else out.copy_(sampled)
+
+
+def _sample_rows(tokens: np.ndarray, rows: np.ndarray, metadata: SamplingMetadata) -> None:
+    """Replace the best tokens of the rows that do not sample greedily."""
     scales = metadata.scales.numpy()
     keys = _keys(metadata.seeds.numpy(), metadata.positions.numpy())
     hashes = _vocabulary(rows.shape[-1])
-    tokens = _best(rows)
     for row in np.flatnonzero(scales):
         if tokens[row] < 0:
             continue
@@ -44,7 +50,6 @@ def sample(logits: Tensor, metadata: SamplingMetadata | None) -> Tensor:
         else:
             scores = _scores(logits_of[kept], scale, _row_bits(keys[row], hashes[kept]))
             tokens[row] = kept[scores.argmax()]
-    return torch.from_numpy(tokens)
 
 
 def _best(rows: np.ndarray) -> np.ndarray:  # [num_rows] int64
