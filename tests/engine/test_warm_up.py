@@ -165,7 +165,9 @@ def test_serving_compiles_no_kernel(family, options):
     variants = json.loads(done.stdout.splitlines()[-1])
     served = set(variants["served"])
     kernels = {"paged_attention_kernel", "merge_partials_kernel", "best_kernel", "threshold_kernel"}
-    assert {one.split()[0] for one in served} >= kernels | ({"prefix_attention_kernel"} if family == "qwen3" else set())
+    if family == "qwen3" and "num_speculative_tokens" not in options:  # a step with draft tokens shares no prefixes
+        kernels.add("prefix_attention_kernel")
+    assert {one.split()[0] for one in served} >= kernels
     assert served - set(variants["warmed"]) == set()
 
 
