@@ -52,8 +52,8 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # compiler options among the arguments of a launch
 SAMPLING = ("threshold", "best", "greedy", "first_best")
 SMALL_KERNELS = (*SAMPLING, "block_copy", "step_inputs")  # kernels with few configurations
-# Variants of attention: small tiles, small tiles with splits, large and small tiles, shared prefixes, the merge.
-ATTENTION = ("decode", "split", "prefill", "prefix", "merge")
+# Variants of attention: small tiles, small tiles with splits, large and small tiles, shared prefixes.
+ATTENTION = ("decode", "split", "prefill", "prefix")
 HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
 
 # Bytes per thread. To increase occupancy, ptxas spills a few values that are set before the loop and read after it;
@@ -104,7 +104,6 @@ def full_grid(chip: str) -> Iterator[Case]:
     for block_size, kernel, name in itertools.product((1, 8, 32, 64, 256), kernels, names):
         yield Case(chip, kernel, block_size=block_size, format=name)
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
-        yield from (Case(chip, "merge", dtype, head_dim, sinks=sinks, window=sinks) for sinks in (False, True))
         yield from (Case(chip, "kv_write", dtype, head_dim, format=name) for name in names)
         yield Case(chip, "rope_kv_write", dtype, head_dim)
         yield from (Case(chip, "rope_kv_write", dtype, head_dim, norm=True, format=name) for name in names)
@@ -158,7 +157,6 @@ def small_grid(chip: str) -> Iterator[Case]:
     yield Case(chip, "split", "fp32", 256, **features)
     yield Case(chip, "prefill", "fp16", 80, group=1, block_size=1, window=True)
     yield Case(chip, "decode", "fp16", 64, group=3, block_size=128)
-    yield Case(chip, "merge", sinks=True)
     yield from (Case(chip, "rope_kv_write", head_dim=head_dim, norm=True) for head_dim in (80, 256))
     yield Case(chip, "add_rms_norm", norm=True)
     yield from (Case(chip, "rope_kv_write", "fp32", 256, norm=True, format=name) for name in FORMATS.values())
@@ -242,12 +240,11 @@ def _launch(case: Case) -> Launch:
         max_query_len=chunk, max_context_len=context_len, shared=shared,
     )  # fmt: skip
     query = tensor(num_seqs * chunk, num_kv_heads * case.group, case.head_dim)
-    launches = paged_attention.plan_launch(
+    return paged_attention.plan_launch(
         query, query, cache, paging,
         scale=0.1, sliding_window=100 if case.window else None, softcap=50.0 if case.softcap else None,
         sinks=tensor(num_kv_heads * case.group) if case.sinks else None, device=device,
-    )  # fmt: skip
-    return launches[-1 if case.kernel == "merge" else 0]
+    )[0]  # fmt: skip
 
 
 def _registers_on_amd(assembly: str) -> tuple[int, int]:

@@ -1,10 +1,10 @@
-"""The attention kernels: mixed prefill and decode, shared prefixes, and the merge of partial results.
+"""The attention kernels: mixed prefill and decode with the merge of partial results, and shared prefixes.
 
 A program processes a tile of query rows of one sequence and one KV head: it walks the sequence's block table with the
-loop of `attention_tile`. If there are too few tiles to fill the device, several programs split a sequence's keys, and
-`merge_partials_kernel` combines their results (Flash-Decoding, Dao et al. 2023). Keys that many sequences share are
-processed once for all of them (Hydragen, arXiv:2402.05099). The grids depend on the number of rows and sequences only,
-never on their lengths, so that a CUDA graph can be captured.
+loop of `attention_tile`. If there are too few tiles to fill the device, several programs split a sequence's keys
+(Flash-Decoding, Dao et al. 2023), and the last of them to finish merges their results. Keys that many sequences share
+are processed once for all of them (Hydragen, arXiv:2402.05099), before the rest. The grids depend on the number of rows
+and sequences only, never on their lengths, so that a CUDA graph can be captured.
 """
 
 import triton
@@ -15,9 +15,9 @@ from paged_kernels.attention_tile import attend_keys, find_sequence, key_range, 
 
 @triton.jit
 def _attend_tile(  # type: ignore[no-untyped-def]
-    out, partials, logs, query, key_cache, value_cache, key_scales, value_scales,
+    out, partials, logs, arrivals, query, key_cache, value_cache, key_scales, value_scales,
     block_tables, context_lens, query_starts, shared_lens, sinks,
-    seq, q_first, query_start, query_len, kv_head, first_head, split, num_splits, slots, queries,
+    seq, q_first, query_start, query_len, kv_head, first_head, split, num_splits, prefix_splits, slots, queries,
     window, scale, softcap, stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
     STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
     STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
@@ -26,7 +26,8 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
-    ONE_LOOP: tl.constexpr, PARTIAL: tl.constexpr, MIN_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_LOOP: tl.constexpr, PARTIAL: tl.constexpr, MIN_SPLIT: tl.constexpr, PREFIX_N: tl.constexpr,
+    MAX_SLOTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M // HEADS queries of a sequence from q_first on; with PARTIAL, the part of one split."""
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
@@ -48,25 +49,28 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     split_begin = begin
     split_end = end
-    has_keys = True
+    own = 1
     if PARTIAL:
         split_len = split_len_of(begin, end, num_splits, MIN_SPLIT, BLOCK_N)
         split_begin = begin + split * split_len
         split_end = tl.minimum(split_begin + split_len, end)
-        has_keys = split_begin < split_end
-    if has_keys:
+        own = (tl.maximum(end - begin, 0) + split_len - 1) // split_len  # splits that have keys
+    if split < tl.maximum(own, 1):  # without any keys the first program writes zeros
         d = tl.arange(0, BLOCK_D)
         mask = is_query[:, None] & (d[None, :] < HEAD_DIM)
         token = (query_start + q_index).to(tl.int64)
         q = tl.load(
             query + (token * stride_q_token + head * stride_q_head)[:, None] + d[None, :], mask=mask, other=0.0
         )  # fmt: skip
-        if HAS_SINKS and not PARTIAL:  # sinks are keys with this logit and value 0; for partials, the merge adds them
-            row_max = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * 1.4426950408889634
-            row_sum = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
-        else:
-            row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-            row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+        # A sink is a key with this logit and value 0. With several partials it is added when they are merged.
+        sink = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * 1.4426950408889634
+        row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+        if HAS_SINKS and not PARTIAL:
+            row_max = sink
+            row_sum += 1.0
         low, high = unmasked_range(
             first_position, last_position, begin, split_begin, split_end, window, HAS_WINDOW, BLOCK_N
         )  # fmt: skip
@@ -77,14 +81,75 @@ def _attend_tile(  # type: ignore[no-untyped-def]
             STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE,
             BLOCK_D, BLOCK_M, BLOCK_N, STAGES, ONE_LOOP, PRECISION,
         )  # fmt: skip
+        o_offset = token * stride_o_token + head * stride_o_head
+        is_done = True
         if PARTIAL:
-            _store_partial(
-                partials, logs, found, log, is_query, (seq.to(tl.int64) * slots + split) * queries + q_index, head,
-                NUM_HEADS, HEAD_DIM, BLOCK_D,
-            )  # fmt: skip
-        else:
-            o_offset = token * stride_o_token + head * stride_o_head
+            place = seq.to(tl.int64) * slots * queries + q_index
+            parts = own
+            if shared_lens is not None:
+                prefix_split_len = split_len_of(0, prefix_len, prefix_splits, MIN_SPLIT, PREFIX_N)
+                parts += (prefix_len + prefix_split_len - 1) // prefix_split_len
+            if parts > 1:
+                _store_partial(
+                    partials, logs, found, log, is_query, place + split * queries, head, NUM_HEADS, HEAD_DIM, BLOCK_D
+                )  # fmt: skip
+                is_done = False
+                if _is_last(arrivals + seq * tl.num_programs(1) + tl.program_id(1), own):
+                    found = _merge_partials(
+                        partials, logs, sink, is_query, place * NUM_HEADS + head, own, parts, num_splits,
+                        queries * NUM_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, MAX_SLOTS,
+                    )  # fmt: skip
+                    is_done = True
+            elif HAS_SINKS:
+                found = tl.where(log > float("-inf"), 1.0 / (1.0 + tl.exp2(sink - log)), 0.0)[:, None] * found
+        if is_done:
             tl.store(out + o_offset[:, None] + d[None, :], found.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _is_last(arrivals, count):  # type: ignore[no-untyped-def]
+    """Return whether `count` programs, including this one, have stored their results. Resets the counter after the
+    last one, for the next launch."""
+    tl.debug_barrier()  # all threads of the program have stored
+    last = tl.atomic_add(arrivals, 1, sem="acq_rel") == count - 1
+    if last:
+        tl.store(arrivals, 0)
+    return last
+
+
+@triton.jit
+def _merge_partials(  # type: ignore[no-untyped-def]
+    partials, logs, sink, is_query, place, own, parts, num_splits, stride_slot,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, MAX_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Return the rows [BLOCK_M, BLOCK_D] of all parts: slots 0 to own - 1, and the prefix's from num_splits on.
+
+    Each partial is weighted by its part of the softmax's denominator, whose log2 is in `logs`. The loads bypass the L1
+    cache, because other multiprocessors have written the values.
+    """
+    STEP: tl.constexpr = max(1, 8192 // (BLOCK_M * BLOCK_D))  # partials loaded at once
+    index = tl.arange(0, MAX_SLOTS)
+    slot = place[None, :] + (tl.where(index < own, index, index - own + num_splits) * stride_slot)[:, None]
+    used = (index < parts)[:, None] & is_query[None, :]
+    log = tl.load(logs + slot, mask=used, other=float("-inf"), cache_modifier=".cg")
+    top = tl.maximum(tl.max(log, 0), sink)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(log - top[None, :]), 0) + tl.exp2(sink - top)
+    total = tl.where(total == 0.0, 1.0, total)
+
+    d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    for done in range(0, parts, STEP):
+        i = done + tl.arange(0, STEP)
+        at = place[None, :] + (tl.where(i < own, i, i - own + num_splits) * stride_slot)[:, None]
+        mask = (i < parts)[:, None] & is_query[None, :]
+        weight = tl.exp2(tl.load(logs + at, mask=mask, other=float("-inf"), cache_modifier=".cg") - top[None, :])
+        values = partials + (at * HEAD_DIM)[:, :, None] + d[None, None, :]
+        found = tl.load(
+            values, mask=mask[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg"
+        )  # fmt: skip
+        acc += tl.sum(found * weight[:, :, None], 0)
+    return acc / total[:, None]
 
 
 @triton.jit
@@ -103,13 +168,15 @@ def _store_partial(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     # Arguments that change between steps or layers: specializing on them would trigger compilation while serving.
-    do_not_specialize=["num_seqs", "large_tiles", "num_splits", "slots", "queries", "window", "stride_table"],
+    do_not_specialize=[
+        *("num_seqs", "large_tiles", "num_splits", "prefix_splits", "slots", "queries", "window", "stride_table"),
+    ],
     do_not_specialize_on_alignment=["block_tables", "context_lens", "query_starts", "shared_lens", "sinks"],
 )
 def paged_attention_kernel(  # type: ignore[no-untyped-def]
-    out, partials, logs, query, key_cache, value_cache, key_scales, value_scales,
+    out, partials, logs, arrivals, query, key_cache, value_cache, key_scales, value_scales,
     block_tables, context_lens, query_starts, shared_lens, sinks,
-    num_seqs, large_tiles, num_splits, slots, queries, window, scale, softcap,
+    num_seqs, large_tiles, num_splits, prefix_splits, slots, queries, window, scale, softcap,
     stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
     # Strides of the cache, which never change; knowing their exact divisors (72 = 8 * 9) allows vector loads.
     STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
@@ -120,13 +187,15 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     SMALL_M: tl.constexpr, SMALL_N: tl.constexpr, SMALL_STAGES: tl.constexpr,
     LARGE_M: tl.constexpr, LARGE_N: tl.constexpr, LARGE_STAGES: tl.constexpr,
-    BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr, MIN_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr, MIN_SPLIT: tl.constexpr, PREFIX_N: tl.constexpr,
+    MAX_SLOTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a mixed batch. Grid: (large_tiles + num_splits * num_seqs, KV heads * tiles of a group).
 
     The large tiles process the sequences with more queries than a small tile holds, the longest work first. Every
-    other program processes one split of one of the remaining sequences. Scores are scaled by log2(e), so that exp is
-    exp2. FORMAT as in `layer_cache`: the scales are folded into scores and weights, so no tile is dequantized.
+    other program processes one split of one of the remaining sequences; `arrivals` counts those that have finished,
+    and is zero before and after. Scores are scaled by log2(e), so that exp is exp2. FORMAT as in `layer_cache`: the
+    scales are folded into scores and weights, so no tile is dequantized.
     """
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     SMALL_Q: tl.constexpr = SMALL_M // HEADS
@@ -142,15 +211,15 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         q_first = (tile - (query_start // LARGE_Q + seq)) * LARGE_Q
         if (query_len > SMALL_Q) & (q_first < query_len):
             _attend_tile(
-                out, partials, logs, query, key_cache, value_cache, key_scales, value_scales,
+                out, partials, logs, arrivals, query, key_cache, value_cache, key_scales, value_scales,
                 block_tables, context_lens, query_starts, shared_lens, sinks,
-                seq, q_first, query_start, query_len, kv_head, first_head, 0, 1, slots, queries, window,
+                seq, q_first, query_start, query_len, kv_head, first_head, 0, 1, 0, slots, queries, window,
                 scale, softcap,
                 stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
                 STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
                 STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, GROUP, NUM_HEADS, HEADS, HEAD_DIM, BLOCK_SIZE,
                 HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, LARGE_M, LARGE_N, LARGE_STAGES, BLOCK_D,
-                False, False, MIN_SPLIT, PRECISION,
+                False, False, MIN_SPLIT, PREFIX_N, MAX_SLOTS, PRECISION,
             )  # fmt: skip
     else:
         item -= large_tiles
@@ -160,15 +229,15 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         query_len = tl.load(query_starts + seq + 1) - query_start
         if (query_len > 0) & (query_len <= SMALL_Q):
             _attend_tile(
-                out, partials, logs, query, key_cache, value_cache, key_scales, value_scales,
+                out, partials, logs, arrivals, query, key_cache, value_cache, key_scales, value_scales,
                 block_tables, context_lens, query_starts, shared_lens, sinks,
-                seq, 0, query_start, query_len, kv_head, first_head, split, num_splits, slots, queries, window,
-                scale, softcap,
+                seq, 0, query_start, query_len, kv_head, first_head, split, num_splits, prefix_splits,
+                slots, queries, window, scale, softcap,
                 stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
                 STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
                 STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, GROUP, NUM_HEADS, HEADS, HEAD_DIM, BLOCK_SIZE,
                 HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SMALL_M, SMALL_N, SMALL_STAGES, BLOCK_D,
-                True, PARTIAL, MIN_SPLIT, PRECISION,
+                True, PARTIAL, MIN_SPLIT, PREFIX_N, MAX_SLOTS, PRECISION,
             )  # fmt: skip
 
 
@@ -237,70 +306,3 @@ def prefix_attention_kernel(  # type: ignore[no-untyped-def]
                 partials, logs, found, log, is_query, (seq.to(tl.int64) * slots + first_slot + split) * queries, head,
                 NUM_HEADS, HEAD_DIM, BLOCK_D,
             )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=["num_splits", "prefix_splits", "slots", "queries", "window"],
-    do_not_specialize_on_alignment=["context_lens", "query_starts", "shared_lens", "sinks"],
-)
-def merge_partials_kernel(  # type: ignore[no-untyped-def]
-    out, partials, logs, context_lens, query_starts, shared_lens, sinks,
-    num_splits, prefix_splits, slots, queries, window, stride_o_token, stride_o_head,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_N: tl.constexpr, PREFIX_N: tl.constexpr,
-    MAX_SLOTS: tl.constexpr, BLOCK_D: tl.constexpr, MIN_SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Merge the partials of one row's splits and of its shared prefix. Grid: (num_seqs, queries, NUM_HEADS).
-
-    Each partial is weighted by its part of the softmax's denominator, whose log2 is in `logs`.
-    """
-    STEP: tl.constexpr = 8  # partials loaded at once
-    seq = tl.program_id(0)
-    q_index = tl.program_id(1)
-    head = tl.program_id(2)
-    query_start = tl.load(query_starts + seq)
-    query_len = tl.load(query_starts + seq + 1) - query_start
-    if (q_index < query_len) & (query_len <= queries):
-        context_len = tl.load(context_lens + seq)
-        prefix_len = 0
-        if shared_lens is not None:
-            prefix_len = tl.load(shared_lens + seq)
-        first_position = context_len - query_len
-        _, begin, end = key_range(
-            first_position, context_len - 1, context_len, prefix_len, window, HAS_WINDOW, BLOCK_SIZE, BLOCK_N
-        )  # fmt: skip
-        split_len = split_len_of(begin, end, num_splits, MIN_SPLIT, BLOCK_N)
-        own = (tl.maximum(end - begin, 0) + split_len - 1) // split_len
-        used = own
-        if shared_lens is not None:
-            prefix_split_len = split_len_of(0, prefix_len, prefix_splits, MIN_SPLIT, PREFIX_N)
-            used += (prefix_len + prefix_split_len - 1) // prefix_split_len
-
-        # Slots in use: 0 to own - 1, and the prefix's from num_splits on.
-        place = (seq.to(tl.int64) * slots * queries + q_index) * NUM_HEADS + head
-        stride_slot = queries * NUM_HEADS
-        index = tl.arange(0, MAX_SLOTS)
-        slot = tl.where(index < own, index, index - own + num_splits)
-        log = tl.load(logs + place + slot * stride_slot, mask=index < used, other=float("-inf"))
-        top = tl.max(log, 0)
-        if HAS_SINKS:
-            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-            top = tl.maximum(top, sink)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.sum(tl.exp2(log - top), 0)
-        if HAS_SINKS:
-            total += tl.exp2(sink - top)
-        total = tl.where(total == 0.0, 1.0, total)
-
-        d = tl.arange(0, BLOCK_D)
-        acc = tl.zeros([BLOCK_D], dtype=tl.float32)
-        for done in range(0, used, STEP):
-            i = done + tl.arange(0, STEP)
-            at = place + tl.where(i < own, i, i - own + num_splits) * stride_slot
-            weight = tl.exp2(tl.load(logs + at, mask=i < used, other=float("-inf")) - top)
-            mask = (i < used)[:, None] & (d[None, :] < HEAD_DIM)
-            found = tl.load(partials + at[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
-            acc += tl.sum(found * weight[:, None], 0)
-        token = (query_start + q_index).to(tl.int64)
-        o_offset = token * stride_o_token + head * stride_o_head
-        tl.store(out + o_offset + d, (acc / total).to(out.dtype.element_ty), mask=d < HEAD_DIM)

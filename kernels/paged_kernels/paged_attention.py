@@ -12,9 +12,9 @@ from torch import Tensor
 
 from paged_kernels import launch
 from paged_kernels.arguments import check_paged_attention
-from paged_kernels.attention_kernels import merge_partials_kernel, paged_attention_kernel, prefix_attention_kernel
+from paged_kernels.attention_kernels import paged_attention_kernel, prefix_attention_kernel
 from paged_kernels.launch import Device, Launch, LaunchShape, device_of, launch_shape
-from paged_kernels.launch_table import Tile
+from paged_kernels.launch_table import Tile, power_of_two
 from paged_kernels.layer_cache import LayerCache, as_bytes
 from paged_kernels.paging import Paging
 
@@ -46,6 +46,21 @@ class LaunchPlan:
     def partial(self) -> bool:
         """Whether a row has several partial results, which are merged."""
         return self.slots > 1
+
+
+_zeroed: dict[torch.device, list[Tensor]] = {}
+
+
+def _zeros(count: int, device: torch.device) -> Tensor:
+    """Return at least `count` int32 zeros, which kernels may change if they leave zeros behind.
+
+    All launches of a device share them, since they run one after the other. Earlier and smaller tensors are kept for
+    the CUDA graphs that use them.
+    """
+    made = _zeroed.setdefault(device, [])
+    if not made or len(made[-1]) < count:
+        made.append(torch.zeros(power_of_two(count), dtype=torch.int32, device=device))
+    return made[-1]
 
 
 def _plan(query: Tensor, cache: LayerCache, paging: Paging, device: Device, *, windowed: bool) -> LaunchPlan:
@@ -101,7 +116,7 @@ class LaunchTemplate:
 def _templates(
     out: Tensor, query: Tensor, cache: LayerCache, paging: Paging, plan: LaunchPlan, flags: dict[str, bool]
 ) -> list[LaunchTemplate]:
-    """Return the kernels of a call in order; the same for all layers whose tensors have the same layout."""
+    """Return the launches of a call in order; the same for all layers whose tensors have the same layout."""
     num_heads, head_dim = query.shape[1:]
     keys, values = cache.keys, cache.values
     shape, shared = plan.shape, paging.shared if plan.prefix else None
@@ -118,7 +133,8 @@ def _templates(
         STRIDE_S_BLOCK=cache.scale_strides[0], STRIDE_S_HEAD=cache.scale_strides[1], FORMAT=cache.format,
         GROUP=num_heads // keys.shape[1], NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_SIZE=keys.shape[2],
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        PARTIAL=plan.partial, MIN_SPLIT=launch.MIN_SPLIT,
+        PARTIAL=plan.partial, MIN_SPLIT=launch.MIN_SPLIT, PREFIX_N=plan.prefix.block_n if plan.prefix else 1,
+        MAX_SLOTS=launch.MAX_SPLITS * (2 if plan.prefix else 1),
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would drop 13 bits of fp32
         **flags, **vars(shape),
     )  # fmt: skip
@@ -131,13 +147,6 @@ def _templates(
             num_splits=plan.prefix_splits, num_warps=tile.num_warps,
         )  # fmt: skip
         made.insert(0, _template(prefix_attention_kernel, plan.prefix_grid, {**named, **prefix}))
-    if plan.partial:
-        merge = dict(
-            BLOCK_N=shape.SMALL_N, PREFIX_N=plan.prefix.block_n if plan.prefix else 1,
-            MAX_SLOTS=launch.MAX_SPLITS * (2 if plan.prefix else 1), num_warps=4,
-        )  # fmt: skip
-        grid = (paging.num_seqs, plan.queries, num_heads)
-        made.append(_template(merge_partials_kernel, grid, {**named, **merge}))
     return made
 
 
@@ -163,14 +172,16 @@ def plan_launch(
         names = dict(zip(("HAS_WINDOW", "HAS_SOFTCAP", "HAS_SINKS"), flags, strict=True))
         paging.derived[key] = plan, _templates(out, query, cache, paging, plan, names)
     plan, templates = paging.derived[key]
-    partials = logs = None
+    partials = logs = arrivals = None
     if plan.partial:
+        arrivals = _zeros(paging.num_seqs * plan.grid[1], query.device)
         rows, head_dim = paging.num_seqs * plan.slots * plan.queries * query.shape[1], query.shape[2]
         workspace = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=query.device)
         partials, logs = workspace[: rows * head_dim], workspace[rows * head_dim :]
     layer = dict(
-        out=out, partials=partials, logs=logs, query=query, key_cache=as_bytes(keys), value_cache=as_bytes(values),
-        key_scales=cache.key_scales, value_scales=cache.value_scales, sinks=sinks, window=sliding_window or 0,
+        out=out, partials=partials, logs=logs, arrivals=arrivals, query=query,
+        key_cache=as_bytes(keys), value_cache=as_bytes(values), key_scales=cache.key_scales,
+        value_scales=cache.value_scales, sinks=sinks, window=sliding_window or 0,
         scale=scale / softcap if softcap else scale * LOG2E, softcap=(softcap or 0.0) * LOG2E,
     )  # fmt: skip
     return [template.launch(layer) for template in templates]
