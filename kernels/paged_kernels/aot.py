@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 from paged_kernels import (
     add_rms_norm,
     block_copy,
+    few_rows_linear,
     kv_write,
     paged_attention,
     rope_kv_write,
@@ -74,7 +75,8 @@ class Case:
     window: bool = False
     softcap: bool = False
     sinks: bool = False
-    norm: bool = False  # rope_kv_write: RMSNorm of each head; add_rms_norm: residual
+    # rope_kv_write: RMSNorm of each head; add_rms_norm: residual; few_rows_linear: norm, residual and SwiGLU
+    norm: bool = False
     format: str | None = None  # quantized format of the pool
     # size by kind: decode, split: longest context; prefill: longest chunk; prefix: number of sequences; others: rows
     length: int = 1024
@@ -110,6 +112,8 @@ def full_grid(chip: str) -> Iterator[Case]:
     for dtype, width in itertools.product(DTYPES, (512, 4608, 8192, 16384)):
         yield from (Case(chip, "add_rms_norm", dtype, norm=norm, width=width) for norm in (False, True))
         yield Case(chip, "swiglu", dtype, width=4 * width)
+        for norm, rows in itertools.product((False, True), (16, 32, 64)):
+            yield Case(chip, "few_rows_linear", dtype, norm=norm, length=rows, width=width)
     yield from (Case(chip, kernel, dtype) for dtype, kernel in itertools.product(DTYPES, SMALL_KERNELS))
     yield from (Case(chip, "kv_write", block_size=block_size) for block_size in (1, 8, 32, 64, 256))
     yield from (Case(chip, "prefill", dtype, d, length=16) for dtype, d in itertools.product(DTYPES, (64, 128, 256)))
@@ -159,6 +163,8 @@ def small_grid(chip: str) -> Iterator[Case]:
     yield Case(chip, "decode", "fp16", 64, group=3, block_size=128)
     yield from (Case(chip, "rope_kv_write", head_dim=head_dim, norm=True) for head_dim in (80, 256))
     yield Case(chip, "add_rms_norm", norm=True)
+    yield from (Case(chip, "few_rows_linear", norm=True, length=rows, width=4096) for rows in (16, 64))
+    yield Case(chip, "few_rows_linear", "fp32", norm=True, length=64, width=4096)
     yield from (Case(chip, "rope_kv_write", "fp32", 256, norm=True, format=name) for name in FORMATS.values())
     yield from (Case(chip, kernel) for kernel in ("swiglu", *SMALL_KERNELS))
 
@@ -195,6 +201,12 @@ def _launch(case: Case) -> Launch:
     if case.kernel == "add_rms_norm":
         residual = row if case.norm else None
         return add_rms_norm.plan_launch(row, row, row, residual, tensor(case.width), 1e-5, device=device)
+    if case.kernel == "few_rows_linear":
+        out, weight = tensor(case.length, 1024), tensor(2048 if case.norm else 1024, case.width)
+        residual, norm = (row, tensor(case.width)) if case.norm else (None, None)
+        return few_rows_linear.plan_launch(
+            out, residual, row, residual, norm, 1e-5, weight, None, swiglu=case.norm, device=device
+        )
     if case.kernel == "swiglu":
         return swiglu.plan_launch(row, tensor(case.length, 2 * case.width), device=device)
     if case.kernel == "block_copy":

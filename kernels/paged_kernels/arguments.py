@@ -68,3 +68,15 @@ def check_add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> No
 def check_swiglu(gate_up: Tensor) -> None:
     """Assert that a row has two halves."""
     assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, gate_up.shape
+
+
+def check_few_rows_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm: Tensor | None, *, swiglu: bool
+) -> None:
+    """Assert that the shapes and types match."""
+    assert x.dim() == weight.dim() == 2 and weight.shape[1] == x.shape[1], (x.shape, weight.shape)
+    assert weight.dtype == x.dtype and weight.stride(1) == 1, (weight.dtype, x.dtype, weight.stride())
+    assert not swiglu or len(weight) % 2 == 0, weight.shape
+    assert bias is None or bias.shape == weight.shape[:1], (bias, weight.shape)
+    assert residual is None or (residual.shape == x.shape and residual.dtype == x.dtype), (residual, x.shape)
+    assert norm is None or norm.shape == x.shape[1:], (norm, x.shape)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from paged_kernels.attention_tile import attend_keys, find_sequence, key_range, split_len_of, unmasked_range
+from paged_kernels.splits import is_last
 
 
 @triton.jit
@@ -94,7 +95,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
                     partials, logs, found, log, is_query, place + split * queries, head, NUM_HEADS, HEAD_DIM, BLOCK_D
                 )  # fmt: skip
                 is_done = False
-                if _is_last(arrivals + seq * tl.num_programs(1) + tl.program_id(1), own):
+                if is_last(arrivals + seq * tl.num_programs(1) + tl.program_id(1), own):
                     found = _merge_partials(
                         partials, logs, sink, is_query, place * NUM_HEADS + head, own, parts, num_splits,
                         queries * NUM_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, MAX_SLOTS,
@@ -104,17 +105,6 @@ def _attend_tile(  # type: ignore[no-untyped-def]
                 found = tl.where(log > float("-inf"), 1.0 / (1.0 + tl.exp2(sink - log)), 0.0)[:, None] * found
         if is_done:
             tl.store(out + o_offset[:, None] + d[None, :], found.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _is_last(arrivals, count):  # type: ignore[no-untyped-def]
-    """Return whether `count` programs, including this one, have stored their results. Resets the counter after the
-    last one, for the next launch."""
-    tl.debug_barrier()  # all threads of the program have stored
-    last = tl.atomic_add(arrivals, 1, sem="acq_rel") == count - 1
-    if last:
-        tl.store(arrivals, 0)
-    return last
 
 
 @triton.jit

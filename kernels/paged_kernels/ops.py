@@ -86,6 +86,22 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
+def few_rows_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compute a linear layer with what surrounds it; see `paged_kernels.few_rows_linear.few_rows_linear`."""
+    multiply = _dispatch(x, "few_rows_linear")
+    y, total = multiply(x, weight, bias, residual=residual, norm=norm, eps=eps, swiglu=swiglu)
+    return y, total
+
+
 def sample(logits: Tensor, metadata: SamplingMetadata | None, *, out: Tensor | None = None) -> Tensor:
     """Sample one token per row; see `paged_kernels.sampling.sample`."""
     tokens: Tensor = _dispatch(logits, "sample", "sampling")(logits, metadata, out=out)

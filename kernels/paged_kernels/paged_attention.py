@@ -14,9 +14,10 @@ from paged_kernels import launch
 from paged_kernels.arguments import check_paged_attention
 from paged_kernels.attention_kernels import paged_attention_kernel, prefix_attention_kernel
 from paged_kernels.launch import Device, Launch, LaunchShape, device_of, launch_shape
-from paged_kernels.launch_table import Tile, power_of_two
+from paged_kernels.launch_table import Tile
 from paged_kernels.layer_cache import LayerCache, as_bytes
 from paged_kernels.paging import Paging
+from paged_kernels.splits import zeros
 
 LOG2E = 1.4426950408889634
 
@@ -46,21 +47,6 @@ class LaunchPlan:
     def partial(self) -> bool:
         """Whether a row has several partial results, which are merged."""
         return self.slots > 1
-
-
-_zeroed: dict[torch.device, list[Tensor]] = {}
-
-
-def _zeros(count: int, device: torch.device) -> Tensor:
-    """Return at least `count` int32 zeros, which kernels may change if they leave zeros behind.
-
-    All launches of a device share them, since they run one after the other. Earlier and smaller tensors are kept for
-    the CUDA graphs that use them.
-    """
-    made = _zeroed.setdefault(device, [])
-    if not made or len(made[-1]) < count:
-        made.append(torch.zeros(power_of_two(count), dtype=torch.int32, device=device))
-    return made[-1]
 
 
 def _plan(query: Tensor, cache: LayerCache, paging: Paging, device: Device, *, windowed: bool) -> LaunchPlan:
@@ -174,7 +160,7 @@ def plan_launch(
     plan, templates = paging.derived[key]
     partials = logs = arrivals = None
     if plan.partial:
-        arrivals = _zeros(paging.num_seqs * plan.grid[1], query.device)
+        arrivals = zeros(paging.num_seqs * plan.grid[1], query.device)
         rows, head_dim = paging.num_seqs * plan.slots * plan.queries * query.shape[1], query.shape[2]
         workspace = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=query.device)
         partials, logs = workspace[: rows * head_dim], workspace[rows * head_dim :]

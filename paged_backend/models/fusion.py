@@ -1,10 +1,10 @@
 """Fused decoder layers, which run the operations between two attention calls in few kernel launches.
 
     transformers                                   fused
-    norm, q_proj, k_proj, v_proj                   pre_attention: add + norm, one projection
+    norm, q_proj, k_proj, v_proj                   norm_project: add + norm, one projection
     rotate, write, attend                          rope_kv_write, attend_pages
-    o_proj, add, norm, gate, up, silu, mul, down   post_attention: o_proj, add + norm, one projection, swiglu, down
-    add                                            in the next layer's pre_attention, or in the norm after the last
+    o_proj, add, norm, gate, up, silu, mul, down   post_attention: o_proj, norm_swiglu (one projection), down
+    add                                            in the next layer's norm_project, or in the norm after the last
 
 Projections of the same input are joined into one weight, and the model's own parameters become views of it. Memory use
 does not grow, and the original layers stay intact: removing the fused `forward` restores them.
@@ -28,11 +28,12 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from paged_backend.models.attention import AttentionMeta, AttentionSpec, attend_pages, reject_unsupported
+from paged_backend.models.few_rows import FewRowsWeight, Measure, choose_max_rows, norm_project, norm_swiglu
 from paged_backend.models.linear import GroupedCopy, Weight, has_custom_forward, project
 from paged_backend.models.native_decoder import NativeDecoder
 from paged_kernels.cpu import native
 from paged_kernels.cpu.packed_linear import GROUP
-from paged_kernels.ops import add_rms_norm, kv_write, rope_kv_write, swiglu
+from paged_kernels.ops import add_rms_norm, kv_write, rope_kv_write
 
 log = logging.getLogger("paged_llm")
 
@@ -57,18 +58,6 @@ class HiddenStates(NamedTuple):
     residual: Tensor | None  # [num_tokens, hidden]; None before the first layer
 
 
-def pre_attention(
-    output: Tensor, residual: Tensor | None, norm: Tensor, eps: float, qkv: Weight, qkv_bias: Tensor | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run the operations before attention: add, normalize and project.
-
-    Returns the joined queries, keys and values [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], and the
-    residual [num_tokens, hidden].
-    """
-    normed, total = add_rms_norm(output, residual, norm, eps)
-    return project(normed, qkv, qkv_bias), total
-
-
 def post_attention(
     attended: Tensor,  # [num_tokens, num_heads * head_dim]
     residual: Tensor,
@@ -85,8 +74,8 @@ def post_attention(
 
     Returns the output of the MLP and the residual, both [num_tokens, hidden].
     """
-    normed, total = add_rms_norm(project(attended, o, o_bias), residual, norm, eps)
-    return project(swiglu(project(normed, gate_up, gate_up_bias)), down, down_bias), total
+    activated, total = norm_swiglu(project(attended, o, o_bias), residual, norm, eps, gate_up, gate_up_bias)
+    return project(activated, down, down_bias), total
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +85,7 @@ class FusedLayer:
     attention: nn.Module
     spec: AttentionSpec
     head_counts: tuple[int, int, int]  # heads of queries, keys and values
-    pre_arguments: tuple[Any, ...]  # arguments of `pre_attention` after the hidden states
+    pre_arguments: tuple[Any, ...]  # arguments of `norm_project` after the hidden states
     post_arguments: tuple[Any, ...]  # arguments of `post_attention` after attention output and residual
     head_norms: dict[str, Any]
 
@@ -111,9 +100,15 @@ class FusedLayer:
     ) -> HiddenStates:
         reject_unsupported(self.attention, rest, mask=attention_mask, dropout=0.0, is_causal=None)
         states = hidden_states if isinstance(hidden_states, HiddenStates) else HiddenStates(hidden_states[0], None)
-        qkv, residual = pre_attention(*states, *self.pre_arguments)
+        qkv, residual = norm_project(*states, *self.pre_arguments)
         attended = self._attend(qkv, position_embeddings, paged)
         return HiddenStates(*post_attention(attended.flatten(1), residual, *self.post_arguments))
+
+    @property
+    def weights(self) -> tuple[Weight, Weight, Weight, Weight]:
+        """The weights of the projections, in the order of `JOINED`."""
+        o, gate_up, down = (self.post_arguments[index] for index in (0, 4, 6))
+        return self.pre_arguments[2], o, gate_up, down
 
     def with_weights(self, convert: Callable[[Weight, Sequence[str]], Weight]) -> FusedLayer:
         """Return a copy with converted weights. `convert` gets a weight and its projections' names."""
@@ -156,6 +151,33 @@ class FusedModel:
             )
             for layer in self.layers
         ]
+        self._use(layers)
+
+    def install_few_rows(self, measure: Measure) -> bool:
+        """Make the model run the fused layers with `few_rows_linear`, for each projection up to the number of rows for
+        which it is faster. Returns whether it is for any."""
+        norm, eps, _, qkv_bias = self.layers[0].pre_arguments
+        _, o_bias, post_norm, post_eps, _, gate_up_bias, _, down_bias = self.layers[0].post_arguments
+        runs: list[Callable[[Tensor, Weight], Any]] = [
+            lambda x, weight: norm_project(x, x, norm, eps, weight, qkv_bias),
+            lambda x, weight: project(x, weight, o_bias),
+            lambda x, weight: norm_swiglu(x, x, post_norm, post_eps, weight, gate_up_bias),
+            lambda x, weight: project(x, weight, down_bias),
+        ]
+        weights = zip(*(layer.weights for layer in self.layers), strict=True)
+        max_rows = {
+            names: choose_max_rows(some, run, measure) for names, some, run in zip(JOINED, weights, runs, strict=True)
+        }
+        log.info("rows up to which projections take one launch: %s", {names[0]: n for names, n in max_rows.items()})
+
+        def convert(weight: Weight, names: Sequence[str]) -> Weight:
+            rows = max_rows[tuple(names)]
+            return FewRowsWeight(weight, rows) if rows and isinstance(weight, Tensor) else weight
+
+        self._use([layer.with_weights(convert) for layer in self.layers])
+        return any(max_rows.values())
+
+    def _use(self, layers: Sequence[FusedLayer]) -> None:
         decoder = self.model.model
         for module, layer in zip(decoder.layers, layers, strict=True):
             module.forward = layer

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from paged_backend.models import few_rows
 from paged_backend.models.attention import AttentionSpec
 from paged_backend.models.fusion import FusedModel, fuse
 from paged_backend.models.linear import Weight, WeightPacker, plain_linears, release, replace_forwards
@@ -62,6 +63,9 @@ def model_variants(
             yield ModelVariant(f"{shape}, with {quantizer.description}", quantizer.replaced)
         undo()
     if isinstance(fused, FusedModel):
+        on_gpu = model.device.type == "cuda" and model.dtype in few_rows.DTYPES
+        if on_gpu and fused.install_few_rows(few_rows.measure_on_gpu):
+            yield ModelVariant(f"{shape}, with one launch for few rows")
         yield from _packed(model, use, shape)
         fused.install()
         yield ModelVariant(shape)

@@ -2,7 +2,13 @@
 
 import gc
 import itertools
+import json
 import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +21,7 @@ from paged_backend.execution import drafter, graph_shapes, graphs, runner
 from paged_kernels import cascade
 from tests.support.in_process import WAIT, running, tiny_assembly
 
+ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = {"max_tokens": 12}
 
 
@@ -324,3 +331,19 @@ def test_draft_model_also_runs_steps_without_drafts(tiny, capture):
 
 def test_cpu_has_no_graph_capture():
     assert graphs.graph_capture(torch.device("cpu")) is None
+
+
+def test_a_decode_step_is_one_copy_one_graph_and_one_copy_back():
+    """With the kernels that a GPU runs: six launches per layer, and none outside of the graph."""
+    command = [sys.executable, "-m", "tests.support.fake_decode_step", "qwen3"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    two_layers, four_layers = json.loads(done.stdout.splitlines()[-1]).values()
+    for outside in two_layers["outside"]:
+        assert outside == ["copy_", "clone"]  # of the inputs, and of the sampled tokens to the host
+    for size, operations in two_layers["graphs"].items():
+        more = Counter(four_layers["graphs"][size])
+        more.subtract(operations)
+        assert sum(more.values()) == 2 * 6, size
+        assert len(operations) - sum(more.values()) <= 17, size

@@ -27,7 +27,7 @@ def check(rows: list[dict]) -> None:
     kernels, formats = ("decode", "split", "prefill", "prefix", "kv_write", "rope_kv_write"), (None, "int8", "fp8")
     expected = {
         *itertools.product(kernels, formats),
-        *((kernel, None) for kernel in ("add_rms_norm", "swiglu", *SMALL_KERNELS)),
+        *((kernel, None) for kernel in ("add_rms_norm", "few_rows_linear", "swiglu", *SMALL_KERNELS)),
     }
     assert {(row["kernel"], row["format"]) for row in rows} == expected
 

@@ -9,7 +9,7 @@ import transformers as hf
 from torch import nn
 
 from paged_backend.loading import verification
-from paged_backend.models import fusion, linear
+from paged_backend.models import few_rows, fusion, linear
 from paged_backend.models.attention import AttentionSpec, UnsupportedModel
 from paged_backend.models.native_decoder import runs_natively
 from paged_kernels.cpu import native
@@ -89,8 +89,8 @@ def test_fusing_keeps_memory_and_parameter_values():
 
 def test_failed_verification_falls_back_to_unfused_layers(tmp_path, monkeypatch, caplog):
     model = save_tiny(FAMILIES["llama"](), tmp_path)
-    swiglu = fusion.swiglu
-    monkeypatch.setattr(fusion, "swiglu", lambda gate_up: swiglu(gate_up) * 1.5)
+    swiglu = few_rows.swiglu
+    monkeypatch.setattr(few_rows, "swiglu", lambda gate_up: swiglu(gate_up) * 1.5)
     assembly = tiny_assembly(tmp_path)
     assert not is_fused(assembly.loaded.model)
     assert "LlamaForCausalLM, fused: logits at position" in caplog.text

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +29,8 @@ from paged_backend.engine import warm_up
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.execution import runner
 from paged_backend.execution.batch import pack
+from paged_backend.models import few_rows, linear
+from paged_backend.models.fusion import FusedModel
 from paged_kernels import ops
 from paged_kernels.cpu import native
 from tests.support.in_process import TINY, running, save_tiny
@@ -36,8 +39,8 @@ SHAPES: dict[str, Any] = dict(
     vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, max_position_embeddings=16384
 )
 FAMILIES = {
-    "llama": LlamaConfig(**SHAPES, num_attention_heads=4, num_key_value_heads=2),
-    "qwen3": Qwen3Config(**SHAPES, num_attention_heads=16, num_key_value_heads=8, head_dim=128),
+    "llama": partial(LlamaConfig, **SHAPES, num_attention_heads=4, num_key_value_heads=2),
+    "qwen3": partial(Qwen3Config, **SHAPES, num_attention_heads=16, num_key_value_heads=8, head_dim=128),
 }
 OPTIONS: dict[str, Any] = dict(
     block_size=16, num_gpu_blocks_override=4000, max_num_seqs=64, max_num_batched_tokens=2048, swap_space=1
@@ -87,12 +90,24 @@ class Recorder:
         return taken
 
 
-def load(family: str, options: dict[str, Any]) -> tuple[EngineConfig, Assembly]:
-    """Load a tiny model for the CPU, without the C++ kernels, whose fused layers a GPU does not use."""
-    with tempfile.TemporaryDirectory() as directory, mock.patch.object(native, "levels", return_value=()):
-        save_tiny(FAMILIES[family], Path(directory))
+def load(family: str, options: dict[str, Any], **changes: Any) -> tuple[EngineConfig, Assembly]:
+    """Load a tiny model for the CPU, without C++ kernels and packed weights, which a GPU does not use.
+
+    Projections take one launch for few rows, as if that were faster for all. changes: of the model's configuration.
+    """
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        mock.patch.object(native, "levels", return_value=()),
+        mock.patch.object(linear, "MIN_ELEMENTS", 2**60),
+    ):
+        save_tiny(FAMILIES[family](**changes), Path(directory))
         config = EngineConfig.from_options({"model": directory} | TINY | OPTIONS | options)
-        return config, assemble(config)
+        assembly = assemble(config)
+    model = assembly.loaded.model
+    if model.dtype in few_rows.DTYPES:
+        fused = FusedModel(model, tuple(layer.forward for layer in model.model.layers))
+        fused.install_few_rows(lambda calls: float(not isinstance(calls[0].args[1], few_rows.FewRowsWeight)))
+    return config, assembly
 
 
 @contextmanager

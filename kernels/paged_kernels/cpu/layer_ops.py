@@ -1,9 +1,9 @@
-"""RMSNorm and SwiGLU in plain PyTorch: for a CPU without compiled kernels, and for torch.compile to fuse."""
+"""RMSNorm, SwiGLU, and linear layers with both, in plain PyTorch."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_kernels.arguments import check_add_rms_norm, check_swiglu
+from paged_kernels.arguments import check_add_rms_norm, check_few_rows_linear, check_swiglu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -24,3 +24,23 @@ def swiglu(gate_up: Tensor) -> Tensor:
     check_swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=1)
     return F.silu(gate) * up
+
+
+def few_rows_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compute `paged_kernels.few_rows_linear.few_rows_linear`."""
+    check_few_rows_linear(x, weight, bias, residual, norm, swiglu=swiglu)
+    total = x if residual is None else x + residual
+    y = F.linear(total if norm is None else rms_norm(total, norm, eps), weight, bias)
+    if swiglu:
+        gate, up = y.chunk(2, dim=1)
+        y = F.silu(gate) * up
+    return y, total

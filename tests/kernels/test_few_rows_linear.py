@@ -1,0 +1,93 @@
+"""Linear layers over few rows: Triton in the interpreter or on a GPU, and PyTorch on a CPU."""
+
+import itertools
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from paged_kernels import few_rows_linear as module
+from paged_kernels.cpu import layer_ops
+from paged_kernels.few_rows_linear import few_rows_linear, few_rows_linear_reference
+from paged_kernels.launch import Device
+from tests.support.layer_cases import normal
+
+TOLERANCES = {
+    torch.float32: dict(rtol=1e-4, atol=1e-4),
+    torch.float16: dict(rtol=1e-2, atol=1e-2),
+    torch.bfloat16: dict(rtol=4e-2, atol=4e-2),
+}
+VARIANTS = [
+    {},
+    {"bias"},
+    {"norm"},
+    {"norm", "residual"},
+    {"norm", "residual", "swiglu"},
+    {"norm", "residual", "swiglu", "bias"},
+]
+SHAPES = [(1, 96, 64), (5, 300, 40), (17, 1100, 33), (70, 64, 16)]  # rows, inputs, outputs
+
+
+def inputs(variant, shape, dtype, device):
+    rows, width, outputs = shape
+    weight_rows = 2 * outputs if "swiglu" in variant else outputs
+
+    def tensor(*size, seed, scale=1.0):
+        return (scale * normal(*size, dtype=torch.float32, device=device, seed=seed)).to(dtype)
+
+    optional = dict(
+        bias=tensor(weight_rows, seed=2) if "bias" in variant else None,
+        residual=tensor(rows, width, seed=3) if "residual" in variant else None,
+        norm=tensor(width, seed=4) if "norm" in variant else None,
+    )
+    settings = dict(eps=1e-5, swiglu="swiglu" in variant)
+    return (tensor(rows, width, seed=0), tensor(weight_rows, width, seed=1, scale=width**-0.5)), optional | settings
+
+
+@pytest.fixture(params=[8, 1000], ids=["one split", "splits"])
+def multiprocessors(request, monkeypatch):
+    """Few multiprocessors are filled by tiles of outputs, many by splits of the inputs."""
+    monkeypatch.setattr(module, "device_of", lambda device: Device("sm_90", request.param))
+    monkeypatch.setattr(module, "MIN_SPLIT_STEPS", 1)
+
+
+CASES = [
+    *itertools.product([few_rows_linear], [None], [torch.float32, torch.float16]),
+    *itertools.product([layer_ops.few_rows_linear], ["cpu"], [torch.float32, torch.bfloat16]),
+]
+
+
+@pytest.mark.parametrize(("implementation", "where", "dtype"), CASES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "+".join(sorted(variant)) or "plain")
+@pytest.mark.usefixtures("multiprocessors")
+def test_few_rows_linear(implementation, where, dtype, shape, variant, device):
+    (x, weight), options = inputs(variant, shape, dtype, where or device)
+    found, total = implementation(x, weight, **options)
+    expected, expected_total = few_rows_linear_reference(x, weight, **options)
+    assert_close(found, expected, **TOLERANCES[dtype])
+    assert torch.equal(total, expected_total)
+    assert found.shape == expected.shape and found.dtype == dtype
+
+
+@pytest.mark.usefixtures("multiprocessors")
+def test_a_row_does_not_depend_on_the_others(device):
+    """Rows in tiles of 16, 32 and 64 rows: the order of each sum is the same."""
+    (x, weight), options = inputs({"norm", "residual", "swiglu"}, (50, 600, 20), torch.float32, device)
+    whole, _ = few_rows_linear(x, weight, **options)
+    residual = options.pop("residual")
+    for rows in (1, 16, 17, 33):
+        part, _ = few_rows_linear(x[:rows], weight, residual=residual[:rows], **options)
+        assert_close(part, whole[:rows], rtol=1e-6, atol=1e-6)
+
+
+def test_no_rows(device):
+    (x, weight), options = inputs({"norm"}, (0, 32, 16), torch.float32, device)
+    assert few_rows_linear(x, weight, **options)[0].shape == (0, 16)
+
+
+def test_strided_rows(device):
+    (x, weight), options = inputs({"norm", "residual"}, (4, 64, 16), torch.float32, device)
+    wide = torch.stack((x, x), 1)[:, 0]
+    expected = few_rows_linear(x, weight, **options)
+    assert all(map(torch.equal, few_rows_linear(wide, weight, **options), expected))
