@@ -48,7 +48,7 @@ def streamed(server, body):
 
 
 def test_statuses_of_a_busy_and_of_a_stopping_server(tiny, tmp_path):
-    repository = faults.faulty_repository(tmp_path / "repository", {"slow_steps": 100})
+    repository = faults.faulty_repository(tmp_path / "repository", {"slow_steps": 400})
     options = {"dtype": "float32", "max_num_seqs": 1, "max_queue_size": 1, "first_response_ms": -1}
     with (
         TritonServer(tiny[0], options, repository=repository) as server,
@@ -79,7 +79,7 @@ def test_statuses_of_a_busy_and_of_a_stopping_server(tiny, tmp_path):
             assert f'data: {{"error":"{ENDED}"}}' in reply.read().decode()
         idle(server)
 
-        running.send("last", **sampling(max_tokens=60))
+        running.send("last", **sampling(max_tokens=20))
         assert not running.next().error
         server.terminate()
         until(lambda: closed(server), "the end of HTTP")

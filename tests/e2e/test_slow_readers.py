@@ -5,10 +5,12 @@ are not affected, and all memory is released once the slow readers continue or d
 """
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -45,10 +47,14 @@ def asked(server):
 
 
 class Stopped:
-    """A process of gRPC clients that stops reading once each stream has its first tokens."""
+    """A process of gRPC clients that stops itself once each stream has its first tokens.
+
+    A signal of this process could arrive after it has read everything.
+    """
 
     def __init__(self, server, request):
         plans = [Plan(f"slow{number}", "grpc", request, allowed_ends=("UNAVAILABLE",)) for number in range(READERS)]
+        self.history = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -57,30 +63,26 @@ class Stopped:
                 str(server.http_port),
                 server.grpc_url,
                 "return_logprobs",
+                "--stop",
             ],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=self.history,
             text=True,
         )
         self.process.stdin.write("".join(json.dumps(to_json(plan)) + "\n" for plan in plans))
         self.process.stdin.close()
-        self.events = []
-        answered = set()
-        while len(answered) < READERS:  # a process that is stopped earlier may not have sent all its requests
-            self.events.append(json.loads(self.process.stdout.readline()))
-            if self.events[-1]["kind"] in ("tokens", "terminal"):
-                answered.add(self.events[-1]["id"])
-        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def read_on(self):
         """Read the buffered responses: each stream gets its own tokens, and the error that ended it."""
         self.process.send_signal(signal.SIGCONT)
-        self.events += map(json.loads, self.process.stdout)
         assert self.process.wait() == 0
-        verdict = check(self.events)
+        self.history.seek(0)
+        events = [json.loads(line) for line in self.history]
+        verdict = check(events)
         assert not verdict.problems, str(verdict)
         assert verdict.outcomes == {"UNAVAILABLE": READERS}
-        errors = [event["error"] for event in self.events if event["kind"] == "terminal"]
+        errors = [event["error"] for event in events if event["kind"] == "terminal"]
         assert all(f"its answer is larger than max_response_mib={MIB}" in error for error in errors)
 
     def die(self):
