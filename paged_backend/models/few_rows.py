@@ -20,7 +20,7 @@ from torch import Tensor
 from paged_backend.models.linear import Weight, project
 from paged_kernels.ops import add_rms_norm, few_rows_linear, swiglu
 
-ROWS = (1, 8, 16, 32, 64)  # numbers of rows that are measured
+ROWS = (1, 4, 16, 32)  # numbers of rows that are measured
 MAX_LAYERS = 16  # layers whose weights are used in rotation, so that they are not in the L2 cache
 REPEATS = 5
 DTYPES = (torch.bfloat16, torch.float32)  # in fp16 the product of hidden states and the norm's weight may overflow

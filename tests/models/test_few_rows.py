@@ -46,7 +46,7 @@ def test_plain_projection(rows, launches):
     assert launches == ([rows] if rows <= 8 else [])
 
 
-@pytest.mark.parametrize(("faster_up_to", "expected"), [(0, 0), (1, 1), (16, 16), (20, 16), (1000, 64)])
+@pytest.mark.parametrize(("faster_up_to", "expected"), [(0, 0), (1, 1), (16, 16), (20, 16), (1000, 32)])
 def test_largest_number_of_rows_for_which_one_launch_is_faster(faster_up_to, expected):
     seconds = []
 
