@@ -146,7 +146,7 @@ def test_injected_faults_are_detected(printable, tmp_path):
     asked = {"leak_block": 900, "wrong_token": 9000, "drop_final": 450, "double_final": 500}
     repository = faults.inject_into_repository(with_floor(tmp_path / "repository"), asked)
     with TritonServer(printable[0], OPTIONS, repository=repository) as server:
-        stress = StressTest(server, tmp_path, SEED, timeout=5, control=True)
+        stress = StressTest(server, tmp_path, SEED, timeout=40, control=True)
         # A wrong token after a stop string would not be visible.
         stress.requests = [one for one in stress.requests if "stop" not in one.sampling]
         verdict = stress.steady(600)

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,7 +29,8 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.engine import warm_up
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.execution import runner
-from paged_backend.execution.batch import pack
+from paged_backend.execution.batch import PackedBatch, pack
+from paged_backend.execution.runner import PendingStep
 from paged_backend.models import few_rows, linear
 from paged_backend.models.fusion import FusedModel
 from paged_kernels import ops
@@ -45,7 +47,7 @@ FAMILIES = {
 OPTIONS: dict[str, Any] = dict(
     block_size=16, num_gpu_blocks_override=4000, max_num_seqs=64, max_num_batched_tokens=2048, swap_space=1
 )
-REQUESTS = 600
+REQUESTS = 300
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 1.0},
@@ -140,18 +142,30 @@ def run_warm_up(config: EngineConfig, assembly: Assembly) -> None:
 
 
 def serve_requests(assembly: Assembly, seed: int) -> None:
-    """Run random requests in groups of random sizes, many of which share a prefix."""
+    """Run random requests in groups of random sizes, many of which share a prefix.
+
+    No step begins before a group is complete: steps take so little time here that requests would run one by one.
+    """
     rnd = random.Random(seed)
     prefix = [rnd.randrange(3, 256) for _ in range(1000)]
+    complete, launch = threading.Event(), assembly.runner.launch
+
+    def launch_complete(packed: PackedBatch) -> PendingStep:
+        complete.wait()
+        return launch(packed)
+
+    assembly.runner.launch = launch_complete  # type: ignore[method-assign]
     with running(assembly) as engine:
         left = REQUESTS
         while left > 0:
             count = min(left, rnd.choice((1, 1, 1, 2, 5, 20, 64, 100)))
             keys = []
+            complete.clear()
             for _ in range(count):
                 length = int(2 ** rnd.uniform(0, rnd.choice((6, 9, 11, 13))))
                 prompt = prefix[: rnd.choice((0, 0, 100, 1000))] + [rnd.randrange(3, 256) for _ in range(length)]
                 keys.append(engine.submit(prompt, max_tokens=rnd.choice((1, 3, 20)), **rnd.choice(SAMPLINGS)))
+            complete.set()
             engine.wait(*keys)
             left -= count
 
