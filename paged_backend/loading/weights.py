@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GgufConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import is_accelerate_available
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
@@ -23,7 +24,7 @@ def load_weights(
 ) -> PreTrainedModel:
     """Load the model, or this rank's shards of it, in `dtype`. Raises ConfigError."""
     if config.load_format == "dummy":
-        return _random_weights(config, hf_config, dtype)
+        return _random_weights(config, hf_config, dtype, device)
     try:
         with weights_reported():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -66,19 +67,25 @@ def _format_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for the format of the weights.
 
-    Quantized weights are loaded directly to their device, because some formats select their kernels by it.
+    Weights are read directly to a GPU, one file after the other, instead of all of them to host memory first. Quantized
+    weights are also read directly to a CPU, because some formats select their kernels by the device.
     """
     if path.suffix == GGUF:
         return {"quantization_config": GgufConfig(dequantize=True)}
     quantization: Any = getattr(hf_config, "quantization_config", None)
     if is_dequantized(hf_config, path):
         quantization["dequantize"] = True
-    on_device = {"device_map": device} if quantization and config.tensor_parallel_size == 1 else {}
-    return {"use_safetensors": True, **on_device}
+    to_gpu = device.type != "cpu" and is_accelerate_available()
+    is_whole = config.tensor_parallel_size == 1
+    return {"use_safetensors": True} | ({"device_map": device} if is_whole and (quantization or to_gpu) else {})
 
 
-def _random_weights(config: EngineConfig, hf_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    with torch.random.fork_rng():
+def _random_weights(
+    config: EngineConfig, hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Return a model with random weights, which are generated on the device, or for several ranks on the CPU."""
+    where = device if config.tensor_parallel_size == 1 else torch.device("cpu")
+    with torch.random.fork_rng(), where:
         torch.manual_seed(config.seed)
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation="eager", trust_remote_code=config.trust_remote_code

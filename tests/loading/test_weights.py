@@ -8,6 +8,9 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GgufConfig
 
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
+from paged_backend.loading import weights
 from paged_kernels.cpu import native
 from tests.support.gguf import CONFIG, write_gguf
 from tests.support.in_process import byte_tokenizer, generate_with_transformers, running, save_tiny, tiny_assembly
@@ -53,3 +56,36 @@ def test_gguf_file_loads(tmp_path, format, caplog):
     )
     stays_quantized = format != "F16" and bool(native.levels())
     assert ("with the GGUF file's weights" in caplog.text) == stays_quantized
+
+
+def config_of(path, **options):
+    return EngineConfig.from_options({"model": str(path)} | options)
+
+
+def test_dummy_weights_are_generated_on_the_device(tiny):
+    shape = hf.AutoConfig.from_pretrained(tiny[0])
+    config = config_of(tiny[0], load_format="dummy")
+    model = weights.load_weights(config, shape, tiny[0], torch.float32, torch.device("meta"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    made = [weights.load_weights(config, shape, tiny[0], torch.float32, torch.device("cpu")) for _ in range(2)]
+    pairs = zip(*(model.parameters() for model in made), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize(
+    ("device", "accelerate", "expected"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_files_are_read_to_a_gpu(tiny, monkeypatch, device, accelerate, expected):
+    asked = {}
+
+    def from_pretrained(**options):
+        asked.update(options)
+        raise OSError("no GPU")
+
+    monkeypatch.setattr(weights.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(weights, "is_accelerate_available", lambda: accelerate)
+    with pytest.raises(ConfigError, match="no GPU"):
+        weights.load_weights(
+            config_of(tiny[0]), hf.AutoConfig.from_pretrained(tiny[0]), tiny[0], torch.float32, torch.device(device)
+        )
+    assert asked.get("device_map") == (torch.device(device) if expected else None)
