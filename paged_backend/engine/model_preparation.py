@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.runner_builder import build_runner, capture_graphs, graph_shapes_of
-from paged_backend.engine.warm_up import warm_up
+from paged_backend.engine.warm_up import measure_decode, warm_up
 from paged_backend.execution.cpu_threads import count_threads
 from paged_backend.execution.runner import Runner
 from paged_backend.loading import model_loader
@@ -28,7 +28,8 @@ class PreparedModel:
     runner: Runner
     num_blocks: int
     num_host_blocks: int
-    seconds_per_token: float
+    seconds_per_token: float  # time per token in the largest step
+    decode_seconds: float  # time of a decode step of a few sequences; 0 on a CPU
 
 
 def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> PreparedModel:
@@ -54,4 +55,5 @@ def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> Prepar
     capture_graphs(config, loaded, runner, graph_shapes_of(config, runner), report=True)
     if not tp_group.all_reduce_min(runner.has_graphs):  # NCCL calls: captured on all ranks or none
         runner.release_graphs()
-    return PreparedModel(loaded, runner, num_blocks, num_host_blocks, warmed.seconds_per_token)
+    decode_seconds = measure_decode(config, loaded, runner) if device.type == "cuda" else 0.0
+    return PreparedModel(loaded, runner, num_blocks, num_host_blocks, warmed.seconds_per_token, decode_seconds)

@@ -203,6 +203,16 @@ def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
+def measure_decode(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> float:
+    """Measure the seconds of a decode step of a few sequences. Called before any request, as it overwrites block 0."""
+    plan = next(warm_up_plans(config, loaded.spec.max_model_len, loaded.spec.vocab_size))
+
+    def step() -> None:
+        runner.launch(pack(plan, block_size=config.block_size)).result()
+
+    return _median_seconds(step, runner.kv.device)
+
+
 def measure_costs(runner: Runner, seconds_per_token: float, num_host_blocks: int) -> Costs:
     """Measure the costs that decide between swapping and recomputing. Called before any request, as it overwrites the
     first blocks."""

@@ -57,16 +57,15 @@ class Scheduler:
         session_blocks: int = 0,
         proposer: Proposer | None = None,
         max_draft_tokens: int = 0,
-        step_seconds: float | None = None,
+        prefill_budget: PrefillBudget | None = None,
         max_loras: int = 0,
         fair_tenants: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         """preemption: "swap", "recompute", or "auto" for the cheaper one. session_blocks: maximum blocks pinned for
-        sessions between turns. max_draft_tokens: maximum per sequence and step. step_seconds: target time of a step
-        that decodes, which limits its prompt tokens. max_loras: maximum adapters on the device. fair_tenants: within a
-        priority, admit the tenant that was served the fewest tokens instead of first come, first served. clock: returns
-        seconds.
+        sessions between turns. max_draft_tokens: maximum per sequence and step. prefill_budget: limits the prompt
+        tokens of a step that decodes. max_loras: maximum adapters on the device. fair_tenants: within a priority, admit
+        the tenant that was served the fewest tokens instead of first come, first served. clock: returns seconds.
         """
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.blocks = blocks
@@ -100,9 +99,7 @@ class Scheduler:
         self._committer = StepCommitter(self._requests, self._tables, self._beams, self._counters)
         self._proposer = proposer if max_draft_tokens else None
         self._max_draft_tokens = max_draft_tokens
-        self._prefill_budget = (
-            PrefillBudget(step_seconds, self.costs.token, max_num_batched_tokens) if step_seconds else None
-        )
+        self._prefill_budget = prefill_budget
         self._clock = clock
         self._in_flight = 0  # plans that were neither committed nor failed
         self._blocked = False  # whether a request waits for a commit

@@ -1,9 +1,13 @@
 """Assembling an engine: options that exceed the model or the memory, and the size of the pool."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.engine import assembly
 from paged_backend.memory import kv_cache
 from paged_backend.memory.kv_cache import LayerShape
 from tests.support.in_process import tiny_assembly
@@ -25,6 +29,22 @@ from tests.support.in_process import tiny_assembly
 def test_option_beyond_model_or_memory_is_rejected(tiny, options, reason):
     with pytest.raises(ConfigError, match=reason):
         tiny_assembly(tiny[0], **options)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "tokens"),
+    [
+        ("cpu", {}, 1000),  # 0.1 s
+        ("cuda", {}, 300),  # 2.5 times a decode step
+        ("cuda", {"target_step_ms": 20}, 200),
+        ("cuda", {"target_step_ms": 1e6}, 2048),
+    ],
+)
+def test_prompt_tokens_beside_decode_follow_the_target_time_of_a_step(device, options, tokens):
+    config = EngineConfig.from_options({"model": "x", "max_num_batched_tokens": 2048} | options)
+    runner = SimpleNamespace(kv=SimpleNamespace(device=torch.device(device)))
+    prepared = SimpleNamespace(runner=runner, seconds_per_token=1e-4, decode_seconds=0.012)
+    assert assembly._prefill_budget(config, prepared).tokens == tokens
 
 
 def test_pool_size_follows_byte_budget(tiny):

@@ -183,3 +183,9 @@ def test_every_warm_up_plan_can_run(tiny):
         assert sum(map(len, result.prompt_logprobs.values())) == sum(len(chunk.scored) for chunk in plan.chunks)
         returned |= {name for name, value in vars(result).items() if value}
     assert returned == {"tokens", "logprobs", "prompt_logprobs"}
+
+
+def test_time_of_a_decode_step_is_measured(tiny):
+    made = tiny_assembly(tiny[0])
+    config = EngineConfig.from_options({"model": "x", "block_size": made.scheduler.blocks.block_size})
+    assert 0 < warm_up.measure_decode(config, made.loaded, made.runner) < 60

@@ -3,7 +3,7 @@
 import pytest
 
 from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.plan import Costs
+from paged_backend.scheduling.prefill_budget import PrefillBudget
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.step_result import StepResult
 from tests.support.scheduler_steps import request, scheduler, shape, step
@@ -47,10 +47,9 @@ def test_draft_tokens_do_not_use_prefill_budget():
         BlockManager(256, 16),
         max_num_seqs=16,
         max_num_batched_tokens=512,
-        costs=Costs(token=1.0),
         proposer=lambda sequence, most: [1] * most,
         max_draft_tokens=7,
-        step_seconds=0.1,
+        prefill_budget=PrefillBudget(0.1, 1.0, 512),
     )
     for key in range(16):
         sched.add(request(key, prompt=4, max_tokens=100))

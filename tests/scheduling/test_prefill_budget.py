@@ -19,3 +19,27 @@ def test_short_last_chunk_does_not_raise_prefill_budget():
     assert budget.tokens == 100
     budget.record_step(100, 0.04)
     assert budget.tokens == 200
+
+
+def test_minimum_and_decode_ratio():
+    """As on a GPU: the target follows decode-only steps, and a number of prompt tokens is always possible."""
+    budget = PrefillBudget(0.002, 4e-6, 8192, min_tokens=256, decode_ratio=2.5)
+    assert budget.tokens == 500
+    budget.record_step(0, 0.004)  # target: 10 ms
+    budget.record_step(500, 0.005)
+    assert budget.tokens == 1000
+    for _ in range(8):
+        budget.record_step(budget.tokens, 1.0)
+    assert budget.tokens == 256
+
+
+def test_prompts_arriving_beside_decode_keep_steps_below_three_decode_steps():
+    """A step takes 3.3 ms and 4.2 us per prompt token. The 99th percentile of its time is that of the longest."""
+    budget = PrefillBudget(2.5 * 0.0015, 4.2e-6, 8192, min_tokens=256, decode_ratio=2.5)
+    budget.record_step(0, 0.0033)
+    seconds = []
+    for _ in range(200):
+        seconds.append(0.0033 + budget.tokens * 4.2e-6)
+        budget.record_step(budget.tokens, seconds[-1])
+    assert max(seconds) < 3 * 0.0033
+    assert budget.tokens > 1000

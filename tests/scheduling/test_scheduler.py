@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.plan import Costs
+from paged_backend.scheduling.prefill_budget import PrefillBudget
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.step_result import StepResult
 from tests.support.scheduler_steps import request, scheduler, shape, step
@@ -83,8 +83,7 @@ def prefill_beside_decode(seconds_per_token, *, steps=8, overhead=0.01, prompts=
         BlockManager(2048, 16),
         max_num_seqs=8,
         max_num_batched_tokens=budget,
-        costs=Costs(token=0.001),
-        step_seconds=0.1,
+        prefill_budget=PrefillBudget(0.1, 0.001, budget),
         clock=lambda: now[0],
     )
     sched.add(request(0, prompt=4, max_tokens=1000))
@@ -119,7 +118,7 @@ def test_prefill_always_progresses():
 
 def test_prefill_without_decode_uses_full_token_budget():
     sched = Scheduler(
-        BlockManager(256, 16), max_num_seqs=2, max_num_batched_tokens=512, costs=Costs(token=1.0), step_seconds=0.1
+        BlockManager(256, 16), max_num_seqs=2, max_num_batched_tokens=512, prefill_budget=PrefillBudget(0.1, 1.0, 512)
     )
     sched.add(request(0, prompt=1000))
     assert shape(step(sched)[0]) == [(0, 0, 512, False)]
