@@ -1,6 +1,7 @@
 """Warm-up: runs the largest step, and on a GPU a step of every kind, before the pools are sized.
 
-Afterwards the peak of activation memory is known, kernels are compiled, and no request pays for initialization.
+Afterwards the peak of activation memory is known, kernels are compiled, and no request pays for initialization. Only
+the largest step runs all layers.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +26,7 @@ from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, large
 from paged_backend.execution.runner import Runner
 from paged_backend.loading.model_loader import LoadedModel, ModelSpec
 from paged_backend.models.adapter_rows import adapter_rows
+from paged_backend.models.distinct_layers import distinct_layers
 from paged_backend.models.lora import Lora
 from paged_backend.scheduling.block_manager import BlockManager, Copy
 from paged_backend.scheduling.host_offload import BlockTransfer
@@ -79,7 +82,7 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
             runner.launch(_with_adapters(pack(plan, block_size=blocks.block_size), runner.lora)).result()
             progress.advance()
         if device.type == "cuda":
-            _run_warm_up_plans(config, spec, runner, progress)
+            run_warm_up_plans(config, spec, runner, progress)
 
     activations = _activation_bytes(all_steps, device)
     return WarmUpResult(_seconds(step, device) / plan.num_tokens, activations + graph_bytes(config, loaded, runner))
@@ -110,11 +113,15 @@ def _gqa_groups(runner: Runner) -> list[int | None]:
     return list(dict.fromkeys((None, runner.gqa_group)))
 
 
-def _run_warm_up_plans(config: EngineConfig, spec: ModelSpec, runner: Runner, progress: Progress) -> None:
-    for plan in warm_up_plans(config, spec.max_model_len, spec.vocab_size):
-        for gqa_group in _gqa_groups(runner):
-            runner.launch(pack(plan, block_size=config.block_size, gqa_group=gqa_group)).result()
-            progress.advance()
+def run_warm_up_plans(config: EngineConfig, spec: ModelSpec, runner: Runner, progress: Progress) -> None:
+    """Run every step of `warm_up_plans` with one layer of each kind."""
+    with ExitStack() as stack:
+        for model in (runner.model, *([runner.drafter.model] if runner.drafter else [])):
+            stack.enter_context(distinct_layers(model))
+        for plan in warm_up_plans(config, spec.max_model_len, spec.vocab_size):
+            for gqa_group in _gqa_groups(runner):
+                runner.launch(pack(plan, block_size=config.block_size, gqa_group=gqa_group)).result()
+                progress.advance()
 
 
 def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[Plan]:

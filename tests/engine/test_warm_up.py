@@ -23,6 +23,7 @@ from paged_kernels import launch_table
 from paged_kernels.launch import Device
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paged_attention import plan_launch
+from tests.support.fake_gpu import OPTIONS
 from tests.support.in_process import tiny_assembly
 
 ROOT = Path(__file__).parents[2]
@@ -168,6 +169,10 @@ def test_serving_compiles_no_kernel(family, options):
     if family == "qwen3" and "num_speculative_tokens" not in options:  # a step with draft tokens shares no prefixes
         kernels.add("prefix_attention_kernel")
     assert {one.split()[0] for one in served} >= kernels
+    # Of the model's four layers the warm-up runs two, with and without shared prefixes.
+    plans = len(list(warm_up.warm_up_plans(EngineConfig.from_options({"model": "x"} | OPTIONS | options), 16384, 320)))
+    for kernel in ("paged_attention_kernel", "rope_kv_write_kernel"):
+        assert sum(count for one, count in variants["warmed"].items() if one.split()[0] == kernel) == 2 * 2 * plans
     assert served - set(variants["warmed"]) == set()
 
 

@@ -29,16 +29,17 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.engine import warm_up
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.execution import runner
-from paged_backend.execution.batch import PackedBatch, pack
+from paged_backend.execution.batch import PackedBatch
 from paged_backend.execution.runner import PendingStep
 from paged_backend.models import few_rows, linear
 from paged_backend.models.fusion import FusedModel
+from paged_backend.utils.startup import Progress
 from paged_kernels import ops
 from paged_kernels.cpu import native
 from tests.support.in_process import TINY, running, save_tiny
 
 SHAPES: dict[str, Any] = dict(
-    vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, max_position_embeddings=16384
+    vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=4, max_position_embeddings=16384
 )
 FAMILIES = {
     "llama": partial(LlamaConfig, **SHAPES, num_attention_heads=4, num_key_value_heads=2),
@@ -134,15 +135,12 @@ def on_fake_gpu(assembly: Assembly) -> Iterator[Recorder]:
 
 def run_warm_up(config: EngineConfig, assembly: Assembly) -> None:
     """Run the steps of the warm-up, and the transfers that the load measures."""
-    spec, device_runner = assembly.loaded.spec, assembly.runner
-    for plan in warm_up.warm_up_plans(config, spec.max_model_len, spec.vocab_size):
-        for group in (None, device_runner.gqa_group):
-            device_runner.launch(pack(plan, block_size=config.block_size, gqa_group=group)).result()
-    warm_up.measure_costs(device_runner, 1e-3, 64)
+    warm_up.run_warm_up_plans(config, assembly.loaded.spec, assembly.runner, Progress("warming up"))
+    warm_up.measure_costs(assembly.runner, 1e-3, 64)
 
 
 def serve_requests(assembly: Assembly, seed: int) -> None:
-    """Run random requests in groups of random sizes, many of which share a prefix.
+    """Run random requests in groups of random sizes, many of which share a prefix, and before them one such group.
 
     No step begins before a group is complete: steps take so little time here that requests would run one by one.
     """
@@ -156,6 +154,10 @@ def serve_requests(assembly: Assembly, seed: int) -> None:
 
     assembly.runner.launch = launch_complete  # type: ignore[method-assign]
     with running(assembly) as engine:
+        complete.clear()
+        sharing = [engine.submit([*prefix, token], max_tokens=20) for token in range(3, 23)]
+        complete.set()
+        engine.wait(*sharing)
         left = REQUESTS
         while left > 0:
             count = min(left, rnd.choice((1, 1, 1, 2, 5, 20, 64, 100)))
