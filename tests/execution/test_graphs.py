@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from paged_backend.engine import runner_builder, step_loop
 from paged_backend.execution import drafter, graph_shapes, graphs, runner
+from paged_backend.models import few_rows
 from paged_kernels import cascade
 from tests.support.in_process import WAIT, running, tiny_assembly
 
@@ -334,7 +335,7 @@ def test_cpu_has_no_graph_capture():
 
 
 def test_a_decode_step_is_one_copy_one_graph_and_one_copy_back():
-    """With the kernels that a GPU runs: six launches per layer, and none outside of the graph."""
+    """With the kernels that a GPU runs: six launches per layer with few rows, and none outside of the graph."""
     command = [sys.executable, "-m", "tests.support.fake_decode_step", "qwen3"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
@@ -345,5 +346,5 @@ def test_a_decode_step_is_one_copy_one_graph_and_one_copy_back():
     for size, operations in two_layers["graphs"].items():
         more = Counter(four_layers["graphs"][size])
         more.subtract(operations)
-        assert sum(more.values()) == 2 * 6, size
+        assert sum(more.values()) == 2 * (6 if int(size) <= few_rows.ROWS[-1] else 9), size
         assert len(operations) - sum(more.values()) <= 17, size
