@@ -255,7 +255,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     points.add_argument("--model", metavar="NAME_OR_PATH", help="only the points of this model; reads its config.json")
     points.add_argument("--quick", action="store_true", help="only one point of each kernel")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: the model's, or bfloat16")
-    parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="only with --model; default: dtype")
+    cache = "of the model's KV cache, default: dtype; without --model of the quantized points, default: fp8"
+    parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help=cache)
     parser.add_argument("--table", type=Path, metavar="FILE", help="in place of the chip's file in configs")
     parser.add_argument("--fresh", action="store_true", help="time points again that the table already has")
     cores = len(os.sched_getaffinity(0))
@@ -270,14 +271,15 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def points_of(arguments: argparse.Namespace) -> tuple[list[AnyKey], dict[str, torch.dtype]]:
     """Return the keys to time, and the keyword arguments of `make_problem`. Raises ValueError."""
-    dtype = getattr(torch, arguments.dtype, None)
+    dtype, kv_dtype = getattr(torch, arguments.dtype, None), KV_DTYPES[arguments.kv_cache_dtype]
+    options = {"quantized_dtype": kv_dtype} if kv_dtype else {}
     if arguments.model is None:
-        return tuning_keys(quick=arguments.quick), {"dtype": dtype or torch.bfloat16}
+        if dtype == torch.float32:
+            raise ValueError("dtype='float32': must be bfloat16 or float16 without a model")
+        return tuning_keys(quick=arguments.quick), {"dtype": dtype or torch.bfloat16, **options}
     config = read_config(arguments.model)
     dtype = dtype or config.get_text_config().dtype or torch.float32
-    kv_dtype = KV_DTYPES[arguments.kv_cache_dtype]
-    keys = model_keys(config, dtype=dtype, kv_dtype=kv_dtype or dtype)
-    return keys, {"dtype": dtype} | ({"quantized_dtype": kv_dtype} if kv_dtype else {})
+    return model_keys(config, dtype=dtype, kv_dtype=kv_dtype or dtype), {"dtype": dtype, **options}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

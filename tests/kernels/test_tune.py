@@ -49,7 +49,7 @@ if __name__ == "__main__":
     tuning_inputs.NUM_KV_HEADS, tuning_inputs.PREFILL_SEQS, tuning_inputs.CACHED_TOKENS = 1, 2, 300
     tuning_inputs.Problem.is_correct = lambda self: True
     choose = tuner.candidates
-    tuner.candidates = lambda key: list(choose(key))[:2]
+    tuner.candidates = lambda key: list(choose(key))[:1]
     loaded = []
     knobs.compilation.listener = lambda **details: loaded.append((details["src"].name, details["cache_hit"]))
     rows = [RowTuningKey("norm_rope_kv_write", 256, 4096), RowTuningKey("sampling", 256, 4)]
@@ -309,7 +309,10 @@ def test_points_of_a_model_follow_its_types(tmp_path):
         assert problem_options == dtypes
         assert (keys[0].itemsize, keys[0].quantized) == expected
     assert points() == (tuning_keys(quick=False), {"dtype": torch.bfloat16})
-    assert points(quick=True, dtype="float16") == (tuning_keys(quick=True), {"dtype": torch.float16})
+    types = {"dtype": torch.float16, "quantized_dtype": torch.int8}
+    assert points(quick=True, dtype="float16", kv_cache_dtype="int8") == (tuning_keys(quick=True), types)
+    with pytest.raises(ValueError, match="dtype='float32': must be bfloat16 or float16 without a model"):
+        points(dtype="float32")
 
 
 def test_model_that_cannot_be_read_is_named(tmp_path):
