@@ -130,7 +130,7 @@ def table_grid(chip: str) -> Iterator[Case]:
         dtype = "fp32" if key.itemsize == 4 else "bf16"
         group = 4 if key.rows == 16 else key.rows
         for name in FORMATS.values() if key.quantized else (None,):
-            for kernel in ("decode", "split") if key.kind == "decode" else ("prefill", "prefix"):
+            for kernel in ("prefill", "prefix"):
                 yield Case(chip, kernel, dtype, key.block_d, group, format=name, length=key.length)
 
 

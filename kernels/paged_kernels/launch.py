@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paged_kernels.launch_table import Tile, TuningKey, find_tile, power_of_two
+from paged_kernels.launch_table import Tile, TuningKey, decode_tile, find_tile, power_of_two
 
 MIN_SPLIT = 256  # minimum keys of a split; starting and merging a shorter one costs more than it saves
 MAX_SPLITS = 64  # maximum splits of a sequence, which the merge reads at once
@@ -69,8 +69,14 @@ def heads_per_tile(group: int, itemsize: int) -> int:
     return min(group, 16 if itemsize == 4 else 64)
 
 
-def _tuning_key(kind: str, head_dim: int, itemsize: int, rows: int, quantized: bool, length: int) -> TuningKey:
-    return TuningKey(kind, max(16, power_of_two(head_dim)), itemsize, rows, quantized, power_of_two(length))
+def rows_of_query(group: int, itemsize: int) -> int:
+    """Return the rows of a tile that one query takes, at least the 16 of a tensor core instruction."""
+    return max(16, power_of_two(heads_per_tile(group, itemsize)))
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Return the head dimension of a tile, at least the 16 of a tensor core instruction."""
+    return max(16, power_of_two(head_dim))
 
 
 def launch_shape(
@@ -83,7 +89,6 @@ def launch_shape(
     num_kv_heads: int,
     num_tokens: int,
     max_query_len: int,
-    max_context_len: int,
     multiprocessors: int,
 ) -> LaunchShape:
     """Choose the tiles of a step: small ones only if one holds every query of a sequence, else small and large ones.
@@ -91,23 +96,22 @@ def launch_shape(
     A decode row in a launch with large tiles keeps its small tile: in a tile of 128 rows it would compute 32 times as
     much as necessary. Its program still takes the registers and shared memory of the large tile's code.
     """
-    heads = heads_per_tile(group, itemsize)
-    rows = max(16, power_of_two(heads))  # minimum 16: the rows of a tensor core instruction
+    heads, rows, block_d = heads_per_tile(group, itemsize), rows_of_query(group, itemsize), padded_head_dim(head_dim)
     one_tile = max_query_len * heads <= (16 if itemsize == 4 else 64)
     if one_tile:
         rows = max(rows, power_of_two(max_query_len * heads))
-
-    def tile(kind: str, length: int) -> Tile:
-        return find_tile(chip, _tuning_key(kind, head_dim, itemsize, rows, quantized, length))
-
-    small = tile("decode", max_context_len)
+    small = decode_tile(chip, block_d=block_d, itemsize=itemsize, rows=rows, quantized=quantized)
     if one_tile:
         return LaunchShape(heads, rows, small.block_n, small.num_stages, 0, 0, 0, small.num_warps)
-    large = tile("prefill", max_query_len)
+
+    def tile(length: int) -> Tile:
+        return find_tile(chip, TuningKey(block_d, itemsize, rows, quantized, power_of_two(length)))
+
+    large = tile(max_query_len)
     block_m = max(rows, large.block_m)
     programs = (num_tokens * heads // block_m + 1) * num_kv_heads * -(-group // heads)
     if block_m > 64 >= rows and programs < multiprocessors:  # halves the rows per tile, doubles the programs
-        large, block_m = tile("prefill", 1), 64
+        large, block_m = tile(1), 64
     return LaunchShape(
         heads, rows, small.block_n, small.num_stages, block_m, large.block_n, large.num_stages, large.num_warps
     )  # fmt: skip
@@ -115,10 +119,9 @@ def launch_shape(
 
 def prefix_tile(*, chip: str, head_dim: int, itemsize: int, group: int, quantized: bool, num_seqs: int) -> Tile:
     """Choose the tile of the shared-prefix pass: a prefill tile whose rows are decode rows of several sequences."""
-    heads = heads_per_tile(group, itemsize)
-    rows = max(16, power_of_two(heads))
+    heads, rows = heads_per_tile(group, itemsize), rows_of_query(group, itemsize)
     length = 4096 if num_seqs * heads > 64 else 1  # tokens of a chunk that fills as many rows, or one tile of 64
-    tile = find_tile(chip, _tuning_key("prefill", head_dim, itemsize, rows, quantized, length))
+    tile = find_tile(chip, TuningKey(padded_head_dim(head_dim), itemsize, rows, quantized, length))
     smaller = max(rows, min(tile.block_m, power_of_two(num_seqs * heads)))
     return replace(tile, block_m=max(smaller, 64 if tile.block_m >= 64 else 16))
 

@@ -5,8 +5,10 @@ Nothing is tuned while serving: `paged_kernels.tune` writes the tables. A shape 
 """
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,17 +29,16 @@ class Tile:
 
 @dataclass(frozen=True)
 class TuningKey:
-    """The properties of an attention launch that select its `Tile`.
+    """The properties of an attention launch that select the `Tile` of its chunks.
 
     A table is looked up by the fields in this order. The last one is a bucket: the smallest that is large enough.
     """
 
-    kind: str  # "decode": a tile holds all queries of a sequence; "prefill": one long chunk fills the tile
     block_d: int  # head_dim rounded up to a power of two, at least 16
     itemsize: int  # bytes per element of the query
-    rows: int  # rows of a tile that holds a sequence's queries ("prefill": one query); a power of two, at least 16
+    rows: int  # rows that one query takes: the query heads of a group; a power of two, at least 16
     quantized: bool
-    length: int  # tokens of the longest context ("decode") or of the longest chunk ("prefill")
+    length: int  # tokens of the longest chunk
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,24 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def decode_tile(chip: str, *, block_d: int, itemsize: int, rows: int, quantized: bool) -> Tile:
+    """Return the tile of a loop over the keys of a sequence whose queries are all in one tile of so many rows.
+
+    It is in no table: the loop waits for memory, and on an H100 the best ten tiles differ by 0.1%. It compiles without
+    spilling, and fits into shared memory, as `default_tile` does.
+    """
+    if itemsize == 4 or rows > 32:
+        return default_tile(chip, TuningKey(block_d, itemsize, rows, quantized, 1))
+    stages = 2 if chip.startswith("gfx") else 4 if quantized and block_d <= 128 and rows == 16 else 3
+    return Tile(rows, _default_block_n(block_d, quantized), 4, stages)
+
+
+def _default_block_n(block_d: int, quantized: bool) -> int:
+    return 32 if quantized or block_d > 128 else 64
+
+
 def default_tile(chip: str, key: TuningKey) -> Tile:
-    """Return a tile that compiles without spilling on every chip of `paged_kernels.aot`.
+    """Return a tile for chunks that compiles without spilling on every chip of `paged_kernels.aot`.
 
     It fits into 99 KiB of shared memory, which the smallest chips have. fp32 is multiplied in registers, so its tiles
     stay small. Quantized keys and values are widened in registers on their way to a dot product, so their loops take
@@ -92,9 +109,7 @@ def default_tile(chip: str, key: TuningKey) -> Tile:
     if key.itemsize == 4:
         block_n = 32 if key.block_d <= 64 else 16
         return Tile(16, block_n, 8 if wide else 4, 1 if key.quantized else 2)
-    block_n = 32 if key.quantized or wide else 64
-    if key.kind == "decode" and key.rows <= 32:
-        return Tile(key.rows, block_n, 4, 2 if hip else 3)
+    block_n = _default_block_n(key.block_d, key.quantized)
     if hip:
         return Tile(64, 32, 4, 1)
     if wide and key.quantized:  # 32 quantized keys per step would spill on sm_90
@@ -112,12 +127,28 @@ def default_row_tile(key: RowTuningKey) -> RowTile:
 
 
 @dataclass(frozen=True)
+class Measurement:
+    """Where and when the entries of a table were timed."""
+
+    gpu: str  # its name: "NVIDIA H100 80GB HBM3"
+    software: str  # versions of torch and triton
+    date: str  # as YYYY-MM-DD
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, str) or not value.strip():
+                raise ValueError(f"{name}={value!r}: must be a text that is not empty")
+        date.fromisoformat(self.date)
+
+
+@dataclass(frozen=True)
 class Table:
     """The tile shapes of one chip."""
 
     chip: str
-    measured: str | None  # machine and date of the measurement; None: chosen by reading compiled code
+    measured: Measurement | None  # None: all entries were chosen by reading compiled code
     buckets: dict[tuple[Any, ...], tuple[tuple[int, AnyTile], ...]]  # key without its last field -> (upper bound, tile)
+    times: dict[AnyKey, float]  # microseconds of a call, for the entries that were timed
 
     def find(self, key: AnyKey) -> AnyTile | None:
         """Return the tile of the smallest bucket whose bound is at least the key's last field, or else of the largest.
@@ -139,13 +170,21 @@ def _split_key(key: AnyKey) -> tuple[tuple[Any, ...], int]:
     return tuple(prefix), last
 
 
-def make_table(chip: str, measured: str | None, entries: Sequence[Entry]) -> Table:
+def make_table(
+    chip: str, measured: Measurement | None, entries: Sequence[Entry], times: Mapping[AnyKey, float] | None = None
+) -> Table:
     """Build a table from entries in any order. Of two entries with the same key the later one counts."""
     found: dict[tuple[Any, ...], dict[int, AnyTile]] = {}
     for key, tile in entries:
         prefix, last = _split_key(key)
         found.setdefault(prefix, {})[last] = tile
-    return Table(chip, measured, {prefix: tuple(sorted(tiles.items())) for prefix, tiles in sorted(found.items())})
+    buckets = {prefix: tuple(sorted(tiles.items())) for prefix, tiles in sorted(found.items(), key=_file_order)}
+    return Table(chip, measured, buckets, dict(times or {}))
+
+
+def _file_order(item: tuple[tuple[Any, ...], Any]) -> tuple[bool, tuple[Any, ...]]:
+    """Sort attention, whose keys begin with a number, before the kinds of row-wise kernels."""
+    return isinstance(item[0][0], str), item[0]
 
 
 # --- table files ------------------------------------------------------------------------------------------------------
@@ -157,8 +196,8 @@ def _powers(least: int, most: int) -> tuple[int, ...]:
 
 ALLOWED: dict[type, dict[str, tuple[Any, ...]]] = {  # allowed values of each field in a file
     TuningKey: {
-        "kind": ("decode", "prefill"), "block_d": _powers(16, 256), "itemsize": (2, 4), "rows": _powers(16, 64),
-        "quantized": (False, True), "length": _powers(1, 2**30),
+        "block_d": _powers(16, 256), "itemsize": (2, 4), "rows": _powers(16, 64), "quantized": (False, True),
+        "length": _powers(1, 2**30),
     },
     Tile: {
         "block_m": _powers(16, 128), "block_n": _powers(16, 128), "num_warps": _powers(1, 16),
@@ -187,15 +226,16 @@ def _check_names(fields: dict[str, Any], known: tuple[str, ...]) -> None:
 
 
 def read_entry(entry: dict[str, Any]) -> Entry:
-    """Parse an entry of a table file or of the tuner's journal. Raises ValueError with the field and its value."""
-    kind, kinds = entry["for"].get("kind"), (*ALLOWED[TuningKey]["kind"], *DEFAULT_ROW_TILES)
-    if kind not in kinds:
-        raise ValueError(f"kind={kind!r}: must be one of {kinds}")
-    if kind not in DEFAULT_ROW_TILES:
+    """Parse the key and the tile of an entry. Raises ValueError with the field and its value."""
+    if "kind" not in entry["for"]:
         attention = _parse(TuningKey, entry["for"])
         block_ms = tuple(m for m in ALLOWED[Tile]["block_m"] if m >= attention.rows)
         return attention, _parse(Tile, entry["tile"], block_m=block_ms)
-    row = _parse(RowTuningKey, entry["for"], **({"rows": ROW_BUCKETS[-1:]} if kind in ROW_COUNT_INVARIANT else {}))
+    kind = entry["for"]["kind"]
+    if kind not in tuple(DEFAULT_ROW_TILES):
+        raise ValueError(f"kind={kind!r}: must be one of {tuple(DEFAULT_ROW_TILES)}, or absent for attention")
+    rows = ROW_BUCKETS[-1:] if kind in ROW_COUNT_INVARIANT else ROW_BUCKETS
+    row = _parse(RowTuningKey, entry["for"], rows=rows)
     least = {"add_rms_norm": row.width, "block_copy": min(4, row.width)}.get(kind, 1)  # minimum elements
     return row, _parse(RowTile, entry["tile"], elements=_powers(least, row.width))
 
@@ -207,20 +247,41 @@ def read_table(file: Path) -> Table:
         _check_names(content, ("chip", "measured", "entries"))
         if content["chip"] != file.stem:
             raise ValueError(f"chip={content['chip']!r}: must be {file.stem!r}, as the file's name")
-        if not isinstance(content["measured"], str | None):
-            raise ValueError(f"measured={content['measured']!r}: must be a text, or null")
+        measured = None
+        if content["measured"] is not None:
+            _check_names(content["measured"], ("gpu", "software", "date"))
+            measured = Measurement(**content["measured"])
+        entries, times = [], {}
         for entry in content["entries"]:
-            _check_names(entry, ("for", "tile"))
-        return make_table(content["chip"], content["measured"], [read_entry(entry) for entry in content["entries"]])
+            _check_names(entry, ("for", "tile", "us"))
+            key, tile = read_entry(entry)
+            entries.append((key, tile))
+            if "us" in entry:
+                times[key] = _read_time(entry["us"], measured)
+        return make_table(content["chip"], measured, entries, times)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: not a table of launch shapes ({error!r})") from error
 
 
+def _read_time(us: Any, measured: Measurement | None) -> float:
+    if measured is None:
+        raise ValueError(f"us={us!r}: must be absent where measured is null")
+    if type(us) not in (int, float) or not 0 < us < float("inf"):
+        raise ValueError(f"us={us!r}: must be a positive number")
+    return float(us)
+
+
 def write_table(table: Table, file: Path) -> None:
-    """Write a table with one entry per line, so that diffs are easy to read."""
-    lines = [json.dumps({"for": vars(key), "tile": vars(tile)}) for key, tile in table.entries()]
-    head = f'{{"chip": {json.dumps(table.chip)}, "measured": {json.dumps(table.measured)}, "entries": ['
-    file.write_text(head + "\n" + ",\n".join(lines) + "\n]}\n")
+    """Write a table with one entry per line, so that diffs are easy to read. Replaces the file in one step."""
+    lines = []
+    for key, tile in table.entries():
+        time = {"us": table.times[key]} if key in table.times else {}
+        lines.append(json.dumps({"for": vars(key), "tile": vars(tile), **time}))
+    measured = json.dumps(table.measured and vars(table.measured))
+    head = f'{{"chip": {json.dumps(table.chip)}, "measured": {measured}, "entries": ['
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(head + "\n" + ",\n".join(lines) + "\n]}\n")
+    os.replace(unfinished, file)
 
 
 # --- lookup -----------------------------------------------------------------------------------------------------------

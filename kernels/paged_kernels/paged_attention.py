@@ -59,7 +59,7 @@ def _plan(query: Tensor, cache: LayerCache, paging: Paging, device: Device, *, w
     )  # fmt: skip
     shape = launch_shape(
         **properties, num_kv_heads=num_kv_heads, multiprocessors=device.multiprocessors, num_tokens=num_tokens,
-        max_query_len=paging.max_query_len, max_context_len=paging.max_context_len,
+        max_query_len=paging.max_query_len,
     )  # fmt: skip
     head_programs = num_kv_heads * triton.cdiv(group, shape.HEADS)
     small = paging.num_seqs - (shape.LARGE_M > 0)  # maximum sequences with small tiles

@@ -1,31 +1,36 @@
-"""The tuner: times launch shapes of all kernels on this GPU, and writes the table from which launches take them.
+"""The tuner: times launch shapes of the kernels on this GPU, and writes the table from which launches take them.
 
-    python -m paged_kernels.tune [--quick] [--table FILE] [--fresh]
+    python -m paged_kernels.tune [--model NAME_OR_PATH] [--table FILE] [--fresh]
 
-An attention problem has decode rows or prefill chunks over shuffled blocks, in enough pools to exceed the L2 cache. For
-any other kernel, the rows are in the cache, as if the previous launch of a step had written them. The calls are
-replayed as one CUDA graph. Candidates that do not compile, that spill, or that differ from the reference are skipped.
-Timings are kept in a journal beside the table, so that an interrupted run can be continued. Exits with 2 without a GPU.
+Candidates are compiled in parallel processes, those of the next point while this one is timed, and timed one after the
+other: as one CUDA graph, which replays a call. Chunks attend to shuffled blocks, in enough pools to exceed the L2
+cache. For any other kernel, the rows are in the cache, as if the previous launch of a step had written them. Candidates
+that do not compile or take much longer than others, that spill, or that differ from the reference are skipped.
+
+The table is written after each point. Points that it already has from this GPU, with the same software, are not
+repeated, so an interrupted run can be continued. Exits with 2 without a GPU.
 """
 
 import argparse
 import itertools
-import json
+import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, as_completed
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from paged_kernels import launch, launch_table
+from paged_kernels.launch import Launch
 from paged_kernels.launch_table import (
     CONFIGS,
-    ROW_BUCKETS,
-    ROW_COUNT_INVARIANT,
     AnyKey,
     AnyTile,
+    Measurement,
     RowTile,
     RowTuningKey,
     Table,
@@ -33,43 +38,25 @@ from paged_kernels.launch_table import (
     TuningKey,
     default_row_tile,
 )
+from paged_kernels.parallel_compilation import FAILED, Compiler, missing_variants
 from paged_kernels.tuning_inputs import Problem, make_problem
+from paged_kernels.tuning_keys import model_keys, tuning_keys
 
-LENGTHS = {"decode": (1024, 8192, 65536), "prefill": (64, 512, 4096)}
-WIDTHS = {  # widths of rows, rounded up to a power of two, in models of 0.5B to 70B; an 8B model's come first
-    "kv_write": (1024, 256, 512),
-    "rope_kv_write": (4096, 1024, 2048, 8192),
-    "norm_rope_kv_write": (4096, 1024, 2048, 8192),
-    "add_rms_norm": (4096, 1024, 2048, 8192),
-    "swiglu": (16384, 4096, 8192, 32768),
-    "sampling": (131072, 32768, 65536, 262144),
-    "block_copy": (32768, 8192, 16384),
-}
+SPILLS, WRONG = "spilling", "wrong"
+DTYPES = ("bfloat16", "float16", "float32")
+KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
-Measure = Callable[[AnyKey, AnyTile], float | None]  # returns microseconds; None: does not compile, spills, or is wrong
+Result = float | str  # microseconds of a call, or why there are none
+# Begins to compile the candidates for a key. They are timed while the returned iterator is read.
+Start = Callable[[AnyKey], Iterator[tuple[AnyTile, Result]]]
+# Begins to compile launches. The result is None, or why they cannot run.
+CompileAhead = Callable[[Sequence[Launch]], "Future[str | None]"]
 
 
-def tuning_keys(*, quick: bool) -> list[AnyKey]:
-    """Return the keys that a table has entries for, one of each kind first.
+class Show(Protocol):
+    """Shows a line of progress, which the next one replaces unless it is `done`."""
 
-    quick: only keys of an 8B model, one of each row-wise kind and two of attention.
-    """
-    first = [TuningKey(kind, 128, 2, 16, False, LENGTHS[kind][1]) for kind in LENGTHS]
-    rows = [
-        RowTuningKey(kind, width, count)
-        for position in range(max(map(len, WIDTHS.values())))
-        for kind, widths in WIDTHS.items()
-        for width in widths[position : position + 1]
-        for count in (ROW_BUCKETS[-1:] if kind in ROW_COUNT_INVARIANT else ROW_BUCKETS)
-    ]
-    if quick:
-        return [*first, *(key for key in rows if key.width == WIDTHS[key.kind][0] and key.rows == ROW_BUCKETS[-1])]
-    every = [
-        TuningKey(kind, block_d, 2, count, quantized, length)
-        for kind, block_d, count, quantized in itertools.product(LENGTHS, (64, 128, 256), (16, 32, 64), (False, True))
-        for length in LENGTHS[kind]
-    ]
-    return list(dict.fromkeys([*first, *rows, *every]))
+    def __call__(self, line: str, *, done: bool = False) -> None: ...
 
 
 def candidates(key: AnyKey) -> Iterator[AnyTile]:
@@ -88,129 +75,237 @@ def _row_candidates(key: RowTuningKey) -> Iterator[RowTile]:
 
 
 def _attention_candidates(key: TuningKey) -> Iterator[Tile]:
-    decode = key.kind == "decode"
-    block_ms = (key.rows,) if decode else (64, 128)
-    block_ns = (16, 32, 64, 128) if key.quantized and key.block_d > 128 else (32, 64, 128)
-    warps = (2, 4, 8) if decode else (4, 8)
-    for block_m, block_n, num_warps, num_stages in itertools.product(block_ms, block_ns, warps, (1, 2, 3, 4)):
+    block_ms, block_ns = [64, 128], [32, 64, 128]
+    if key.itemsize == 4:  # multiplied in registers
+        block_ms, block_ns = [16, 32], [16, 32, 64]
+    elif key.quantized and key.block_d > 128:
+        block_ns.insert(0, 16)
+    for block_m, block_n, num_warps, num_stages in itertools.product(block_ms, block_ns, (4, 8), (1, 2, 3, 4)):
         if block_m * block_n * num_stages * key.block_d <= 128 * 128 * 3 * 128:
             yield Tile(max(block_m, key.rows), block_n, num_warps, num_stages)
-
-
-def read_journal(file: Path) -> dict[tuple[AnyKey, AnyTile], float | None]:
-    """Read the timings of an interrupted run, and cut off an incomplete last line.
-
-    Raises ValueError with file and line for any other damaged line.
-    """
-    text = file.read_text() if file.exists() else ""
-    complete = text[: text.rfind("\n") + 1]
-    if complete != text:
-        file.write_text(complete)
-    timings = {}
-    for number, line in enumerate(complete.splitlines(), start=1):
-        try:
-            entry = json.loads(line)
-            timings[launch_table.read_entry(entry)] = entry["us"]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{file}, line {number}: not a timing ({error!r}); delete it to time it again") from error
-    return timings
 
 
 def tune(
     chip: str,
     keys: Sequence[AnyKey],
-    measure: Measure,
+    start: Start,
     *,
     file: Path,
-    machine: str,
-    show: Callable[[str], None] = print,
+    measured: Measurement,
+    fresh: bool = False,
+    show: Show,
 ) -> Table:
-    """Time what the journal does not contain, and write the fastest tile of every key into the table.
+    """Time the candidates for each key, and write the fastest into the table.
 
-    The table is written after each key, so that an interrupted run leaves a usable one. Entries for other keys stay.
+    The table is written after each key. Entries for other keys stay. Keys whose entries were timed on the same GPU with
+    the same software are left out, except for a fresh run; the times of other GPUs and software are removed.
     """
-    journal = file.with_suffix(".journal")
-    timings = read_journal(journal)
-    entries = launch_table.read_table(file).entries() if file.exists() else []
-    table = launch_table.make_table(chip, machine, entries)
-    with journal.open("a") as lines:
-        for index, key in enumerate(keys, 1):
-            for tile in dict.fromkeys(candidates(key)):
-                if (key, tile) in timings:
-                    continue
-                us = timings[key, tile] = measure(key, tile)
-                lines.write(json.dumps({"for": vars(key), "tile": vars(tile), "us": us}) + "\n")
-                lines.flush()
-                show(f"[{index}/{len(keys)}] {key} {tile}: {'skipped' if us is None else f'{us:.1f} us'}")
-            runs = {tile: us for (other, tile), us in timings.items() if other == key and us is not None}
-            if runs:
-                entries.append((key, min(runs, key=lambda tile: runs[tile])))
-                table = launch_table.make_table(chip, machine, entries)
-                launch_table.write_table(table, file)
-    journal.unlink()
+    table = launch_table.read_table(file) if file.exists() else launch_table.make_table(chip, None, [])
+    entries, times, old = table.entries(), dict(table.times), table.measured
+    if old is None or (old.gpu, old.software) != (measured.gpu, measured.software):
+        times = {}
+    for key in keys if fresh else ():
+        times.pop(key, None)
+    left = [key for key in keys if key not in times]
+    if len(left) < len(keys):
+        show(f"{len(keys) - len(left)} of {len(keys)} points are in the table already", done=True)
+    for index, (key, results) in enumerate(_started(left, start), len(keys) - len(left) + 1):
+        title = f"[{index}/{len(keys)}] {key}"
+        show(f"{title}: compiling")
+        timed: dict[AnyTile, float] = {}
+        skipped: Counter[str] = Counter()
+        for tile, result in results:
+            if isinstance(result, str):
+                skipped[result] += 1
+            else:
+                timed[tile] = result
+            show(f"{title}: {len(timed)} timed, {skipped.total()} skipped")
+        reasons = "".join(f", {count} {reason}" for reason, count in skipped.items())
+        if not timed:
+            show(f"{title}: no candidate runs{reasons}", done=True)
+            continue
+        best = min(timed, key=lambda tile: timed[tile])
+        entries.append((key, best))
+        times[key] = round(timed[best], 2)
+        table = launch_table.make_table(chip, measured, entries, times)
+        launch_table.write_table(table, file)
+        show(f"{title}: {times[key]} us with {best}, {len(timed)} timed{reasons}", done=True)
     return table
 
 
-def measure_with(timer: Callable[[Callable[[], None]], float], device: torch.device, **options: Any) -> Measure:
-    """Return a function that times all launches of one call with a given tile, in microseconds.
+def _started(keys: Sequence[AnyKey], start: Start) -> Iterator[tuple[AnyKey, Iterator[tuple[AnyTile, Result]]]]:
+    """Yield each key with its results, after the candidates for the next one have begun to compile."""
+    following = [start(key) for key in keys[:1]]
+    for key, after in itertools.zip_longest(keys, keys[1:]):
+        results = following.pop()
+        if after is not None:
+            following.append(start(after))
+        yield key, results
+
+
+def start_with(
+    timer: Callable[[Callable[[], None]], float], compile_ahead: CompileAhead, device: torch.device, **options: Any
+) -> Start:
+    """Return a function that compiles and times all candidates for a key.
 
     timer: returns the microseconds of a function. options: keyword arguments of `make_problem`.
     """
+
+    def start(key: AnyKey) -> Iterator[tuple[AnyTile, Result]]:
+        problem = make_problem(key, device, **options)
+        compiling: dict[Future[str | None], list[AnyTile]] = {}
+        seen = set()
+        for tile in candidates(key):
+            planned = _plan(problem, key, tile, device)
+            if (arguments := _without_tensors(planned)) not in seen:  # else it is the same launch as for another tile
+                seen.add(arguments)
+                compiling.setdefault(compile_ahead(planned), []).append(tile)
+        return _results(problem, key, compiling, timer, device)
+
+    return start
+
+
+def _plan(problem: Problem, key: AnyKey, tile: AnyTile, device: torch.device) -> list[Launch]:
+    """Return the launches over the first copy of the inputs, and use the tile for all later ones."""
+    launch_table.use_table(launch_table.make_table(launch.device_of(device).chip, None, [(key, tile)]))
+    return problem.plans[0]()
+
+
+def _without_tensors(launches: Sequence[Launch]) -> tuple[Any, ...]:
+    """Return what distinguishes launches over the same inputs."""
+    return tuple(
+        (one.grid, tuple((name, value) for name, value in one.arguments.items() if not isinstance(value, torch.Tensor)))
+        for one in launches
+    )
+
+
+def _results(
+    problem: Problem,
+    key: AnyKey,
+    compiling: dict["Future[str | None]", list[AnyTile]],
+    timer: Callable[[Callable[[], None]], float],
+    device: torch.device,
+) -> Iterator[tuple[AnyTile, Result]]:
+    """Time each tile when it is compiled."""
+    for future in as_completed(compiling):
+        for tile in compiling[future]:
+            yield tile, future.result() or _time(problem, key, tile, timer, device)
+
+
+def _time(
+    problem: Problem,
+    key: AnyKey,
+    tile: AnyTile,
+    timer: Callable[[Callable[[], None]], float],
+    device: torch.device,
+) -> Result:
+    """Time all launches of a call with one tile."""
     import triton
 
-    last: list[tuple[AnyKey, Problem]] = []  # latest key and its inputs, reused for all candidates
+    planned = _plan(problem, key, tile, device)
+    for output in problem.outputs:
+        output.zero_()
+    try:
+        if any(getattr(one.run(), "n_spills", 0) for one in planned):
+            return SPILLS
+        if not problem.is_correct():
+            return WRONG
 
-    def measure(key: AnyKey, tile: AnyTile) -> float | None:
-        if not last or last[0][0] != key:
-            last.clear()  # frees memory before allocating
-            last.append((key, make_problem(key, device, **options)))
-        problem = last[0][1]
-        launch_table.use_table(launch_table.make_table(launch.device_of(device).chip, None, [(key, tile)]))
-        for output in problem.outputs:
-            output.zero_()
-        try:
-            spills = any(getattr(planned.run(), "n_spills", 0) for planned in problem.plans[0]())
-            if spills or not problem.is_correct():
-                return None
+        def run() -> None:
+            for plan in problem.plans:
+                for one in plan():
+                    one.run()
 
-            def run() -> None:
-                for plan in problem.plans:
-                    for planned in plan():
-                        planned.run()
-
-            return timer(run) / len(problem.plans)
-        except (triton.CompilationError, triton.OutOfResources, RuntimeError):  # compiler passes raise RuntimeError
-            if device.type == "cuda":
-                torch.cuda.synchronize()  # raises if a kernel failed, as all later launches would
-            return None
-
-    return measure
+        return timer(run) / len(problem.plans)
+    except (triton.CompilationError, triton.OutOfResources, RuntimeError):  # e.g. too much shared memory
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # raises if a kernel failed, as all later launches would
+        return FAILED
 
 
 def graph_time(run: Callable[[], None]) -> float:
     """Return the microseconds of a function on a GPU, from replays of a CUDA graph."""
     import triton
 
-    milliseconds: float = triton.testing.do_bench_cudagraph(run, rep=20, return_mode="median")
+    milliseconds: float = triton.testing.do_bench_cudagraph(run, rep=5, return_mode="median")
     return milliseconds * 1000
 
 
-def main(argv: list[str] | None = None) -> int:
+def print_progress(line: str, *, done: bool = False) -> None:
+    """Print on one line of a terminal; elsewhere only what is done."""
+    if sys.stdout.isatty():
+        print(f"\r\033[K{line}", end="\n" if done else "", flush=True)
+    elif done:
+        print(line, flush=True)
+
+
+def read_config(name: str) -> Any:
+    """Return the configuration of a model in a directory or on the Hugging Face hub. Raises ValueError."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # e.g. no network, unknown name, invalid JSON; the types differ
+        raise ValueError(f"model={name!r}: {str(error).strip().partition(chr(10))[0]}") from error
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time launch shapes and write this chip's table.")
-    parser.add_argument("--quick", action="store_true", help="one key of each kernel only, two of attention")
+    points = parser.add_mutually_exclusive_group()
+    points.add_argument("--model", metavar="NAME_OR_PATH", help="only the points of this model; reads its config.json")
+    points.add_argument("--quick", action="store_true", help="only one point of each kernel")
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="default: the model's, or bfloat16")
+    cache = "of the model's KV cache, default: dtype; without --model of the quantized points, default: fp8"
+    parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help=cache)
     parser.add_argument("--table", type=Path, metavar="FILE", help="in place of the chip's file in configs")
-    parser.add_argument("--fresh", action="store_true", help="ignore the timings of an interrupted run")
+    parser.add_argument("--fresh", action="store_true", help="time points again that the table already has")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--processes", type=int, default=max(1, cores * 3 // 4), help="that compile; default: 3 for 4 cores"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.processes < 1:
+        parser.error(f"--processes={arguments.processes}: must be at least 1")
+    return arguments
+
+
+def points_of(arguments: argparse.Namespace) -> tuple[list[AnyKey], dict[str, torch.dtype]]:
+    """Return the keys to time, and the keyword arguments of `make_problem`. Raises ValueError."""
+    dtype, kv_dtype = getattr(torch, arguments.dtype, None), KV_DTYPES[arguments.kv_cache_dtype]
+    options = {"quantized_dtype": kv_dtype} if kv_dtype else {}
+    if arguments.model is None:
+        if dtype == torch.float32:
+            raise ValueError("dtype='float32': must be bfloat16 or float16 without a model")
+        return tuning_keys(quick=arguments.quick), {"dtype": dtype or torch.bfloat16, **options}
+    config = read_config(arguments.model)
+    dtype = dtype or config.get_text_config().dtype or torch.float32
+    return model_keys(config, dtype=dtype, kv_dtype=kv_dtype or dtype), {"dtype": dtype, **options}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _arguments(argv)
     if not torch.cuda.is_available():
         print("tune: no GPU found; launch shapes are timed on the chip that they are for", file=sys.stderr)
         return 2
+    try:
+        keys, options = points_of(arguments)
+    except ValueError as error:
+        print(f"tune: {error}", file=sys.stderr)
+        return 2
+    import triton
+
     device = torch.device("cuda")
     chip = launch.device_of(device).chip
     file = arguments.table or CONFIGS / f"{chip}.json"
-    if arguments.fresh:
-        file.with_suffix(".journal").unlink(missing_ok=True)
-    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {date.today()}"
-    tune(chip, tuning_keys(quick=arguments.quick), measure_with(graph_time, device), file=file, machine=machine)
+    software = f"torch {torch.__version__}, triton {triton.__version__}"
+    measured = Measurement(torch.cuda.get_device_name(), software, str(date.today()))
+    with Compiler(arguments.processes) as compiler:
+
+        def compile_ahead(launches: Sequence[Launch]) -> "Future[str | None]":
+            return compiler.submit(missing_variants(launches))
+
+        start = start_with(graph_time, compile_ahead, device, **options)
+        tune(chip, keys, start, file=file, measured=measured, fresh=arguments.fresh, show=print_progress)
     print(f"wrote {file}")
     return 0
 

@@ -14,7 +14,7 @@ from paged_kernels.layer_cache import LayerCache, quantize
 from paged_kernels.paging import Paging
 
 NUM_KV_HEADS, BLOCK_SIZE = 8, 16
-MAX_DECODE_SEQS, PREFILL_SEQS = 64, 4
+PREFILL_SEQS = 4
 CACHED_TOKENS = 1024  # tokens of context before a prefill chunk
 MEDIUM_ROWS = 256  # rows timed for kinds with one tile for any number of rows; sequences that sample
 COPY_TENSORS = 16  # tensors that hold a copied block
@@ -42,27 +42,33 @@ def _agree(actual: Tensor, expected: Tensor) -> bool:
     return bool(error <= TOLERANCE * expected.float().abs().max())
 
 
-def make_problem(key: AnyKey, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Problem:
-    """Make random inputs for a tuning key, and compute the expected outputs with the reference."""
+def make_problem(
+    key: AnyKey,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    quantized_dtype: torch.dtype = torch.float8_e4m3fn,
+) -> Problem:
+    """Make random inputs for a tuning key, and compute the expected outputs with the reference.
+
+    quantized_dtype: type of the keys and values of attention for a quantized key.
+    """
     if isinstance(key, TuningKey):
-        return _attention_problem(key, device, dtype)
+        return _attention_problem(key, device, dtype, quantized_dtype if key.quantized else dtype)
     return ROW_PROBLEMS[key.kind](RowInputs(key, device, dtype))
 
 
-def _attention_problem(key: TuningKey, device: torch.device, dtype: torch.dtype) -> Problem:
-    """Make a step over shuffled blocks, with enough pools to exceed twice the L2 cache.
+def _attention_problem(key: TuningKey, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> Problem:
+    """Make a step of chunks over shuffled blocks, with enough pools to exceed twice the L2 cache.
 
     One query of every sequence is checked, in four heads of the first KV head.
     """
     from paged_kernels import paged_attention as attention
 
-    decode = key.kind == "decode"
-    num_seqs = max(1, min(MAX_DECODE_SEQS, 2**20 // key.length)) if decode else PREFILL_SEQS
-    query_len, context_len = (1, key.length) if decode else (key.length, CACHED_TOKENS + key.length)
+    num_seqs, query_len, context_len = PREFILL_SEQS, key.length, CACHED_TOKENS + key.length
     group = 4 if key.rows == 16 else key.rows
     blocks = -(-context_len // BLOCK_SIZE)
     order = torch.randperm(num_seqs * blocks, device=device, dtype=torch.int32)
-    caches = _random_caches(key, len(order), device, dtype)
+    caches = _random_caches(key, len(order), device, dtype, kv_dtype)
 
     def paging(context_lens: Tensor, query_len: int) -> Paging:
         starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * query_len
@@ -91,15 +97,17 @@ def _attention_problem(key: TuningKey, device: torch.device, dtype: torch.dtype)
     return Problem([partial(plan, cache) for cache in caches], [out], [expected], (rows, heads))
 
 
-def _random_caches(key: TuningKey, num_blocks: int, device: torch.device, dtype: torch.dtype) -> list[LayerCache]:
+def _random_caches(
+    key: TuningKey, num_blocks: int, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> list[LayerCache]:
     shape = (num_blocks, NUM_KV_HEADS, BLOCK_SIZE, key.block_d)
-    pool_bytes = 2 * num_blocks * NUM_KV_HEADS * BLOCK_SIZE * key.block_d * (1 if key.quantized else 2)
+    pool_bytes = 2 * num_blocks * NUM_KV_HEADS * BLOCK_SIZE * key.block_d * kv_dtype.itemsize
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     caches = []
     for _ in range(1 + 2 * l2_bytes // pool_bytes):
         keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
         if key.quantized:
-            (keys, key_scales), (values, value_scales) = (quantize(x, torch.float8_e4m3fn) for x in (keys, values))
+            (keys, key_scales), (values, value_scales) = (quantize(x, kv_dtype) for x in (keys, values))
             caches.append(LayerCache(keys, values, key_scales, value_scales))
         else:
             caches.append(LayerCache(keys, values))

@@ -10,7 +10,7 @@ LLAMA = dict(head_dim=128, itemsize=2, group=4, quantized=False, num_kv_heads=8,
 
 
 def shape_of(chip="sm_90", **changes):
-    properties = {**LLAMA, "num_tokens": 64, "max_query_len": 1, "max_context_len": 8192, **changes}
+    properties = {**LLAMA, "num_tokens": 64, "max_query_len": 1, **changes}
     return launch_shape(chip=chip, **properties)
 
 
@@ -63,8 +63,30 @@ def test_prefix_tiles_fit_the_number_of_rows():
 
 
 def test_table_in_use_determines_the_launch_shape(tables):
-    assert shape_of("sm_91").SMALL_N != 128
-    key = TuningKey("decode", 128, 2, 16, False, 8192)
-    launch_table.use_table(launch_table.make_table("sm_91", None, [(key, Tile(16, 128, 2, 5))]))
-    shape = shape_of("sm_91")
-    assert (shape.SMALL_N, shape.num_warps, shape.SMALL_STAGES) == (128, 2, 5)
+    chunk = dict(max_query_len=2048, num_tokens=4096)
+    small = shape_of("sm_91")
+    key = TuningKey(128, 2, 16, False, 8192)
+    launch_table.use_table(launch_table.make_table("sm_91", None, [(key, Tile(64, 128, 2, 5))]))
+    shape = shape_of("sm_91", **chunk)
+    assert (shape.LARGE_M, shape.LARGE_N, shape.num_warps, shape.LARGE_STAGES) == (64, 128, 2, 5)
+    assert (shape.SMALL_M, shape.SMALL_N, shape.SMALL_STAGES) == (small.SMALL_M, small.SMALL_N, small.SMALL_STAGES)
+    assert shape_of("sm_91") == small  # decode rows alone
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_decode_tiles_are_among_the_best_measured(chip):
+    """On an H100 these differ from the best by 0.1% for contexts of 8,192."""
+    shape = shape_of(chip)
+    assert (shape.SMALL_M, shape.SMALL_N, shape.num_warps) == (16, 64, 4)
+    assert shape.SMALL_STAGES in (3, 4)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("group", [1, 4, 32, 64])
+def test_decode_tiles_fit_into_the_shared_memory_of_small_chips(group, head_dim, quantized, itemsize):
+    """A stage holds keys and values. Compiled code needs more, which the tests of `aot` measure."""
+    shape = shape_of(group=group, head_dim=head_dim, quantized=quantized, itemsize=itemsize)
+    step = 2 * shape.SMALL_N * head_dim * (1 if quantized else itemsize)
+    assert shape.SMALL_STAGES * step <= 99 * 1024

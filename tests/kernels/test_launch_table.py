@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 
 import pytest
@@ -14,6 +15,7 @@ from paged_kernels.launch_table import (
     DEFAULT_ROW_TILES,
     ROW_BUCKETS,
     ROW_COUNT_INVARIANT,
+    Measurement,
     RowTile,
     RowTuningKey,
     Tile,
@@ -25,6 +27,7 @@ from paged_kernels.launch_table import (
 from paged_kernels.tuning_inputs import make_problem
 
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
+MEASURED = Measurement("A GPU 80GB", "torch 2, triton 3", "2026-11-22")
 
 
 def test_every_compiled_chip_has_a_table_with_its_origin():
@@ -41,18 +44,34 @@ def test_every_compiled_chip_has_a_table_with_its_origin():
 
 
 def test_table_round_trip(tmp_path):
-    key = TuningKey("decode", 128, 2, 16, False, 1024)
-    rows = [(dataclasses.replace(key, length=length), Tile(16, n, 4, 3)) for length, n in ((8192, 64), (1024, 32))]
-    rows.append((dataclasses.replace(key, kind="prefill"), Tile(128, 64, 8, 2)))
+    key = TuningKey(128, 2, 16, False, 1024)
+    rows = [(dataclasses.replace(key, length=length), Tile(64, n, 4, 3)) for length, n in ((8192, 64), (1024, 32))]
+    rows.append((dataclasses.replace(key, quantized=True), Tile(128, 64, 8, 2)))
     rows += [(RowTuningKey("swiglu", 8192, most), RowTile(256, warps)) for most, warps in ((64, 2), (4, 1))]
-    table = launch_table.make_table("sm_77", None, rows)
-    launch_table.write_table(table, tmp_path / "sm_77.json")
-    assert launch_table.read_table(tmp_path / "sm_77.json") == table
+    for measured, times in ((None, {}), (MEASURED, {key: 12.5, rows[-1][0]: 3.0})):
+        table = launch_table.make_table("sm_77", measured, rows, times)
+        launch_table.write_table(table, tmp_path / "sm_77.json")
+        assert launch_table.read_table(tmp_path / "sm_77.json") == table
+    assert sorted(map(str, table.entries())) == sorted(map(str, rows))
     found = [table.find(dataclasses.replace(key, length=length)).block_n for length in (1, 1024, 1025, 10**6)]
     assert found == [32, 32, 64, 64]
     assert table.find(dataclasses.replace(key, block_d=64)) is None
     assert [table.find(RowTuningKey("swiglu", 8192, most)).num_warps for most in ROW_BUCKETS] == [1, 2, 2]
     assert table.find(RowTuningKey("swiglu", 4096, 4)) is None
+
+
+def test_a_write_that_fails_keeps_the_old_table(tmp_path, monkeypatch):
+    file, key = tmp_path / "sm_77.json", RowTuningKey("swiglu", 8192, 64)
+    table = launch_table.make_table("sm_77", None, [(key, RowTile(256, 2))])
+    launch_table.write_table(table, file)
+
+    def fail(source, target):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        launch_table.write_table(launch_table.make_table("sm_77", None, [(key, RowTile(512, 2))]), file)
+    assert launch_table.read_table(file) == table
 
 
 def test_invalid_file_is_named_in_the_error(tmp_path):
@@ -62,7 +81,7 @@ def test_invalid_file_is_named_in_the_error(tmp_path):
 
 
 ATTENTION_ENTRY = {
-    "for": {"kind": "decode", "block_d": 64, "itemsize": 2, "rows": 32, "quantized": False, "length": 1024},
+    "for": {"block_d": 64, "itemsize": 2, "rows": 32, "quantized": False, "length": 1024},
     "tile": {"block_m": 32, "block_n": 64, "num_warps": 4, "num_stages": 3},
 }
 NORM_ENTRY = {
@@ -78,7 +97,8 @@ COPY_ENTRY = {
 @pytest.mark.parametrize(
     ("entry", "part", "field", "value"),
     [
-        (ATTENTION_ENTRY, "for", "kind", "encode"), (ATTENTION_ENTRY, "for", "block_d", 80),
+        (ATTENTION_ENTRY, "for", "kind", "decode"), (NORM_ENTRY, "for", "kind", "encode"),
+        (ATTENTION_ENTRY, "for", "block_d", 80),
         (ATTENTION_ENTRY, "for", "quantized", 0), (ATTENTION_ENTRY, "for", "length", None),
         (ATTENTION_ENTRY, "tile", "block_m", 16),  # must hold the rows
         (ATTENTION_ENTRY, "tile", "block_n", 64.0), (ATTENTION_ENTRY, "tile", "num_stages", 0),
@@ -101,9 +121,17 @@ def test_field_out_of_range_is_rejected(entry, part, field, value, tmp_path):
     ("change", "message"),
     [
         ({"chip": "sm_78"}, "chip='sm_78': must be 'sm_77'"),
-        ({"measured": 3}, "measured=3: must be a text, or null"),
+        ({"measured": vars(MEASURED) | {"gpu": " "}}, "gpu=' ': must be a text that is not empty"),
+        ({"measured": vars(MEASURED) | {"gpu": None}}, "gpu=None: must be a text that is not empty"),
+        ({"measured": vars(MEASURED) | {"date": "22.11.2026"}}, "22.11.2026"),
+        ({"measured": vars(MEASURED) | {"chip": "sm_77"}}, "chip='sm_77': must be one of the fields"),
+        ({"measured": {"software": "torch 2", "date": "2026-11-22"}}, "gpu"),
+        ({"measured": "A GPU, 2026-11-22"}, "not a table"),
+        ({"entries": [{**NORM_ENTRY, "us": 3.0}]}, "us=3.0: must be absent where measured is null"),
+        ({"measured": vars(MEASURED), "entries": [{**NORM_ENTRY, "us": 0}]}, "us=0: must be a positive number"),
+        ({"measured": vars(MEASURED), "entries": [{**NORM_ENTRY, "us": True}]}, "us=True: must be a positive number"),
         ({"chips": 1}, "chips=1: must be one of the fields"),
-        ({"entries": [{**NORM_ENTRY, "us": 3.0}]}, "us=3.0: must be one of the fields"),
+        ({"entries": [{**NORM_ENTRY, "note": "x"}]}, "note='x': must be one of the fields"),
     ],
 )
 def test_wrong_chip_or_unknown_fields_are_rejected(change, message, tmp_path):
