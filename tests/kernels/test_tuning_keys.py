@@ -40,7 +40,7 @@ with on_fake_gpu(assembly):
         engine.wait(*(engine.submit([5] * length, max_tokens=2, temperature=1) for length in (200, 3)))
     warm_up.measure_costs(assembly.runner, 1e-3, 64)
 types = {"auto": getattr(torch, dtype), "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-keys = model_keys(FAMILIES[family], dtype=getattr(torch, dtype), kv_dtype=types[kv_dtype])
+keys = model_keys(FAMILIES[family](), dtype=getattr(torch, dtype), kv_dtype=types[kv_dtype])
 print(json.dumps([sorted({text(key) for key in found}) for found in (Table.found, keys)]), flush=True)
 os._exit(0)  # without waiting for the engine's threads
 """
