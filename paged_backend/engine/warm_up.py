@@ -38,8 +38,8 @@ from paged_backend.utils.startup import Progress
 from paged_kernels import launch_table
 
 REPEATS = 3
-CONTEXTS = (256, 1024, 8192, 65536)  # context lengths, the upper bounds of how attention tiles or splits them
-CHUNK_LENGTHS = (2, 4, 8, 16, 32, 64, 256, 512, 4096)  # rows, likewise for attention and other kernels
+CONTEXTS = (256, 1024, 8192, 65536)  # context lengths, which attention splits differently
+CHUNK_LENGTHS = (2, 4, 8, 16, 32, 64, 256, 512, 4096)  # rows, the upper bounds of tiles of attention and other kernels
 DECODE_ROWS = 4
 MAX_SHARING_ROWS = 256  # decode rows with a shared prefix, above which its tile no longer grows
 SHARING_CONTEXT = 1024  # their context length
