@@ -67,9 +67,15 @@ def test_health_check_generates_a_token(service):
 
 def test_model_is_mounted_at_the_configured_path(service):
     model = json.loads((ROOT / "model_repository/paged_llm/1/model.json").read_text())["model"]
-    (volume,) = service["volumes"]
-    assert volume.endswith(f":/opt/paged/{model}:ro")
+    assert service["volumes"][0].endswith(f":/opt/paged/{model}:ro")
     assert "WORKDIR /opt/paged\n" in (ROOT / "docker/Dockerfile").read_text()
+
+
+def test_compiled_kernels_are_kept_in_a_volume(service):
+    name, directory = service["volumes"][1].split(":")
+    assert name in yaml.safe_load((ROOT / "docker-compose.yml").read_text())["volumes"]
+    assert directory == "/root/.triton/cache"
+    assert "USER" not in (ROOT / "docker/Dockerfile").read_text()  # the cache is in the home of the image's user
 
 
 def test_stop_grace_period_lets_streams_finish(service):
