@@ -25,7 +25,7 @@ from tests.support.waiting import until
 
 READERS, MIB = 4, 1  # number of readers; MiB of responses per request
 # 240 tokens of eight samples are several MiB with 20 logprobs per token, and less than one MiB without.
-SAMPLING = {"temperature": 1, "seed": 1, "n": 8, "logprobs": 20, "max_tokens": 240}
+SAMPLING = {"temperature": 1, "seed": 1, "n": 8, "logprobs": 20, "max_tokens": 240, "ignore_eos": True}
 SMALL = {"text_input": "abc", "sampling_parameters": json.dumps({"temperature": 0, "max_tokens": 8})}
 
 

@@ -1,5 +1,7 @@
 """Requests with several prompts."""
 
+import threading
+
 import openai
 import pytest
 
@@ -47,8 +49,14 @@ def test_each_prompt_has_its_choice(front, fake, prompt, texts, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_rejected_prompt_is_named_and_cancels_the_others(front, fake, stream):
+    held = threading.Event()
+
     def hold(inputs):
-        return echo(inputs) if inputs["text_input"] == "fail" else {"say": [], "hold": True}
+        if inputs["text_input"] == "fail":
+            assert held.wait(WAIT)  # else the other could be cancelled before it arrives
+            return echo(inputs)
+        held.set()
+        return {"say": [], "hold": True}
 
     fake.left.clear()
     with respond_with(fake, hold):
