@@ -42,23 +42,25 @@ class FewRowsWeight:
 
 
 def norm_project(
-    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Tensor,
+    eps: float,
+    weight: Weight,
+    bias: Tensor | None,
+    *,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Add, normalize and project. Returns the projection [num_tokens, out_features] and the sum of x and residual."""
+    """Add, normalize and project; gated: then apply SwiGLU.
+
+    Returns the projection [num_tokens, out_features], or with SwiGLU [num_tokens, out_features // 2], and the sum of x
+    and residual.
+    """
     if isinstance(weight, FewRowsWeight) and len(x) <= weight.max_rows:
-        return few_rows_linear(x, weight.weight, bias, residual=residual, norm=norm, eps=eps)
+        return few_rows_linear(x, weight.weight, bias, residual=residual, norm=norm, eps=eps, swiglu=gated)
     normed, total = add_rms_norm(x, residual, norm, eps)
-    return project(normed, weight, bias), total
-
-
-def norm_swiglu(
-    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Add, normalize, project and apply SwiGLU. Returns [num_tokens, out_features // 2] and the sum."""
-    if isinstance(weight, FewRowsWeight) and len(x) <= weight.max_rows:
-        return few_rows_linear(x, weight.weight, bias, residual=residual, norm=norm, eps=eps, swiglu=True)
-    projected, total = norm_project(x, residual, norm, eps, weight, bias)
-    return swiglu(projected), total
+    projected = project(normed, weight, bias)
+    return swiglu(projected) if gated else projected, total
 
 
 def choose_max_rows(weights: Sequence[Tensor], run: Callable[[Tensor, Weight], Any], measure: Measure) -> int:

@@ -3,7 +3,7 @@
     transformers                                   fused
     norm, q_proj, k_proj, v_proj                   norm_project: add + norm, one projection
     rotate, write, attend                          rope_kv_write, attend_pages
-    o_proj, add, norm, gate, up, silu, mul, down   post_attention: o_proj, norm_swiglu (one projection), down
+    o_proj, add, norm, gate, up, silu, mul, down   post_attention: o_proj, norm_project with SwiGLU, down
     add                                            in the next layer's norm_project, or in the norm after the last
 
 Projections of the same input are joined into one weight, and the model's own parameters become views of it. Memory use
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from paged_backend.models.attention import AttentionMeta, AttentionSpec, attend_pages, reject_unsupported
-from paged_backend.models.few_rows import FewRowsWeight, Measure, choose_max_rows, norm_project, norm_swiglu
+from paged_backend.models.few_rows import FewRowsWeight, Measure, choose_max_rows, norm_project
 from paged_backend.models.linear import GroupedCopy, Weight, has_custom_forward, project
 from paged_backend.models.native_decoder import NativeDecoder
 from paged_kernels.cpu import native
@@ -74,7 +74,8 @@ def post_attention(
 
     Returns the output of the MLP and the residual, both [num_tokens, hidden].
     """
-    activated, total = norm_swiglu(project(attended, o, o_bias), residual, norm, eps, gate_up, gate_up_bias)
+    output = project(attended, o, o_bias)
+    activated, total = norm_project(output, residual, norm, eps, gate_up, gate_up_bias, gated=True)
     return project(activated, down, down_bias), total
 
 
@@ -110,7 +111,7 @@ class FusedLayer:
         o, gate_up, down = (self.post_arguments[index] for index in (0, 4, 6))
         return self.pre_arguments[2], o, gate_up, down
 
-    def with_weights(self, convert: Callable[[Weight, Sequence[str]], Weight]) -> FusedLayer:
+    def with_weights(self, convert: Callable[[Any, Sequence[str]], Weight]) -> FusedLayer:
         """Return a copy with converted weights. `convert` gets a weight and its projections' names."""
         norm, eps, qkv, qkv_bias = self.pre_arguments
         o, o_bias, post_norm, post_eps, gate_up, gate_up_bias, down, down_bias = self.post_arguments
@@ -139,19 +140,7 @@ class FusedModel:
 
     def install(self, convert: Callable[[Tensor], Weight] = lambda weight: weight) -> None:
         """Make the model run the fused layers on converted weights."""
-
-        def converted(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(convert(v) if isinstance(v, Tensor) and v.dim() == 2 else v for v in values)
-
-        layers = [
-            replace(
-                layer,
-                pre_arguments=converted(layer.pre_arguments),
-                post_arguments=converted(layer.post_arguments),
-            )
-            for layer in self.layers
-        ]
-        self._use(layers)
+        self._use([layer.with_weights(lambda weight, _: convert(weight)) for layer in self.layers])
 
     def install_few_rows(self, measure: Measure) -> bool:
         """Make the model run the fused layers with `few_rows_linear`, for each projection up to the number of rows for
@@ -161,7 +150,7 @@ class FusedModel:
         runs: list[Callable[[Tensor, Weight], Any]] = [
             lambda x, weight: norm_project(x, x, norm, eps, weight, qkv_bias),
             lambda x, weight: project(x, weight, o_bias),
-            lambda x, weight: norm_swiglu(x, x, post_norm, post_eps, weight, gate_up_bias),
+            lambda x, weight: norm_project(x, x, post_norm, post_eps, weight, gate_up_bias, gated=True),
             lambda x, weight: project(x, weight, down_bias),
         ]
         weights = zip(*(layer.weights for layer in self.layers), strict=True)
@@ -170,9 +159,9 @@ class FusedModel:
         }
         log.info("rows up to which projections take one launch: %s", {names[0]: n for names, n in max_rows.items()})
 
-        def convert(weight: Weight, names: Sequence[str]) -> Weight:
+        def convert(weight: Tensor, names: Sequence[str]) -> Weight:
             rows = max_rows[tuple(names)]
-            return FewRowsWeight(weight, rows) if rows and isinstance(weight, Tensor) else weight
+            return FewRowsWeight(weight, rows) if rows else weight
 
         self._use([layer.with_weights(convert) for layer in self.layers])
         return any(max_rows.values())

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from paged_backend.models import few_rows, fusion
 from paged_backend.models.attention import ATTENTION, AttentionSpec
-from paged_backend.models.few_rows import FewRowsWeight, choose_max_rows, norm_project, norm_swiglu
+from paged_backend.models.few_rows import FewRowsWeight, choose_max_rows, norm_project
 from tests.support.families import COMMON
 
 ROW_COUNTS = (1, 8, 9, 70)
@@ -26,14 +26,14 @@ def launches(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("run", [norm_project, norm_swiglu])
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", ROW_COUNTS)
-def test_both_ways_compute_the_same(run, rows, launches):
+def test_both_ways_compute_the_same(gated, rows, launches):
     generator = torch.Generator().manual_seed(0)
     x, residual = torch.randn(2, rows, 32, generator=generator)
     weight, norm, bias = (torch.randn(size, generator=generator) for size in ((24, 32), (32,), (24,)))
-    found = run(x, residual, norm, 1e-5, FewRowsWeight(weight, 8), bias)
-    expected = run(x, residual, norm, 1e-5, weight, bias)
+    found = norm_project(x, residual, norm, 1e-5, FewRowsWeight(weight, 8), bias, gated=gated)
+    expected = norm_project(x, residual, norm, 1e-5, weight, bias, gated=gated)
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other)
     assert launches == ([rows] if rows <= 8 else [])
