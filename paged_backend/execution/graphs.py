@@ -147,7 +147,7 @@ class Graphs:
         self._replays: dict[GraphShape, Callable[[], Tensor]] = {}
         for shape, padding in paddings.items():
             inputs = self._views(padding, shape)
-            self._upload(padding, DeviceUpload(device))
+            self._upload(_StepUpload(padding, None, None, SamplingBatch()), DeviceUpload(device))
             self._replays[shape] = capture(self._step(forward, inputs, shape))
 
     def _samples_in(self, shape: GraphShape) -> bool:
@@ -158,10 +158,9 @@ class Graphs:
         tables = NO_ROWS.new_empty(shape.seqs * self._tables.shape[1])
         return DeviceUpload.views(replace(padding, block_tables=tables), self._buffer)
 
-    def _upload(self, tree: Any, upload: DeviceUpload) -> Any:
-        """Copy a dataclass to the device, with its inputs in the buffer."""
-        inputs = tree.inputs if isinstance(tree, _StepUpload) else tree
-        return upload(tree, head=self._buffer[: DeviceUpload.size_of(inputs)])
+    def _upload(self, step: _StepUpload, upload: DeviceUpload) -> _StepUpload:
+        """Copy a step's tensors to the device, its inputs to the buffer."""
+        return upload(step, head=self._buffer[: DeviceUpload.size_of(step.inputs)])
 
     def _step(
         self, forward: Callable[[PackedBatch], Tensor], inputs: _StaticInputs, shape: GraphShape
