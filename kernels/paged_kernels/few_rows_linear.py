@@ -19,6 +19,7 @@ from paged_kernels.arguments import check_few_rows_linear
 from paged_kernels.launch import Device, Launch, device_of
 from paged_kernels.launch_table import power_of_two
 from paged_kernels.splits import is_last, zeros
+from paged_kernels.swiglu import swiglu_reference
 
 MAX_TILE_ROWS = 64  # more rows take several tiles, which read the weight again
 MAX_SPLITS = 8
@@ -217,7 +218,4 @@ def few_rows_linear_reference(
         rows = rows * torch.rsqrt(rows.square().mean(1, keepdim=True) + eps) * norm.float()
     y = rows @ weight.float().T
     y = (y if bias is None else y + bias.float()).to(x.dtype)
-    if swiglu:
-        gate, up = y.chunk(2, 1)
-        y = torch.nn.functional.silu(gate.float()).to(x.dtype) * up
-    return y, total
+    return swiglu_reference(y) if swiglu else y, total

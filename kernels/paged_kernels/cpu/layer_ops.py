@@ -22,6 +22,10 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
 def swiglu(gate_up: Tensor) -> Tensor:
     """Compute `paged_kernels.swiglu.swiglu`."""
     check_swiglu(gate_up)
+    return _gate(gate_up)
+
+
+def _gate(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=1)
     return F.silu(gate) * up
 
@@ -40,7 +44,4 @@ def few_rows_linear(
     check_few_rows_linear(x, weight, bias, residual, norm, swiglu=swiglu)
     total = x if residual is None else x + residual
     y = F.linear(total if norm is None else rms_norm(total, norm, eps), weight, bias)
-    if swiglu:
-        gate, up = y.chunk(2, dim=1)
-        y = F.silu(gate) * up
-    return y, total
+    return _gate(y) if swiglu else y, total
