@@ -183,8 +183,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     """Compute attention of a mixed batch. Grid: (large_tiles + num_splits * num_seqs, KV heads * tiles of a group).
 
     The large tiles process the sequences with more queries than a small tile holds, the longest work first. Every
-    other program processes one split of one of the remaining sequences; `arrivals` counts those that have finished,
-    and is zero before and after. Scores are scaled by log2(e), so that exp is exp2. FORMAT as in `layer_cache`: the
+    other program processes one split of a sequence. `arrivals` counts the finished splits of each sequence; it is zero
+    before and after the launch. Scores are scaled by log2(e), so that exp is exp2. FORMAT as in `layer_cache`: the
     scales are folded into scores and weights, so no tile is dequantized.
     """
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS

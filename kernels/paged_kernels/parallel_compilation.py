@@ -25,7 +25,7 @@ from paged_kernels.launch import Launch
 SPARE_SECONDS = 5.0  # a compilation may take twice as long as the slowest one so far, and this in addition
 MAX_SECONDS = 60.0  # limit of every compilation, and the only one before the first has succeeded
 POLL_SECONDS = 0.1  # how often the limit is checked
-ORPHAN_SECONDS = 60  # time beyond MAX_SECONDS after which a process ends by itself, if nobody kills it
+ORPHAN_SECONDS = 60  # seconds after MAX_SECONDS at which a process ends itself if it was not killed
 PRELOADED = ["paged_kernels.paged_attention", "paged_kernels.tuning_inputs"]  # imported once, for all processes
 
 FAILED, TOO_LONG = "not compilable", "compiled too long"
@@ -98,7 +98,7 @@ def _compile(variants: tuple[Variant, ...], results: Connection, seconds: float)
 
 
 class Compiler:
-    """Compiles variants in up to `processes` processes. A context manager, which kills those that are left."""
+    """Compiles variants in up to `processes` processes. On exit, the context manager kills the running processes."""
 
     def __init__(
         self, processes: int, *, spare_seconds: float = SPARE_SECONDS, max_seconds: float = MAX_SECONDS

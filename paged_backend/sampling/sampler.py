@@ -86,7 +86,7 @@ class SamplingBatch:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether constraints or penalties change logits before sampling."""
+        """Whether a row has constraints or penalties, which are applied to its logits before sampling."""
         return self.constraints is not None or self.penalties is not None
 
 

@@ -157,7 +157,7 @@ class Terminal:
 
     def end(self):
         """(exit code, what was still written, standard error)"""
-        # Read first: a process whose terminal nobody reads cannot write, and would never exit.
+        # Read before waiting: the process blocks when the terminal is full, and then never exits.
         try:
             while more := os.read(self.fd, 65536):
                 self.text += self.decoder.decode(more)

@@ -104,7 +104,7 @@ SMALL_KEYS = [
 
 @pytest.fixture
 def small_problems(monkeypatch, tables):
-    """Makes the tuner's inputs small enough for the interpreter, and returns the list of those that it makes."""
+    """Make the tuner's inputs small enough for the interpreter, and return a list to which each is added."""
     for name, value in dict(MEDIUM_ROWS=3, COPY_TENSORS=2, NUM_KV_HEADS=1, PREFILL_SEQS=2, CACHED_TOKENS=30).items():
         monkeypatch.setattr(tuning_inputs, name, value)
     problems = []
@@ -173,7 +173,7 @@ def test_candidates_that_cannot_run_are_not_timed(small_problems, monkeypatch):
 
 
 def test_tiles_that_give_the_same_launch_are_timed_once(small_problems, monkeypatch):
-    """Of a chunk whose large tile would leave multiprocessors idle, the smaller tile is taken."""
+    """A launch uses its smaller tile if the larger one would leave multiprocessors idle."""
     choose(monkeypatch, Tile(64, 32, 4, 2), Tile(128, 32, 4, 2), Tile(64, 32, 4, 3))
     submitted = []
 
