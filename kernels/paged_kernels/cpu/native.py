@@ -48,7 +48,12 @@ def _library() -> ctypes.CDLL:
 
 
 def set_threads(threads: int) -> None:
-    """Set the number of threads that the kernels use. Results do not depend on it."""
+    """Set the number of threads that the kernels use. Results do not depend on it.
+
+    Raises ValueError if it is not from 1 to 2**31 - 1.
+    """
+    if not 1 <= threads < 1 << 31:
+        raise ValueError(f"threads is {threads}; it must be from 1 to {(1 << 31) - 1}")
     if levels():
         _library().paged_set_threads(threads)
 

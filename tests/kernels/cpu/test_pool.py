@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -76,9 +77,10 @@ def test_linear_layers_have_the_same_bits_on_any_number_of_threads(threads, dtyp
 
 
 @needs_kernels
-def test_at_least_one_thread_is_used(threads):
-    threads(0)
-    assert native.threads() == 1
+@pytest.mark.parametrize("count", [-1, 0, 1 << 31, 1 << 40])
+def test_an_invalid_number_of_threads_is_rejected(threads, count):
+    with pytest.raises(ValueError, match=rf"threads is {count}; it must be from 1 to 2147483647"):
+        threads(count)
 
 
 @needs_kernels
@@ -92,16 +94,43 @@ def test_programs_are_counted():
 def test_threads_sleep_between_programs(threads):
     """An idle process uses no CPU time."""
     threads(3)
-    weight = pack_linear(torch.randn(640, 640))
-    native.linear(torch.randn(100, 640), weight)
-    until(lambda: states_of("paged_cpu") == {"S"}, "sleeping threads")
+    run_program()
+    until(are_asleep, "sleeping threads")
 
 
-def states_of(name):
-    """The states of all threads of this process with this name, as the kernel reports them."""
-    found = set()
-    for stat in Path("/proc/self/task").glob("*/stat"):
-        own, _, rest = stat.read_text().rpartition(")")
-        if own.endswith(f"({name}"):
-            found.add(rest.split()[0])
+@needs_kernels
+def test_threads_without_work_are_not_woken(threads):
+    threads(8)
+    run_program()
+    threads(2)
+    run_program()
+    until(are_asleep, "sleeping threads")
+    before = pool_threads()
+    assert len(before) >= 7
+    for _ in range(20):
+        run_program()
+        until(are_asleep, "sleeping threads")
+    assert sum(after.sleeps > before[thread].sleeps for thread, after in pool_threads().items()) <= 1
+
+
+def run_program():
+    native.linear(torch.randn(100, 640), pack_linear(torch.randn(640, 640)))
+
+
+def are_asleep():
+    return {thread.state for thread in pool_threads().values()} == {"S"}
+
+
+class PoolThread(NamedTuple):
+    state: str  # as the system names it: S is asleep
+    sleeps: int  # how often it has gone to sleep
+
+
+def pool_threads():
+    """The threads of the pool, by thread id."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        fields = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines())
+        if fields["Name"] == "paged_cpu":
+            found[task.name] = PoolThread(fields["State"][0], int(fields["voluntary_ctxt_switches"]))
     return found

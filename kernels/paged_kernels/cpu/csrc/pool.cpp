@@ -138,6 +138,7 @@ class Pool {
   bool run(std::unique_ptr<Program>& program, int threads, Worker& worker, double* seconds) {
     if (busy_.test_and_set(std::memory_order_acquire)) return false;
     start_threads(threads - 1);
+    if (used_.exchange(threads - 1) != threads - 1) used_.notify_all();
     Run& mine = unused_run();
     mine.prepare(std::move(program), threads);
     current_.store(&mine);
@@ -182,6 +183,7 @@ class Pool {
     pthread_setname_np(pthread_self(), "paged_cpu");
     Worker worker;
     for (;;) {
+      for (int used; index >= (used = used_.load());) used_.wait(used);  // programs do not wake a thread without work
       const uint32_t seen = published_.load();
       if (Run* run = current_.load()) {
         run->users.fetch_add(1);
@@ -201,6 +203,7 @@ class Pool {
   std::atomic<uint32_t> published_{0};  // number of programs so far
   std::deque<Run> runs_;                // only of the caller that has set busy_
   int started_ = 0;
+  std::atomic<int> used_{0};  // threads of the pool that programs run on, those with the lowest indices
 };
 
 // Never destroyed, since its threads run until the process ends. A child process gets a pool of its own.
@@ -271,7 +274,7 @@ void run(std::unique_ptr<Task> task) {
   run(std::move(program));
 }
 
-void set_threads(int threads) { number_of_threads = std::max(1, threads); }
+void set_threads(int threads) { number_of_threads = threads; }
 int threads() { return number_of_threads; }
 const double* kind_seconds() { return seconds; }
 PoolCounts pool_counts() { return {programs, repeats, discarded}; }

@@ -56,9 +56,11 @@ class Task {
   Task(Kind kind, int items, bool repeatable) : kind(kind), items(items), repeatable(repeatable) {}
   virtual ~Task() = default;
 
-  // Computes an item and writes its result if claim.commit() returns true. Several threads may compute the same item at
-  // the same time, also while later tasks run, whose writes to the inputs make the result useless, but must do no harm.
-  // A task that is not repeatable may write at once, and need not call commit. Must not throw.
+  // Computes an item, and writes its result if claim.commit() returns true. Must not throw.
+  //
+  // Several threads may compute the same item at the same time. A late thread may still compute it while later tasks
+  // overwrite its inputs; its result is discarded, but it must not access invalid memory. A task that is not repeatable
+  // is computed once: it may write at once, and need not call commit.
   virtual void run(int item, Worker& worker, Claim& claim) const = 0;
 
   const Kind kind;
