@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.engine.runner_builder import build_runner, capture_graphs, graph_shapes_of
 from paged_backend.engine.warm_up import measure_decode, warm_up
 from paged_backend.execution.cpu_threads import count_threads
@@ -35,8 +36,11 @@ class PreparedModel:
 def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> PreparedModel:
     """Load and verify the model, size the pools and capture graphs, in step with the other ranks. Raises ConfigError
     and UnsupportedModel."""
-    limit_torch_threads(config.tensor_parallel_size)
-    native.set_threads(count_threads(config.tensor_parallel_size))
+    try:
+        limit_torch_threads(config.tensor_parallel_size)
+        native.set_threads(count_threads(config.tensor_parallel_size))
+    except ValueError as error:  # OMP_NUM_THREADS is not a number
+        raise ConfigError(str(error)) from None
     device = tp_group.device
     loaded = model_loader.load(config, ROOT, device)
     kv_dtype = loaded.spec.kv_dtype

@@ -160,7 +160,7 @@ class Runner:
     def launch(self, packed: PackedBatch) -> LaunchedStep:
         """Enqueue the forward pass and sampling of a batch, and the copy of the results to the host."""
         if self._threads:
-            self._threads.update()
+            self._threads.start_step()
         step = self._run(packed)
         logits = step.logits if step.logit_rows is None else step.logits[step.logit_rows]
         sampling = step.sampling
@@ -178,6 +178,8 @@ class Runner:
             prompts = tuple(part.to_host() for part in prompts)
             arrived = torch.cuda.Event()
             arrived.record()
+        if self._threads:
+            self._threads.end_step()
         constraints = packed.sampling.constraints
         failed_rows = constraints.mask.failed_rows if constraints and constraints.mask else ()
         return LaunchedStep(

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -59,19 +59,37 @@ def usable_cores() -> int:
     return max(1, int(min([len(os.sched_getaffinity(0)), *_quotas()])))
 
 
-def busy_seconds() -> float:
-    """Return the CPU time that all processes have spent on the cores of this process's affinity. Time of processes at a
-    lower priority ("nice") counts only if this process has a lower priority too: otherwise it takes little from it.
+def omp_num_threads() -> int | None:
+    """Return the number of threads that OMP_NUM_THREADS requests, or None if it is not set.
+
+    Of a list, which OpenMP reads as one number per level of nested regions, this is the first number. Raises ValueError
+    if it is not a positive integer.
+    """
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    first = value.split(",")[0].strip()
+    if not value.strip():
+        return None
+    if not (first.isascii() and first.isdigit() and int(first) > 0):
+        raise ValueError(f"OMP_NUM_THREADS is {value!r}; it must be a positive integer")
+    return int(first)
+
+
+def busy_seconds(cores: Iterable[int], *, include_nice: bool) -> float:
+    """Return the CPU time that all processes have spent on these cores since the system started.
+
+    Args:
+        cores: numbers of cores, as in `os.sched_getaffinity`.
+        include_nice: whether to count processes with a positive nice value.
 
     Raises OSError where the system does not tell.
     """
-    own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    names = {f"cpu{core}" for core in cores}
     ticks = 0
     for line in Path("/proc/stat").read_text().splitlines():
         name, *fields = line.split()
-        if name in own:
+        if name in names:
             user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
-            ticks += user + system + irq + softirq + steal + (nice if os.nice(0) > 0 else 0)
+            ticks += user + system + irq + softirq + steal + (nice if include_nice else 0)
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -88,7 +106,7 @@ def cpu_name() -> str:
 def limit_torch_threads(processes: int = 1) -> None:
     """Set PyTorch's number of threads to the usable cores per process, unless OMP_NUM_THREADS is set. PyTorch's default
     is the number of cores of the machine, even in a container with a lower quota."""
-    if "OMP_NUM_THREADS" not in os.environ:
+    if omp_num_threads() is None:
         torch.set_num_threads(max(1, usable_cores() // processes))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.engine import runner_builder
 from paged_backend.engine.model_preparation import prepare_model
 from paged_backend.models.tensor_parallel import TensorParallelGroup
@@ -40,3 +41,9 @@ def test_graphs_are_kept_only_if_all_ranks_have_them(tiny, monkeypatch, others_h
     numbers = iter([64, 64, others_have_graphs])
     monkeypatch.setattr(GroupWithSmallerRank, "all_reduce_min", lambda self, number: min(number, next(numbers)))
     assert prepare(tiny, 0).runner.has_graphs == others_have_graphs
+
+
+def test_an_invalid_omp_num_threads_is_an_error_of_the_configuration(tiny, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "abc")
+    with pytest.raises(ConfigError, match="OMP_NUM_THREADS is 'abc'; it must be a positive integer"):
+        prepare(tiny, 7)

@@ -1,6 +1,7 @@
 """The number of threads of the CPU kernels."""
 
 import threading
+from functools import partial
 
 import pytest
 
@@ -32,11 +33,11 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize(
     ("usable", "processes", "variable", "expected"),
-    [(8, 1, None, 8), (8, 2, None, 4), (1, 2, None, 1), (8, 1, "3", 3), (2, 1, "3", 2), (8, 4, "3", 2), (8, 1, "x", 8)],
+    [(8, 1, None, 8), (8, 2, None, 4), (1, 2, None, 1), (8, 1, "3", 3), (2, 1, "3", 2), (8, 4, "3", 2), (8, 1, "", 8)],
 )
 def test_threads_follow_cores_processes_and_environment(cores, monkeypatch, usable, processes, variable, expected):
     cores(usable)
-    if variable:
+    if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     assert count_threads(processes) == expected
 
@@ -46,6 +47,8 @@ def test_threads_follow_cores_processes_and_environment(cores, monkeypatch, usab
     [
         (2, 2, 0.3, 2),
         (2, 2, 1.4, 2),
+        (2, 2, 1.5, 1),
+        (8, 8, 2.5, 6),
         (2, 2, 1.7, 1),
         (2, 2, 2.0, 1),
         (8, 8, 3.6, 5),
@@ -58,15 +61,51 @@ def test_threads_leave_all_but_one_core_to_busy_processes(cores, usable, affinit
     assert count_threads(taken=taken) == expected
 
 
-def test_load_is_that_of_other_processes_since_the_last_call(monkeypatch):
-    counters = iter([(10.0, 50.0, 3.0), (12.0, 53.0, 4.0), (12.0, 53.0, 4.0), (16.0, 54.0, 6.0)])
-    monkeypatch.setattr(OtherLoad, "_read", lambda _: next(counters))
+@pytest.mark.parametrize("value", ["x", "0", "-1", "1.5", ",2", "\N{SUPERSCRIPT TWO}"])
+def test_an_invalid_omp_num_threads_is_rejected(cores, monkeypatch, value):
+    cores(2)
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    with pytest.raises(ValueError, match=f"OMP_NUM_THREADS is '{value}'; it must be a positive integer"):
+        count_threads()
+
+
+@pytest.fixture
+def counters(monkeypatch):
+    """Sets what OtherLoad reads, one after the other: the time, seconds of all processes and of this one."""
+
+    def follow(*readings):
+        values = iter(readings)
+        now = []
+
+        def read():
+            now[:] = next(values)
+            return now[0]
+
+        monkeypatch.setattr(cpu_threads.os, "sched_getaffinity", lambda _: {0, 1})
+        monkeypatch.setattr(cpu_threads.os, "nice", lambda _: 0)
+        monkeypatch.setattr(cpu_threads, "busy_seconds", lambda cores, include_nice: read() and now[1])
+        monkeypatch.setattr(cpu_threads.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(cpu_threads.time, "process_time", lambda: now[2])
+
+    return follow
+
+
+def test_load_is_that_of_other_processes_since_the_last_call(counters):
+    counters((10.0, 50.0, 3.0), (12.0, 53.0, 4.0), (12.0, 53.0, 4.0), (16.0, 54.0, 6.0))
     load = OtherLoad()
     assert [load.measure() for _ in range(3)] == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize(("name", "value"), [("sched_getaffinity", {1}), ("nice", 5)])
+def test_load_is_zero_after_a_change_of_what_counts(counters, monkeypatch, name, value):
+    counters((10.0, 50.0, 3.0), (12.0, 90.0, 4.0), (14.0, 93.0, 5.0))
+    load = OtherLoad()
+    monkeypatch.setattr(cpu_threads.os, name, lambda _: value)
+    assert [load.measure() for _ in range(2)] == [0.0, 1.0]
+
+
 def test_load_is_zero_where_the_system_does_not_tell(monkeypatch):
-    def fail():
+    def fail(*_, **__):
         raise OSError("no /proc/stat")
 
     monkeypatch.setattr(cpu_threads, "busy_seconds", fail)
@@ -80,20 +119,43 @@ def test_threads_follow_limits_that_change(cores, calls, monkeypatch):
     threads = CpuThreads(1, is_native=False)
     for usable in (4, 1, 2):
         cores(usable)
-        threads.update()
+        threads.start_step()
     assert calls == [4, 1, 2]
 
 
-def test_load_counts_from_the_first_step_after_a_pause(cores, calls, monkeypatch):
-    clock = iter([100.0, 100.05, 100.2, 100.9, 101.3, 110.0, 110.2])
+def run_steps(threads, monkeypatch, *steps):
+    """Run steps that start and end at these times."""
+    for start, end in steps:
+        monkeypatch.setattr(cpu_threads.time, "monotonic", partial(float, start))
+        threads.start_step()
+        monkeypatch.setattr(cpu_threads.time, "monotonic", partial(float, end))
+        threads.end_step()
+
+
+def test_load_during_a_pause_does_not_count(cores, calls, monkeypatch):
     loads = iter([2.0, 2.0, 0.0, 2.0, 2.0])
     threads = CpuThreads(1, is_native=False)
-    monkeypatch.setattr(cpu_threads.time, "monotonic", lambda: next(clock))
     cores(2)
     monkeypatch.setattr(OtherLoad, "measure", lambda _: next(loads))
-    for _ in range(7):
-        threads.update()
+    steps = [
+        (100.0, 100.04),
+        (100.05, 100.1),
+        (100.2, 100.8),
+        (100.9, 101.2),
+        (101.3, 101.4),
+        (110.0, 110.1),
+        (110.2, 111),
+    ]
+    run_steps(threads, monkeypatch, *steps)
     assert calls == [2, 1, 2, 2, 1]
+
+
+def test_load_during_long_steps_counts(cores, calls, monkeypatch):
+    cores(2)
+    threads = CpuThreads(1, is_native=False)
+    monkeypatch.setattr(OtherLoad, "measure", lambda _: 2.0)
+    run_steps(threads, monkeypatch, (100.0, 105.0), (105.1, 112.0), (113.5, 114.0))
+    assert calls == [2, 1, 2]
 
 
 def test_limits_are_read_once_an_interval(cores, calls, monkeypatch):
@@ -101,7 +163,7 @@ def test_limits_are_read_once_an_interval(cores, calls, monkeypatch):
     threads = CpuThreads(1, is_native=False)
     for usable in (4, 1, 2):
         cores(usable)
-        threads.update()
+        threads.start_step()
     assert calls == [4]
 
 
@@ -110,12 +172,12 @@ def test_pytorch_is_limited_in_each_thread_that_runs_native_models(cores, calls,
     cores(2)
     threads = CpuThreads(1, is_native=True)
 
-    def update_twice():
-        threads.update()
-        threads.update()
+    def start_twice():
+        threads.start_step()
+        threads.start_step()
 
     for _ in range(3):  # the system gives the identifier of a thread that has ended to the next one
-        worker = threading.Thread(target=update_twice)
+        worker = threading.Thread(target=start_twice)
         worker.start()
         worker.join()
     assert calls == ["single", 2, "single", "single"]

@@ -70,24 +70,35 @@ def test_cgroups_version_1(cgroups):
     assert machine.available_memory() == 5 * GIB
 
 
-@pytest.mark.parametrize(("priority", "ticks"), [(0, 10 + 3 + 2 + 1 + 4), (5, 10 + 500 + 3 + 2 + 1 + 4)])
-def test_busy_time_is_that_of_usable_cores_and_excludes_lower_priorities(monkeypatch, priority, ticks):
+@pytest.mark.parametrize(
+    ("cores", "include_nice", "ticks"),
+    [({1}, False, 10 + 3 + 2 + 1 + 4), ({1}, True, 10 + 500 + 3 + 2 + 1 + 4), ({0, 1}, False, 20 + 5 * 7)],
+)
+def test_busy_time_is_that_of_the_given_cores(monkeypatch, cores, include_nice, ticks):
     stat = "cpu 9 9 9 9 9 9 9 9 0 0\ncpu0 7 7 7 7 7 7 7 7 0 0\ncpu1 10 500 3 900 50 2 1 4 0 0\nintr 5\n"
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1})
-    monkeypatch.setattr(os, "nice", lambda increment: priority)
     monkeypatch.setattr(os, "sysconf", lambda name: 100)
     monkeypatch.setattr(Path, "read_text", lambda path: {"/proc/stat": stat}[str(path)])
-    assert machine.busy_seconds() == ticks / 100
+    assert machine.busy_seconds(cores, include_nice=include_nice) == ticks / 100
 
 
-@pytest.mark.parametrize(("configured", "threads"), [(None, "2"), ("1", "1")])
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, None), ("", None), (" ", None), ("3", 3), (" 2 ", 2), ("4,2", 4), ("1, 1", 1)]
+)
+def test_omp_num_threads_is_read_as_openmp_does(monkeypatch, value, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert machine.omp_num_threads() == expected
+
+
+@pytest.mark.parametrize(("configured", "threads"), [(None, "2"), ("", "2"), ("1", "1")])
 def test_torch_threads_follow_usable_cores_unless_configured(configured, threads):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     code = (
         "import torch; from paged_backend.utils import machine; machine.usable_cores = lambda: 5;"
         " machine.limit_torch_threads(2); print(torch.get_num_threads())"
     )
-    variables = {"OMP_NUM_THREADS": configured} if configured else {}
+    variables = {"OMP_NUM_THREADS": configured} if configured is not None else {}
     ran = subprocess.run([sys.executable, "-c", code], env=environment | variables, capture_output=True, text=True)
     assert ran.stdout.strip() == threads, ran.stderr
 
