@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from paged_backend.api.errors import ConfigError
 from paged_kernels.cpu.packed_linear import PackedLinear, pack_quantized
 
 CHUNK = 1 << 18  # number of weights that are rounded at a time, so that temporary values stay in the CPU cache
@@ -50,12 +51,19 @@ def quantize(weight: Tensor, bits: int, block_inputs: int | None) -> PackedLinea
         weight: any floating-point type.
         bits: 8 or 4.
         block_inputs: number of inputs that share a scale, a multiple of 8; None: all inputs of an output.
+
+    Raises ConfigError if the scales exceed float16. Blocks whose largest weight is below 4e-6 (int8) become 0.
     """
     size = block_inputs or -(-weight.shape[1] // 8) * 8
     rounded = [(_round_to_int8 if bits == 8 else _round_to_int4)(blocks) for blocks in _blocks(weight, size)]
     codes = torch.cat([chunk.codes for chunk in rounded]).flatten(1)[:, : weight.shape[1]]
     scales = torch.cat([chunk.scales for chunk in rounded])
     mins = [chunk.mins for chunk in rounded if chunk.mins is not None]
+    if not all(part.isfinite().all() for part in (scales, *mins)):
+        largest = float(weight.abs().max())
+        raise ConfigError(
+            f"quantization cannot round weights up to {largest:g} to {bits} bits: the scales exceed float16"
+        )
     return pack_quantized(codes, scales, torch.cat(mins) if mins else None, size, bits)
 
 

@@ -1,8 +1,11 @@
 """Weights rounded to 8 and 4 bits."""
 
+import re
+
 import pytest
 import torch
 
+from paged_backend.api.errors import ConfigError
 from paged_backend.models.quantization import quantize
 from paged_kernels.cpu import native
 
@@ -51,3 +54,13 @@ def test_int4_is_exact_for_weights_of_16_values():
 def test_groups_that_are_larger_than_the_weight():
     weight = torch.randn(20, 24)
     assert torch.allclose(dequantized(quantize(weight, 8, 128)), weight, atol=0.03)
+
+
+@pytest.mark.parametrize(("bits", "largest"), [(8, 1e7), (4, 1e6), (4, float("nan"))])
+def test_weights_beyond_the_scales_are_rejected(bits, largest):
+    weight = torch.randn(16, 64)
+    weight[3, 5] = largest
+    with pytest.raises(
+        ConfigError, match=re.escape(f"weights up to {largest:g} to {bits} bits: the scales exceed float16")
+    ):
+        quantize(weight, bits, 32)
