@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from paged_client.serving.server_files import perf_analyzer
 from paged_client.serving.tritonserver import TritonServer
 from paged_client.wire import Values
 
+POPULATION_TIMEOUT = 60  # seconds
 MAX_ATTEMPTS = 6  # exports of perf_analyzer 2.51 are sometimes empty or truncated
 WORDS = (
     "the a of to and in that it was for on with as his her they at be this from had not are but by we you one all were"
@@ -153,7 +155,7 @@ def read_export(export: dict[str, Any]) -> LoadResult:
     return LoadResult.of([one["timestamp"] / 1e9 for one in requests], stamps, tokens)
 
 
-def busy_cores(server: TritonServer, run: Callable[[], LoadResult]) -> dict[str, float]:
+def busy_cores(server: TritonServer, run: Callable[[], object]) -> dict[str, float]:
     """Return how many cores the server, the model's process and the client use during `run`.
 
     The one that reaches its limit is the bottleneck. The limit of the model's process is about 1, because of the GIL.
@@ -165,6 +167,15 @@ def busy_cores(server: TritonServer, run: Callable[[], LoadResult]) -> dict[str,
     after = [cpu_seconds([server.pid]), cpu_seconds(model)]
     used = [later - earlier for earlier, later in zip(before, after, strict=True)] + [_client_seconds() - client]
     return {name: one / wall for name, one in zip(("tritonserver", "model", "client"), used, strict=True)}
+
+
+def wait_until_populated(server: TritonServer) -> None:
+    """Wait until the model's process is idle: after the load it populates the pages of its KV cache."""
+    print("waiting until the KV cache is populated ...", file=sys.stderr, flush=True)
+    for _ in range(POPULATION_TIMEOUT):
+        if busy_cores(server, lambda: time.sleep(1))["model"] < 0.1:
+            return
+    print("the model's process is still busy", file=sys.stderr, flush=True)
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:

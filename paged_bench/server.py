@@ -42,6 +42,7 @@ from paged_bench._server_load import (
     run_lean_client,
     run_perf_analyzer,
     text_workload,
+    wait_until_populated,
 )
 from paged_bench._workload import NULL, WORKLOADS, Job, model_names, model_options, workload
 from paged_bench.engine import run_paged
@@ -61,9 +62,15 @@ def compare(
     target: float | None,
     ratio_target: float,
 ) -> list[Record]:
-    """Run all requests at once, alternately in process and through the server."""
-    loads: dict[str, list[LoadResult]] = {LEAN: [], ANALYZER: []}
+    """Run all requests at once, alternately in process and through the server.
+
+    Before that the server answers them once, because its files and libraries are not in memory yet, and the pages of
+    its KV cache are populated.
+    """
     num_requests = len(work.jobs)
+    run_lean_client(server, work, num_requests)
+    wait_until_populated(server)
+    loads: dict[str, list[LoadResult]] = {LEAN: [], ANALYZER: []}
     runs: dict[str, Callable[[], LoadResult]] = {LEAN: lambda: run_lean_client(server, work, num_requests)}
     if perf_analyzer():
         runs[ANALYZER] = lambda: run_perf_analyzer(server, work, "--concurrency-range", str(num_requests))
@@ -119,7 +126,6 @@ def null_model(tokenizer: str, streams: int, tokens: int, rounds: int) -> Iterat
     assembly = assemble(EngineConfig.from_options(options))
     work = text_workload([Job([0] * 16, tokens)] * streams, assembly.loaded.tokenizer)
     with TritonServer(options.pop("model"), options) as server:
-        run_lean_client(server, work, streams)
         yield from compare(NULL, assembly, server, work, rounds, 50_000.0, 0.5)
         clients = {LEAN: partial(run_lean_client, server, work, streams)}
         if perf_analyzer():
@@ -151,7 +157,6 @@ def served(args: Namespace, num_requests: int) -> Iterator[Record]:
     work = text_workload(workload(args.workload, num_requests, len(tokenizer), limit), tokenizer)
     options |= {"gpu_memory_utilization": 0.8}
     with TritonServer(options.pop("model"), options) as server:
-        run_lean_client(server, work, num_requests)  # warm up: files and libraries are not cached yet
         yield from compare(args.workload, assembly, server, work, args.rounds, None, 0.97)
         concurrencies = args.concurrency or [one for one in (1, 4, 16, 64, 256) if one < num_requests]
         yield from sweep(server, work, concurrencies, args.rate or ([] if args.quick else [0.5, 1]))
