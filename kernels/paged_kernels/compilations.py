@@ -11,7 +11,7 @@ log = logging.getLogger("paged_llm.kernels")
 class Compilations:
     """The number of kernels that were compiled, or loaded from Triton's cache, since `watch` was called.
 
-    Every one delays a step, and with it all requests, so the warm-up is to compile every kernel that a step can launch.
+    Each of them delays a step, and all requests in it. The warm-up should therefore compile every kernel of a step.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,10 @@ class EngineState:
         return key in self.announced or self.scheduler.has_request(key)
 
     def stats(self) -> SchedulerStats:
-        """Return the statistics of the scheduler, the disk tier and the kernels. Announced requests wait."""
+        """Return the statistics of the scheduler, the disk tier and the kernels.
+
+        Announced requests count as waiting.
+        """
         stats = self.scheduler.stats
         if after_ready.count:
             stats = replace(stats, compilations=after_ready.count)

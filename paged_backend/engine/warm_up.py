@@ -125,8 +125,11 @@ def run_warm_up_plans(config: EngineConfig, spec: ModelSpec, runner: Runner, pro
 
 
 def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[Plan]:
-    """Return a step of every kind that has compiled kernels of its own, because compiling a kernel while serving would
-    delay every request by seconds. All steps use block 0, since their results are not read."""
+    """Yield a step of every kind that has compiled kernels of its own.
+
+    A kernel that is compiled while requests are served delays all of them by seconds. All steps use block 0, since
+    their results are not read.
+    """
     longest, budget = max_model_len - 1, config.max_num_batched_tokens
     contexts = [*(context for context in CONTEXTS if context < longest), longest]
     lengths = [*(length for length in CHUNK_LENGTHS if length < min(longest, budget)), min(longest, budget)]
