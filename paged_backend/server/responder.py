@@ -46,6 +46,7 @@ log = logging.getLogger("paged_llm")
 
 POLL_SECONDS = 0.02  # time between two checks of deadlines and of the engine
 POLL_SHARE = 0.1  # share of the thread's time that these checks may take
+MAX_POLL_SECONDS = 1.0  # maximum time between two checks, however long one took: the process may have been paused
 
 Inbox = SimpleQueue[Message]
 
@@ -203,4 +204,4 @@ class Responder:
         self._pool_maps.end_overdue(now)
         self._monitor.check(now)
         self._cancellation.end_overdue(now)
-        self._next_poll = now + max(POLL_SECONDS, (time.monotonic() - now) / POLL_SHARE)
+        self._next_poll = now + min(max(POLL_SECONDS, (time.monotonic() - now) / POLL_SHARE), MAX_POLL_SECONDS)

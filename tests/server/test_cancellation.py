@@ -8,6 +8,7 @@ import pytest
 
 from paged_backend.engine.engine import Engine
 from paged_backend.server import cancellation
+from paged_backend.server.sessions import Sessions
 from tests.support.callers import Caller
 from tests.support.in_process import WAIT, running, tiny_assembly
 from tests.support.service_calls import (
@@ -65,6 +66,23 @@ def test_a_waiting_request_times_out(serve, gate, clock):
     assert finish(waiting) == ("timeout", 0)
     gate.open()
     assert finish(running) == ("length", 9)
+
+
+def test_a_pause_during_a_check_does_not_postpone_the_next_one(serve, gate, clock, monkeypatch):
+    service, paused, expire = serve(), Event(), Sessions.expire
+    waiting = ask(service, timeout_ms=HOUR)
+    gate.wait()
+
+    def pause(sessions):
+        if not paused.is_set():
+            clock.ahead += HOUR / 1e3
+            paused.set()
+        expire(sessions)
+
+    monkeypatch.setattr(Sessions, "expire", pause)
+    assert paused.wait(WAIT)
+    assert waiting.answer()["finish_reason"] == [b"timeout"]
+    gate.open()
 
 
 def test_a_partly_prefilled_request_times_out(serve, gate, clock):
