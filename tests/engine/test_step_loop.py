@@ -64,6 +64,25 @@ def test_two_steps_are_in_flight_only_with_async_scheduling(tiny, async_scheduli
 
 
 def test_failed_step_fails_its_requests_and_the_engine_continues(tiny, prompts, alone):
+    """The step fails after its forward pass, which is eager or replays a CUDA graph."""
+    assembly = tiny_assembly(tiny[0])
+    launch, errors = assembly.runner.launch, iter([RuntimeError("device error")])
+
+    def fail_once(batch):
+        launched = launch(batch)
+        if error := next(errors, None):
+            raise error
+        return launched
+
+    assembly.runner.launch = fail_once
+    with running(assembly) as engine:
+        (output,) = engine.wait(engine.submit(prompts[0], max_tokens=4))
+        assert output.error.code is ErrorCode.INTERNAL
+        assert "device error" in str(output.error)
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+
+
+def test_failed_layer_fails_its_requests_and_the_engine_continues(tiny, prompts, alone):
     assembly = tiny_assembly(tiny[0], enforce_eager=True)  # a replayed CUDA graph would not call the hook
     layer = assembly.loaded.model.model.layers[1]
     with running(assembly) as engine:
