@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import statistics
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paged_bench._byte_tokenizer import byte_tokenizer_directory
 from paged_client.serving.repository import resolve_model
 
 MODELS = Path(__file__).parent / "models"  # configurations without weights
@@ -127,17 +131,41 @@ WORKLOADS = {
 }
 
 
+EQUAL = re.compile(r"(\d+)x(\d+)/(\d+)")  # requests x prompt tokens / output tokens
+TABLE = ("1x128/256", "16x512/256", "64x512/256", "64x2048/128", "256x512/128", "1x32000/64", "8x16000/64")
+
+
+def workload_name(text: str) -> str:
+    """Parse one of WORKLOADS, or requests of equal lengths, such as 16x512/256."""
+    if text not in WORKLOADS and not ((found := EQUAL.fullmatch(text)) and all(map(int, found.groups()))):
+        known = ", ".join(WORKLOADS)
+        raise ArgumentTypeError(f"{text!r}: must be one of {known}, or REQUESTSxPROMPT/OUTPUT, such as {TABLE[1]}")
+    return text
+
+
+def _equal(name: str, draw: Draw) -> list[Job] | None:
+    """Return the requests of a name such as 16x512/256, and None for another name."""
+    found = EQUAL.fullmatch(name)
+    if found is None:
+        return None
+    count, prompt, output = map(int, found.groups())
+    return [Job(draw(prompt), output) for _ in range(count)]
+
+
 def workload(name: str, count: int, vocab_size: int, limit: int, rate: float | None = None) -> list[Job]:
     """Return the requests of a workload, shortened to fit into a model of `limit` positions.
 
     Args:
-        name: one of WORKLOADS.
-        count: number of requests; "long" has a 32nd of it.
+        name: one of WORKLOADS, or one that `workload_name` accepts.
+        count: number of requests; "long" has a 32nd of it, and a name such as 16x512/256 its own.
         rate: requests per second of a Poisson process; None if all arrive at once.
     """
     rnd = random.Random(1)
-    jobs = WORKLOADS[name](count, lambda length: [rnd.randrange(vocab_size) for _ in range(length)], limit)
-    jobs = [_fit(job, limit) for job in jobs]
+
+    def draw(length: int) -> list[int]:
+        return [rnd.randrange(vocab_size) for _ in range(length)]
+
+    jobs = [_fit(job, limit) for job in _equal(name, draw) or WORKLOADS[name](count, draw, limit)]
     if rate is None:
         return jobs
     now, timed = 0.0, []
@@ -147,16 +175,31 @@ def workload(name: str, count: int, vocab_size: int, limit: int, rate: float | N
     return timed
 
 
+def blocks_for(names: Sequence[str], count: int) -> int | None:
+    """Return a number of blocks of 16 tokens that is enough for workloads of `count` requests, None for "long"."""
+    if "long" in names:  # one prompt may be longer than all others together
+        return None
+    equal = [tuple(map(int, found.groups())) for found in map(EQUAL.fullmatch, names) if found]
+    usual = 35 * count * (4 if {"n4", "beam4"} & set(names) else 1)
+    return max([usual, *(requests * -(-(prompt + output + 16) // 16) for requests, prompt, output in equal)])
+
+
 def _fit(job: Job, limit: int) -> Job:
-    prompt = job.prompt[: max(1, limit * 3 // 4)]
+    prompt = job.prompt[: max(1, limit * 3 // 4, limit - job.output)]
     return replace(job, prompt=prompt, output=min(job.output, limit - len(prompt)))
 
 
 def model_options(model: str) -> dict[str, Any]:
-    """Return engine options for a model: a directory or 'demo', or one of MODELS with random weights."""
-    if model in (*model_names(), NULL):
-        own = {"model": str(MODELS / model), "tokenizer": resolve_model("demo"), "load_format": "dummy"}
-        return own | ({"trust_remote_code": True} if model == NULL else {})
+    """Return engine options for a model: a directory or 'demo', or one of MODELS with random weights.
+
+    Only those of MODELS other than NULL work without the demo model: their text is never compared.
+    """
+    own = {"model": str(MODELS / model), "load_format": "dummy"}
+    if model == NULL:
+        return own | {"tokenizer": resolve_model("demo"), "trust_remote_code": True}
+    if model in model_names():
+        vocab_size = json.loads((MODELS / model / "config.json").read_text())["vocab_size"]
+        return own | {"tokenizer": str(byte_tokenizer_directory(vocab_size))}
     return {"model": resolve_model(model)}
 
 
