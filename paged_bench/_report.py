@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 NO_GPU = "no GPU"
@@ -147,8 +148,16 @@ def added_latency(
     return records
 
 
+def save(records: Sequence[Record], file: Path | None) -> None:
+    """Write the records to `file`, unless it is None. A benchmark that is killed keeps what it has saved."""
+    if file is not None:
+        partial = file.with_name(f".{file.name}.partial")
+        partial.write_text(json.dumps([asdict(record) for record in records], indent=2) + "\n")
+        partial.replace(file)
+
+
 def publish(records: Sequence[Record], file: Path | None, draw: Callable[[Path, str], None]) -> None:
-    """Print the records, write them to `file` and draw a picture with the same name.
+    """Print the records, save them, and draw a picture with the same name if matplotlib is installed.
 
     Args:
         draw: draws a picture into a file, with the description of the machine as its caption.
@@ -158,7 +167,9 @@ def publish(records: Sequence[Record], file: Path | None, draw: Callable[[Path, 
         peers = "".join(f"; {name} {value:.4g}" for name, value in record.peers.items())
         value = "" if record.value is None else f"{record.value:.4g} "
         print(f"{record.name}: {value}{record.unit}{peers}")
-    if file is not None:
-        file.write_text(json.dumps([asdict(record) for record in records], indent=2) + "\n")
+    save(records, file)
+    if file is not None and find_spec("matplotlib") is None:
+        print(f"wrote {file}, and no picture: matplotlib is not installed")
+    elif file is not None:
         draw(file.with_suffix(".png"), machine())
         print(f"wrote {file} and {file.with_suffix('.png')}")

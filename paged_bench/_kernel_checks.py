@@ -1,0 +1,192 @@
+"""Check every kernel once against its reference, on the GPU if there is one: seconds, in one process.
+
+    python -m paged_bench._kernel_checks [--json FILE]
+
+It needs no pytest, and is no replacement for tests/kernels, which has more shapes, types and corner cases.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paged_backend.memory.kv_cache import KVCache, LayerShape
+from paged_bench._attention import AttentionInputs, Cell, error
+from paged_bench._report import Record, not_measured, save
+from paged_kernels import ops
+from paged_kernels.add_rms_norm import add_rms_norm_reference
+from paged_kernels.block_copy import block_copy_reference
+from paged_kernels.block_pair import BlockPair
+from paged_kernels.kv_write import kv_write_reference
+from paged_kernels.layer_cache import FORMATS, LayerCache
+from paged_kernels.rope_kv_write import rope_kv_write_reference
+from paged_kernels.sampling import sample_reference
+from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
+from paged_kernels.swiglu import swiglu_reference
+
+TOKENS, HEADS, SHAPE, BLOCK = 24, 16, LayerShape(8, 128), 16  # the attention heads of Qwen3-0.6B
+ROUNDING = 2e-2  # largest difference of bfloat16 results near 1
+Check = Callable[[torch.device], tuple[float, float]]  # returns the largest error, and the largest that is right
+
+
+def attention(cell: Cell) -> Check:
+    def check(device: torch.device) -> tuple[float, float]:
+        prepared = AttentionInputs(cell, device, 0)
+        out = ops.paged_attention(prepared.query, prepared.cache, prepared.sharing(0), scale=prepared.scale)
+        return error(prepared, out), ROUNDING
+
+    return check
+
+
+def kv_write(dtype: torch.dtype) -> Check:
+    def check(device: torch.device) -> tuple[float, float]:
+        key, value, slots = _rows(device), _rows(device), _slots(device)
+        found, expected = _cache(dtype, device), _cache(dtype, device)
+        ops.kv_write(key, value, found, slots)
+        kv_write_reference(key, value, expected, slots)
+        return _different_bits(found, expected), 0.0
+
+    return check
+
+
+def rope_kv_write(device: torch.device) -> tuple[float, float]:
+    query, key, value, slots = _rows(device, HEADS), _rows(device), _rows(device), _slots(device)
+    angles = torch.outer(torch.arange(TOKENS) + 3.0, 2.0 ** -torch.arange(SHAPE.head_dim // 2).clamp(max=20))
+    cos, sin = (turn.repeat(1, 2).to(device, torch.bfloat16) for turn in (angles.cos(), angles.sin()))
+    found, expected = _cache(torch.bfloat16, device), _cache(torch.bfloat16, device)
+    rotated = ops.rope_kv_write(query, key, value, cos, sin, found, slots)
+    wanted = rope_kv_write_reference(query, key, value, cos, sin, expected, slots)
+    return max(_difference(rotated, wanted), _difference(found.keys, expected.keys)), ROUNDING
+
+
+def add_rms_norm(device: torch.device) -> tuple[float, float]:
+    x, residual = _random(2, TOKENS, 1024, device=device).unbind()
+    weight = 1 + _random(1024, device=device) / 4
+    pairs = zip(
+        ops.add_rms_norm(x, residual, weight, 1e-6),
+        add_rms_norm_reference(x, residual, weight, 1e-6),
+        strict=True,
+    )
+    return max(_difference(*pair) for pair in pairs), ROUNDING
+
+
+def swiglu(device: torch.device) -> tuple[float, float]:
+    gate_up = _random(TOKENS, 2 * 3072, device=device)
+    return _difference(ops.swiglu(gate_up), swiglu_reference(gate_up)), ROUNDING
+
+
+def sample(filtered: bool) -> Check:
+    def check(device: torch.device) -> tuple[float, float]:
+        rows = 4
+        logits = 3 * torch.randn(rows, 500, generator=torch.Generator().manual_seed(0))
+        kept = SamplingFilters(torch.full((rows,), 20, dtype=torch.int32), torch.full((rows,), 0.9), torch.ones(rows))
+        draws = SamplingMetadata(torch.ones(rows), torch.arange(rows), torch.arange(rows), kept) if filtered else None
+        on_device = draws and SamplingMetadata(
+            draws.scales.to(device),
+            draws.seeds.to(device),
+            draws.positions.to(device),
+            SamplingFilters(*(one.to(device) for one in vars(kept).values())),
+        )
+        found = ops.sample(logits.to(device), on_device).cpu()
+        return float((found != sample_reference(logits, draws)).sum()), 0.0
+
+    return check
+
+
+def block_copy(device: torch.device) -> tuple[float, float]:
+    found, expected = (
+        KVCache.allocate([SHAPE] * 2, num_blocks=8, block_size=BLOCK, dtype=torch.bfloat16, device=device)
+        for _ in range(2)
+    )
+    for one, other in zip(found.tensors, expected.tensors, strict=True):
+        one.copy_(torch.randn(one.shape))
+        other.copy_(one)
+    moves = torch.tensor([[3, 0], [1, 5], [4, 2]], device=device)
+    ops.block_copy(BlockPair.of(found.tensors, found.tensors), moves)
+    block_copy_reference(BlockPair.of(expected.tensors, expected.tensors), moves)
+    return _different_bits(found, expected), 0.0
+
+
+def _random(*shape: int, device: torch.device) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(device, torch.bfloat16)
+
+
+def _rows(device: torch.device, heads: int = SHAPE.num_kv_heads) -> Tensor:
+    return _random(TOKENS, heads, SHAPE.head_dim, device=device)
+
+
+def _slots(device: torch.device) -> Tensor:
+    order = torch.randperm(4 * BLOCK, generator=torch.Generator().manual_seed(0))
+    return order[:TOKENS].index_fill(0, torch.tensor([2, 8]), -1).to(device)  # two tokens of padding
+
+
+def _cache(dtype: torch.dtype, device: torch.device) -> LayerCache:
+    return KVCache.allocate([SHAPE], num_blocks=4, block_size=BLOCK, dtype=dtype, device=device).layers[0]
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative where the expected value is more than 1; infinity for NaN."""
+    scaled = (found.float() - expected.float()).abs() / expected.float().abs().clamp(min=1)
+    return float(scaled.nan_to_num(nan=float("inf")).max())
+
+
+def _different_bits(found: LayerCache | KVCache, expected: LayerCache | KVCache) -> float:
+    pairs = zip(found.tensors, expected.tensors, strict=True)
+    return float(sum(int((one != other).sum()) for one, other in pairs))
+
+
+_DECODE = Cell("decode", 4, 300, 1, HEADS, SHAPE.num_kv_heads, SHAPE.head_dim, torch.bfloat16, torch.bfloat16)
+_CELLS = (
+    _DECODE,
+    replace(_DECODE, batch=1, context=3000),
+    *(replace(_DECODE, pool=dtype) for dtype in FORMATS),
+    replace(_DECODE, batch=8, context=2400, shared=2048),
+    replace(_DECODE, kind="prefill", batch=2, context=200, query=150),
+)
+CHECKS: dict[str, Check] = {
+    **{f"paged_attention, {cell.name}": attention(cell) for cell in _CELLS},
+    **{f"kv_write, {name}": kv_write(dtype) for dtype, name in {torch.bfloat16: "bf16", **FORMATS}.items()},
+    "rope_kv_write": rope_kv_write,
+    "add_rms_norm": add_rms_norm,
+    "swiglu": swiglu,
+    "sample, greedy": sample(filtered=False),
+    "sample, filtered": sample(filtered=True),
+    "block_copy": block_copy,
+}
+
+
+def run(device: torch.device) -> Iterator[tuple[bool, Record]]:
+    """Yield for each check whether it passed, and its record. An error of one does not stop the others."""
+    for name, check in CHECKS.items():
+        try:
+            largest, allowed = check(device)
+        except Exception as failed:
+            yield False, not_measured(f"check: {name}", f"{type(failed).__name__}: {failed}".partition("\n")[0])
+        else:
+            yield largest <= allowed, Record(f"check: {name}", min(largest, 1e9), "largest error", limit=allowed)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = ArgumentParser(prog="python -m paged_bench._kernel_checks", description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to FILE")
+    args = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    records, failed = [], 0
+    for passed, record in run(device):
+        shown = record.unit if record.value is None else f"{record.value:.3g}, at most {record.limit:.3g}"
+        print(f"{'passed' if passed else 'FAILED'} {record.name.removeprefix('check: ')}: {shown}", flush=True)
+        records.append(record)
+        failed += not passed
+        save(records, args.json)
+    print(f"{len(records) - failed} of {len(records)} kernel checks passed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

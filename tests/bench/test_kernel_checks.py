@@ -1,0 +1,68 @@
+"""One check per kernel, which needs no pytest."""
+
+import json
+
+import pytest
+import torch
+
+from paged_bench import _kernel_checks
+from paged_bench._lines import LINES
+
+
+def test_all_kernels_pass(tmp_path, capsys):
+    file = tmp_path / "checks.json"
+    assert _kernel_checks.main(["--json", str(file)]) == 0
+    records = {record["name"]: record for record in json.loads(file.read_text())}
+    checked = {name.removeprefix("check: ").partition(",")[0] for name in records}
+    assert checked == {"paged_attention", *(name.partition(",")[0] for name in LINES)}
+    assert all(record["value"] <= record["limit"] for record in records.values())
+    assert f"{len(records)} of {len(records)} kernel checks passed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ("swiglu", "swiglu"),
+        ("paged_attention", "paged_attention, "),
+        ("add_rms_norm", "add_rms_norm"),
+        ("sample", "sample, "),
+    ],
+)
+def test_wrong_results_fail(wrong, name, monkeypatch, tmp_path):
+    right = getattr(_kernel_checks.ops, wrong)
+
+    def spoil(*arguments, **named):
+        result = right(*arguments, **named)
+        for one in result if isinstance(result, tuple) else (result,):
+            one[-1] += 1
+        return result
+
+    monkeypatch.setattr(_kernel_checks.ops, wrong, spoil)
+    assert failing() == {one for one in _kernel_checks.CHECKS if one.startswith(name)}
+
+
+def test_wrong_writes_fail(monkeypatch):
+    def nothing(*arguments, **named):
+        return arguments[0]
+
+    for one in ("kv_write", "rope_kv_write", "block_copy"):
+        monkeypatch.setattr(_kernel_checks.ops, one, nothing)
+    names = ("kv_write, ", "rope_kv_write", "block_copy")
+    assert {one for one in _kernel_checks.CHECKS if one.startswith(names)} <= failing()
+
+
+def test_kernel_that_does_not_compile_fails_alone(monkeypatch, tmp_path, capsys):
+    def broken(*arguments):
+        raise RuntimeError("no compiler\nat line 7")
+
+    monkeypatch.setattr(_kernel_checks.ops, "swiglu", broken)
+    file = tmp_path / "checks.json"
+    assert _kernel_checks.main(["--json", str(file)]) == 1
+    records = json.loads(file.read_text())
+    assert [one["unit"] for one in records if one["value"] is None] == ["not measured: RuntimeError: no compiler"]
+    assert len(records) == len(_kernel_checks.CHECKS)
+
+
+def failing():
+    passed = [ok for ok, _ in _kernel_checks.run(torch.device("cuda" if torch.cuda.is_available() else "cpu"))]
+    return {name for name, ok in zip(_kernel_checks.CHECKS, passed, strict=True) if not ok}
