@@ -1,4 +1,4 @@
-"""Measure throughput and latencies of the engine without a server, and of transformers for the same requests.
+"""Measure throughput and latencies of the engine without a server, and of other engines for the same requests.
 
 All contestants run the same weights (or the same shapes with random weights) with the same dtype on the same device,
 and generate the same number of tokens for each request: the end of sequence is ignored. Only requested tokens count.
@@ -12,8 +12,9 @@ import itertools
 import math
 import statistics
 import time
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.memory.page_population import wait_until_populated
 from paged_bench import _peers
 from paged_bench._engine import serve
+from paged_bench._gpu_idle import idle
 from paged_bench._report import (
     NO_GPU,
     Record,
@@ -38,12 +40,27 @@ from paged_bench._report import (
     publish,
     rate,
     ratio,
+    save,
 )
-from paged_bench._workload import WORKLOADS, Contestant, Job, Run, model_names, model_options, workload
+from paged_bench._vllm import VLLM, Vllm
+from paged_bench._vllm import start as start_vllm
+from paged_bench._workload import (
+    WORKLOADS,
+    Contestant,
+    Job,
+    Run,
+    blocks_for,
+    model_names,
+    model_options,
+    workload,
+    workload_name,
+)
+from paged_kernels.compilations import after_ready
 
 OURS = "paged"
 CONTINUOUS, TUNED = "transformers, continuous", "transformers, continuous, tuned"
 PADDED, ALONE = "transformers, one padded batch", "transformers, one at a time"
+PEERS = ("vllm", "transformers")
 CACHED = ("system-prompt",)  # workloads with a prefix cache; in the others, rounds repeat the same prompts
 TARGETS = {"nano": 20_000.0}  # output tokens/s of Qwen3-0.6B on an H200
 LIMITS = {"nano": 36_500.0}  # limit by its memory bandwidth
@@ -97,39 +114,13 @@ def latencies(what: str, runs: Sequence[Run]) -> Iterator[Record]:
             yield Record(f"{name} p{100 * share:.0f} {what}", 1e3 * percentile(values, share), "ms")
 
 
-def gpu_idle(run: Callable[[], object]) -> float:
-    """Return the share of the wall time of `run` without a kernel or copy on the GPU, in %, by torch.profiler.
-
-    It is an upper bound, because the profiler slows down the host.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        wall = time.perf_counter() - started
-    spans = [
-        (event.time_range.start, event.time_range.end)
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    return 100 * (1 - _union(spans) / 1e6 / wall)
-
-
-def _union(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
-    length, covered_to = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        length += max(0.0, end - max(start, covered_to))
-        covered_to = max(covered_to, end)
-    return length
-
-
-def contestants(assembly: Assembly, peer: torch.nn.Module | None, name: str, budget: int) -> dict[str, Contestant]:
+def contestants(
+    assembly: Assembly, peer: torch.nn.Module | None, vllm: Vllm | None, name: str, budget: int
+) -> dict[str, Contestant]:
     """Return the contestants that support a workload and are not disproportionately slow."""
     found: dict[str, Contestant] = {OURS: partial(run_paged, assembly)}
+    if vllm and name != "beam4":
+        found[VLLM] = vllm.run
     if peer is None:
         return found
     if name != "beam4":  # continuous batching has no beam search
@@ -146,17 +137,21 @@ def contestants(assembly: Assembly, peer: torch.nn.Module | None, name: str, bud
     return found
 
 
-def measure(assembly: Assembly, peer: torch.nn.Module | None, name: str, jobs: list[Job], rounds: int) -> list[Record]:
+def measure(
+    assembly: Assembly, peer: torch.nn.Module | None, vllm: Vllm | None, name: str, jobs: list[Job], rounds: int
+) -> list[Record]:
     """Return all figures of one workload."""
     tokens = sum(job.tokens for job in jobs)
     budget = assembly.scheduler.max_num_batched_tokens
     has_arrivals = jobs[-1].arrival > 0  # the throughput then is the arrival rate, and the latencies matter
-    by_name = contestants(assembly, peer, name, budget)
+    by_name = contestants(assembly, peer, vllm, name, budget)
     by_name = {one: run for one, run in by_name.items() if not has_arrivals or one not in (PADDED, ALONE)}
     runs: dict[str, list[Run]] = {one: [] for one in by_name}
     failed: dict[str, str] = {}
 
     def timed(one: str) -> float:
+        if one in failed:
+            return math.nan
         try:
             runs[one].append(by_name[one](jobs))
         except Exception as error:  # an error of a peer does not affect the figures of the others
@@ -167,6 +162,12 @@ def measure(assembly: Assembly, peer: torch.nn.Module | None, name: str, jobs: l
         run = runs[one][-1]
         return sum(job.tokens for job in jobs[: run.requests]) / run.seconds
 
+    compiled = after_ready.count
+    cold_rate = timed(OURS)
+    cold = runs[OURS].pop()
+    if VLLM in by_name:  # its first steps compile and tune
+        timed(VLLM)
+        runs[VLLM].clear()
     figures = alternate({f"{one} ({name})": partial(timed, one) for one in by_name}, rounds)
     rates = dict(zip(by_name, figures.values(), strict=True))
     ours = rates.pop(OURS)
@@ -176,6 +177,7 @@ def measure(assembly: Assembly, peer: torch.nn.Module | None, name: str, jobs: l
     when = f"over {jobs[-1].arrival:.3g} s" if has_arrivals else "at once"
     print(
         f"{name}: {len(jobs)} requests {when}, {prompt} prompt and {tokens} output tokens, medians of {rounds} rounds"
+        " after one that is not counted"
     )
     records = [
         Record(
@@ -187,17 +189,31 @@ def measure(assembly: Assembly, peer: torch.nn.Module | None, name: str, jobs: l
         records.append(ratio(f"output_throughput_ratio {name} ({one})", ours, values, target))
     for one in (OURS, *rates):
         records += latencies(f"{name} ({one})", runs[one])
+    records.append(Record(f"output_throughput {name}, first round", cold_rate, "tokens/s"))
+    records += latencies(f"{name}, first round", [cold])
     records += [not_measured(f"output_throughput_ratio {name} ({one})", why) for one, why in failed.items()]
     for one in rates:
         records += _peer_settings(f"{name} ({one})", runs[one][-1], len(jobs))
     records += _kv_usage(name, runs)
+    records.append(_kv_cache_sizes(name, assembly, vllm, {one: runs[one][-1] for one in rates}))
     if assembly.device.type == "cuda":
-        records.append(Record(f"GPU idle {name}", gpu_idle(lambda: run_paged(assembly, jobs)), "%", 2.0, 0.0))
-    else:
-        if name != "beam4" and peer is not None:
-            records.append(not_measured(f"output_throughput_ratio {name} ({TUNED})", NO_GPU))
-        records.append(not_measured(f"GPU idle {name}", NO_GPU))
+        records.append(Record(f"kernels compiled after ready {name}", after_ready.count - compiled, "kernels", 0, 0))
+    elif name != "beam4" and peer is not None:
+        records.append(not_measured(f"output_throughput_ratio {name} ({TUNED})", NO_GPU))
     return records
+
+
+def _kv_cache_sizes(name: str, assembly: Assembly, vllm: Vllm | None, runs: Mapping[str, Run]) -> Record:
+    """Return how many tokens fit into the KV cache of each contestant that allocates one."""
+    blocks = assembly.scheduler.blocks
+    sizes = {
+        one: int(run.settings["num_blocks"]) * int(run.settings["page_size"])
+        for one, run in runs.items()
+        if run.settings
+    }
+    if vllm and VLLM in runs:
+        sizes[VLLM] = vllm.kv_cache_tokens
+    return Record(f"KV cache {name}", blocks.num_blocks * blocks.block_size, "tokens", peers=sizes)
 
 
 def _peer_settings(what: str, run: Run, count: int) -> Iterator[Record]:
@@ -230,24 +246,50 @@ def main(argv: Sequence[str]) -> int:
     options = model_options(model) | {"dtype": args.dtype or ("auto" if on_gpu else "float32")}
     options |= {"max_num_seqs": min(budget, max(count, 4 * count if {"n4", "beam4"} & set(names) else count))}
     options |= {"max_num_batched_tokens": budget, "gpu_memory_utilization": 0.45}  # leaves as much for the peers
-    if not on_gpu and "long" not in names:  # one prompt of "long" may be longer than all others together
-        options["num_gpu_blocks_override"] = 35 * count * (4 if {"n4", "beam4"} & set(names) else 1)
-    records, peer = [], None
+    if not on_gpu and (blocks := blocks_for(names, count)):
+        options["num_gpu_blocks_override"] = blocks
+    records: list[Record] = []
     for caching in sorted({name in CACHED for name in names}):
         config = EngineConfig.from_options(options | {"enable_prefix_caching": caching})
-        assembly = assemble(config)
-        if peer is None and not args.alone:
-            peer = _peers.load(config, assembly.loaded, assembly.device)
-        vocab, limit = assembly.loaded.spec.vocab_size, assembly.limits.max_model_len
-        for name in names:
-            if (name in CACHED) == caching:
-                jobs = workload(name, count, vocab, limit, args.rate)
-                records += measure(assembly, peer, name, jobs, args.rounds)
-        assembly.close()
-        del assembly
+        mine = [name for name in names if (name in CACHED) == caching]
+        for found in _with_one_assembly(config, args, mine, count):
+            records += found
+            save(records, args.json)
         gc.collect()  # frees its block pool
     publish(records, args.json, lambda file, caption: draw(records, names, file, caption))
     return 0
+
+
+def _with_one_assembly(
+    config: EngineConfig, args: Namespace, names: Sequence[str], count: int
+) -> Iterator[list[Record]]:
+    """Yield the figures of the load and of each workload."""
+    started = time.monotonic()
+    assembly = assemble(config)
+    what = "load to ready" + (" with a prefix cache" if config.enable_prefix_caching else "")
+    yield [Record(what, time.monotonic() - started, "s")]
+    with ExitStack() as stack:
+        stack.callback(assembly.close)
+        vllm, peer = None, None
+        if "vllm" in args.peers:
+            started = time.monotonic()
+            try:
+                vllm = start_vllm(config, assembly, stack)
+                yield [Record(f"{what} ({VLLM})", time.monotonic() - started, "s")]
+            except Exception as error:
+                yield [not_measured(f"{what} ({VLLM})", f"{error}".partition("\n")[0])]
+        if "transformers" in args.peers:
+            peer = _peers.load(config, assembly.loaded, assembly.device)
+        vocab, limit = assembly.loaded.spec.vocab_size, assembly.limits.max_model_len
+        every = {name: workload(name, count, vocab, limit, args.rate) for name in names}
+        for name, jobs in every.items():
+            yield measure(assembly, peer, vllm, name, jobs, args.rounds)
+        # Last, because the profiler takes long, and not for requests of equal lengths.
+        yield [
+            idle(name, assembly.device, partial(run_paged, assembly, jobs))
+            for name, jobs in every.items()
+            if name in WORKLOADS
+        ]
 
 
 def _parser() -> ArgumentParser:
@@ -262,8 +304,10 @@ def _parser() -> ArgumentParser:
     add(
         "--workload",
         action="append",
-        choices=list(WORKLOADS),
-        help="workload to run; may be repeated (default: mixed on a CPU, all on a GPU)",
+        type=workload_name,
+        metavar="NAME",
+        help=f"workload to run: {', '.join(WORKLOADS)}, or REQUESTSxPROMPT/OUTPUT such as 16x512/256; may be repeated"
+        " (default: mixed on a CPU, all on a GPU)",
     )
     add("--rate", type=rate, metavar="X", help="Poisson request rate per second (default: all requests at once)")
     add("--dtype", help="data type of weights and KV cache (default: float32 on a CPU, the model's on a GPU)")
@@ -275,7 +319,14 @@ def _parser() -> ArgumentParser:
         help="maximum number of tokens per step (default: 512 on a CPU, 8192 on a GPU)",
     )
     add("--rounds", type=count, default=3, metavar="N", help="number of rounds (default: 3)")
-    add("--alone", action="store_true", help="do not run transformers")
+    add(
+        "--peers",
+        nargs="+",
+        choices=PEERS,
+        default=PEERS if torch.cuda.is_available() else ["transformers"],
+        help="engines to compare with (default: transformers, and on a GPU vLLM if it is installed)",
+    )
+    add("--alone", dest="peers", action="store_const", const=(), help="do not run other engines")
     return made
 
 

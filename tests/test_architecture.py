@@ -22,7 +22,6 @@ FEATURES = {  # test modules of one package that are named after a feature that 
 TEST_FOLDERS = {"paged_kernels": "kernels", "paged_client": "client", "paged_bench": "bench"}
 NOT_TESTED = {  # source modules that no test runs, and why not
     "paged_bench._children.llama_cpp_child": "needs llama.cpp",
-    "paged_bench._children.vllm_child": "needs vLLM",
 }
 # Source modules without a test module of their own name, and the test module that tests each of them.
 TESTED_THROUGH = {
@@ -51,8 +50,10 @@ TESTED_THROUGH = {
     "paged_client.addresses": "tests/client/commands/test_generate.py",
     "paged_client.commands.unknown_arguments": "tests/client/test_cli.py",
     "paged_client.sampling_values": "tests/client/test_chat.py",
+    "paged_bench._children.vllm_child": "tests/bench/test_vllm.py",
     "paged_bench._environments": "tests/bench/test_cpu.py",
     "paged_bench._gguf": "tests/bench/test_cpu.py",
+    "paged_bench._gpu_idle": "tests/bench/test_engine.py",
     "paged_bench._http_load": "tests/e2e/test_load.py",
     "paged_bench._lines": "tests/bench/test_kernels.py",
     "paged_bench._server_load": "tests/e2e/test_load.py",

@@ -8,15 +8,16 @@ from protocol import Clock, Job, serve
 engine: Any = None
 
 
-def load(model: str, dtype: str, max_model_len: int) -> dict[str, Any]:
+def load(**options: Any) -> dict[str, Any]:
+    """Load a model. The options are those of vLLM's EngineArgs."""
     global engine
-    from vllm import EngineArgs, LLMEngine
+    from vllm import EngineArgs, LLMEngine, __version__
 
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(model=model, dtype=dtype, max_model_len=max_model_len, disable_log_stats=True)
-    )
+    engine = LLMEngine.from_engine_args(EngineArgs(disable_log_stats=True, **options))
     cache, scheduler = engine.vllm_config.cache_config, engine.vllm_config.scheduler_config
     return {
+        "version": __version__,
+        "kv_cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
         "block_size": cache.block_size,
         "enable_prefix_caching": cache.enable_prefix_caching,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
