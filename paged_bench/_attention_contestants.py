@@ -118,7 +118,11 @@ def flex(prepared: AttentionInputs) -> Call:
 
 
 def flashinfer(prepared: AttentionInputs) -> Call:
-    """Run FlashInfer's paged wrappers, planned once, on our pool: its layout is FlashInfer's HND."""
+    """Run FlashInfer's paged wrappers, planned once, on our pool: its layout is FlashInfer's HND.
+
+    The arguments are those of `BatchDecodeWithPagedKVCacheWrapper` and `BatchPrefillWithPagedKVCacheWrapper` in
+    FlashInfer 0.6 (docs.flashinfer.ai/api/attention.html). Its workspace is scratch memory of a call.
+    """
     module, cell = _installed("flashinfer"), prepared.cell
     if cell.pool != cell.dtype:
         raise Unavailable("a scale for each token and head")
@@ -127,9 +131,9 @@ def flashinfer(prepared: AttentionInputs) -> Call:
     indptr = torch.tensor([0, *torch.tensor(pages).cumsum(0).tolist()], dtype=torch.int32, device=prepared.device)
     last = torch.tensor([(one - 1) % size + 1 for one in cell.contexts], dtype=torch.int32, device=prepared.device)
     heads = (cell.heads, cell.kv_heads, cell.head_dim, size)
+    space = torch.zeros(128 << 20, dtype=torch.uint8, device=prepared.device)
     wrappers = []
     for index in range(prepared.count):
-        space = torch.empty(128 << 20, dtype=torch.uint8, device=prepared.device)
         indices = torch.cat([row[:n] for row, n in zip(prepared.tables[index], pages, strict=True)])
         types = {"q_data_type": cell.dtype, "kv_data_type": cell.pool}
         if cell.query == 1:

@@ -22,7 +22,7 @@ from paged_bench._attention import AttentionInputs, Cell, error
 from paged_bench._attention_contestants import OURS, UNQUANTIZED, Unavailable, contestants, targets
 from paged_bench._lines import LINES
 from paged_bench._race import Call, cache_bytes, race, timer
-from paged_bench._report import Record, arguments, count, not_measured, parser, publish, ratio
+from paged_bench._report import Record, arguments, count, not_measured, parser, publish, ratio, save
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}  # above the rounding error
 READ_SHARE, PEAK_SHARE = 0.92, 0.60  # target shares of the stream and of the matrix product
@@ -185,6 +185,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{index + 1} of {len(cells)}: {cell.name}", file=sys.stderr, flush=True)
         found, drawn = attention(cell, on, args.rounds)
         records, points = records + found, points + drawn
+        save(records, args.json)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
