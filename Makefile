@@ -30,7 +30,7 @@ help:
 	@echo "                   WORKERS=N                  processes (default: one per core, at most 8)"
 	@echo "make nightly     run the long tests; ARGS='...' goes to pytest"
 	@echo "                   ARGS='--hours 0.1'         limit of each long test (default: 1)"
-	@echo "make bench-gpu   check and time kernels and engine on a GPU"
+	@echo "make bench-gpu   check and time kernels and engine on a GPU, without network; ARGS='--minutes 30 --only ...'"
 	@echo "make lint        run ruff and mypy"
 	@echo "make reference   write docs/reference from the code"
 	@echo "make demo-model  prepare the demo model"
@@ -50,8 +50,11 @@ test: lint demo-model
 nightly: setup demo-model
 	$(BIN)/python -m pytest -m nightly $(ARGS)
 
-bench-gpu: setup
-	$(BIN)/python -m paged_bench.on_gpu $(ARGS)
+# Without .venv it uses the packages of the machine, which may have a GPU and torch, but no network.
+bench-gpu:
+	@python=$(BIN)/python; [ -x "$$python" ] || python="$(or $(PYTHON),python3)"; \
+	  PYTHONPATH="$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/client$${PYTHONPATH:+:$$PYTHONPATH}" \
+	  "$$python" -m paged_bench.on_gpu $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

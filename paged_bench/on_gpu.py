@@ -1,10 +1,11 @@
-"""All checks and measurements that need a GPU, in one command: checks first, then timings.
+"""All checks and measurements that need a GPU, in one command, most valuable first.
 
-    python -m paged_bench.on_gpu [--minutes 30] [--only checks kernels ...]
+    python -m paged_bench.on_gpu [--minutes 30] [--only checks engine ...]
 
-The project must be installed, or PYTHONPATH must have the checkout and its folders kernels/ and client/. Results go to
-kernels/bench/results/<date>-<gpu>/, with versions and the clocks before and after. A step that fails or exceeds its
-time is reported, and the next one runs.
+PYTHONPATH must have the checkout and its folders kernels/ and client/, unless the project is installed. It needs no
+network, and only the packages of the engine: a step that needs another one says so. Results go to
+kernels/bench/results/<date>-<gpu>/, with versions, the clocks before and after, and a summary beside the figures of an
+earlier run. A step that fails or exceeds its limit is reported, its results so far are kept, and the next one runs.
 """
 
 from __future__ import annotations
@@ -16,62 +17,22 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from paged_bench._gpu_steps import OK, ROOT, STEPS, Step, rehearsal
+from paged_bench._gpu_summary import summarize
+
 RESULTS = ROOT / "kernels/bench/results"
+EARLIER = RESULTS / "2026-11-22-nvidia-h100/figures.json"
 CLOCKS = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu,utilization.gpu"
-PAGED = "import sys; from paged_client.cli import main; sys.exit(main(sys.argv[1:]))"
 PACKAGES = ("torch", "triton", "transformers", "numpy")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One command of the run."""
-
-    name: str
-    share: float  # share of the total time
-    command: tuple[str, ...]  # arguments of the Python interpreter; {out} is the folder of the results
-
-    def run(self, out: Path, seconds: float) -> str:
-        """Run the command, with its output in a log. Returns "ok" or what went wrong."""
-        command = [sys.executable, *(part.format(out=out) for part in self.command)]
-        variables = os.environ | {"PAGED_TEST_DEVICE": "cuda", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        with (out / f"{self.name}.log").open("w") as log:
-            try:
-                done = subprocess.run(command, cwd=ROOT, env=variables, stdout=log, stderr=log, timeout=seconds)
-            except subprocess.TimeoutExpired:
-                return f"out of time after {seconds:.0f} s"
-        return "ok" if done.returncode == 0 else f"failed with {done.returncode}"
-
-
-def _bench(name: str, share: float, *arguments: str, file: str | None = None) -> Step:
-    json_file = f"{{out}}/{file or name}.json"
-    return Step(file or name, share, ("-c", PAGED, "bench", name, "--json", json_file, *arguments))
-
-
-ENGINE_CHECKS = (
-    "integration/test_equivalence", "engine/test_step_loop", "engine/test_prefix_disk", "scheduling/test_speculation",
-    "scheduling/test_beam_search", "memory/test_transfers", "memory/test_kv_cache", "memory/test_disk",
-    "engine/test_workers",
-)  # fmt: skip
-STEPS = (
-    Step("checks", 0.2, ("-m", "pytest", "-q", "tests/kernels", "--deselect", "tests/kernels/test_aot.py")),
-    Step("engine-checks", 0.1, ("-m", "pytest", "-q", *(f"tests/{name}.py" for name in ENGINE_CHECKS))),
-    _bench("kernels", 0.15, file="kernels-before-tuning"),
-    Step("tune", 0.15, ("-m", "paged_kernels.tune")),
-    _bench("kernels", 0.15),
-    _bench("engine", 0.25, "--model", "Qwen3-0.6B", "--workload", "nano", "--rounds", "2", file="engine-nano"),
-    _bench("engine", 0.2, "--model", "Llama-3.1-8B", "--workload", "sharegpt", "--rounds", "2", file="engine-llama"),
-    _bench("speculation", 0.05, "--dtype", "bfloat16"),
-    _bench("server", 0.1),
-)
+SKIPPED = "skipped: "
 
 
 def environment() -> dict[str, str]:
@@ -84,34 +45,73 @@ def environment() -> dict[str, str]:
     return found | {name: version(name) for name in PACKAGES} | {"python": sys.version.split()[0]}
 
 
+def variables(compiled: str) -> dict[str, str]:
+    """Return the environment variables of the steps.
+
+    compiled: the folder of compiled kernels, which all steps share. It is empty at first, so that the load time of the
+    first engine has all compilation in it.
+    """
+    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "client"), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PAGED_TEST_DEVICE": "cuda" if torch.cuda.is_available() else "cpu",
+        "TRITON_CACHE_DIR": compiled,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def run(steps: Sequence[Step], out: Path, minutes: float) -> dict[str, str]:
+    """Run steps until `minutes` are over, and return how each has ended. The report is written after every step."""
+    started, deadline = datetime.datetime.now(), time.monotonic() + 60 * minutes
+    before, ended, seconds = environment(), dict[str, str](), dict[str, float]()
+    with tempfile.TemporaryDirectory(prefix="paged-bench-") as compiled:
+        for step in steps:
+            began = time.monotonic()
+            ended[step.name] = _run(step, out, deadline - began, variables(compiled))
+            seconds[step.name] = round(time.monotonic() - began, 1)
+            print(f"{step.name}: {ended[step.name]}, {seconds[step.name]:.0f} s", flush=True)
+            report = {"started": started.isoformat(), "before": before, "after": environment()}
+            report |= {"steps": ended, "seconds": seconds}
+            (out / "run.json").write_text(json.dumps(report, indent=2) + "\n")
+            summarize(out, list(ended), EARLIER)
+    return ended
+
+
+def _run(step: Step, out: Path, left: float, variables: Mapping[str, str]) -> str:
+    if reason := step.missing():
+        return SKIPPED + reason
+    if left < 5:
+        return SKIPPED + "no time left"
+    limit = min(step.limit, left)
+    print(f"{step.name}: up to {limit:.0f} s ...", flush=True)
+    return step.run(out, limit, variables)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30, help="total time")
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="run these steps only")
     parser.add_argument("--out", type=Path, help="folder of the results; default: a new one")
+    parser.add_argument(
+        "--rehearse", metavar="MODEL", help=argparse.SUPPRESS
+    )  # on a CPU, with a small model: for tests
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not args.rehearse:
         print("no GPU: nothing to measure", file=sys.stderr)
         return 2
-    steps = [step for step in STEPS if not args.only or step.name in args.only]
-    started = datetime.datetime.now()
-    chip = torch.cuda.get_device_name().replace(" ", "-")
-    out = (args.out or RESULTS / f"{started:%Y-%m-%d-%H%M}-{chip}").resolve()
+    steps = [
+        step
+        for step in (rehearsal(args.rehearse) if args.rehearse else STEPS)
+        if not args.only or step.name in args.only
+    ]
+    chip = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "cpu"
+    out = (args.out or RESULTS / f"{datetime.datetime.now():%Y-%m-%d-%H%M}-{chip}").resolve()
     out.mkdir(parents=True, exist_ok=True)
-    before, deadline, ended = environment(), time.monotonic() + 60 * args.minutes, {}
-    for index, step in enumerate(steps):
-        left = deadline - time.monotonic()
-        print(f"{step.name}: up to {left * _part(steps[index:]):.0f} s ...", flush=True)
-        ended[step.name] = step.run(out, left * _part(steps[index:])) if left > 5 else "no time left"
-        print(f"  {ended[step.name]}", flush=True)
-        report = {"started": started.isoformat(), "before": before, "after": environment(), "steps": ended}
-        (out / "run.json").write_text(json.dumps(report, indent=2) + "\n")
-    return int(any(one != "ok" for one in ended.values()))
-
-
-def _part(left: Sequence[Step]) -> float:
-    """Return the first step's share of the remaining time."""
-    return left[0].share / sum(step.share for step in left)
+    ended = run(steps, out, args.minutes)
+    print(summarize(out, list(ended), EARLIER))
+    print(f"results: {out}")
+    return int(any(one != OK and not one.startswith(SKIPPED) for one in ended.values()))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The command that runs all GPU checks and measurements, as far as it runs without a GPU."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -9,6 +10,10 @@ import pytest
 import torch
 
 from paged_bench import on_gpu
+from paged_bench._gpu_steps import ROOT, STEPS, Step
+from tests.support.records import without_picture
+
+MISSING = ("pytest", "tritonclient", "grpc", "matplotlib", "llguidance", "gguf", "jsonschema", "vllm", "flashinfer")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -17,29 +22,56 @@ def test_without_a_gpu_it_exits_with_an_error(capsys):
     assert "no GPU" in capsys.readouterr().err
 
 
-def test_run_continues_after_a_step_that_fails_or_takes_too_long(monkeypatch, tmp_path):
+def test_run_continues_after_a_step_that_fails_or_takes_too_long(monkeypatch, tmp_path, capsys):
     steps = (
-        on_gpu.Step("wrong", 0.1, ("-c", "print('here'); raise SystemExit(3)")),
-        on_gpu.Step("slow", 0.1, ("-c", "import threading; threading.Event().wait()")),
-        on_gpu.Step("right", 0.8, ("-c", "print('{out}')")),
+        Step("wrong", 60, ("-c", "print('here'); raise SystemExit(3)")),
+        Step("slow", 1, ("-c", "import threading; threading.Event().wait()")),
+        Step("absent", 60, ("-c", "raise SystemExit(3)"), ("no_such_package",)),
+        Step("right", 60, ("-c", "print('{out}')")),
     )
     monkeypatch.setattr(on_gpu, "STEPS", steps)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    assert on_gpu.main(["--minutes", "0.5", "--out", str(tmp_path)]) == 1
+    assert on_gpu.main(["--minutes", "5", "--out", str(tmp_path)]) == 1
     report = json.loads((tmp_path / "run.json").read_text())
-    assert list(report["steps"]) == ["wrong", "slow", "right"]
-    assert report["steps"]["wrong"] == "failed with 3"
-    assert report["steps"]["slow"].startswith("out of time after")
-    assert report["steps"]["right"] == "ok"
+    assert report["steps"] == {
+        "wrong": "failed with 3",
+        "slow": "stopped after 1 s",
+        "absent": "skipped: no_such_package is not installed",
+        "right": "ok",
+    }
     assert (tmp_path / "right.log").read_text().strip() == str(tmp_path)
     assert report["before"]["torch"] == version("torch")
+    assert on_gpu.main(["--minutes", "0", "--out", str(tmp_path), "--only", "right"]) == 0
+    assert "load to ready" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("step", on_gpu.STEPS, ids=lambda step: step.name)
-def test_steps_are_existing_commands(step):
-    kept = step.command[:4] if step.command[0] == "-c" else step.command[:2]  # … bench NAME, or -m MODULE
-    done = subprocess.run([sys.executable, *kept, "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "usage" in done.stdout
-    assert all((on_gpu.ROOT / part).exists() for part in step.command if part.startswith("tests/"))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="rehearses the run on a CPU")
+def test_run_with_the_packages_of_the_engine_only(tiny, tmp_path):
+    """On a machine without the packages in MISSING, and without the demo model."""
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    (blocked / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({MISSING!r})\n")
+    paths = [str(blocked), str(ROOT), str(ROOT / "kernels"), str(ROOT / "client")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PAGED_CACHE_DIR": str(tmp_path / "cache")}
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "paged_bench.on_gpu", "--rehearse", str(tiny[0]), "--out", str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    logs = "".join(file.read_text() for file in sorted(out.glob("*.log")))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    report = json.loads((out / "run.json").read_text())
+    assert list(report["steps"]) == [step.name for step in STEPS]
+    skipped = {name: result for name, result in report["steps"].items() if result != "ok"}
+    assert list(report["steps"])[:3] == ["checks", "engine", "kernels-quick"]
+    assert not {"checks", "engine", "kernels-quick"} & skipped.keys()
+    assert skipped["vllm"] == "skipped: vllm is not installed"
+    assert skipped["kernel-tests"] == skipped["engine-tests"] == "skipped: pytest is not installed"
+    assert skipped["server"] == "skipped: tritonclient is not installed"
+    assert skipped["speculation"].startswith("skipped: the demo model is not prepared")
+    assert skipped["tune"] == "skipped: no GPU"
+    records = without_picture(out / "engine.json")
+    assert records["output_throughput 2x8/4"]["value"] > 0
+    assert records["load to ready"]["value"] > 0
+    figures = json.loads((out / "summary.json").read_text())["figures"]
+    assert figures["output_throughput 2x8/4"]["now"] == records["output_throughput 2x8/4"]["value"]
+    assert "2x8/4" in done.stdout
