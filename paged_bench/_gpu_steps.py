@@ -101,7 +101,7 @@ def _pytest(step: str, limit: float, *arguments: str) -> Step:
     """Return a step that runs tests, with a process per core if pytest-xdist is installed: most of it is compiling."""
     cores = len(os.sched_getaffinity(0))
     parallel = ("-n", str(cores), "--dist=load", "--maxschedchunk=1") if find_spec("xdist") else ()
-    return Step(step, limit, ("-m", "pytest", "-q", *parallel, *arguments), ("pytest", "hypothesis"))
+    return Step(step, limit, ("-m", "pytest", "-q", *parallel, *arguments), ("pytest",))
 
 
 def _workloads(*names: str) -> tuple[str, ...]:

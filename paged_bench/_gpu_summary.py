@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +54,16 @@ def measured(out: Path, steps: Sequence[str]) -> dict[str, tuple[float, str]]:
 
 
 def compare(earlier: Mapping[str, Any], now: Mapping[str, tuple[float, str]]) -> dict[str, Figure]:
-    """Return the figures of both runs by name, those of the earlier run first.
+    """Return the figures of both runs by name, the earlier ones first. Those of different units are different.
 
     earlier: `figures` of its file.
     """
-    figures = {}
-    for name, one in earlier.items():
-        value, unit = now.get(name, (None, one["unit"]))
-        if unit != one["unit"]:
-            raise ValueError(f"{name}: unit {unit!r} now, {one['unit']!r} in the earlier run")
-        figures[name] = Figure(unit, one["values"], value)
-    return figures | {name: Figure(unit, (), value) for name, (value, unit) in now.items() if name not in figures}
+    figures = {name: Figure(one["unit"], one["values"]) for name, one in earlier.items()}
+    for name, (value, unit) in now.items():
+        if name in figures and figures[name].unit != unit:
+            name = f"{name} [{unit}]"
+        figures[name] = replace(figures.get(name, Figure(unit)), now=value)
+    return figures
 
 
 def table(figures: Mapping[str, Figure]) -> str:
