@@ -55,8 +55,8 @@ def test_run_with_the_packages_of_the_engine_only(tiny, tmp_path):
     paths = [str(blocked), str(ROOT), str(ROOT / "kernels"), str(ROOT / "client")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PAGED_CACHE_DIR": str(tmp_path / "cache")}
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "paged_bench.on_gpu", "--rehearse", str(tiny[0]), "--out", str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "paged_bench.on_gpu", "--rehearse", str(tiny[0]), "--minutes", "300"]
+    done = subprocess.run([*command, "--out", str(out)], env=environment, capture_output=True, text=True, check=False)
     logs = "".join(file.read_text() for file in sorted(out.glob("*.log")))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     report = json.loads((out / "run.json").read_text())
