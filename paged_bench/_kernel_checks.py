@@ -142,7 +142,7 @@ def _different_bits(found: LayerCache | KVCache, expected: LayerCache | KVCache)
 
 
 _DECODE = Cell("decode", 4, 300, 1, HEADS, SHAPE.num_kv_heads, SHAPE.head_dim, torch.bfloat16, torch.bfloat16)
-_CELLS = (
+CELLS = (
     _DECODE,
     replace(_DECODE, batch=1, context=3000),
     *(replace(_DECODE, pool=dtype) for dtype in FORMATS),
@@ -150,7 +150,7 @@ _CELLS = (
     replace(_DECODE, kind="prefill", batch=2, context=200, query=150),
 )
 CHECKS: dict[str, Check] = {
-    **{f"paged_attention, {cell.name}": attention(cell) for cell in _CELLS},
+    **{f"paged_attention, {cell.name}": attention(cell) for cell in CELLS},
     **{f"kv_write, {name}": kv_write(dtype) for dtype, name in {torch.bfloat16: "bf16", **FORMATS}.items()},
     "rope_kv_write": rope_kv_write,
     "add_rms_norm": add_rms_norm,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paged_bench import _kernel_checks
+from paged_bench._attention import AttentionInputs
 from paged_bench._lines import LINES
 
 
@@ -28,7 +29,7 @@ def test_all_kernels_pass(tmp_path, capsys):
         ("sample", "sample, "),
     ],
 )
-def test_wrong_results_fail(wrong, name, monkeypatch, tmp_path):
+def test_wrong_results_fail(wrong, name, monkeypatch):
     right = getattr(_kernel_checks.ops, wrong)
 
     def spoil(*arguments, **named):
@@ -39,6 +40,11 @@ def test_wrong_results_fail(wrong, name, monkeypatch, tmp_path):
 
     monkeypatch.setattr(_kernel_checks.ops, wrong, spoil)
     assert failing() == {one for one in _kernel_checks.CHECKS if one.startswith(name)}
+
+
+def test_one_check_reads_a_shared_prefix():
+    shared = [cell for cell in _kernel_checks.CELLS if cell.shared]
+    assert shared and all(AttentionInputs(cell, torch.device("cpu"), 0).sharing(0).shared for cell in shared)
 
 
 def test_wrong_writes_fail(monkeypatch):
