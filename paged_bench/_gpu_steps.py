@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from paged_bench._workload import TABLE
+from paged_bench._workload import MODELS, TABLE
 from paged_client.serving import demo_model
 from paged_client.serving.server_files import ServerNotFoundError, find_server
 
@@ -124,7 +124,7 @@ STEPS = (
     ),
     _pytest("engine-tests", 300, *(f"tests/{name}.py" for name in ENGINE_TESTS)),
     _bench("kernels", 400, "kernels"),
-    Step("tune", 150, ("-m", "paged_kernels.tune")),
+    Step("tune", 150, ("-m", "paged_kernels.tune", "--model", str(MODELS / QWEN[1]))),
     _bench("llama", 240, "engine", "--model", "Llama-3.1-8B", "--rounds", "2", "--alone", *_workloads("sharegpt")),
     _bench("speculation", 90, "speculation", "--dtype", "bfloat16", needs=(DEMO_MODEL,)),
     _bench("server", 240, "server", needs=("tritonclient", SERVER, DEMO_MODEL)),

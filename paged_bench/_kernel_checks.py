@@ -12,6 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +24,13 @@ from paged_kernels import ops
 from paged_kernels.add_rms_norm import add_rms_norm_reference
 from paged_kernels.block_copy import block_copy_reference
 from paged_kernels.block_pair import BlockPair
+from paged_kernels.few_rows_linear import few_rows_linear_reference
 from paged_kernels.kv_write import kv_write_reference
 from paged_kernels.layer_cache import FORMATS, LayerCache
 from paged_kernels.rope_kv_write import rope_kv_write_reference
 from paged_kernels.sampling import sample_reference
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
+from paged_kernels.step_inputs import step_inputs_reference
 from paged_kernels.swiglu import swiglu_reference
 
 TOKENS, HEADS, SHAPE, BLOCK = 24, 16, LayerShape(8, 128), 16  # the attention heads of Qwen3-0.6B
@@ -79,6 +82,30 @@ def add_rms_norm(device: torch.device) -> tuple[float, float]:
 def swiglu(device: torch.device) -> tuple[float, float]:
     gate_up = _random(TOKENS, 2 * 3072, device=device)
     return _difference(ops.swiglu(gate_up), swiglu_reference(gate_up)), ROUNDING
+
+
+def few_rows_linear(swiglu: bool) -> Check:
+    def check(device: torch.device) -> tuple[float, float]:
+        x, residual = _random(2, 16, 1024, device=device).unbind()
+        norm, weight = 1 + _random(1024, device=device) / 4, _random(2048, 1024, device=device) / 32
+        options: dict[str, Any] = {"residual": residual, "norm": norm, "eps": 1e-6, "swiglu": swiglu}
+        found = ops.few_rows_linear(x, weight, **options)
+        expected = few_rows_linear_reference(x, weight, **options)
+        largest = max(_difference(*pair) for pair in zip(found, expected, strict=True))
+        return largest, (2 if swiglu else 1) * ROUNDING  # SwiGLU multiplies two rounded values
+
+    return check
+
+
+def step_inputs(device: torch.device) -> tuple[float, float]:
+    tokens = torch.tensor([[5, -1, -3, 7]], device=device)
+    previous = torch.tensor([11, 12, -1], device=device)
+    packed, lens = torch.arange(16, device=device).int(), torch.tensor([40, 1, 64, 17], device=device).int()
+    width = torch.tensor([4], device=device).int()
+    found, expected = (torch.full((4, 6), -7, dtype=torch.int32, device=device) for _ in range(2))
+    made = ops.step_inputs(tokens, previous, found, packed, width, lens, block_size=BLOCK)
+    wanted = step_inputs_reference(tokens, previous, expected, packed, width, lens, block_size=BLOCK)
+    return float((made != wanted).sum() + (found != expected).sum()), 0.0
 
 
 def sample(filtered: bool) -> Check:
@@ -155,6 +182,9 @@ CHECKS: dict[str, Check] = {
     "rope_kv_write": rope_kv_write,
     "add_rms_norm": add_rms_norm,
     "swiglu": swiglu,
+    "few_rows_linear": few_rows_linear(swiglu=False),
+    "few_rows_linear, SwiGLU": few_rows_linear(swiglu=True),
+    "step_inputs": step_inputs,
     "sample, greedy": sample(filtered=False),
     "sample, filtered": sample(filtered=True),
     "block_copy": block_copy,

@@ -11,7 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -79,6 +79,11 @@ def _new_file(text: str) -> Path:
     return file
 
 
+def package_versions() -> dict[str, str]:
+    """Return the versions of PACKAGES, of the modules: a package may have another name, as pytorch-triton."""
+    return {name: import_module(name).__version__ for name in PACKAGES}
+
+
 def machine() -> str:
     """Return the processor or GPU, and the versions of the software."""
     import torch
@@ -90,7 +95,7 @@ def machine() -> str:
         chip = torch.cuda.get_device_name()
     else:
         chip = f"{cpu_name()}, up to {count_threads()} threads on {os.cpu_count()} cores"
-    packages = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    packages = ", ".join(f"{package} {version}" for package, version in package_versions().items())
     return f"{chip}; {platform.system()} {platform.release()}; Python {platform.python_version()}, {packages}"
 
 

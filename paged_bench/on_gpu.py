@@ -20,18 +20,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from paged_bench._gpu_steps import OK, ROOT, STEPS, Step, rehearsal
 from paged_bench._gpu_summary import summarize
+from paged_bench._report import package_versions
 
 RESULTS = ROOT / "kernels/bench/results"
 EARLIER = RESULTS / "2026-11-22-nvidia-h100/figures.json"
 CLOCKS = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu,utilization.gpu"
-PACKAGES = ("torch", "triton", "transformers", "numpy")
 SKIPPED = "skipped: "
 
 
@@ -42,7 +41,7 @@ def environment() -> dict[str, str]:
     if shutil.which(query[0]):
         shown = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     found = dict(zip(CLOCKS.split(","), shown.splitlines()[0].split(", "), strict=False)) if shown else {}
-    return found | {name: version(name) for name in PACKAGES} | {"python": sys.version.split()[0]}
+    return found | package_versions() | {"python": sys.version.split()[0]}
 
 
 def variables(compiled: str) -> dict[str, str]:

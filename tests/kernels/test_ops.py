@@ -1,17 +1,9 @@
 """Dispatch of operations by device: `ops` imports an implementation by name when the first tensor arrives."""
 
-import ast
-import inspect
-
 import pytest
 
 from paged_kernels import ops
-
-DISPATCHES = [
-    [argument.value for argument in node.args[1:]]
-    for node in ast.walk(ast.parse(inspect.getsource(ops)))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_dispatch"
-]
+from tests.support.operations import DISPATCHES
 
 
 @pytest.mark.parametrize("on_cpu", [False, True], ids=["GPU", "CPU"])
