@@ -4,6 +4,8 @@ A launch shape depends only on what the host knows about a step: tile shapes com
 of splits from the batch and the device.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -46,8 +48,24 @@ class Launch:
     arguments: dict[str, Any]
 
     def run(self) -> Any:
-        """Launch the kernel. Returns the compiled kernel, or None in the interpreter."""
+        """Launch the kernel. Returns the compiled kernel, or None in the interpreter and if it was intercepted."""
+        if _handler is not None:
+            return _handler(self)
         return self.kernel[self.grid](**self.arguments)
+
+
+_handler: Callable[[Launch], None] | None = None  # takes all launches of the process
+
+
+@contextmanager
+def intercept_launches(handler: Callable[[Launch], None]) -> Iterator[None]:
+    """Hand all launches of the process to `handler`, instead of launching them."""
+    global _handler
+    previous, _handler = _handler, handler
+    try:
+        yield
+    finally:
+        _handler = previous
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Group
 from paged_backend.utils.startup import Progress
 from paged_kernels import launch_table
+from paged_kernels.compile_ahead import compile_ahead
 
 REPEATS = 3
 CONTEXTS = (256, 1024, 8192, 65536)  # context lengths, which attention splits differently
@@ -70,22 +71,24 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     plan = _largest_plan(config, blocks, count, length)
     runner = build_runner(config, loaded, device, num_blocks=blocks.num_blocks)
 
-    progress = Progress("warming up", 2 + bool(runner.lora) + _num_warm_up_steps(config, spec, runner))
-
     def step() -> None:
         runner.launch(pack(plan, block_size=blocks.block_size)).result()
-        progress.advance()
 
-    def all_steps() -> None:
+    def all_steps(advance: Callable[[], object]) -> None:
         step()
+        advance()
         if runner.lora:
             runner.launch(_with_adapters(pack(plan, block_size=blocks.block_size), runner.lora)).result()
-            progress.advance()
+            advance()
         if device.type == "cuda":
-            run_warm_up_plans(config, spec, runner, progress)
+            run_warm_up_plans(config, spec, runner, advance)
 
-    activations = _activation_bytes(all_steps, device)
-    return WarmUpResult(_seconds(step, device) / plan.num_tokens, activations + graph_bytes(config, loaded, runner))
+    compile_ahead(device, lambda: all_steps(lambda: None), lambda n: Progress("compiling", n, "kernels").advance)
+    progress = Progress("warming up", 2 + bool(runner.lora) + _num_warm_up_steps(config, spec, runner))
+    activations = _activation_bytes(lambda: all_steps(progress.advance), device)
+    seconds = _seconds(step, device)
+    progress.advance()
+    return WarmUpResult(seconds / plan.num_tokens, activations + graph_bytes(config, loaded, runner))
 
 
 def _largest_plan(config: EngineConfig, blocks: BlockManager, count: int, length: int) -> Plan:
@@ -113,15 +116,15 @@ def _gqa_groups(runner: Runner) -> list[int | None]:
     return list(dict.fromkeys((None, runner.gqa_group)))
 
 
-def run_warm_up_plans(config: EngineConfig, spec: ModelSpec, runner: Runner, progress: Progress) -> None:
-    """Run every step of `warm_up_plans` with one layer of each kind."""
+def run_warm_up_plans(config: EngineConfig, spec: ModelSpec, runner: Runner, advance: Callable[[], object]) -> None:
+    """Run every step of `warm_up_plans` with one layer of each kind. `advance` is called after each."""
     with ExitStack() as stack:
         for model in (runner.model, *([runner.drafter.model] if runner.drafter else [])):
             stack.enter_context(distinct_layers(model))
         for plan in warm_up_plans(config, spec.max_model_len, spec.vocab_size):
             for gqa_group in _gqa_groups(runner):
                 runner.launch(pack(plan, block_size=config.block_size, gqa_group=gqa_group)).result()
-                progress.advance()
+                advance()
 
 
 def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[Plan]:

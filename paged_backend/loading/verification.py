@@ -40,6 +40,7 @@ from paged_backend.models.quantization import Quantizer
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group, Sequence
 from paged_backend.utils.startup import Progress
+from paged_kernels.compile_ahead import compile_ahead
 
 log = logging.getLogger("paged_llm")
 
@@ -246,8 +247,10 @@ def _compare(
     bounds = {model.dtype: weight_tolerance}
     bounds |= {kv_dtype: max(weight_tolerance, QUANTIZATION_TOLERANCE)} if kv_dtype != model.dtype else {}
     for dtype, tolerance in bounds.items():
+        run = partial(_paged_logits_of, model, layers, block_size, _prompts(model), dtype)
         try:
-            found = _paged_logits_of(model, layers, block_size, _prompts(model), dtype)
+            compile_ahead(model.device, run)
+            found = run()
         except UnsupportedModel:
             raise
         except Exception as error:

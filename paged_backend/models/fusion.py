@@ -28,9 +28,10 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from paged_backend.models.attention import AttentionMeta, AttentionSpec, attend_pages, reject_unsupported
-from paged_backend.models.few_rows import FewRowsWeight, Measure, choose_max_rows, norm_project
+from paged_backend.models.few_rows import FewRowsWeight, Measure, choose_max_rows, launch_once, norm_project
 from paged_backend.models.linear import GroupedCopy, Weight, has_custom_forward, project
 from paged_backend.models.native_decoder import NativeDecoder
+from paged_kernels.compile_ahead import compile_ahead
 from paged_kernels.cpu import native
 from paged_kernels.cpu.packed_linear import GROUP
 from paged_kernels.ops import add_rms_norm, kv_write, rope_kv_write
@@ -153,7 +154,14 @@ class FusedModel:
             lambda x, weight: norm_project(x, x, post_norm, post_eps, weight, gate_up_bias, gated=True),
             lambda x, weight: project(x, weight, down_bias),
         ]
-        weights = zip(*(layer.weights for layer in self.layers), strict=True)
+        weights = list(zip(*(layer.weights for layer in self.layers), strict=True))
+        projections = list(zip(weights, runs, strict=True))
+
+        def launch_all() -> None:
+            for some, run in projections:
+                launch_once(some[0], run)
+
+        compile_ahead(norm.device, launch_all)
         max_rows = {
             names: choose_max_rows(some, run, measure) for names, some, run in zip(JOINED, weights, runs, strict=True)
         }

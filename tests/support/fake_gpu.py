@@ -33,8 +33,8 @@ from paged_backend.execution.batch import PackedBatch
 from paged_backend.execution.runner import PendingStep
 from paged_backend.models import few_rows, linear
 from paged_backend.models.fusion import FusedModel
-from paged_backend.utils.startup import Progress
 from paged_kernels import ops
+from paged_kernels.compile_ahead import compile_launches
 from paged_kernels.cpu import native
 from tests.support.in_process import TINY, running, save_tiny
 
@@ -134,8 +134,9 @@ def on_fake_gpu(assembly: Assembly) -> Iterator[Recorder]:
 
 
 def run_warm_up(config: EngineConfig, assembly: Assembly) -> None:
-    """Run the steps of the warm-up, and the transfers that the load measures."""
-    warm_up.run_warm_up_plans(config, assembly.loaded.spec, assembly.runner, Progress("warming up"))
+    """Run the steps of the warm-up, as to compile their kernels ahead, and the transfers that the load measures."""
+    spec, runner = assembly.loaded.spec, assembly.runner
+    compile_launches(lambda: warm_up.run_warm_up_plans(config, spec, runner, lambda: None))
     warm_up.measure_costs(assembly.runner, 1e-3, 64)
 
 
