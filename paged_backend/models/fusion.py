@@ -27,10 +27,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from paged_backend.models import rope
 from paged_backend.models.attention import AttentionMeta, AttentionSpec, attend_pages, reject_unsupported
 from paged_backend.models.few_rows import FewRowsWeight, Measure, choose_max_rows, launch_once, norm_project
 from paged_backend.models.linear import GroupedCopy, Weight, has_custom_forward, project
 from paged_backend.models.native_decoder import NativeDecoder
+from paged_backend.models.rotary_table import look_up_angles
 from paged_kernels.compile_ahead import compile_ahead
 from paged_kernels.cpu import native
 from paged_kernels.cpu.packed_linear import GROUP
@@ -188,7 +190,8 @@ class FusedModel:
         decoder = self.model.model
         for module in (*decoder.layers, decoder.norm):
             del module.forward
-        vars(decoder).pop("forward", None)
+        for module in (decoder, decoder.rotary_emb):
+            vars(module).pop("forward", None)
 
 
 def _to_native_layers(layers: Sequence[FusedLayer]) -> list[native.DecoderLayer]:
@@ -230,6 +233,7 @@ def fuse(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> FusedModel |
         return add_rms_norm(x, residual, weight, eps)[0][None]
 
     decoder.norm.forward = final_norm
+    look_up_angles(decoder, rope.max_static_len(model.config.get_text_config())[0], model.dtype)
     return FusedModel(model, layers)
 
 

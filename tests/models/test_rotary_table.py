@@ -1,0 +1,61 @@
+"""Rotary embeddings from a table."""
+
+import pytest
+import torch
+import transformers as hf
+
+from paged_backend.loading import verification
+from paged_backend.models import rope, rotary_table
+from paged_backend.models.rotary_table import RotaryTable
+from tests.support.families import COMMON
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+}
+
+
+def verified_llama(kind, dtype=torch.float32):
+    config = hf.LlamaConfig(**COMMON | {"rope_parameters": dict(ROPES[kind])})
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    verification.verify_model(model, block_size=4, kv_dtype=dtype)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ROPES)
+def test_fused_models_look_up_the_angles_of_every_position(kind, dtype, monkeypatch):
+    monkeypatch.setattr(rotary_table, "CHUNK", 50)
+    model = verified_llama(kind, dtype)
+    rotary = model.model.rotary_emb
+    assert isinstance(rotary.forward, RotaryTable)
+    limit, _ = rope.max_static_len(model.config)
+    ids, x = torch.randint(limit, (1, 70)), torch.zeros(1, 1, 8, dtype=dtype)
+    ids[0, :2] = torch.tensor([0, limit - 1])
+    found, expected = rotary(x, position_ids=ids), type(rotary).forward(rotary, x, position_ids=ids)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6 if dtype == torch.float32 else 4e-3)
+
+
+def test_large_tables_are_not_made(monkeypatch):
+    monkeypatch.setattr(rotary_table, "MAX_BYTES", 1000)
+    model = verified_llama("default")
+    assert not isinstance(model.model.rotary_emb.forward, RotaryTable)
+
+
+def test_an_unfused_model_computes_its_angles(caplog, monkeypatch):
+    monkeypatch.setattr("paged_backend.models.fusion.add_rms_norm", lambda x, *_: (x, x))  # fails the verification
+    model = verified_llama("default")
+    assert "logits" in caplog.text
+    assert "forward" not in vars(model.model.rotary_emb)
