@@ -156,17 +156,15 @@ class FusedModel:
             lambda x, weight: norm_project(x, x, post_norm, post_eps, weight, gate_up_bias, gated=True),
             lambda x, weight: project(x, weight, down_bias),
         ]
-        weights = list(zip(*(layer.weights for layer in self.layers), strict=True))
-        projections = list(zip(weights, runs, strict=True))
+        weights = zip(*(layer.weights for layer in self.layers), strict=True)
+        projections = list(zip(JOINED, weights, runs, strict=True))
 
         def launch_all() -> None:
-            for some, run in projections:
+            for _, some, run in projections:
                 launch_once(some[0], run)
 
         compile_ahead(norm.device, launch_all)
-        max_rows = {
-            names: choose_max_rows(some, run, measure) for names, some, run in zip(JOINED, weights, runs, strict=True)
-        }
+        max_rows = {names: choose_max_rows(some, run, measure) for names, some, run in projections}
         log.info("rows up to which projections take one launch: %s", {names[0]: n for names, n in max_rows.items()})
 
         def convert(weight: Tensor, names: Sequence[str]) -> Weight:
@@ -233,7 +231,8 @@ def fuse(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> FusedModel |
         return add_rms_norm(x, residual, weight, eps)[0][None]
 
     decoder.norm.forward = final_norm
-    look_up_angles(decoder, rope.max_static_len(model.config.get_text_config())[0], model.dtype)
+    if _is(decoder.rotary_emb, _family(decoder), "RotaryEmbedding") and not has_custom_forward(decoder.rotary_emb):
+        look_up_angles(decoder, rope.max_static_len(model.config.get_text_config())[0], model.dtype)
     return FusedModel(model, layers)
 
 
@@ -282,7 +281,7 @@ def _join(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 def _obstacle(model: PreTrainedModel) -> str | None:
     """Return why the model cannot be fused, or None if it can."""
     decoder: Any = getattr(model, "model", None)
-    family = next((name for name in FAMILIES if _is(decoder, name, "Model")), None)
+    family = _family(decoder)
     if family is None:
         return f"{type(decoder).__name__} is not a supported family"
     if not _is(decoder.norm, family, "RMSNorm") or has_custom_forward(decoder.norm):
@@ -293,7 +292,14 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _is(module: nn.Module | None, family: str, kind: str) -> bool:
+def _family(decoder: nn.Module | None) -> str | None:
+    return next((name for name in FAMILIES if _is(decoder, name, "Model")), None)
+
+
+def _is(module: nn.Module | None, family: str | None, kind: str) -> bool:
+    """Return whether the module is the class of this kind of a family. No module is one of no family."""
+    if family is None:
+        return False
     name = f"transformers.models.{family}.modeling_{family}.{FAMILIES[family]}{kind}"
     return f"{type(module).__module__}.{type(module).__qualname__}" == name
 

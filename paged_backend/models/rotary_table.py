@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paged_backend.models.linear import has_custom_forward
-
 MAX_BYTES = 1 << 27  # 2**20 positions of 32 pairs, or 131,072 of 128, in 16 bits
 CHUNK = 4096  # positions that are computed at a time
 
@@ -31,20 +29,17 @@ class RotaryTable:
 
 
 def look_up_angles(decoder: Any, positions: int | None, dtype: torch.dtype) -> None:
-    """Make a decoder's rotary embedding look its angles up, if it is unmodified and the table is not too large.
+    """Make a decoder's rotary embedding look its angles up, if the table is not too large.
 
     Args:
-        decoder: a decoder of transformers with an attribute `rotary_emb`.
+        decoder: a decoder of transformers with an unmodified `rotary_emb`.
         positions: the number of positions; None: unknown, which leaves the embedding as it is.
         dtype: type of the hidden states.
     """
-    rotary, family = decoder.rotary_emb, type(decoder)
-    name = f"{family.__name__.removesuffix('Model')}RotaryEmbedding"
-    is_own = (type(rotary).__module__, type(rotary).__name__) == (family.__module__, name)
-    if positions is None or not is_own or has_custom_forward(rotary):
+    if positions is None:
         return
-    if table := rotary_table(rotary, positions, decoder.norm.weight.data.new_empty(0, dtype=dtype)):
-        rotary.forward = table
+    if table := rotary_table(decoder.rotary_emb, positions, decoder.norm.weight.data.new_empty(0, dtype=dtype)):
+        decoder.rotary_emb.forward = table
 
 
 @torch.no_grad()
