@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from paged_client.serving.server_files import cache_directory
+from paged_client.serving.server_files import cache_directory, create_atomically
 
 END = "<|end|>"
 
@@ -33,11 +31,5 @@ def byte_tokenizer_directory(vocab_size: int) -> Path:
     """Return a directory with the files of `byte_tokenizer`, which is created in the cache if it is missing."""
     directory = cache_directory() / "models" / f"byte-tokenizer-{vocab_size}"
     if not directory.is_dir():
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
-            made = Path(scratch, "tokenizer")
-            byte_tokenizer(vocab_size).save_pretrained(made)
-            with suppress(OSError):  # another process may have been faster
-                made.rename(directory)
-    assert directory.is_dir()
+        create_atomically(directory, byte_tokenizer(vocab_size).save_pretrained)
     return directory

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 
 from paged_client.serving import demo_model
-from paged_client.serving.server_files import cache_directory
+from paged_client.serving.server_files import cache_directory, create_atomically
 
 AS_PACKAGED = "Q4_1"
 KINDS = {"float32": "F32", "bfloat16": "BF16", AS_PACKAGED: AS_PACKAGED}
@@ -16,15 +15,15 @@ KINDS = {"float32": "F32", "bfloat16": "BF16", AS_PACKAGED: AS_PACKAGED}
 def demo_gguf(kind: str) -> Path:
     """Return the file with weights of a kind in KINDS, and create it if necessary. Raises DemoModelError."""
     file = cache_directory() / "models" / f"{demo_model.NAME}.{KINDS[kind]}.gguf"
+
+    def make(made: Path) -> None:
+        if kind == AS_PACKAGED:
+            shutil.move(demo_model.download(made.parent), made)
+        else:
+            _widen(demo_gguf(AS_PACKAGED), made, KINDS[kind])
+
     if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as scratch:
-            made = Path(scratch, "made")
-            if kind == AS_PACKAGED:
-                shutil.move(demo_model.download(Path(scratch)), made)
-            else:
-                _widen(demo_gguf(AS_PACKAGED), made, KINDS[kind])
-            made.rename(file)
+        create_atomically(file, make)
     return file
 
 

