@@ -81,7 +81,7 @@ def _kill_marked(mark: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         if not found:
             return
-        time.sleep(0.1)  # until they have ended, and those that they have started meanwhile are listed
+        time.sleep(0.1)  # a process takes a while to end, and may have started another one before it was killed
 
 
 def _marked(mark: str) -> Iterator[int]:

@@ -86,7 +86,7 @@ class SamplingBatch:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether a row has constraints or penalties, which are applied to its logits before sampling."""
+        """Whether a row has constraints or penalties. They change its logits before it is sampled."""
         return self.constraints is not None or self.penalties is not None
 
 
