@@ -25,6 +25,19 @@ class OutputHandler(Protocol):
     def on_engine_died(self, died: EngineDied) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The size of one step, and the seconds that the engine's thread spent in each phase of it."""
+
+    num_seqs: int  # sequences computed
+    num_tokens: int  # tokens computed, of prompts and outputs
+    replayed: bool  # whether a captured CUDA graph ran the forward pass
+    schedule: float
+    launch: float  # packing the batch, copying blocks, and enqueuing the step; on a CPU also computing it
+    wait: float  # for the device
+    commit: float  # storing tokens and freeing blocks
+
+
 @dataclass(frozen=True)
 class StepOutput:
     """The new tokens of one engine iteration, and the scheduler statistics after it."""
@@ -34,6 +47,7 @@ class StepOutput:
     finished_at: float  # time.monotonic() when the tokens were on the host
     started_at: float = 0.0  # time.monotonic() when the step was scheduled
     entered: tuple[int, ...] = ()  # keys of the requests that this step scheduled for the first time
+    report: StepReport | None = None  # of the step that computed the tokens; None without a step, or after an error
 
     def dispatch(self, handler: OutputHandler) -> None:
         handler.on_step(self)

@@ -60,6 +60,11 @@ class ParallelStep:
     launched: LaunchedStep
     runner: ParallelRunner
 
+    @property
+    def replayed(self) -> bool:
+        """Whether a captured graph ran the forward pass."""
+        return self.launched.replayed
+
     def result(self) -> StepResult:
         """Wait for the step and return its results."""
         return self.runner.run_or_fail(self.launched.result)

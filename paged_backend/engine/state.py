@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from paged_backend.api.request import TokenDelta
-from paged_backend.engine.outputs import Emit, PoolMap, StepOutput
+from paged_backend.engine.outputs import Emit, PoolMap, StepOutput, StepReport
 from paged_backend.engine.prefix_disk import PrefixDisk
 from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
@@ -42,12 +42,15 @@ class EngineState:
             stats = replace(stats, waiting=stats.waiting + len(self.announced))
         return stats if self.prefix_disk is None else self.prefix_disk.add_stats(stats)
 
-    def emit_step(self, deltas: Iterable[TokenDelta] = (), plan: Plan | None = None) -> None:
-        """Emit deltas with the current statistics, and with the times of the step that produced them."""
+    def emit_step(
+        self, deltas: Iterable[TokenDelta] = (), plan: Plan | None = None, report: StepReport | None = None
+    ) -> None:
+        """Emit deltas with the current statistics, and with the plan and the report of the step that produced them."""
+        now = time.monotonic()
         if plan is None:
-            self.emit(StepOutput(tuple(deltas), self.stats(), time.monotonic()))
+            self.emit(StepOutput(tuple(deltas), self.stats(), now))
         else:
-            self.emit(StepOutput(tuple(deltas), self.stats(), time.monotonic(), plan.planned_at, plan.admitted))
+            self.emit(StepOutput(tuple(deltas), self.stats(), now, plan.planned_at, plan.admitted, report))
 
     def emit_pool_map(self) -> None:
         """Emit the requested pool map."""

@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 
 from paged_backend.api.request import TokenDelta
 from paged_backend.engine.messages import Message
-from paged_backend.engine.outputs import EngineDied
+from paged_backend.engine.outputs import EngineDied, StepReport
 from paged_backend.engine.state import EngineState
 from paged_backend.execution.batch import pack
 from paged_backend.execution.runner import PendingStep, RunnerDied, StepRunner
@@ -39,12 +39,26 @@ class InFlightStep:
 
     plan: Plan
     launched: PendingStep | Exception
+    schedule_seconds: float
+    launch_seconds: float
 
     def result(self) -> StepResult:
         """Wait for the device and return the step's results. Raises the error of the launch or of the device."""
         if isinstance(self.launched, Exception):
             raise self.launched
         return self.launched.result()
+
+    def report(self, *, wait: float, commit: float) -> StepReport:
+        """Return the report of a step that was committed, given the seconds of its last two phases."""
+        return StepReport(
+            len(self.plan.chunks),
+            self.plan.num_tokens,
+            not isinstance(self.launched, Exception) and self.launched.replayed,
+            self.schedule_seconds,
+            self.launch_seconds,
+            wait,
+            commit,
+        )
 
 
 class StepLoop:
@@ -126,12 +140,15 @@ class StepLoop:
         self._next_map = now + (now - began) / MAP_SHARE
 
     def _step(self) -> None:
+        began = time.monotonic()
         plan = self._scheduler.schedule()
+        scheduled = time.monotonic()
         self._queued.difference_update(self._scheduler.admitted)
         if plan is not None:
             if self._prefix_disk:
                 self._prefix_disk.mark_changed()
-            self._in_flight.append(InFlightStep(plan, self._launch(plan)))
+            launched = self._launch(plan)
+            self._in_flight.append(InFlightStep(plan, launched, scheduled - began, time.monotonic() - scheduled))
             self._commit_steps(keep=1)
         elif self._prefix_disk and not (self._in_flight or self._prefix_disk.all_spilled) and self._prefix_disk.spill():
             self._state.emit_step()
@@ -159,18 +176,22 @@ class StepLoop:
         steps = self._in_flight
         while len(steps) > keep or (steps and isinstance(steps[-1].launched, Exception)):
             step = steps.popleft()
-            self._state.emit_step(self._commit(step), step.plan)
+            deltas, report = self._commit(step)
+            self._state.emit_step(deltas, step.plan, report)
 
-    def _commit(self, step: InFlightStep) -> Sequence[TokenDelta]:
+    def _commit(self, step: InFlightStep) -> tuple[Sequence[TokenDelta], StepReport | None]:
+        began = time.monotonic()
         try:
             results = step.result()
+            arrived = time.monotonic()
             if self._prefix_disk:
                 self._prefix_disk.write_moved_out(step.plan)
         except RunnerDied:
             raise
         except Exception as error:  # fails this step's requests; other requests continue
-            return self._fail(step, error)
-        return self._scheduler.commit(step.plan, results)
+            return self._fail(step, error), None
+        deltas = self._scheduler.commit(step.plan, results)
+        return deltas, step.report(wait=arrived - began, commit=time.monotonic() - arrived)
 
     def _fail(self, step: InFlightStep, error: Exception) -> list[TokenDelta]:
         """Fail the requests of a step, and of the steps launched after it, which depend on it."""

@@ -107,6 +107,7 @@ class ForwardOutput:
     draft_ids: Tensor | None = None  # [num_tokens] int64: the batch's tokens, if a draft model proposed some of them
     hidden: Tensor | None = None  # [num_hidden, hidden_size] float32, for hidden_rows of the batch
     tokens: Tensor | None = None  # [num_samples] int64: sampled tokens, if the graph has sampled them
+    replayed: bool = False  # whether it came from a captured graph
 
 
 class Graphs:
@@ -225,7 +226,7 @@ class Graphs:
             sampling = resolve_tokens(sampling, partial(resolve_placeholders, previous=self._previous))
         logits = self._replays[shape]()
         logits = logits[:count] if step.sample_rows is None else logits[step.sample_rows]
-        return ForwardOutput(logits, step.logit_rows, sampling, tokens=tokens)
+        return ForwardOutput(logits, step.logit_rows, sampling, tokens=tokens, replayed=True)
 
 
 def graph_capture(device: torch.device) -> GraphCapture | None:

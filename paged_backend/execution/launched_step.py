@@ -37,6 +37,7 @@ class LaunchedStep:
     hidden_chunks: tuple[int, ...]  # chunks of the rows of `hidden`
     failed_rows: tuple[tuple[int, str], ...]  # (row, reason) of samples that are not used
     arrived: torch.cuda.Event | None
+    replayed: bool = False  # whether a captured graph ran the forward pass
 
     def result(self) -> StepResult:
         """Wait for the step and return its results. The only place where the host waits for the device."""

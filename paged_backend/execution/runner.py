@@ -41,6 +41,10 @@ class RunnerDied(RuntimeError):
 class PendingStep(Protocol):
     """A step that was launched."""
 
+    @property
+    def replayed(self) -> bool:
+        """Whether a captured graph ran the forward pass."""
+
     def result(self) -> StepResult:
         """Wait for the step and return its results."""
 
@@ -194,6 +198,7 @@ class Runner:
             packed.hidden_chunks,
             failed_rows,
             arrived,
+            step.replayed,
         )
 
     def _sample(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:

@@ -122,10 +122,14 @@ class ResponderMessageHandler:
     def on_step(self, output: StepOutput) -> None:
         """Add the tokens of a step to their streams. This is the hot path: it runs once per token and sample."""
         self._updates.record(output.stats)
+        if output.report:
+            self._metrics.steps.add_step(output.report)
         streams, updated, when, generated = self._streams.by_key, self._updated, output.finished_at, 0
+        latencies: dict[float, int] = {}  # tokens by inter-token latency, which most samples share
         for key in output.entered:
             if key in streams:
                 streams[key].mark_scheduled(output.started_at)
+                self._metrics.queue_time.observe(output.started_at - streams[key].arrived)
                 self._poller.mark_running(streams[key])
         for delta in output.deltas:
             stream = streams.get(delta.key)
@@ -138,7 +142,13 @@ class ResponderMessageHandler:
                 stream.take(delta, when)
             except Exception as error:
                 self._streams.give_up(stream, error)
-            generated += sample.num_tokens - before  # excludes tokens after a stop string
+            new = sample.num_tokens - before  # excludes tokens after a stop string
+            generated += new
+            if new:
+                if sample.last_token is not None:
+                    latency = (when - sample.last_token) / new
+                    latencies[latency] = latencies.get(latency, 0) + new
+                sample.last_token = when
             if not had_token and stream.first_token is not None:
                 self._metrics.time_to_first_token.observe(stream.first_token - stream.arrived)
             updated[delta.key] = stream
@@ -146,6 +156,7 @@ class ResponderMessageHandler:
                 self._engine.end(delta.key, delta.sample)
         if generated:
             self._metrics.count_generated_tokens(generated)
+            self._metrics.steps.add_latencies(latencies)
 
     def _count_accepted(self, stream: Stream) -> None:
         self._first_responses.add(stream)

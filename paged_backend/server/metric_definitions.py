@@ -16,6 +16,8 @@ from paged_backend.scheduling.stats import SchedulerStats
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
 # Values of the label `reason` of paged_requests_finished_total.
 OUTCOMES = ("stop", "length", "timeout", "cancelled", "error", "refused", "queue_full", "tenant_full")
+# Values of the label `phase` of paged_step_seconds_total: the times in StepReport.
+STEP_PHASES = ("schedule", "launch", "wait", "commit")
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 # vLLM's buckets, from which dashboards compute quantiles.
@@ -28,6 +30,12 @@ _VLLM_LATENCY = (
     *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
     *(120, 240, 480, 960, 1920, 7680),
 )
+_PER_TOKEN = (
+    *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.25, 0.5, 1, 2.5, 10),
+)
+_BATCH_SIZE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's
 _VLLM_SAMPLES = (1, 2, 5, 10, 20)
 _TRT_TOKENS = (10, 50, 100, 500, 1000)
 
@@ -106,12 +114,37 @@ _FAMILIES = (
     Family("paged_kv_swapped_blocks_total", "COUNTER", "Blocks copied from device to host (out) and back (in)"),
     Family("paged_time_to_first_token_seconds", "HISTOGRAM", "Time from arrival to the first token", _SECONDS),
     Family(
+        "paged_inter_token_latency_seconds",
+        "HISTOGRAM",
+        "Time between two tokens of a sample, one value per token after the first. Tokens of one step, as with"
+        " speculative decoding, share its time equally",
+        _PER_TOKEN,
+    ),
+    Family(
         "paged_time_per_output_token_seconds",
         "HISTOGRAM",
         "Mean time per output token after the first, one value per request",
         _SECONDS,
     ),
     Family("paged_request_latency_seconds", "HISTOGRAM", "Time from arrival to the last token", _SECONDS),
+    Family("paged_queue_time_seconds", "HISTOGRAM", "Time from arrival to the first step", _SECONDS),
+    Family("paged_request_prompt_tokens", "HISTOGRAM", "Prompt tokens of a request"),
+    Family("paged_request_generation_tokens", "HISTOGRAM", "Generated tokens of a request, of all its samples"),
+    Family("paged_batch_size", "HISTOGRAM", "Sequences computed in a step", _BATCH_SIZE),
+    Family("paged_step_tokens", "HISTOGRAM", "Tokens computed in a step, of prompts and outputs", _STEP_TOKENS),
+    Family("paged_steps_total", "COUNTER", "Steps, by whether a CUDA graph ran the forward pass"),
+    Family(
+        "paged_step_seconds_total",
+        "COUNTER",
+        "Time of the engine's thread in steps, by phase: schedule; launch (packing, copies of blocks, enqueuing; on a"
+        " CPU the whole forward pass); wait (for the device); commit (storing tokens, freeing blocks)",
+    ),
+    Family(
+        "paged_memory_bytes",
+        "GAUGE",
+        "Memory in use, updated once a second while there is work: cpu (the model's process), gpu (tensors on its GPU;"
+        " with several GPUs of the first process), pinned (host blocks)",
+    ),
     Family("paged_guessed_tokens_total", "COUNTER", "Draft tokens verified by speculative decoding"),
     Family("paged_accepted_tokens_total", "COUNTER", "Draft tokens accepted by speculative decoding"),
     Family("vllm:num_requests_running", "GAUGE", "Running requests"),
@@ -127,11 +160,25 @@ _FAMILIES = (
     Family("vllm:generation_tokens_total", "COUNTER", "Generated tokens"),
     Family("vllm:time_to_first_token_seconds", "HISTOGRAM", "Time from arrival to the first token", _VLLM_FIRST_TOKEN),
     Family(
-        "vllm:time_per_output_token_seconds",
+        "vllm:inter_token_latency_seconds",
         "HISTOGRAM",
-        "Mean time per output token after the first, one value per request (vLLM reports one per token)",
+        "Time between two tokens of a sample, one value per token after the first",
         _VLLM_PER_TOKEN,
     ),
+    Family(
+        "vllm:time_per_output_token_seconds",
+        "HISTOGRAM",
+        "vllm:inter_token_latency_seconds under the name of earlier versions",
+        _VLLM_PER_TOKEN,
+    ),
+    Family(
+        "vllm:request_time_per_output_token_seconds",
+        "HISTOGRAM",
+        "Mean time per output token after the first, one value per request",
+        _VLLM_PER_TOKEN,
+    ),
+    Family("vllm:request_queue_time_seconds", "HISTOGRAM", "Time from arrival to the first step", _VLLM_LATENCY),
+    Family("vllm:iteration_tokens_total", "HISTOGRAM", "Tokens computed in a step", _STEP_TOKENS),
     Family("vllm:e2e_request_latency_seconds", "HISTOGRAM", "Time from arrival to the last token", _VLLM_LATENCY),
     Family("vllm:request_prompt_tokens", "HISTOGRAM", "Prompt tokens of a request"),
     Family("vllm:request_generation_tokens", "HISTOGRAM", "Generated tokens of a request, of all its samples"),

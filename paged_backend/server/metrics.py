@@ -8,39 +8,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from paged_backend.scheduling.stats import SchedulerStats
-from paged_backend.server.metric_definitions import COUNTERS, FAMILIES, GAUGES, NO_LABELS, OUTCOMES, token_buckets
+from paged_backend.server.metric_definitions import COUNTERS, GAUGES, OUTCOMES
+from paged_backend.server.metric_factory import Metric, MetricFactory
+from paged_backend.server.step_metrics import StepMetrics
 from paged_backend.utils.machine import MemoryUsage
 
 log = logging.getLogger("paged_llm")
 
 MEMORY_SECONDS = 1.0  # interval between measurements of the memory in use
-
-
-class Metric:
-    """A value reported under any number of metric names. Errors are logged, not raised: the responder must go on."""
-
-    def __init__(self, metrics: Iterable[Any]):
-        self._metrics = tuple(metrics)
-
-    def set(self, value: float) -> None:
-        self._update("set", value)
-
-    def increment(self, value: float) -> None:
-        self._update("increment", value)
-
-    def observe(self, value: float) -> None:
-        self._update("observe", value)
-
-    def _update(self, method: str, value: float) -> None:
-        for metric in self._metrics:
-            try:
-                getattr(metric, method)(value)
-            except Exception:
-                log.exception("a metric could not be updated")
 
 
 class Metrics:
@@ -67,40 +46,48 @@ class Metrics:
         memory: Callable[[], MemoryUsage] = lambda: MemoryUsage(0, 0, 0),
         enabled: bool = True,
     ):
-        self._pb_utils = pb_utils
-        self._labels = labels
-        self._families: dict[str, Any] = {}  # kept because a family must outlive its metrics
-        self._enabled = enabled and self._server_has_metrics()
-        self._tokens = token_buckets(max_model_len)
-        self._gauges = [self._metric(gauge.family, gauge.labels) for gauge in GAUGES]
+        factory = MetricFactory(pb_utils, labels, max_model_len=max_model_len, enabled=enabled)
+        self._factory = factory  # kept because it holds the families, which must outlive their metrics
+        self._enabled = factory.enabled
+        self._gauges = [factory.metric(gauge.family, gauge.labels) for gauge in GAUGES]
         self._reported: list[float | None] = [None] * len(GAUGES)
-        self._step_time = self._metric("nv_trt_llm_general_metrics", {"general_type": "timestamp"})
+        self._step_time = factory.metric("nv_trt_llm_general_metrics", {"general_type": "timestamp"})
         self._steps = -1
         self._memory_in_use = [
-            self._metric("nv_trt_llm_runtime_memory_metrics", {"memory_type": kind}) for kind in MemoryUsage._fields
+            [
+                factory.metric("paged_memory_bytes", {"kind": kind}),
+                factory.metric("nv_trt_llm_runtime_memory_metrics", {"memory_type": kind}),
+            ]
+            for kind in MemoryUsage._fields
         ]
         self._measure_memory, self._next_memory = memory, 0.0
-        self._counters = [self._metric(counter.family, counter.labels) for counter in COUNTERS]
+        self._counters = [factory.metric(counter.family, counter.labels) for counter in COUNTERS]
         self._counted = [0.0] * len(COUNTERS)
         self._finished = {
-            reason: self._metric("paged_requests_finished_total", {"reason": reason}) for reason in OUTCOMES
+            reason: factory.metric("paged_requests_finished_total", {"reason": reason}) for reason in OUTCOMES
         }
         self._pending: dict[Metric, float] = {}  # counts that `flush` will report
-        self._sessions = self._metric("paged_sessions")
+        self._sessions = factory.metric("paged_sessions")
         self._session_count = -1
-        self._metric("nv_trt_llm_request_metrics", {"request_type": "max"}).set(max_num_seqs)
-        self.prompt_tokens = self._metrics("paged_prompt_tokens_total", "vllm:prompt_tokens_total")
-        self.generated_tokens = self._metrics("paged_generation_tokens_total", "vllm:generation_tokens_total")
-        self.time_to_first_token = self._metrics(
+        factory.metric("nv_trt_llm_request_metrics", {"request_type": "max"}).set(max_num_seqs)
+        self.steps = StepMetrics(factory)
+        self.prompt_tokens = factory.counter("paged_prompt_tokens_total", "vllm:prompt_tokens_total")
+        self.generated_tokens = factory.counter("paged_generation_tokens_total", "vllm:generation_tokens_total")
+        self.queue_time = factory.histogram("paged_queue_time_seconds", "vllm:request_queue_time_seconds")
+        self.time_to_first_token = factory.histogram(
             "paged_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"
         )
-        self.time_per_output_token = self._metrics(
-            "paged_time_per_output_token_seconds", "vllm:time_per_output_token_seconds"
+        self.time_per_output_token = factory.histogram(
+            "paged_time_per_output_token_seconds", "vllm:request_time_per_output_token_seconds"
         )
-        self.latency = self._metrics("paged_request_latency_seconds", "vllm:e2e_request_latency_seconds")
-        self.request_prompt = self._metrics("vllm:request_prompt_tokens", "nv_llm_input_token_len")
-        self.request_generated = self._metrics("vllm:request_generation_tokens", "nv_llm_output_token_len")
-        self.request_n = self._metrics("vllm:request_params_n")
+        self.latency = factory.histogram("paged_request_latency_seconds", "vllm:e2e_request_latency_seconds")
+        self.request_prompt = factory.histogram(
+            "paged_request_prompt_tokens", "vllm:request_prompt_tokens", "nv_llm_input_token_len"
+        )
+        self.request_generated = factory.histogram(
+            "paged_request_generation_tokens", "vllm:request_generation_tokens", "nv_llm_output_token_len"
+        )
+        self.request_n = factory.histogram("vllm:request_params_n")
 
     def update(self, stats: SchedulerStats) -> None:
         """Report the gauges and counters that have changed."""
@@ -127,8 +114,9 @@ class Metrics:
         except Exception:
             log.exception("the memory in use could not be measured")
             return
-        for metric, value in zip(self._memory_in_use, usage, strict=True):
-            metric.set(value)
+        for metrics, value in zip(self._memory_in_use, usage, strict=True):
+            for metric in metrics:
+                metric.set(value)
 
     def set_session_count(self, count: int) -> None:
         if count != self._session_count:
@@ -150,9 +138,11 @@ class Metrics:
     @property
     def has_pending(self) -> bool:
         """Whether there are counts to flush."""
-        return bool(self._pending)
+        return bool(self._pending) or self.steps.has_pending
 
     def flush(self) -> None:
+        """Report the counts since the last call, and from time to time the metrics of steps."""
+        self.steps.flush(time.monotonic())
         pending, self._pending = self._pending, {}
         for metric, count in pending.items():
             metric.increment(count)
@@ -166,32 +156,3 @@ class Metrics:
         self.request_prompt.observe(prompt)
         self.request_generated.observe(generated)
         self.request_n.observe(n)
-
-    def _server_has_metrics(self) -> bool:
-        try:
-            self._family("paged_sessions")
-        except Exception as error:
-            log.info("no metrics: %s", error)
-            return False
-        return True
-
-    def _family(self, name: str) -> Any:
-        if name not in self._families:
-            create, family = self._pb_utils.MetricFamily, FAMILIES[name]
-            self._families[name] = create(name=name, description=family.help, kind=getattr(create, family.kind))
-        return self._families[name]
-
-    def _metric(self, name: str, labels: Mapping[str, str] = NO_LABELS) -> Metric:
-        """Create a gauge or a counter."""
-        if not self._enabled:
-            return Metric(())
-        return Metric([self._family(name).Metric(labels=self._labels | dict(labels))])
-
-    def _metrics(self, *names: str) -> Metric:
-        """Create one value that is reported under several counter or histogram names."""
-        return Metric([self._series(name) for name in names] if self._enabled else ())
-
-    def _series(self, name: str) -> Any:
-        family = FAMILIES[name]
-        buckets = {"buckets": list(family.buckets or self._tokens)} if family.kind == "HISTOGRAM" else {}
-        return self._family(name).Metric(labels=self._labels | dict(family.labels), **buckets)

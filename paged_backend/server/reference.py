@@ -157,7 +157,7 @@ def _metrics() -> str:
     parts = [METRICS]
     for title, prefix, note in METRIC_GROUPS:
         rows = [
-            (f"`{family.name}`", family.kind.lower(), labels[family.name], f"{family.help}.")
+            (f"`{family.name}`", family.kind.lower(), labels.get(family.name, ""), f"{family.help}.")
             for family in FAMILIES.values()
             if family.name.startswith(prefix)
         ]
@@ -166,7 +166,8 @@ def _metrics() -> str:
 
 
 def _metric_labels() -> dict[str, str]:
-    """Return the labels of each family, as `name`: `value`, `value`, by creating all metrics."""
+    """Return the labels of each family, as `name`: `value`, `value`, by creating all metrics. Histograms that are
+    reported as counters are left out: they have no labels besides `le`."""
     created: dict[str, list[Mapping[str, str]]] = {}
 
     class MetricFamily:

@@ -33,6 +33,7 @@ class Sample:
     text_pieces: list[str] = field(default_factory=list)  # all text so far
     logprobs: list[Logprobs] = field(default_factory=list)  # logprobs of the unsent tokens
     cumulative_logprob: float = 0.0  # sum over all tokens so far
+    last_token: float | None = None  # time.monotonic() of its newest token
 
     @property
     def all_text(self) -> str:

@@ -91,7 +91,8 @@ def test_the_completed_config_matches_the_repository_config(server, name):
 # The metrics of Triton's vLLM backend for requests, and of TensorRT-LLM for the pool.
 COUNTERS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 HISTOGRAMS = (
-    *("vllm:time_to_first_token_seconds", "vllm:time_per_output_token_seconds", "vllm:e2e_request_latency_seconds"),
+    *("vllm:time_to_first_token_seconds", "vllm:request_time_per_output_token_seconds"),
+    *("vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds"),
     *("vllm:request_prompt_tokens", "vllm:request_generation_tokens", "vllm:request_params_n"),
 )
 TRT_HISTOGRAMS = {
@@ -123,13 +124,36 @@ def test_vllm_backend_metrics_count_each_request(server):
     for name in HISTOGRAMS:
         assert grown[f"{name}_count",] == grown[f"{name}_bucket", "+Inf"] == 3
         assert grown[f"{name}_sum",] > 0
-    assert [grown[f"{name}_sum",] for name in HISTOGRAMS[3:]] == [12, 24, 4]
+    assert [grown[f"{name}_sum",] for name in HISTOGRAMS[4:]] == [12, 24, 4]
     assert [grown["vllm:request_params_n_bucket", most] for most in ("1", "2")] == [2, 3]
     for name, (label, total) in TRT_HISTOGRAMS.items():
         assert [grown[f"{name}_{what}", label] for what in ("count", "sum")] == [3, total]
         assert [grown[f"{name}_bucket", label, most] for most in ("10", "1000")] == [2 + (total == 12), 3]
     buckets = {float(le) for name, *le in after if name == "vllm:request_prompt_tokens_bucket" for le in le}
     assert buckets == {1, 2, 5, 10, 20, 50, 100, 200, float("inf")}
+
+
+def test_inter_token_latency_has_a_value_per_token(server):
+    """These histograms are reported once a second."""
+
+    def reported():
+        """The model's values once all its steps are reported, and until then None."""
+        now = samples(server, "of_vllm")
+        steps = now["paged_steps_total", "yes"] + now["paged_steps_total", "no"]
+        return now if steps == now["nv_trt_llm_general_metrics", "iteration_counter"] else None
+
+    until(reported)
+    before = reported()
+    assert post(server, {"text_input": "Once", "max_tokens": 6, "ignore_eos": True, "n": 2}, model="of_vllm")[0] == 200
+    until(reported)
+    after = reported()
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    for name in ("paged_inter_token_latency_seconds", "vllm:inter_token_latency_seconds"):
+        assert grown[f"{name}_count",] == grown[f"{name}_bucket", "+Inf"] == 10  # of each sample all but the first
+        assert grown[f"{name}_sum",] > 0
+    assert grown["paged_batch_size_count",] == grown["paged_step_tokens_count",] == 6
+    assert grown["paged_step_tokens_sum",] == 4 + 2 * 5  # the prompt, then a token of each sample per step
+    assert all(after["paged_step_seconds_total", phase] > 0 for phase in ("schedule", "launch", "commit"))
 
 
 def test_tensorrt_llm_gauges(server):

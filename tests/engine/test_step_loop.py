@@ -104,6 +104,8 @@ def test_late_failure_also_fails_the_step_built_on_it(tiny, prompts, alone):
     launch, results = assembly.runner.launch, iter([None, None, RuntimeError("device error")])
 
     class LateFailure:
+        replayed = False
+
         def __init__(self, launched):
             self.launched = launched
 

@@ -81,3 +81,16 @@ def test_requests_after_the_engine_died_fail(opened):
     late = Client(1)
     made.open(late.stream)
     assert late.got.get(timeout=WAIT) == (None, "Error generating stream: INTERNAL: it did", True)
+
+
+def test_inter_token_latency_is_counted_per_token_of_a_sample(opened):
+    """The first token has none; tokens of one step share its time."""
+    responder, metrics, _ = opened
+    client, latencies = Client(1), []
+    metrics.steps.add_latencies = lambda found: latencies.append(dict(found))
+    responder.open(client.stream)
+    for text, when, finish in (("a", 1.0, None), ("b", 1.5, None), ("cd", 2.5, FinishReason.LENGTH)):
+        responder.emit(replace(step(1, text, finish), finished_at=when))
+    while not client.got.get(timeout=WAIT)[2]:
+        pass
+    assert latencies == [{}, {0.5: 1}, {0.5: 2}]
