@@ -45,6 +45,7 @@ TESTED_THROUGH = {
     "paged_backend.models.native_decoder": "tests/models/test_fusion.py",
     "paged_backend.scheduling.plan": "tests/scheduling/test_plan_builder.py",
     "paged_backend.server.arrival": "tests/server/test_admission.py",
+    "paged_backend.server.metric_factory": "tests/server/test_metrics.py",
     "paged_backend.server.messages": "tests/server/test_message_handler.py",
     "paged_client.__main__": "tests/client/test_cli.py",
     "paged_client.addresses": "tests/client/commands/test_generate.py",

@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2
 
 from paged_client.connection_errors import unreachable
 from paged_client.types import PagedError
-from paged_client.wire import INPUTS, SEQUENCE, Fields, Value, Values
+from paged_client.wire import INPUTS, REQUEST_PARAMETERS, Fields, Value, Values
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -34,7 +34,7 @@ def infer_request(model: str, values: Values, request_id: str) -> Any:
     """Return the ModelInferRequest of a call."""
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in values.items():
-        if name in SEQUENCE:
+        if name in REQUEST_PARAMETERS:
             _set_parameter(request.parameters[name], value)
             continue
         count = len(value) if isinstance(value, list) else 1

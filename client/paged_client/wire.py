@@ -68,8 +68,10 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, or one with `tool_calls`
 Prompt = str | Sequence[int]  # text, or token ids
 Value = str | bool | int | list[int]
-Values = dict[str, Value]  # input name -> its element or list; also Triton's sequence parameters
+Values = dict[str, Value]  # input name -> its element or list; also REQUEST_PARAMETERS
 SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
+TRACE_CONTEXT = ("traceparent", "tracestate")  # headers of W3C, sent as parameters
+REQUEST_PARAMETERS = (*SEQUENCE, *TRACE_CONTEXT)
 RETURN_FLAGS = ("return_token_ids", "return_text_offsets")  # inputs that callers pass as sampling parameters
 JSON_INPUTS = ("tools", "chat_template_kwargs")  # the same, sent as JSON
 Fields = Mapping[str, "Sequence[str | int | float]"]  # output name -> its elements
@@ -86,7 +88,7 @@ def request_values(
     """
     if (prompt is None) == (messages is None):
         raise ValueError("give exactly one of prompt and messages")
-    inputs = {name: value for name, value in sampling.items() if name in SEQUENCE or name in RETURN_FLAGS}
+    inputs = {name: value for name, value in sampling.items() if name in (*REQUEST_PARAMETERS, *RETURN_FLAGS)}
     in_json = {name: sampling[name] for name in JSON_INPUTS if sampling.get(name) is not None}
     sampling = {name: value for name, value in sampling.items() if name not in (*inputs, *JSON_INPUTS)}
     values: Values = {
@@ -125,6 +127,9 @@ def _input_value(name: str, value: object) -> str | bool | int:
     if name == "sequence_id":
         if isinstance(value, bool) or not (isinstance(value, str) or (isinstance(value, int) and 0 < value < 2**63)):
             raise ValueError(f"{name}={value!r}: must be a string, or a whole number in 1..{2**63 - 1}")
+    elif name in TRACE_CONTEXT:
+        if not isinstance(value, str):
+            raise ValueError(f"{name}={value!r}: must be a string")
     elif not isinstance(value, bool):
         raise ValueError(f"{name}={value!r}: must be True or False")
     return value
@@ -134,11 +139,14 @@ def embedding_values(text: str | Sequence[int], dimensions: int | None, sampling
     """Return the inputs of an embedding request. Raises ValueError as `request_values` does."""
     prompt = _check_text("input", text) if isinstance(text, str) else [_index("input", one) for one in text]
     pooling = {} if dimensions is None else {"dimensions": [_index("dimensions", dimensions)]}
+    context = {name: _input_value(name, sampling[name]) for name in TRACE_CONTEXT if name in sampling}
+    sampling = {name: value for name, value in sampling.items() if name not in context}
     return {
         "embedding_request": json.dumps({"input": prompt, "pooling_params": pooling}, ensure_ascii=False),
         "sampling_parameters": _json_object(sampling),
         "return_num_input_tokens": True,
         "return_receipt": True,
+        **context,
     }
 
 

@@ -29,12 +29,14 @@ from paged_backend.api.options import (
     at_least_zero,
     flag,
     fraction,
+    http_url,
     instance_of,
     integer,
     one_of,
     option,
     power_of_two,
     quantization,
+    ratio,
     text,
     validate,
 )
@@ -324,7 +326,19 @@ class EngineConfig:
         "Report no metrics of the engine. The parameter `REPORT_CUSTOM_METRICS` of config.pbtxt, set to `false`, does"
         " the same.",
         False,
-        section="Metrics",
+        section="Metrics and traces",
+    )
+    otlp_traces_endpoint: str | None = option(
+        http_url,
+        "URL that takes OpenTelemetry traces as OTLP over HTTP, such as `http://localhost:4318/v1/traces`. `null`: no"
+        " traces.",
+        None,
+        optional=True,
+    )
+    trace_sample_ratio: float = option(
+        ratio,
+        "Share of requests to trace, 0 to 1. A request with a `traceparent` is traced if its parent is.",
+        1.0,
     )
     limits: InputLimits = option(
         instance_of(InputLimits),

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from typing import Any
@@ -81,6 +82,11 @@ def text(value: Any) -> str | None:
     return None if isinstance(value, str) and value else "must be a non-empty string"
 
 
+def http_url(value: Any) -> str | None:
+    is_url = isinstance(value, str) and re.fullmatch(r"https?://[^/\s]+\S*", value)
+    return None if is_url else "must be a URL that begins with http:// or https://"
+
+
 def flag(value: Any) -> str | None:
     return None if isinstance(value, bool) else "must be true or false"
 
@@ -98,6 +104,10 @@ def integer(low: int, high: int | None = None) -> Check:
 
 def fraction(value: Any) -> str | None:
     return None if _is_number(value) and 0 < value <= 1 else "must be a number above 0 and at most 1"
+
+
+def ratio(value: Any) -> str | None:
+    return None if _is_number(value) and 0 <= value <= 1 else "must be a number from 0 to 1"
 
 
 def at_least_zero(value: Any) -> str | None:

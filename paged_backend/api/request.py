@@ -14,6 +14,7 @@ from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.guide import Guide
 from paged_backend.api.limits import UNBOUNDED_MAX_TOKENS, EngineLimits
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.trace import RequestTrace
 
 
 class Origin(NamedTuple):
@@ -59,6 +60,7 @@ class GenerateRequest:
     adapter: Adapter | None = None
     ends: Callable[[Sequence[int]], bool] | None = None  # returns whether a beam with these output tokens has ended
     guides: tuple[Guide, ...] = ()  # one guide per sample; empty: unconstrained
+    trace: RequestTrace | None = field(default=None, compare=False)  # None: not traced
 
     @cached_property
     def constrains_logits(self) -> bool:

@@ -45,9 +45,8 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
         },
     ),
     (
-        "traces and profiles are not written; leave it out",
+        "a trace has one level of detail, and profiles are written by tools; leave it out",
         {
-            "otlp_traces_endpoint": _EMPTY,
             "collect_detailed_traces": _EMPTY,
             "enable_layerwise_nvtx_tracing": _OFF,
             "ray_workers_use_nsight": _OFF,

@@ -191,6 +191,7 @@ class StepLoop:
         except Exception as error:  # fails this step's requests; other requests continue
             return self._fail(step, error), None
         deltas = self._scheduler.commit(step.plan, results)
+        step.plan.add_to_traces(arrived)
         return deltas, step.report(wait=arrived - began, commit=time.monotonic() - arrived)
 
     def _fail(self, step: InFlightStep, error: Exception) -> list[TokenDelta]:

@@ -142,7 +142,7 @@ class BatchAdmission:
         is_new = group.admission_index is None
         self._requests.admit(group)
         if not is_new:
-            group.preempted_seconds += self._clock() - group.preempted_at
+            self._end_preemption(group)
         if group.is_swapped:
             self._tables.swap_in(group, builder)
             for sequence in group.active:
@@ -159,6 +159,13 @@ class BatchAdmission:
             self._accounts.admit_request(group.account, group.prefill_len - leader.computed)
             self._count_hit(group, hit)
         builder.add_chunk(group, leader, length, NO_BLOCKS)
+
+    def _end_preemption(self, group: Group) -> None:
+        now = self._clock()
+        group.preempted_seconds += now - group.preempted_at
+        if trace := group.request.trace:
+            kind = "swap" if group.is_swapped else "recompute"
+            trace.add("preempted", group.preempted_at, now, **{"paged_llm.kind": kind})
 
     def _count_hit(self, group: Group, hit: CacheHit) -> None:
         size = self._blocks.block_size

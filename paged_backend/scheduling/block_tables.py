@@ -148,6 +148,7 @@ class BlockTables:
         for sequence, table in zip(group.sequences, tables, strict=True):
             sequence.blocks = table
         builder.add_moves_in(group.key, moves)
+        builder.trace_moves(group, "swap_in", len(moves))
         group.block_usage.new += len(moves)
         group.block_usage.from_host += len(moves)
 

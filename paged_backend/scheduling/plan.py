@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paged_backend.api.trace import RequestTrace
 from paged_backend.scheduling.adapter_slots import AdapterLoad
 from paged_backend.scheduling.block_manager import Copy
 from paged_backend.scheduling.host_offload import BlockTransfer
@@ -47,6 +48,11 @@ class Chunk:
         return self.start + self.length - len(self.draft_tokens)
 
     @property
+    def is_decode(self) -> bool:
+        """Whether the chunk computes one token of the output, and draft tokens after it."""
+        return self.first_sampled == self.start + 1 and self.start >= self.sequence.num_prompt
+
+    @property
     def embeds(self) -> bool:
         """True if the chunk ends the prompt of an embedding request, which gets the hidden state of its last token."""
         return self.sequence.request.embeds and self.ends_request
@@ -68,6 +74,14 @@ class Costs:
     move: float = 0.0  # time to copy a block between device and host
 
 
+class TracedWork(NamedTuple):
+    """Work of a step for a traced request: prefill, or moving its blocks between device and host. Not decode."""
+
+    trace: RequestTrace
+    name: str
+    attributes: Mapping[str, int]
+
+
 @dataclass(frozen=True)
 class Plan:
     """The plan of one step, in order of execution: moves out, moves in, copies, then the chunks in the order of their
@@ -83,7 +97,13 @@ class Plan:
     loads: tuple[AdapterLoad, ...] = ()  # adapters to load before the step
     adapters: Mapping[bytes, int] = field(default_factory=dict)  # slots of the adapters in use, by digest
     has_prompt_outputs: bool = False  # whether any chunk has `scored` or `ends_request` set
+    traced: tuple[TracedWork, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(chunk.length for chunk in self.chunks)
+
+    def add_to_traces(self, finished_at: float) -> None:
+        """Add the step's work to the traces of its requests."""
+        for work in self.traced:
+            work.trace.add(work.name, self.planned_at, finished_at, **work.attributes)

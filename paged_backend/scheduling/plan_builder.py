@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from paged_backend.scheduling.adapter_slots import AdapterSlots
 from paged_backend.scheduling.block_manager import BlockManager, Copy
 from paged_backend.scheduling.host_offload import BlockTransfer
-from paged_backend.scheduling.plan import Allocation, Chunk, Plan
+from paged_backend.scheduling.plan import Allocation, Chunk, Plan, TracedWork
 from paged_backend.scheduling.sequence import Group, Sequence
 
 MAX_SCORED = 256  # prompt positions with log probabilities in a step: each needs the logits of the whole vocabulary
@@ -28,6 +28,8 @@ class PlanBuilder:
         self.prefill_tokens: int | None = None
         self.chunks: list[Chunk] = []
         self.admitted: list[int] = []
+        self._has_traces = False  # whether any chunk is of a traced request
+        self._moved: list[TracedWork] = []
         self._has_prompt_outputs = False
         self._copies: dict[int, list[Copy]] = {}  # copies by request key
         self._moves_in: dict[int, list[BlockTransfer]] = {}  # moves by request key
@@ -47,6 +49,7 @@ class PlanBuilder:
             sampled = (sequence,) if group.forked else tuple(group.sequences)
         forks = () if group.forked or end != sequence.num_prompt else tuple(group.sequences[1:])
         self.budget -= length
+        self._has_traces |= group.request.trace is not None
         if group.scores_prompt or not group.has_output:
             scored = group.unscored(start, end)
             self.scored_budget -= len(scored)
@@ -55,6 +58,11 @@ class PlanBuilder:
             self.chunks.append(Chunk(sequence, start, length, sampled, allocated, forks, (), scored, ends_request))
         else:
             self.chunks.append(Chunk(sequence, start, length, sampled, allocated, forks))
+
+    def trace_moves(self, group: Group, name: str, num_blocks: int) -> None:
+        """Record that this step moves blocks of a request, if it is traced."""
+        if trace := group.request.trace:
+            self._moved.append(TracedWork(trace, name, {"paged_llm.blocks": num_blocks}))
 
     def add_copies(self, key: int, copies: Iterable[Copy]) -> None:
         """Add the copies that a request needs before its chunk."""
@@ -87,4 +95,12 @@ class PlanBuilder:
             loads=slots.take_loads(),
             adapters=slots.slots_of(chunk.sequence.request for chunk in self.chunks),
             has_prompt_outputs=self._has_prompt_outputs,
+            traced=(*self._moved, *self._traced_chunks()),
         )
+
+    def _traced_chunks(self) -> Iterator[TracedWork]:
+        for chunk in self.chunks if self._has_traces else ():
+            trace = chunk.sequence.request.trace
+            if trace and not chunk.is_decode:
+                attributes = {"paged_llm.first_token": chunk.start, "paged_llm.tokens": chunk.length}
+                yield TracedWork(trace, "prefill", attributes)

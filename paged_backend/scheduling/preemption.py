@@ -40,6 +40,7 @@ class Preemption:
         self._blocks.offload.finish_moves_in(moves_in, done=False)
         if swapped:
             self._counters.swapped += 1
+            builder.trace_moves(group, "swap_out", len({block for one in group.sequences for block in one.host_blocks}))
         else:
             self._tables.restart(group)
             self._counters.recomputed += 1

@@ -44,6 +44,7 @@ from paged_backend.server.sessions import SessionName, Sessions, Turn
 from paged_backend.server.stream_builder import StreamBuilder
 from paged_backend.server.submission import Submission
 from paged_backend.server.tenants import Tenants
+from paged_backend.server.tracing import Tracing
 from paged_backend.server.wire.call import Call
 from paged_backend.server.wire.control import read_control_request
 from paged_backend.server.wire.parameters import read_request_id
@@ -69,6 +70,7 @@ class Admission:
         tenants: Tenants,
         grammars: GrammarCompiler,
         health: Health,
+        tracing: Tracing,
     ):
         limits, loaded = assembly.limits, assembly.loaded
         self._limits = limits
@@ -81,6 +83,7 @@ class Admission:
         self._sessions = sessions
         self._tenants = tenants
         self._health = health
+        self._tracing = tracing
         self._keys = itertools.count()
         self._lock = threading.Lock()  # guards reading, checking and queueing a request
         self._prompts = PromptEncoder(
@@ -188,7 +191,8 @@ class Admission:
         rendered = [call.messages, call.tools, call.template_variables]
         num_chars = len(call.prompt or "") if messages is None else len(json.dumps(rendered))
         num_chars += turn.session.num_chars if turn else 0
-        return Arrival(next(self._keys), call, channel, arrived, sampling, turn, messages, num_chars)
+        trace = self._tracing.begin(call, arrived)
+        return Arrival(next(self._keys), call, channel, arrived, sampling, turn, messages, num_chars, trace)
 
     def _check_adapter(self, name: str | None) -> None:
         if name is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.trace import RequestTrace
 from paged_backend.server.channel import Channel
 from paged_backend.server.sessions import Turn
 from paged_backend.server.wire.call import Call
@@ -23,3 +24,4 @@ class Arrival:
     turn: Turn | None
     messages: list[Message] | None  # the session's earlier messages, then the new ones
     num_chars: int  # length of the text, or of the conversation as JSON
+    trace: RequestTrace | None = None  # None: not traced

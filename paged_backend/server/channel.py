@@ -77,7 +77,12 @@ class ServerChannel:
         except UnicodeDecodeError as error:  # names and values sent over HTTP may be any bytes
             reason = f"the request's parameters or id: byte {error.start} is not valid UTF-8; send UTF-8 text"
             raise RequestError(ErrorCode.INVALID_ARGUMENT, reason) from None
-        return tensors, parameters, *own
+        return tensors, parameters | self._trace_context(), *own
+
+    def _trace_context(self) -> dict[str, str]:
+        """Return the server's own trace context, `traceparent` and `tracestate`, if it traces the request."""
+        context = self._request.trace().get_context()
+        return json.loads(context) if context else {}
 
     def send(self, outputs: Mapping[str, np.ndarray], *, final: bool) -> None:
         """Send a response: a round trip to the server process."""

@@ -15,6 +15,7 @@ from paged_backend.server.metrics import Metrics
 from paged_backend.server.round_trips import RoundTrips
 from paged_backend.server.stream import Stream
 from paged_backend.server.tenants import Tenants
+from paged_backend.server.tracing import Tracing
 
 log = logging.getLogger("paged_llm")
 
@@ -40,6 +41,7 @@ class OpenStreams:
         metrics: Metrics,
         tenants: Tenants,
         round_trips: RoundTrips,
+        tracing: Tracing,
         *,
         max_response_mib: int,
     ):
@@ -50,6 +52,7 @@ class OpenStreams:
         self._metrics = metrics
         self._tenants = tenants
         self._round_trips = round_trips
+        self._tracing = tracing
         self._max_response_mib = max_response_mib
 
     def __bool__(self) -> bool:
@@ -94,11 +97,14 @@ class OpenStreams:
             self._close(stream, stream.error.outcome)
             self._metrics.flush()
             _send_error(stream)
+            self._tracing.end(stream)
             return
         if stream.finished:
             self._close(stream, _outcome(stream))
             self._metrics.flush()
         stream.channel.send(outputs, final=stream.finished)
+        if stream.finished:
+            self._tracing.end(stream)
 
     def fail(self, streams: Sequence[Stream], error: RequestError) -> None:
         """Abort the requests and send each client the error. All are counted before the first error is sent."""
@@ -110,6 +116,8 @@ class OpenStreams:
         for stream, answer in self._round_trips.each(_send_error, streams):
             if isinstance(answer, Exception):
                 self.give_up(stream, answer)
+            else:
+                self._tracing.end(stream)
 
     def fail_all(self, error: RequestError) -> None:
         """Mark every stream as failed because the engine died; they are sent and closed at the end of the iteration."""
@@ -130,6 +138,7 @@ class OpenStreams:
             _send_error(stream)
         except Exception:
             log.exception("request %d: could not send the error", stream.request.key)
+        self._tracing.end(stream)
 
     def _fail_oversized(self, stream: Stream) -> None:
         most = self._max_response_mib

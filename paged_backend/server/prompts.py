@@ -12,6 +12,7 @@ from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.limits import EngineLimits
 from paged_backend.api.request import check_prompt_length
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.trace import recorded
 from paged_backend.server.arrival import Arrival
 from paged_backend.text.templates import render
 from paged_backend.text.tokenizing import PromptTokenizer
@@ -43,11 +44,13 @@ class PromptEncoder:
 
     def encode(self, arrival: Arrival) -> list[int]:
         """Return the token ids of the prompt, after those of the session's earlier turns."""
-        return self._encode_prompt(arrival, self._prompt_tokenizer.encode)
+        with recorded(arrival.trace, "tokenize"):
+            return self._encode_prompt(arrival, self._prompt_tokenizer.encode)
 
     def encode_long(self, arrival: Arrival) -> list[int]:
         """Like `encode`, with a time limit. For one thread at a time."""
-        return self._encode_prompt(arrival, self._prompt_tokenizer.encode_long)
+        with recorded(arrival.trace, "tokenize"):
+            return self._encode_prompt(arrival, self._prompt_tokenizer.encode_long)
 
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of text that is not a prompt, without special tokens."""

@@ -84,6 +84,12 @@ REQUEST_PARAMETERS = (
     ("`sequence_id`", "int or string", "The session that this request is a turn of."),
     ("`sequence_start`", "bool", "Start the session. A session that exists under this id is replaced."),
     ("`sequence_end`", "bool", "End the session after this turn. The prompt may be missing."),
+    (
+        "`traceparent`, `tracestate`",
+        "string",
+        "Trace of which the request is a part, as in the HTTP headers of W3C. If the server itself traces the request,"
+        " the server's span is the parent.",
+    ),
 )
 METRICS = """\
 # Metrics

@@ -41,6 +41,7 @@ from paged_backend.server.round_trips import RoundTrips
 from paged_backend.server.sessions import Sessions
 from paged_backend.server.stream import Stream
 from paged_backend.server.tenants import Tenants
+from paged_backend.server.tracing import Tracing
 
 log = logging.getLogger("paged_llm")
 
@@ -66,18 +67,27 @@ class Responder:
         max_response_mib: int = 64,
         stall_seconds: float = 60.0,
         max_model_len: int | None = None,
+        tracing: Tracing | None = None,
     ):
         """inbox: the queue that the engine emits to; by default a new one.
         first_response: seconds until a streaming request without a token gets an empty response; None: never.
         max_response_mib: the limit for all responses of one request together.
         stall_seconds: maximum seconds of an engine step and of its answer to a pool map request.
-        max_model_len: the context length, which pool maps contain."""
+        max_model_len: the context length, which pool maps contain.
+        tracing: exports traces of requests; None: no traces."""
         self._metrics = metrics
         self._sessions = sessions
         self._tenants = tenants
         self._inbox: Inbox = SimpleQueue() if inbox is None else inbox
         self._round_trips = RoundTrips()
-        self.streams = OpenStreams(engine, metrics, tenants, self._round_trips, max_response_mib=max_response_mib)
+        self.streams = OpenStreams(
+            engine,
+            metrics,
+            tenants,
+            self._round_trips,
+            tracing or Tracing(None, model=""),
+            max_response_mib=max_response_mib,
+        )
         self._poller: CancellationPoller[Stream] = CancellationPoller(
             self.streams.is_open, self._round_trips, lambda result: self._inbox.put(ClientsPolled(result))
         )

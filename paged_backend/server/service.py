@@ -23,6 +23,7 @@ from paged_backend.server.metrics import Metrics
 from paged_backend.server.responder import Inbox, Responder
 from paged_backend.server.sessions import Sessions
 from paged_backend.server.tenants import Tenants
+from paged_backend.server.tracing import Tracing
 
 log = logging.getLogger("paged_llm")
 
@@ -41,6 +42,10 @@ class Service:
         """
         self._pb_utils = pb_utils
         self._stop_timeout = config.stop_timeout
+        # Before the model is loaded: an error of these options should not take minutes.
+        self._tracing = Tracing(
+            config.otlp_traces_endpoint, model=labels["model"], sample_ratio=config.trace_sample_ratio
+        )
         self._assembly = assembly = assemble(config, listing)
         limits, loaded = assembly.limits, assembly.loaded
         metrics = Metrics(
@@ -79,6 +84,7 @@ class Service:
             max_response_mib=config.max_response_mib,
             stall_seconds=config.stall_timeout,
             max_model_len=limits.max_model_len,
+            tracing=self._tracing,
         )
         self._health = Health(self._engine, self._responder, config.stall_timeout)
         self._admission = Admission(
@@ -90,6 +96,7 @@ class Service:
             tenants=self._tenants,
             grammars=self._grammars,
             health=self._health,
+            tracing=self._tracing,
         )
         metrics.update(assembly.scheduler.stats)
         self._responder.start()
@@ -134,6 +141,7 @@ class Service:
         self._engine.stop(remaining())
         self._responder.stop(remaining())
         self._admission.stop(remaining())
+        self._tracing.stop()
         self._assembly.close()
 
     def _listen(self, model: str) -> Listener | None:

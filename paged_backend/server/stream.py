@@ -45,6 +45,7 @@ class Stream:
     scheduled_at: float | None = field(default=None, init=False)  # time of its first step
     first_token: float | None = field(default=None, init=False)
     last_token: float | None = field(default=None, init=False)
+    num_steps: int = field(default=0, init=False)  # steps that returned tokens of any sample
     preempted_in_prompt: float = field(default=0.0, init=False)  # seconds, before the first token
     finished: bool = field(default=False, init=False)  # whether all samples have ended
     sent: bool = field(default=False, init=False)  # whether a response has been sent
@@ -100,6 +101,7 @@ class Stream:
             if self.first_token is None:
                 self.first_token = when
                 self.preempted_in_prompt = self.usage.preempted_seconds if self.usage else 0.0
+            self.num_steps += when != self.last_token
             self.last_token = when
         self.error = delta.error
         sample = self.samples[delta.sample]

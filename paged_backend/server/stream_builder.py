@@ -58,7 +58,9 @@ class StreamBuilder:
 
     def build_untokenized(self, arrival: Arrival) -> Stream:
         """Return a stream without a prompt, to which `Stream.set_prompt` gives one later."""
-        return self._stream(arrival, GenerateRequest(arrival.key, (), arrival.sampling, 0, frozenset()))
+        return self._stream(
+            arrival, GenerateRequest(arrival.key, (), arrival.sampling, 0, frozenset(), trace=arrival.trace)
+        )
 
     def _request(self, arrival: Arrival, tokens: list[int]) -> GenerateRequest:
         call, sampling, turn = arrival.call, arrival.sampling, arrival.turn
@@ -74,7 +76,8 @@ class StreamBuilder:
             request,
             ends=ends,
             embeds=call.embedding is not None,
-            returns_usage=call.return_receipt,
+            returns_usage=call.return_receipt or arrival.trace is not None,
+            trace=arrival.trace,
             session=turn.name if turn and not turn.is_last else None,
             logprobs=_needed_logprobs(call, sampling),
         )

@@ -75,3 +75,18 @@ def test_an_invalid_file_is_named(tmp_path, text, reason):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere"):
         EngineConfig.from_file(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"otlp_traces_endpoint": "localhost:4318"}, "must be a URL that begins with http:// or https://"),
+        ({"otlp_traces_endpoint": "http://"}, "must be a URL"),
+        ({"trace_sample_ratio": 1.5}, "must be a number from 0 to 1"),
+        ({"trace_sample_ratio": -0.1}, "must be a number from 0 to 1"),
+    ],
+)
+def test_invalid_trace_options_are_rejected(options, problem):
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"{name}=.*{problem}"):
+        EngineConfig.from_options({"model": "m"} | options)

@@ -123,7 +123,6 @@ REJECTED = {
     "num_lookahead_slots": 4,
     "num_scheduler_steps": 8,
     "optimization_level": 0,
-    "otlp_traces_endpoint": "http://localhost:4317",
     "override_attention_dtype": "float16",
     "override_neuron_config": {"a": 1},
     "override_pooler_config": {"pooling_type": "MEAN"},

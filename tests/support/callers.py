@@ -14,7 +14,7 @@ import numpy as np
 from paged_backend.api.config import EngineConfig
 from paged_backend.server.service import Service
 from tests.support.in_process import TINY, WAIT
-from tests.support.pb_utils import PB_UTILS, Error
+from tests.support.pb_utils import PB_UTILS, Error, untraced
 
 
 class FakeTritonError(Error):
@@ -33,6 +33,7 @@ class Caller(SimpleQueue):
         self.inputs, self.get_response_sender = lambda: self.tensors, lambda: self
         self.parameters, self.is_cancelled = lambda: "", lambda: False
         self.timeout = self.correlation_id = self.flags = lambda: 0
+        self.trace = untraced
         self.request_id = lambda: ""
 
     def send(self, response: Any, flags: int) -> None:

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.pb_utils import untraced
+
 
 def check(model, prompt, tokens, logprobs, count):
     """Compare the log probabilities of generated tokens with the model's own logits."""
@@ -37,6 +39,7 @@ class Caller(SimpleQueue):
         self.inputs, self.get_response_sender = lambda: self.tensors, lambda: self
         self.parameters, self.is_cancelled = lambda: "", lambda: False
         self.timeout = self.correlation_id = self.flags = lambda: 0
+        self.trace = untraced
         self.request_id = lambda: ""
 
     def send(self, response, flags):

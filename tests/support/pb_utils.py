@@ -44,6 +44,11 @@ PB_UTILS = SimpleNamespace(
 )
 
 
+def untraced() -> SimpleNamespace:
+    """Return what `trace` of a Triton request returns if the server does not trace it."""
+    return SimpleNamespace(get_context=lambda: None)
+
+
 class Sent(SimpleQueue):
     """The responses of one client: (tensors by name, error text, whether it was final)."""
 

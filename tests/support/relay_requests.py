@@ -8,6 +8,7 @@ import numpy as np
 from paged_backend.server.wire.call import Call
 from paged_backend.server.wire.write import SampleOutput, write_response
 from tests.support.in_process import WAIT
+from tests.support.pb_utils import untraced
 
 TYPES = {"text_input": np.object_, "max_tokens": np.int32, "stream": np.bool_, "stop": np.bool_}
 
@@ -26,6 +27,7 @@ class Request:
         self.tensors = [Tensor(key, np.array(value, TYPES[key])) for key, value in made.items()]
         self.cancelled = False
         self.timeout = self.correlation_id = self.flags = lambda: 0
+        self.trace = untraced
         self.request_id, self.parameters = lambda: name, lambda: ""
 
     def inputs(self):

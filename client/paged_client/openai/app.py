@@ -7,7 +7,7 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -31,6 +31,7 @@ from paged_client.openai.tool_calls import ToolCallFormat
 from paged_client.openai.tools import tool_use
 from paged_client.openai.translation import EngineRequest
 from paged_client.types import Embedding, PagedError
+from paged_client.wire import TRACE_CONTEXT
 
 T = TypeVar("T")
 HEALTH_TIMEOUT = 10.0  # seconds; the engine responds between two steps
@@ -143,6 +144,8 @@ class Gateway:
         engine_requests: Sequence[EngineRequest],
         builder: ResponseBuilder,
     ) -> Response:
+        context = _trace_context(request)
+        engine_requests = [replace(one, sampling=one.sampling | context) for one in engine_requests]
         try:
             return await self._answer(request, body, engine_requests, builder)
         except ApiError as error:
@@ -174,7 +177,7 @@ class Gateway:
         self._settings.limits.check("max_inputs", "input", len(body.inputs), "inputs")
 
         async def embed() -> list[Embedding]:
-            work = embeddings.embed_all(self._servers, body, self._adapter(body))
+            work = embeddings.embed_all(self._servers, body, self._adapter(body), _trace_context(request))
             try:
                 return await run_while_connected(request.receive, work)
             except ApiError as error:
@@ -273,6 +276,11 @@ def _request_id(request: Request) -> str:
     if given is not None and not _REQUEST_ID.fullmatch(given):
         raise ApiError(400, "X-Request-Id: must be 1..128 letters, digits or any of -_.:")
     return given or uuid.uuid4().hex
+
+
+def _trace_context(request: Request) -> dict[str, str]:
+    """Return the headers of the W3C trace context, which the server gets as parameters."""
+    return {name: request.headers[name] for name in TRACE_CONTEXT if name in request.headers}
 
 
 def create_app(settings: Settings) -> FastAPI:

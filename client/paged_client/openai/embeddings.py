@@ -6,7 +6,7 @@ import asyncio
 import base64
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from paged_client.openai.concurrency import gather_or_cancel
@@ -61,10 +61,15 @@ def response(request: EmbeddingRequest, embeddings: Sequence[Embedding]) -> dict
     }
 
 
-async def embed_all(client: Servers, request: EmbeddingRequest, adapter: str | None) -> list[Embedding]:
-    """Return the embeddings of all inputs, in order. Raises ApiError if one fails, which cancels the others."""
+async def embed_all(
+    client: Servers, request: EmbeddingRequest, adapter: str | None, trace_context: Mapping[str, str]
+) -> list[Embedding]:
+    """Return the embeddings of all inputs, in order. Raises ApiError if one fails, which cancels the others.
+
+    trace_context: the headers `traceparent` and `tracestate` of the request.
+    """
     slots = asyncio.Semaphore(MAX_CONCURRENT_INPUTS)
-    sampling = request.sampling | ({} if adapter is None else {"lora_name": adapter})
+    sampling = {**request.sampling, **({} if adapter is None else {"lora_name": adapter}), **trace_context}
 
     async def embed(name: str, text: str | list[int]) -> Embedding:
         async with slots:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ class Call:
     tools: list[dict[str, Any]] | None = None  # tools for the chat template; allowed with `messages` only
     return_stop_reason: bool = False
     template_variables: dict[str, Any] | None = None  # `chat_template_kwargs`; allowed with `messages` only
+    trace_context: Mapping[str, str] = field(default_factory=dict)  # `traceparent` and `tracestate` of W3C
 
     @property
     def only_ends_session(self) -> bool:

@@ -17,6 +17,7 @@ from paged_backend.server.wire.call import SequenceControl
 
 SEQUENCE_START, SEQUENCE_END = 1, 2  # bits of a Triton request's flags
 _SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
+TRACE_CONTEXT = ("traceparent", "tracestate")
 _PARAMETERS = PARAMETER_NAMES.union(_SEQUENCE, ("timeout", "id"))
 # HTTP headers without a dash in their names. A server with header forwarding passes headers on as parameters.
 _HEADERS = frozenset(
@@ -70,6 +71,13 @@ def read_sequence(
         if given[-1] and not name:
             raise invalid_argument(field, True, "needs a sequence_id")
     return SequenceControl(name, *given) if name else None
+
+
+def read_trace_context(parameters: Mapping[str, Any]) -> dict[str, str]:
+    """Return the headers `traceparent` and `tracestate` of the W3C trace context. Like HTTP servers, which ignore an
+    invalid header, do not check them."""
+    values = {name.lower(): value for name, value in parameters.items()}
+    return {name: values[name] for name in TRACE_CONTEXT if isinstance(values.get(name), str)}
 
 
 def read_request_id(parameters: Mapping[str, Any], request_id: str, input_limits: InputLimits) -> str:

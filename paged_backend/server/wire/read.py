@@ -12,7 +12,12 @@ from paged_backend.api.limits import InputLimits
 from paged_backend.server.embedding import EmbeddingCall
 from paged_backend.server.tensors import LIST_PARAMETERS, SCALAR_PARAMETERS
 from paged_backend.server.wire.call import Call, SequenceControl
-from paged_backend.server.wire.parameters import read_parameters, read_request_id, read_sequence
+from paged_backend.server.wire.parameters import (
+    read_parameters,
+    read_request_id,
+    read_sequence,
+    read_trace_context,
+)
 from paged_backend.server.wire.values import Tensors, boolean, decode, parse_json, scalar, text
 from paged_backend.server.wire.write import STREAM_WITH_INPUT
 from paged_backend.text.conversation import check_messages, check_template_variables, check_tools
@@ -76,6 +81,7 @@ def read_call(
         template_variables=_with_messages(
             "chat_template_kwargs", check_template_variables, tensors, input_limits, chat=messages is not None
         ),
+        trace_context=read_trace_context(parameters),
     )
 
 
