@@ -9,6 +9,7 @@ from typing import Any
 from paged_backend.api.errors import invalid_argument
 from paged_backend.api.options import integer, option, validate
 from paged_backend.api.sizes import in_bytes
+from paged_backend.utils.local_socket import DEFAULT_FRAME_BYTES
 
 UNBOUNDED_MAX_TOKENS = 2**31 - 1  # value of max_tokens: as many tokens as fit the context and the pool
 
@@ -87,7 +88,8 @@ class InputLimits:
     max_remembered_structures: int = limit(256, "Compiled schemas, expressions and grammars in the cache (LRU).")
     max_remembered_structure_bytes: int = byte_limit(1 << 20, "Bytes of the source texts of all cached structures.")
     max_frame_bytes: int = byte_limit(
-        64 << 20, "Bytes of one request or response between the TensorRT-LLM-compatible models and the engine."
+        DEFAULT_FRAME_BYTES,
+        "Bytes of one request or response between the TensorRT-LLM-compatible models and the engine.",
     )
     max_local_connections: int = limit(
         64, "Connections from TensorRT-LLM-compatible models to the engine; each model needs one."

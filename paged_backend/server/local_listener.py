@@ -1,4 +1,4 @@
-"""Accepts requests that other models of the server send through the engine's local socket (local_socket.py)."""
+"""Accepts requests that other models of the server send through the engine's local socket (utils/local_socket.py)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.api.errors import ErrorCode, RequestError, internal_error
 from paged_backend.api.limits import InputLimits
-from paged_backend.server import local_socket
 from paged_backend.server.channel import Channel, Received
-from paged_backend.server.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
+from paged_backend.server.local_tensors import read_tensors, write_tensors
 from paged_backend.server.tensors import INPUTS
+from paged_backend.utils import local_socket
+from paged_backend.utils.local_socket import Connection, FrameError, pack
 
 log = logging.getLogger("paged_llm")
 
@@ -59,12 +60,21 @@ class LocalChannel:
 class Listener:
     """Accepts connections, and reads the requests of each on a thread of its own."""
 
-    def __init__(self, model: str, handle: Callable[[Channel], None], input_limits: InputLimits = InputLimits()):
+    def __init__(
+        self,
+        model: str,
+        handle: Callable[[Channel], None],
+        input_limits: InputLimits = InputLimits(),
+        *,
+        record_profile: Callable[[float], dict[str, Any]] | None = None,
+    ):
         """Open the socket. Raises OSError.
 
         handle: called for each request, on its connection's thread.
+        record_profile: returns a profile of these seconds; called on the connection's thread.
         """
         self._handle = handle
+        self.record_profile = record_profile
         self._input_limits = input_limits
         self._socket, self._name = local_socket.listen(model)
         self._peers: set[_Peer] = set()  # guarded by `changed`, like the open requests of each peer
@@ -167,6 +177,9 @@ class _Peer:
         request_id = frame.get("id")
         if not isinstance(request_id, int):
             raise FrameError("a frame without an id")
+        if (seconds := frame.get("profile")) is not None:
+            self._send_profile(request_id, seconds)
+            return
         cancel, stop = frame.get("cancel") is True, frame.get("stop") is True
         if cancel or stop:
             with self._listener.changed:
@@ -179,6 +192,18 @@ class _Peer:
         with self._listener.changed:
             self.open[request_id] = channel
         self._listener.handle(channel)
+
+    def _send_profile(self, request_id: int, seconds: Any) -> None:
+        """Record a profile and send it. The connection reads no other request meanwhile."""
+        record = self._listener.record_profile
+        try:
+            if record is None or isinstance(seconds, bool) or not isinstance(seconds, int | float):
+                raise RequestError(ErrorCode.INVALID_ARGUMENT, f"profile={seconds!r}: must be a number of seconds")
+            frame: dict[str, Any] = {"profile": record(seconds)}
+            self.send(pack({"id": request_id} | frame, self.connection.max_frame_bytes))
+        except Exception as error:
+            failure = error if isinstance(error, RequestError) else internal_error(error)
+            self.send(pack({"id": request_id, "error": {"code": failure.code.value, "text": str(failure)}}))
 
 
 def _received(request: Any) -> Received:

@@ -20,6 +20,7 @@ from paged_backend.server.channel import Channel, ServerChannel
 from paged_backend.server.health import Health
 from paged_backend.server.local_listener import Listener
 from paged_backend.server.metrics import Metrics
+from paged_backend.server.profiler import Profiler
 from paged_backend.server.responder import Inbox, Responder
 from paged_backend.server.sessions import Sessions
 from paged_backend.server.tenants import Tenants
@@ -65,7 +66,8 @@ class Service:
             input_limits=limits.input_limits,
         )
         inbox: Inbox = SimpleQueue()
-        self._engine = assembly.engine(inbox.put)
+        self._profiler = Profiler(inbox.put)
+        self._engine = assembly.engine(self._profiler.emit)
         self._tenants = Tenants(config.max_tenant_requests)
         sessions = Sessions(
             config.session_ttl,
@@ -147,7 +149,9 @@ class Service:
     def _listen(self, model: str) -> Listener | None:
         """Open the socket for the models of trtllm/; without it the model still serves its own clients."""
         try:
-            return Listener(model, self.handle, self._assembly.limits.input_limits)
+            return Listener(
+                model, self.handle, self._assembly.limits.input_limits, record_profile=self._profiler.record
+            )
         except OSError as error:
             log.warning("models in front of this one (trtllm/) cannot connect to it: %s", error)
             return None

@@ -1,7 +1,7 @@
 """Forwards requests to the engine's model, one engine request per row, and its responses back to the client.
 
 Triton's own way for one model to call another (BLS) needs a thread per row and milliseconds per token, and crashes the
-server in some versions. The engine's local socket (server/local_socket.py) avoids this.
+server in some versions. The engine's local socket (utils/local_socket.py) avoids this.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ TESTED_ELSEWHERE = {
     "max_queued_structures": "guided/test_compiler.test_full_compile_queue_rejects_requests",
     "max_remembered_structures": "guided/test_compiler.test_cache_is_lru_and_bounded",
     "max_remembered_structure_bytes": ("guided/test_compiler.test_cache_is_lru_and_bounded"),
-    "max_frame_bytes": "server/test_local_socket.test_an_oversized_frame_is_neither_sent_nor_read",
+    "max_frame_bytes": "utils/test_local_socket.test_an_oversized_frame_is_neither_sent_nor_read",
     "max_local_connections": "trtllm/test_links.test_a_refused_connection_reports_the_reason",
     "max_model_len": "server/test_embedding.test_an_embedding_prompt_may_fill_the_context",
     "min_priority": "api/test_limits.test_min_priority_bounds_the_priority",

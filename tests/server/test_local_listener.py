@@ -6,9 +6,9 @@ import pytest
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.limits import InputLimits
-from paged_backend.server import local_socket
-from paged_backend.server.local_socket import FrameError, pack
 from paged_backend.server.wire.control import write_adapters, write_num_stopped
+from paged_backend.utils import local_socket
+from paged_backend.utils.local_socket import FrameError, pack
 from tests.support.in_process import WAIT
 from tests.support.local_engine import Engine, ask, connected
 from tests.support.waiting import until

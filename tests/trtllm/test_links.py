@@ -3,7 +3,7 @@
 import pytest
 
 from paged_backend.api.limits import InputLimits
-from paged_backend.server import local_socket
+from paged_backend.utils import local_socket
 from tests.support.local_engine import Engine, ask, connected
 from tests.support.relay_requests import response, submit
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.server import local_socket
 from paged_backend.trtllm.relay import Relay
+from paged_backend.utils import local_socket
 from tests.support.in_process import WAIT
 from tests.support.local_engine import Engine
 from tests.support.relay_requests import response, submit

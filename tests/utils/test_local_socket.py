@@ -3,32 +3,14 @@
 import os
 import socket
 
-import numpy as np
 import pytest
 
-from paged_backend.server import local_listener, local_socket
-from paged_backend.server.local_socket import Connection, FrameError, pack, read_tensors, write_tensors
-from paged_backend.server.tensors import INPUTS
+from paged_backend.server import local_listener
+from paged_backend.utils import local_socket
+from paged_backend.utils.local_socket import Connection, FrameError, pack
 from tests.support.local_engine import Engine, connected
 
 pytestmark = pytest.mark.usefixtures("socket_directory")
-
-
-def test_tensors_round_trip():
-    tensors = {
-        "text_input": np.array(["é".encode(), b"\xff"], dtype=np.object_),
-        "input_ids": np.array([1, 2], np.int32),
-        "stream": np.array([True]),
-    }
-    read = read_tensors(write_tensors(tensors), INPUTS)
-    assert {name: one.tolist() for name, one in read.items()} == {name: one.tolist() for name, one in tensors.items()}
-    assert {name: one.dtype for name, one in read.items()} == {name: one.dtype for name, one in tensors.items()}
-
-
-@pytest.mark.parametrize("tensors", [[1], {"other": [1]}, {"stream": 1}, {"input_ids": [[1]]}, {"text_input": [1]}])
-def test_invalid_tensors_are_rejected(tensors):
-    with pytest.raises(FrameError):
-        read_tensors(tensors, INPUTS)
 
 
 def test_an_oversized_frame_is_neither_sent_nor_read():

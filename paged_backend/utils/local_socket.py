@@ -1,17 +1,20 @@
-"""The local socket between the engine and other models of the same tritonserver, each of which is its own process.
+"""The local socket of an engine: for other models of the same tritonserver, each of which is its own process, and for
+`paged profile`.
 
 It is a Unix domain socket in a directory that only this user can access, and carries JSON frames.
 
 Frames to the engine:   {"id": 7, "request": {"tensors": {name: [values]}, "parameters": ..., "timeout_us": ...}}
+                        {"id": 7, "profile": seconds}
                         {"id": 7, "cancel": true}, or {"id": 7, "stop": true}, which keeps the output so far
 Frames from the engine: {"id": 7, "outputs": {name: [values]}, "final": false}
+                        {"id": 7, "profile": {...}}, see server/profiler.py
                         {"id": 7, "error": {"code": "UNAVAILABLE", "text": ...}}, which is final; with
                         "can_retry": true in it another instance may run the request
                         {"unloading": true}: open requests continue, new ones are rejected
                         {"refused": "…"}: why the connection was closed at once
 
 The sender of a request chooses its id, unique on the connection. Each frame is preceded by its length as a 4-byte
-big-endian integer. The types of tensors are those of tensors.py.
+big-endian integer. The types of tensors are those of server/tensors.py.
 """
 
 from __future__ import annotations
@@ -28,11 +31,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import numpy as np
-
-from paged_backend.api.limits import InputLimits
-from paged_backend.server.tensors import NUMPY_TYPES, TensorSpec
-
+DEFAULT_FRAME_BYTES = 64 << 20
 SEND_SECONDS = 5.0  # the longest that sending a frame may block
 _LENGTH = struct.Struct(">I")
 _READ_BYTES = 1 << 16
@@ -45,7 +44,7 @@ class FrameError(ValueError):
 class Connection:
     """Sends and receives frames. Many threads may send; one reads."""
 
-    def __init__(self, end: socket.socket, max_frame_bytes: int = InputLimits.max_frame_bytes):
+    def __init__(self, end: socket.socket, max_frame_bytes: int = DEFAULT_FRAME_BYTES):
         self.max_frame_bytes = max_frame_bytes
         self._socket = end
         seconds, rest = divmod(SEND_SECONDS, 1)
@@ -78,7 +77,7 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def pack(frame: Mapping[str, Any], max_frame_bytes: int = InputLimits.max_frame_bytes) -> bytes:
+def pack(frame: Mapping[str, Any], max_frame_bytes: int = DEFAULT_FRAME_BYTES) -> bytes:
     """Return a frame as bytes. Raises FrameError if it is too large."""
     body = json.dumps(frame, separators=(",", ":")).encode()
     if len(body) > max_frame_bytes:
@@ -98,35 +97,6 @@ def _unpack(body: bytes) -> dict[str, Any]:
     if not isinstance(frame, dict):
         raise FrameError("not a JSON object")
     return frame
-
-
-def write_tensors(tensors: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
-    """Return tensors as JSON values. Bytes that are not valid UTF-8 become lone surrogates."""
-    return {
-        name: [_text(one) for one in values.tolist()] if values.dtype == np.object_ else values.tolist()
-        for name, values in tensors.items()
-    }
-
-
-def _text(value: bytes | str) -> str:
-    return value if isinstance(value, str) else value.decode(errors="surrogateescape")
-
-
-def read_tensors(values: Any, specs: Mapping[str, TensorSpec]) -> dict[str, np.ndarray]:
-    """Return one-dimensional tensors with the types of `specs`. Raises FrameError."""
-    try:
-        return {name: _tensor(each, specs[name]) for name, each in values.items()}
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise FrameError(f"invalid tensors: {type(error).__name__}: {error}") from None
-
-
-def _tensor(values: list[Any], spec: TensorSpec) -> np.ndarray:
-    if spec.data_type == "TYPE_STRING":
-        values = [one.encode(errors="surrogateescape") for one in values]
-    tensor = np.array(values, NUMPY_TYPES[spec.data_type])
-    if tensor.ndim != 1:
-        raise FrameError(f"a tensor has {tensor.ndim} dimensions; must have 1")
-    return tensor
 
 
 # --- socket files ----------------------------------------------------------------------------------------------------
@@ -150,8 +120,12 @@ def _directory() -> Iterator[int]:
         os.close(opened)
 
 
-def _prefix(model: str) -> str:
-    return f"{os.getppid()}-{hashlib.sha256(model.encode()).hexdigest()[:16]}-"
+def _prefix(model: str, server: int) -> str:
+    return f"{server}-{_digest(model)}-"
+
+
+def _digest(model: str) -> str:
+    return hashlib.sha256(model.encode()).hexdigest()[:16]
 
 
 def listen(model: str) -> tuple[socket.socket, str]:
@@ -159,7 +133,7 @@ def listen(model: str) -> tuple[socket.socket, str]:
 
     Sockets of processes that have ended are removed.
     """
-    name = f"{_prefix(model)}{secrets.token_hex(4)}.sock"
+    name = f"{_prefix(model, os.getppid())}{secrets.token_hex(4)}.sock"
     with _directory() as directory:
         _clean(directory)
         end = socket.socket(socket.AF_UNIX)
@@ -179,9 +153,20 @@ def remove(name: str) -> None:
         os.unlink(name, dir_fd=directory)
 
 
-def find(model: str) -> list[str]:
-    """Return the names of the sockets of this model's instances in this server. Raises OSError."""
-    prefix = _prefix(model)
+def servers(model: str) -> list[int]:
+    """Return the process ids of this user's servers that serve this model. Raises OSError."""
+    with _directory() as directory:
+        _clean(directory)
+        parts = (name.removesuffix(".sock").split("-") for name in os.listdir(directory) if name.endswith(".sock"))
+        return sorted({int(server) for server, digest, _ in parts if digest == _digest(model)})
+
+
+def find(model: str, server: int | None = None) -> list[str]:
+    """Return the names of the sockets of this model's instances. Raises OSError.
+
+    server: process id of the server; by default this process is one of its models.
+    """
+    prefix = _prefix(model, os.getppid() if server is None else server)
     with _directory() as directory:
         return [name for name in os.listdir(directory) if name.startswith(prefix) and name.endswith(".sock")]
 

@@ -1,0 +1,200 @@
+"""Records a running engine for some seconds: steps, Python threads, GPU kernels, and the server's threads.
+
+The result of `paged profile`: a trace in the format of Chrome (chrome://tracing, https://ui.perfetto.dev) and figures.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.engine.outputs import EngineOutput, StepOutput, StepReport
+from paged_backend.server.metric_definitions import STEP_PHASES
+from paged_backend.server.stack_sampler import Event, StackSampler
+
+log = logging.getLogger("paged_llm")
+
+SAMPLE_SECONDS = 0.005
+LONGEST_SECONDS = 60.0
+SHOWN_FUNCTIONS = 40  # functions with the most time, in the figures
+STEPS, SERVER = 1, 2  # ids of rows in the trace, which no thread has
+
+Profile = dict[str, Any]
+
+
+class Profiler:
+    """Passes the engine's outputs on, and records them while a profile is taken.
+
+    Without a profile, an output costs one comparison.
+    """
+
+    def __init__(self, emit: Callable[[EngineOutput], None]):
+        self._emit = emit
+        self._steps: list[StepOutput] | None = None  # of the profile being taken
+        self._busy = threading.Lock()
+
+    def emit(self, output: EngineOutput) -> None:
+        """Take an output of the engine."""
+        if self._steps is not None and isinstance(output, StepOutput) and output.report:
+            self._steps.append(output)
+        self._emit(output)
+
+    def record(self, seconds: float) -> Profile:
+        """Record for some seconds, and return the profile. Called on a thread of its own.
+
+        Raises RequestError if another profile is being taken, or `seconds` is not in 0..LONGEST_SECONDS.
+        """
+        if not 0 < seconds <= LONGEST_SECONDS:
+            reason = f"profile={seconds:g}: must be above 0 and at most {LONGEST_SECONDS:g} seconds"
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, reason)
+        if not self._busy.acquire(blocking=False):
+            raise RequestError(ErrorCode.UNAVAILABLE, "another profile is being taken; try again when it has ended")
+        try:
+            with _GpuTrace() as gpu:
+                return self._record(seconds, gpu)
+        finally:
+            self._steps = None
+            self._busy.release()
+
+    def _record(self, seconds: float, gpu: _GpuTrace) -> Profile:
+        pid, sampler, server = os.getpid(), StackSampler(os.getpid()), _ServerThreads(os.getppid())
+        self._steps = steps = []
+        began = now = time.monotonic()
+        while now < began + seconds:
+            sampler.sample(now * 1e6)
+            time.sleep(SAMPLE_SECONDS)
+            now = time.monotonic()
+        self._steps = None
+        sampler.finish(now * 1e6)
+        events = [*sampler.events, *server.events(began, now), *_step_events(pid, steps)]
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": "engine"}})
+        total = sum(sampler.self_time.values()) or 1
+        return {
+            "seconds": now - began,
+            "steps": _step_figures([step.report for step in steps if step.report], now - began),
+            "functions": [
+                {"thread": thread, "function": function, "share": spent / (1e6 * (now - began))}
+                for (thread, function), spent in sampler.self_time.most_common(SHOWN_FUNCTIONS)
+                if spent > total / 1e6
+            ],
+            "server_threads": server.shares(),
+            "trace": {"traceEvents": [*events, *gpu.stop()], "displayTimeUnit": "ms"},
+        }
+
+
+def _step_figures(reports: list[StepReport], seconds: float) -> dict[str, Any]:
+    """Return the number of steps, their mean size, and the time of each phase."""
+    count = len(reports)
+    if not count:
+        return {"count": 0}
+    spent = {phase: sum(getattr(report, phase) for report in reports) for phase in STEP_PHASES}
+    return {
+        "count": count,
+        "sequences": sum(report.num_seqs for report in reports) / count,
+        "tokens": sum(report.num_tokens for report in reports) / count,
+        "replayed": sum(report.replayed for report in reports),
+        "phases": {phase: {"seconds": value / count, "share": value / seconds} for phase, value in spent.items()},
+    }
+
+
+def _step_events(pid: int, steps: list[StepOutput]) -> list[Event]:
+    """Return the phases of steps as events of a row of their own. With overlap, a step's phases have gaps."""
+    events: list[Event] = [
+        {"ph": "M", "name": "thread_name", "pid": pid, "tid": STEPS, "args": {"name": "steps"}},
+        {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": STEPS, "args": {"sort_index": -1}},
+    ]
+    for step in steps:
+        report = step.report
+        assert report
+        arrived = step.finished_at - report.commit
+        starts = {
+            "schedule": step.started_at,
+            "launch": step.started_at + report.schedule,
+            "wait": arrived - report.wait,
+            "commit": arrived,
+        }
+        for phase, start in starts.items():
+            event = {"ph": "X", "name": phase, "pid": pid, "tid": STEPS, "ts": start * 1e6}
+            events.append(event | {"dur": getattr(report, phase) * 1e6, "args": asdict(report)})
+    return events
+
+
+class _ServerThreads:
+    """The CPU time of tritonserver's threads."""
+
+    def __init__(self, pid: int):
+        self._pid = pid
+        self._before, self._began = self._read(), time.monotonic()
+        self._shares: dict[int, tuple[str, float]] = {}  # thread -> name and share of a core
+
+    def events(self, began: float, ended: float) -> list[Event]:
+        """Return an event for each thread that has used CPU time. Its row shows the share of a core, not when."""
+        elapsed = time.monotonic() - self._began
+        for thread, (name, ticks) in self._read().items():
+            used = (ticks - self._before.get(thread, (name, 0))[1]) / os.sysconf("SC_CLK_TCK") / elapsed
+            if used > 0:
+                self._shares[thread] = (name, used)
+        events: list[Event] = [{"ph": "M", "name": "process_name", "pid": self._pid, "args": {"name": "tritonserver"}}]
+        for thread, (name, share) in self._shares.items():
+            row = {"pid": self._pid, "tid": thread}
+            events.append({"ph": "M", "name": "thread_name", "args": {"name": name}} | row)
+            label = {"ph": "X", "name": f"{share:.1%} of a core", "ts": began * 1e6, "dur": (ended - began) * 1e6}
+            events.append(label | row)
+        return events
+
+    def shares(self) -> list[dict[str, Any]]:
+        """Return the threads, the busiest first. After `events`."""
+        found = sorted(self._shares.items(), key=lambda one: -one[1][1])
+        return [{"thread": thread, "name": name, "share": share} for thread, (name, share) in found]
+
+    def _read(self) -> dict[int, tuple[str, int]]:
+        """Return the name and the CPU time, in clock ticks, of each thread."""
+        found = {}
+        for directory in Path(f"/proc/{self._pid}/task").glob("*"):
+            try:
+                name, fields = (directory / "comm").read_text().strip(), (directory / "stat").read_text()
+            except OSError:  # the thread has ended
+                continue
+            user, system = fields.rpartition(")")[2].split()[11:13]
+            found[int(directory.name)] = (name, int(user) + int(system))
+        return found
+
+
+class _GpuTrace:
+    """The kernels and copies on the GPU, recorded by PyTorch's profiler. Empty without a GPU."""
+
+    def __init__(self) -> None:
+        self._profiler: Any = None
+
+    def __enter__(self) -> _GpuTrace:
+        if torch.cuda.is_available():
+            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self._profiler.start()
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.stop()
+
+    def stop(self) -> list[Event]:
+        """Stop recording, and return the events, on the clock of time.monotonic()."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return []
+        profiler.stop()
+        with tempfile.TemporaryDirectory() as directory:
+            path = f"{directory}/gpu.json"
+            profiler.export_chrome_trace(path)
+            trace = json.loads(Path(path).read_text())
+        shift = trace.get("baseTimeNanoseconds", 0) / 1e3 - (time.time() - time.monotonic()) * 1e6
+        return [event | {"ts": event["ts"] + shift} if "ts" in event else event for event in trace["traceEvents"]]

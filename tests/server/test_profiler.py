@@ -1,0 +1,58 @@
+"""Profiles of a service that runs requests."""
+
+import json
+import threading
+
+import pytest
+
+from paged_backend.api.errors import RequestError
+from paged_backend.server.profiler import LONGEST_SECONDS, Profiler
+from tests.support.callers import Caller
+from tests.support.in_process import WAIT
+
+
+def test_a_profile_has_steps_threads_and_functions(serve):
+    service, found = serve(), []
+    thread = threading.Thread(target=lambda: found.append(service._profiler.record(1.0)))
+    thread.start()
+    tokens = 0
+    while thread.is_alive():
+        caller = Caller(text_input="abc", sampling_parameters='{"max_tokens": 20, "ignore_eos": true}')
+        service.submit(caller)
+        caller.all()
+        tokens += 20
+    (profile,) = found
+    steps = profile["steps"]
+    assert 0 < steps["count"] <= tokens
+    assert steps["sequences"] == 1.0
+    assert set(steps["phases"]) == {"schedule", "launch", "wait", "commit"}
+    assert 0 < sum(phase["share"] for phase in steps["phases"].values()) <= 1
+    events = profile["trace"]["traceEvents"]
+    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"steps", "engine", "responder"} <= rows
+    launches = [event for event in events if event["name"] == "launch" and event["ph"] == "X"]
+    assert len(launches) == steps["count"]
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+    assert {one["thread"] for one in profile["functions"]} >= {"engine"}
+    json.dumps(profile)
+    service._profiler.record(0.01)  # the next one starts empty
+    assert service._profiler._steps is None
+
+
+@pytest.mark.parametrize("seconds", [0, -1, LONGEST_SECONDS + 1])
+def test_an_invalid_length_is_rejected(seconds):
+    with pytest.raises(RequestError, match=f"profile={seconds:g}: must be above 0 and at most 60 seconds"):
+        Profiler(print).record(seconds)
+
+
+def test_one_profile_at_a_time():
+    profiler, started = Profiler(print), threading.Event()
+    begin = profiler._record
+    profiler._record = lambda *arguments: (started.set(), begin(*arguments))[1]
+    thread = threading.Thread(target=profiler.record, args=(0.5,))
+    thread.start()
+    assert started.wait(WAIT)
+    with pytest.raises(RequestError, match="another profile is being taken"):
+        profiler.record(0.1)
+    thread.join()
+    assert profiler.record(0.01)["steps"] == {"count": 0}
