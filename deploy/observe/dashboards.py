@@ -125,6 +125,13 @@ DASHBOARDS = (
             ),
             Panel("Sessions", "Open sessions, whose blocks are pinned.", "short", {"open": total("paged_sessions")}),
             Panel(
+                "Restarts",
+                "Restarts by paged serve --restart, by reason.",
+                "short",
+                {"{{reason}}": total("paged_restarts_total", by="reason")},
+                stacked=True,
+            ),
+            Panel(
                 "Draft tokens",
                 "Share of the draft tokens of speculative decoding that were accepted. No data without speculation.",
                 "percentunit",

@@ -92,6 +92,13 @@ _FAMILIES = (
         "COUNTER",
         "Preempted requests, by what happens to their KV cache: recompute or swap (to host memory)",
     ),
+    Family(
+        "paged_restarts_total",
+        "COUNTER",
+        "Restarts of the server by `paged serve --restart`, by reason: exited (tritonserver), stub_died (the engine's"
+        " process), not_responding (no token in time), engine_failed (probes end with errors), start_failed (the new"
+        " server did not become ready)",
+    ),
     Family("paged_sessions", "GAUGE", "Open sessions"),
     Family(
         "paged_host_blocks",

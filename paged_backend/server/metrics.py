@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from paged_backend.scheduling.stats import SchedulerStats
@@ -16,9 +17,11 @@ from paged_backend.server.metric_definitions import COUNTERS, GAUGES, OUTCOMES
 from paged_backend.server.metric_factory import Metric, MetricFactory
 from paged_backend.server.step_metrics import StepMetrics
 from paged_backend.utils.machine import MemoryUsage
+from paged_backend.utils.restarts import REASONS
 
 log = logging.getLogger("paged_llm")
 
+NO_RESTARTS: Mapping[str, int] = MappingProxyType(dict.fromkeys(REASONS, 0))
 MEMORY_SECONDS = 1.0  # interval between measurements of the memory in use
 
 
@@ -33,6 +36,7 @@ class Metrics:
         max_model_len: bounds the buckets of token counts.
         max_num_seqs: reported as the maximum number of requests.
         memory: measures the memory in use.
+        restarts: restarts of the server before this one, by reason.
         enabled: whether to report metrics.
     """
 
@@ -44,6 +48,7 @@ class Metrics:
         max_model_len: int = 1,
         max_num_seqs: int = 1,
         memory: Callable[[], MemoryUsage] = lambda: MemoryUsage(0, 0, 0),
+        restarts: Mapping[str, int] = NO_RESTARTS,
         enabled: bool = True,
     ):
         factory = MetricFactory(pb_utils, labels, max_model_len=max_model_len, enabled=enabled)
@@ -70,6 +75,8 @@ class Metrics:
         self._sessions = factory.metric("paged_sessions")
         self._session_count = -1
         factory.metric("nv_trt_llm_request_metrics", {"request_type": "max"}).set(max_num_seqs)
+        for reason, count in restarts.items():
+            factory.metric("paged_restarts_total", {"reason": reason}).increment(count)
         self.steps = StepMetrics(factory)
         self.prompt_tokens = factory.counter("paged_prompt_tokens_total", "vllm:prompt_tokens_total")
         self.generated_tokens = factory.counter("paged_generation_tokens_total", "vllm:generation_tokens_total")

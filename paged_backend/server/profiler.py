@@ -69,7 +69,8 @@ class Profiler:
 
     def _record(self, seconds: float, gpu: _GpuTrace) -> Profile:
         pid, sampler, server = os.getpid(), StackSampler(os.getpid()), _ServerThreads(os.getppid())
-        self._steps = steps = []
+        steps: list[StepOutput] = []
+        self._steps = steps
         began = now = time.monotonic()
         while now < began + seconds:
             sampler.sample(now * 1e6)

@@ -184,7 +184,7 @@ def _metric_labels() -> dict[str, str]:
 
         def Metric(self, *, labels: Mapping[str, str], buckets: object = None) -> Any:
             self._labels.append(labels)
-            return SimpleNamespace(set=lambda value: None)
+            return SimpleNamespace(set=lambda value: None, increment=lambda value: None)
 
     Metrics(SimpleNamespace(MetricFamily=MetricFamily), {})
     return {name: _format_labels(series) for name, series in created.items()}

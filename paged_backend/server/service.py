@@ -25,6 +25,7 @@ from paged_backend.server.responder import Inbox, Responder
 from paged_backend.server.sessions import Sessions
 from paged_backend.server.tenants import Tenants
 from paged_backend.server.tracing import Tracing
+from paged_backend.utils import restarts
 
 log = logging.getLogger("paged_llm")
 
@@ -55,6 +56,7 @@ class Service:
             max_model_len=limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
             memory=assembly.memory,
+            restarts=restarts.read(),
             enabled=not config.disable_log_stats,
         )
         self._grammars = GrammarCompiler(

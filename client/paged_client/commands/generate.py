@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
-import uuid
 from typing import Any
 
 from paged_client.addresses import grpc_target, host_of
 from paged_client.commands.arguments import add_server_options, make_client, parse_pairs
 from paged_client.discovery import DEFAULT_MODEL, find_model
+from paged_client.probe import probe as probe_server
 from paged_client.request_body import curl_command, http_body
 from paged_client.session import DEFAULT_SAMPLING, TerminalSession, UsageError, read_stdin
-from paged_client.sync_client import DEFAULT_URLS, Client
+from paged_client.sync_client import DEFAULT_URLS
 from paged_client.types import PagedError
 
 PROBE_SECONDS = 10.0
 SHOW_SECONDS = 2.0  # for a server to name its model to --show-request, which also works without a server
-HIGHEST_PRIORITY = -(2**31)  # lower numbers are scheduled first
 _SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
 _NOT_SAMPLING = ("prompt", "messages", "request_id", "timeout")  # other arguments of Client.stream
 
@@ -147,36 +145,7 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def probe(args: argparse.Namespace) -> int:
-    """Return 0 if the server generates a token in time, or if its waiting queue is full, which means that it works.
-
-    The request has the highest priority that the server admits, and a cache salt of its own, so that it neither waits
-    behind other requests nor counts against another tenant.
-    """
+    """Return 0 if the server generates a token in time."""
     with make_client(args) as client:
-        try:
-            _generate_token(client, args.timeout)
-        except PagedError as error:
-            if error.code != "UNAVAILABLE" or "max_queue_size" not in str(error):
-                raise
+        probe_server(client, args.timeout)
     return 0
-
-
-def _generate_token(client: Client, timeout: float | None) -> None:
-    def generate_at(priority: int) -> None:
-        client.generate(
-            "ok",
-            timeout=timeout,
-            max_tokens=1,
-            temperature=0,
-            ignore_eos=True,
-            priority=priority,
-            cache_salt=f"probe-{uuid.uuid4()}",
-        )
-
-    try:
-        generate_at(HIGHEST_PRIORITY)
-    except PagedError as error:
-        lowest_number = re.search(r"priority=\S+ must be (-?\d+)\.\.\d+ \(min_priority\)", str(error))
-        if not lowest_number:
-            raise
-        generate_at(int(lowest_number[1]))

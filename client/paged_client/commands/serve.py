@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from paged_client.commands.arguments import EXIT_ERROR, parse_pairs, port
+from paged_client.commands.arguments import EXIT_ERROR, parse_pairs, port, seconds
 from paged_client.commands.engine_flags import is_engine_flag
 from paged_client.session import UsageError
 
@@ -32,6 +32,19 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--multi-lora", type=Path, metavar="FILE", help="JSON file of LoRA adapters (name to directory) to serve")
     add("--log-file", type=Path, metavar="FILE", help="file for the server's log (default: in ~/.cache/paged_llm/logs)")
     add("--verbose", action="store_true", help="print the whole log of the server")
+    add("--restart", action="store_true", help="start the server again if it ends, hangs, or its engine fails")
+    add(
+        "--probe-interval",
+        type=seconds,
+        metavar="SECONDS",
+        help="with --restart: time between two probes, which generate a token each (default: 10)",
+    )
+    add(
+        "--probe-timeout",
+        type=seconds,
+        metavar="SECONDS",
+        help="with --restart: time for a probe; two failed probes in a row restart the server (default: 30)",
+    )
     parser.set_defaults(run=serve)
 
     parser = commands.add_parser("install-backend", help="install the engine as a backend of a tritonserver")
@@ -56,9 +69,13 @@ def serve(args: argparse.Namespace) -> int:
         raise UsageError(f"-o model={model!r}: must be a string")
     if args.name is not None and (other := options.setdefault("served_model_name", args.name)) != args.name:
         raise UsageError(f"--name {args.name}: served_model_name={other} is given too")
+    times = {name: getattr(args, name) for name in ("probe_interval", "probe_timeout") if getattr(args, name)}
+    if times and not args.restart:
+        raise UsageError(f"--{min(times).replace('_', '-')}: has no effect without --restart")
     from paged_backend.api.errors import ConfigError
     from paged_client.serving import launch
     from paged_client.serving.repository import check_options
+    from paged_client.serving.supervisor import RestartPolicy
 
     if args.multi_lora:
         _check_adapters(args.multi_lora)
@@ -82,6 +99,7 @@ def serve(args: argparse.Namespace) -> int:
         multi_lora=args.multi_lora,
         verbose=args.verbose,
         log_file=_log_file(args.log_file, launch.default_log_file(args.http_port)),
+        restart=RestartPolicy(**times) if args.restart else None,
     )
 
 

@@ -125,6 +125,13 @@ class Console:
             self._clear()
             print(message, flush=True)
 
+    def restarting(self, message: str) -> None:
+        """Print why the server is started again, and show the progress of its start."""
+        with self._lock:
+            self._is_ready, self._next_line = False, 0.0
+            self._phase, self._activity = None, "Loading the model"
+            self.say(message)
+
     def say(self, message: str) -> None:
         with self._lock, contextlib.suppress(OSError):  # standard error was closed
             self._write(f"{message}\n")

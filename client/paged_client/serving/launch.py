@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from paged_client.serving.console import Console
 from paged_client.serving.server_files import ServerNotFoundError, user_cache_directory
+from paged_client.serving.supervisor import Create, RestartPolicy, Supervisor
 from paged_client.serving.tritonserver import ServerError, TritonServer
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -28,15 +29,18 @@ def serve(
     multi_lora: Path | None = None,
     verbose: bool = False,
     log_file: Path | None = None,
+    restart: RestartPolicy | None = None,
 ) -> int:
     """Serve `model` until Ctrl-C, SIGTERM or SIGHUP, and return the exit code: 0 after a clean stop, 1 for an error.
 
     The first signal lets open streams finish, for at most 30 s. The second one kills the server. Progress, a
     summary of what was loaded, and the server's warnings and errors go to standard error; with `verbose`, the whole log
     does. An error before the server is ready is printed as a single message. log_file: file for the whole log.
+    restart: when to start a failed server again; None: never.
     """
     console = Console(verbose)
-    try:
+
+    def create(environment: Mapping[str, str], append_log: bool) -> TritonServer:
         server = TritonServer(
             model,
             options,
@@ -47,10 +51,17 @@ def serve(
             multi_lora=multi_lora,
             echo=console.log_line,
             log_file=log_file,
+            append_log=append_log,
+            environment=environment,
         )
-        if log_file:
+        if log_file and not append_log:
             console.say(f"Log: {log_file}")
-        return _run(server, console, log_file)
+        return server
+
+    try:
+        if restart:
+            return _supervise(create, console, restart)
+        return _run(create({}, False), console, log_file)
     except ServerError as error:
         console.say(f"error: {error}{_where_log_is(log_file)}")
         return 1
@@ -71,9 +82,18 @@ def _where_log_is(log_file: Path | None) -> str:
     return f"\nThe server's log is in {log_file}" if log_file else ""
 
 
+def _supervise(create: Create, console: Console, policy: RestartPolicy) -> int:
+    stopping = threading.Event()
+    supervisor = Supervisor(create, console, policy, stopping, ready_message)
+    with _signals_forwarded(lambda: supervisor.server, console, stopping):
+        supervisor.run()
+    console.say("Stopped.")
+    return 0
+
+
 def _run(server: TritonServer, console: Console, log_file: Path | None) -> int:
     stopping = threading.Event()
-    with _signals_forwarded(server, console, stopping):
+    with _signals_forwarded(lambda: server, console, stopping):
         try:
             server.start()
             server.wait_ready(progress=console.loading)
@@ -102,14 +122,22 @@ def _wait(server: TritonServer, stopping: threading.Event) -> int:
 
 
 @contextlib.contextmanager
-def _signals_forwarded(server: TritonServer, console: Console, stopping: threading.Event) -> Iterator[None]:
-    """Handle signals: the first one terminates the server and sets `stopping`, the next one kills the server."""
+def _signals_forwarded(
+    current: Callable[[], TritonServer | None], console: Console, stopping: threading.Event
+) -> Iterator[None]:
+    """Handle signals: the first one terminates the server and sets `stopping`, the next one kills the server.
+
+    current: returns the server that runs; None between two servers.
+    """
 
     def handle(number: int, frame: object) -> None:
+        server = current()
         if stopping.is_set():
-            server.kill()
-        else:
-            stopping.set()
+            if server:
+                server.kill()
+            return
+        stopping.set()
+        if server:
             server.terminate()
             console.say("Stopping: waiting for open streams to finish. Press Ctrl-C again to stop immediately.")
 

@@ -15,12 +15,12 @@ class LogFile:
 
     MAX_BYTES = 64 << 20
 
-    def __init__(self, path: Path) -> None:
-        """Create the file and its directory. Raises OSError."""
+    def __init__(self, path: Path, *, append: bool = False) -> None:
+        """Create the file and its directory. append: keep what the file has. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file: FileIO | None = path.open("wb", buffering=0)
-        self._size = 0
+        self._file: FileIO | None = path.open("ab" if append else "wb", buffering=0)
+        self._size = self._file.tell()
 
     def write(self, line: bytes) -> None:
         """Write a line. Raises OSError once if that is not possible, and drops the further ones."""
@@ -51,9 +51,12 @@ class ServerLog:
 
     LIMIT = 20_000  # lines
 
-    def __init__(self, echo: Callable[[str], None] | None = None, path: Path | None = None) -> None:
+    def __init__(
+        self, echo: Callable[[str], None] | None = None, path: Path | None = None, *, append: bool = False
+    ) -> None:
         self._echo = echo
         self._path = path
+        self._append = append
         self._file: LogFile | None = None
         self._lines: list[str] = []
         self._thread: threading.Thread | None = None
@@ -61,7 +64,7 @@ class ServerLog:
     def open(self) -> None:
         """Create the file. Raises OSError."""
         if self._path:
-            self._file = LogFile(self._path)
+            self._file = LogFile(self._path, append=self._append)
 
     def follow(self, process: "subprocess.Popen[bytes]") -> None:
         self._thread = threading.Thread(target=self._read, args=[process.stdout], daemon=True)

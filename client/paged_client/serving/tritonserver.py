@@ -59,6 +59,8 @@ class TritonServer:
         echo: called with each line of the server's log.
         repository: model repository to use instead of the project's model_repository/.
         log_file: file for the server's whole log, which `start` overwrites. Its directory is created.
+        append_log: keep what the file has.
+        environment: further environment variables of the server.
         multi_lora: JSON file that lists LoRA adapters, instead of the repository's. The server reads this file itself,
             so that later changes take effect. Sets the option `enable_lora`.
 
@@ -78,6 +80,8 @@ class TritonServer:
         repository: Path = REPOSITORY_ROOT / "model_repository",
         multi_lora: Path | None = None,
         log_file: Path | None = None,
+        append_log: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         ports = choose_ports(http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
         self.http_port, self.grpc_port, self.metrics_port = ports
@@ -91,7 +95,8 @@ class TritonServer:
         self._files = find_server()
         # Servers on the same host need different name prefixes in /dev/shm.
         self.shm_prefix = f"paged_{os.getpid()}_{secrets.token_hex(4)}_"
-        self._log = ServerLog(echo, log_file)
+        self._log = ServerLog(echo, log_file, append=append_log)
+        self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
@@ -144,7 +149,7 @@ class TritonServer:
         trampoline = [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid())]
         self._process = subprocess.Popen(
             [*trampoline, *self._command(models)],
-            env=server_environment(self._files),
+            env=server_environment(self._files) | self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

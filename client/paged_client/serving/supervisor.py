@@ -1,0 +1,207 @@
+"""Restarts a server that has failed: `paged serve --restart`."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paged_backend.utils import restarts
+from paged_client.connection_errors import UnreachableError
+from paged_client.probe import probe
+from paged_client.serving.console import Console
+from paged_client.serving.tritonserver import ServerError, TritonServer
+from paged_client.sync_client import Client
+from paged_client.types import PagedError
+
+POLL_SECONDS = 0.2  # time between two looks at the processes
+STUB_NAME = "triton_python_b"  # triton_python_backend_stub, as the kernel shortens it
+
+STUB_HANGS = "is not healthy"  # in tritonserver's error for a request to a process that does not react
+
+Create = Callable[[Mapping[str, str], bool], TritonServer]
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """When to restart a server, and after which delay. Times are in seconds."""
+
+    probe_interval: float = 10.0  # time between two probes
+    probe_timeout: float = 30.0  # time for a probe to get its token
+    failed_probes: int = 2  # failed probes in a row after which the server is restarted
+    first_delay: float = 1.0
+    longest_delay: float = 60.0
+    healthy: float = 60.0  # time after which a server that then fails is restarted after `first_delay`
+
+    def delay(self, failures: int) -> float:
+        """Return the delay before a restart. failures: number of servers in a row that failed before they were healthy
+        for long enough, with this one."""
+        return min(self.longest_delay, self.first_delay * 2 ** (failures - 1))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a server has to be restarted."""
+
+    reason: str  # one of restarts.REASONS
+    message: str
+
+
+class Supervisor:
+    """Runs servers one after the other until it is stopped.
+
+    Args:
+        create: returns a new server, given environment variables for it and whether to append to the log file.
+            Raises ValueError or OSError for a port in use, or a model that does not exist.
+        console: prints why the server is restarted.
+        policy: when to restart it.
+        stopping: set by a signal handler that has also terminated `server`.
+        ready_message: returns what to print once a server is ready.
+    """
+
+    def __init__(
+        self,
+        create: Create,
+        console: Console,
+        policy: RestartPolicy,
+        stopping: threading.Event,
+        ready_message: Callable[[TritonServer], str],
+    ):
+        self._create = create
+        self._console = console
+        self._policy = policy
+        self._stopping = stopping
+        self._ready_message = ready_message
+        self._counts: Counter[str] = Counter()
+        self.server: TritonServer | None = None  # the current one
+
+    def run(self) -> None:
+        """Run servers until `stopping` is set.
+
+        Raises ServerError, ValueError or OSError if the first one does not start: then a restart would not help.
+        """
+        failures = 0
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            failure = self._run_server()
+            if failure is None:
+                return
+            failures = 1 if time.monotonic() - began >= self._policy.healthy else failures + 1
+            delay = self._policy.delay(failures)
+            self._counts[failure.reason] += 1
+            self._console.restarting(f"{failure.message}\nRestart {self._counts.total()} in {delay:g} s.")
+            self._stopping.wait(delay)
+
+    def _run_server(self) -> Failure | None:
+        """Run one server. Return why it has failed; None if it was stopped."""
+        is_first = not self._counts
+        try:
+            server = self.server = self._create(restarts.write(self._counts), not is_first)
+            server.start()
+            server.wait_ready(progress=self._console.loading)
+        except (ServerError, ValueError, OSError) as error:
+            self._end_server(kill=True)
+            if self._stopping.is_set():
+                return None
+            if is_first:
+                raise
+            return Failure("start_failed", f"The server did not start: {error}")
+        self._console.ready(self._ready_message(server))
+        failure = self._watch(server)
+        self._end_server(kill=failure is not None)
+        return failure
+
+    def _end_server(self, *, kill: bool) -> None:
+        """Stop the current server. kill: without waiting for its requests, which have failed or cannot end."""
+        server, self.server = self.server, None
+        if server:
+            if kill:
+                server.kill()
+            server.stop()
+
+    def _watch(self, server: TritonServer) -> Failure | None:
+        """Wait until the server fails, and return why; None if it was stopped."""
+        stubs = _stubs(server.pid)
+        with _Prober(server, self._policy) as prober:
+            while not self._stopping.is_set():
+                try:
+                    code = server.wait(POLL_SECONDS)
+                except subprocess.TimeoutExpired:
+                    pass
+                else:
+                    return None if self._stopping.is_set() else Failure("exited", _exit_message(server, code))
+                if ended := [pid for pid in stubs if not _runs(pid)]:
+                    return Failure("stub_died", f"The engine's process {ended[0]} has ended.")
+                if prober.failure:
+                    return prober.failure
+        return None
+
+
+class _Prober:
+    """Probes a server on a thread of its own. `failure` is set once too many probes in a row have failed."""
+
+    def __init__(self, server: TritonServer, policy: RestartPolicy):
+        self.failure: Failure | None = None
+        self._url, self._model = server.grpc_url, server.model_name
+        self._policy = policy
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="prober", daemon=True)
+
+    def __enter__(self) -> _Prober:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._stop.set()  # not joined: a probe of a server that hangs ends with its time limit
+
+    def _run(self) -> None:
+        failed = 0
+        with Client(self._url, self._model) as client:
+            while not self._stop.wait(self._policy.probe_interval):
+                try:
+                    probe(client, self._policy.probe_timeout)
+                    failed = 0
+                except PagedError as error:
+                    failed += 1
+                    if failed >= self._policy.failed_probes:
+                        self.failure = _probe_failure(error)
+                        return
+
+
+def _probe_failure(error: PagedError) -> Failure:
+    late = isinstance(error, UnreachableError) or error.code in ("DEADLINE_EXCEEDED", "CANCELLED")
+    if late or STUB_HANGS in str(error):
+        return Failure("not_responding", f"The server does not respond: {error}")
+    return Failure("engine_failed", f"The engine answers with an error: {error}")
+
+
+def _exit_message(server: TritonServer, code: int) -> str:
+    how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return f"tritonserver {how}; the last lines of its log:\n{server.log_tail()}"
+
+
+def _stubs(pid: int) -> list[int]:
+    """Return the processes of the server's Python models."""
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    pids = [int(child) for file in children for child in file.read_text().split()]
+    return [child for child in pids if _name(child).startswith(STUB_NAME)]
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a process runs. A zombie (state Z) does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

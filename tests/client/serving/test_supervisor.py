@@ -1,0 +1,200 @@
+"""`paged serve --restart`, with a real tritonserver and a model that loads at once and answers probes."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from paged_client.serving.ports import choose_ports
+from paged_client.serving.supervisor import RestartPolicy
+from tests.support.processes import children, needs_server
+from tests.support.waiting import until
+
+ROOT = Path(__file__).resolve().parents[3]
+# Fails as the engine does where the file `failing` exists, and reports the metric of restarts.
+MODEL = """
+import json, os, pathlib
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from paged_backend.server.metrics import Metrics
+from paged_backend.utils import restarts
+
+class TritonPythonModel:
+    def initialize(self, args):
+        here = pathlib.Path(__file__).parent
+        self.failing = pathlib.Path(json.loads((here / "model.json").read_text())["model"]) / "failing"
+        self.metrics = Metrics(pb_utils, {"model": "m", "version": "1"}, restarts=restarts.read())
+
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            if self.failing.exists():
+                error = pb_utils.TritonError("INTERNAL: the engine died: on purpose", pb_utils.TritonError.INTERNAL)
+                sender.send(pb_utils.InferenceResponse(error=error), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+                continue
+            values = {"text_output": b"a", "finish_reason": b"length", "receipt": b"{}"}
+            tensors = [pb_utils.Tensor(name, np.array([value], object)) for name, value in values.items()]
+            tensors += [
+                pb_utils.Tensor(f"num_{kind}_tokens", np.array([1], np.uint32)) for kind in ("input", "output")
+            ]
+            sender.send(pb_utils.InferenceResponse(tensors), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+SCRIPT = """
+import sys
+from pathlib import Path
+from paged_client.serving import launch, tritonserver
+from paged_client.serving.supervisor import RestartPolicy
+
+repository, model, log, http, grpc, metrics = sys.argv[1:]
+tritonserver.TritonServer.__init__.__kwdefaults__["repository"] = Path(repository)
+policy = RestartPolicy(probe_interval=0.2, probe_timeout=5, first_delay=0.1)
+ports = {"http_port": int(http), "grpc_port": int(grpc), "metrics_port": int(metrics)}
+sys.exit(launch.serve(model, log_file=Path(log), restart=policy, **ports))
+"""
+pytestmark = needs_server
+
+
+class Launched:
+    """A supervised server in a process of its own."""
+
+    def __init__(self, repository, model, log):
+        self.model, self.log = model, log
+        self.ports = choose_ports(http=0, grpc=0, metrics=0)
+        command = [sys.executable, "-c", SCRIPT, str(repository), str(model), str(log), *map(str, self.ports)]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.output: list[str] = []
+        for stream in (self.process.stdout, self.process.stderr):
+            threading.Thread(target=self.output.extend, args=(stream,), daemon=True).start()
+
+    def count(self, text):
+        return "".join(self.output).count(text)
+
+    def wait_for(self, text, times=1):
+        def found():
+            assert self.process.poll() is None or self.count(text) >= times, "".join(self.output)
+            return self.count(text) >= times
+
+        until(found, f"{text!r} in the output")
+
+    @property
+    def server(self):
+        """The process id of tritonserver."""
+        (pid,) = children(self.process.pid)
+        return pid
+
+    @property
+    def stub(self):
+        (pid,) = [one for one in children(self.server) if "stub" in Path(f"/proc/{one}/cmdline").read_text()]
+        return pid
+
+    def restarts(self):
+        """The metric of restarts, by reason, without those that did not happen."""
+        with urllib.request.urlopen(f"http://localhost:{self.ports[2]}/metrics") as reply:
+            found = re.findall(r'^paged_restarts_total\{.*reason="(\w+)".*\} (\d+)$', reply.read().decode(), re.M)
+        return {reason: int(count) for reason, count in found if int(count)}
+
+
+@pytest.fixture
+def launched(repository, tmp_path):
+    (repository / "paged_llm/1/model.py").write_text(MODEL)
+    model = tmp_path / "model"
+    model.mkdir()
+    made = Launched(repository, model, tmp_path / "log")
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+def kill_stub(launched):
+    os.kill(launched.stub, signal.SIGKILL)
+
+
+def stop_stub(launched):
+    os.kill(launched.stub, signal.SIGSTOP)
+
+
+def kill_server(launched):
+    os.kill(launched.server, signal.SIGKILL)
+
+
+def fail_engine(launched):
+    (launched.model / "failing").touch()
+    launched.wait_for("Restart 1 in")
+    (launched.model / "failing").unlink()
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "message"),
+    [
+        (kill_stub, "stub_died", r"The engine's process \d+ has ended"),
+        (stop_stub, "not_responding", "The server does not respond: "),
+        (kill_server, "exited", "tritonserver was ended by signal SIGKILL"),
+        (fail_engine, "engine_failed", "The engine answers with an error: INTERNAL: the engine died: on purpose"),
+    ],
+)
+def test_a_failed_server_is_restarted(launched, fault, reason, message):
+    """The reason is printed and counted, and the log of both servers is kept. A signal ends the new server."""
+    launched.wait_for("Ready.")
+    fault(launched)
+    launched.wait_for("Ready.", times=2)
+    assert re.search(message, "".join(launched.output)), "".join(launched.output)
+    assert launched.restarts() == {reason: 1}
+    assert launched.log.read_text().count("Started HTTPService") == 2
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.process.wait() == 0
+    until(lambda: launched.count("Stopped.") == 1)
+
+
+def test_a_start_that_fails_is_repeated(launched):
+    """First the port is taken by another process, then the model's directory is gone."""
+    launched.wait_for("Ready.")
+    moved = launched.model.rename(launched.model.with_name("moved"))
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        kill_server(launched)
+        launched.wait_for("Restart 2 in")
+    moved.rename(launched.model)
+    launched.wait_for("Ready.", times=2)
+    counts = launched.restarts()
+    assert counts["exited"] == 1 and counts["start_failed"] >= 1
+    assert "The server did not start" in "".join(launched.output)
+
+
+def test_a_port_in_use_is_waited_for(launched):
+    launched.wait_for("Ready.")
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+        def take_port():
+            try:
+                other.bind(("", launched.ports[0]))
+            except OSError:
+                return False
+            other.listen()
+            return True
+
+        os.kill(launched.process.pid, signal.SIGSTOP)  # so that it does not start a server before the port is taken
+        kill_server(launched)
+        until(take_port, "the server's port")
+        os.kill(launched.process.pid, signal.SIGCONT)
+        launched.wait_for("in use")
+    launched.wait_for("Ready.", times=2)
+    assert launched.restarts()["start_failed"] >= 1
+
+
+def test_a_first_start_that_fails_is_not_repeated(repository, tmp_path):
+    made = Launched(repository, tmp_path / "none", tmp_path / "log")
+    assert made.process.wait() == 1
+    until(lambda: made.count("error:") == 1)
+
+
+def test_delays_grow_up_to_a_limit():
+    policy = RestartPolicy(first_delay=1, longest_delay=60)
+    assert [policy.delay(failures) for failures in (1, 2, 3, 7, 100)] == [1, 2, 4, 60, 60]

@@ -1,0 +1,36 @@
+"""The probe of a server."""
+
+import pytest
+
+from paged_client.probe import probe
+from paged_client.types import PagedError
+
+
+class FakeClient:
+    """Raises the errors, one per request, and records the parameters."""
+
+    def __init__(self, *errors):
+        self.errors, self.asked = list(errors), []
+
+    def generate(self, prompt, **parameters):
+        self.asked.append(parameters)
+        if self.errors and (error := self.errors.pop(0)):
+            raise error
+
+
+def test_a_full_queue_counts_as_alive():
+    probe(FakeClient(PagedError("UNAVAILABLE", "8 requests wait, the limit (max_queue_size)")), 1.0)
+
+
+def test_the_priority_is_the_highest_that_the_server_allows():
+    client = FakeClient(
+        PagedError("INVALID_ARGUMENT", "priority=-9 must be -5..7 (min_priority)")
+    )
+    probe(client, 1.0)
+    assert client.asked[1]["priority"] == -5
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "INTERNAL", "DEADLINE_EXCEEDED"])
+def test_other_errors_are_raised(code):
+    with pytest.raises(PagedError):
+        probe(FakeClient(PagedError(code, "no")), 1.0)
