@@ -6,6 +6,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
 from paged_client.cli import main
 from paged_client.serving import launch
+from paged_client.serving.supervisor import RestartPolicy
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def serve_calls(monkeypatch, tmp_path):
 
 def defaults(cache, port):
     """The arguments of launch.serve that are not given."""
-    return {"multi_lora": None, "verbose": False, "log_file": cache / "logs" / f"serve-{port}.log"}
+    return {"multi_lora": None, "verbose": False, "log_file": cache / "logs" / f"serve-{port}.log", "restart": None}
 
 
 def test_arguments_are_passed_to_the_launcher(serve_calls, tmp_path):
@@ -156,6 +157,14 @@ def test_port_out_of_range_is_rejected(serve_calls, capsys, port):
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "a", f"--http-port={port}"])
     assert "must be 1..65535" in capsys.readouterr().err
+
+
+def test_restart_and_its_times(serve_calls, capsys):
+    assert main(["serve", "demo", "--restart", "--probe-interval", "5"]) == 7
+    assert serve_calls[-1][1]["restart"] == RestartPolicy(probe_interval=5)
+    for flag in ("--probe-interval", "--probe-timeout"):
+        assert main(["serve", "demo", flag, "5"]) == 2
+        assert f"{flag}: has no effect without --restart" in capsys.readouterr().err
 
 
 def test_log_file_and_verbose(serve_calls, tmp_path):
