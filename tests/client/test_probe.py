@@ -23,9 +23,7 @@ def test_a_full_queue_counts_as_alive():
 
 
 def test_the_priority_is_the_highest_that_the_server_allows():
-    client = FakeClient(
-        PagedError("INVALID_ARGUMENT", "priority=-9 must be -5..7 (min_priority)")
-    )
+    client = FakeClient(PagedError("INVALID_ARGUMENT", "priority=-9 must be -5..7 (min_priority)"))
     probe(client, 1.0)
     assert client.asked[1]["priority"] == -5
 

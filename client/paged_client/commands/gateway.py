@@ -87,6 +87,14 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="format of the model's tool calls (default: auto, detected from the template of --tokenizer;"
         " without one every format is accepted)",
     )
+    add(
+        "--retry-seconds",
+        type=seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="time for which a request without output is tried again while all servers fail, for servers that are"
+        " restarted (default: each server is tried once)",
+    )
     add("--access-log", action="store_true", help="log each request to standard error as a line of JSON")
     parser.set_defaults(run=openai)
 
@@ -110,4 +118,5 @@ def openai(args: argparse.Namespace) -> int:
         api_key_file=args.api_key_file,
         tool_parser=args.tool_parser,
         access_log=args.access_log,
+        retry_seconds=args.retry_seconds,
     )

@@ -75,6 +75,7 @@ class Settings:
         limits: limits of requests.
         tool_format: format of the model's tool calls.
         access_log: called with a line for each request; None disables the log.
+        retry_seconds: time for which a request without output is tried again while all servers fail.
     """
 
     urls: Sequence[str | None]
@@ -85,6 +86,7 @@ class Settings:
     limits: GatewayLimits
     tool_format: ToolCallFormat
     access_log: Callable[[str], object] | None
+    retry_seconds: float = 0.0
 
 
 class Gateway:
@@ -92,7 +94,9 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._servers = Servers(settings.urls, settings.model, is_fixed=settings.is_model_fixed)
+        self._servers = Servers(
+            settings.urls, settings.model, is_fixed=settings.is_model_fixed, retry_seconds=settings.retry_seconds
+        )
         self._models = ServedModels(self._servers)
         self.metrics = metrics.Metrics()
 

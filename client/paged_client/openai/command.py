@@ -44,6 +44,7 @@ def run(
     body_timeout: float,
     tool_parser: str,
     access_log: bool,
+    retry_seconds: float,
 ) -> int:
     """Serve until Ctrl-C and return the exit code. Raises UsageError for invalid arguments."""
     if tokenizer:  # loading takes several seconds, including the import of transformers
@@ -70,6 +71,7 @@ def run(
         limits=GatewayLimits(max_open_requests, max_request_bytes, max_prompts, max_inputs, body_timeout),
         tool_format=tool_format,
         access_log=_log_line if access_log else None,
+        retry_seconds=retry_seconds,
     )
     try:
         app = create_app(settings)

@@ -1,14 +1,16 @@
 """Balances requests over several servers of the same model.
 
-Requests go to the servers round-robin. If a server is unreachable or its queue is full, the request goes to the next
-one, as long as no output has been returned.
+Requests go to the servers round-robin. If a server is unreachable, its queue is full or its engine has died, a request
+goes to the next one, as long as no output has been returned. If all servers fail, a request may wait for one of them to
+be restarted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -20,6 +22,10 @@ from paged_client.types import Adapter, Completion, Delta, Embedding, PagedError
 
 T = TypeVar("T")
 _FAILOVER_CODE = "UNAVAILABLE"  # the error class for which the next server is tried
+# Texts of other errors for which it is, because the server has failed, not the request: of the engine, and of
+# tritonserver, whose process for the engine has ended or hangs.
+_FAILOVER_TEXTS = ("the engine died", "is not healthy")
+PAUSE_SECONDS = 0.5  # time after which servers that have all failed are tried again
 FIND_SECONDS = 3.0  # for a server to name its model
 
 
@@ -30,12 +36,14 @@ class Servers:
         urls: gRPC endpoints; None is the default one.
         model: name of the model.
         is_fixed: whether the user has chosen the name, so that `find_names` does not change it.
+        retry_seconds: time for which a request is tried again while all servers fail; 0: each server is tried once.
 
     Raises ValueError for an invalid URL.
     """
 
-    def __init__(self, urls: Sequence[str | None], model: str, *, is_fixed: bool) -> None:
+    def __init__(self, urls: Sequence[str | None], model: str, *, is_fixed: bool, retry_seconds: float = 0.0) -> None:
         self._urls = urls
+        self._retry_seconds = retry_seconds
         self._clients = [AsyncClient(url, model) for url in urls]
         self._names = (model,) * len(urls)
         self._is_fixed = is_fixed
@@ -87,22 +95,51 @@ class Servers:
         return await self._call(lambda client: client.adapters(timeout=timeout))
 
     def stream(self, **arguments: Any) -> FailoverStream:
-        return FailoverStream(client.stream(**arguments) for client in self._rotation())
+        return FailoverStream(lambda client: client.stream(**arguments), self._attempts())
 
     async def _call(self, method: Callable[[AsyncClient], Awaitable[T]]) -> T:
-        *clients, last = self._rotation()
-        for client in clients:
+        attempts = self._attempts()
+        while True:
             try:
-                return await method(client)
+                return await method(attempts.client)
             except PagedError as error:
-                if error.code != _FAILOVER_CODE:
+                if not (_can_fail_over(error) and await attempts.advance()):
                     raise
-        return await method(last)
 
-    def _rotation(self) -> list[AsyncClient]:
-        """Return all clients, starting with the next one of the round-robin."""
+    def _attempts(self) -> Attempts:
+        """Return the servers to try, starting with the next one of the round-robin."""
         first = next(self._counter) % len(self._clients)
-        return self._clients[first:] + self._clients[:first]
+        return Attempts(self._clients[first:] + self._clients[:first], self._retry_seconds)
+
+
+class Attempts:
+    """The servers that a request is sent to, one after the other."""
+
+    def __init__(self, clients: Sequence[AsyncClient], retry_seconds: float) -> None:
+        self._clients = clients
+        self._deadline = time.monotonic() + retry_seconds
+        self._index = 0
+
+    @property
+    def client(self) -> AsyncClient:
+        """The client of the server to try now."""
+        return self._clients[self._index]
+
+    async def advance(self) -> bool:
+        """Go to the next server, after a pause if all have been tried. Return whether there is time for that."""
+        if self._index + 1 < len(self._clients):
+            self._index += 1
+            return True
+        if time.monotonic() + PAUSE_SECONDS > self._deadline:
+            return False
+        await asyncio.sleep(PAUSE_SECONDS)
+        self._index = 0
+        return True
+
+
+def _can_fail_over(error: PagedError) -> bool:
+    """Return whether another server, or the same one after a restart, may be able to run the request."""
+    return error.code == _FAILOVER_CODE or any(text in str(error) for text in _FAILOVER_TEXTS)
 
 
 def _find(url: str | None) -> str | None:
@@ -113,23 +150,26 @@ def _find(url: str | None) -> str | None:
 
 
 class FailoverStream:
-    """A stream like AsyncStream, from the first server that returns output.
+    """A stream like AsyncStream, from the first server that returns output. Only one stream is open at a time.
 
     Args:
-        streams: one for each server, in the order in which they are tried. Only one is open at a time.
+        create: opens a stream.
+        attempts: the servers to try.
     """
 
-    def __init__(self, streams: Iterator[AsyncStream]) -> None:
-        self._others = streams
-        self._stream = next(streams)
+    def __init__(self, create: Callable[[AsyncClient], AsyncStream], attempts: Attempts) -> None:
+        self._create = create
+        self._attempts = attempts
+        self._stream = create(attempts.client)
         self._has_output = False
+        self._cancelled = False
 
     @property
     def completion(self) -> Completion | None:
         return self._stream.completion
 
     def cancel(self) -> None:
-        self._others = iter(())
+        self._cancelled = True
         self._stream.cancel()
 
     def __aiter__(self) -> FailoverStream:
@@ -140,11 +180,10 @@ class FailoverStream:
             try:
                 delta = await self._stream.__anext__()
             except PagedError as error:
-                can_retry = not self._has_output and error.code == _FAILOVER_CODE
-                other = next(self._others, None) if can_retry else None
-                if other is None:
+                can_retry = not (self._has_output or self._cancelled) and _can_fail_over(error)
+                if not (can_retry and await self._attempts.advance()) or self._cancelled:
                     raise
-                self._stream = other
+                self._stream = self._create(self._attempts.client)
             else:
                 self._has_output = True
                 return delta

@@ -4,6 +4,7 @@ import http.client
 import json
 import select
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import openai
@@ -52,6 +53,35 @@ class TestServers:
         with respond_with(fakes[0], say=[], fail=error):
             answers = [front.ask("/v1/completions", PROMPT)[0] for _ in range(3)]
         assert answers == [200] * 3
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        "error", ["INTERNAL: the engine died: RuntimeError: no", "Stub process 'paged_llm_0_0' is not healthy."]
+    )
+    def test_a_failed_engine_fails_over_to_the_next_server(self, client, fakes, error, stream):
+        with respond_with(fakes[0], say=[], fail=error):
+            for _ in range(3):
+                answer = client.completions.create(**PROMPT, stream=stream)
+                chunks = list(answer) if stream else [answer]
+                assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "Hello there"
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_request_waits_for_a_server_that_is_restarted(self, fakes, stream):
+        with gateway(fakes[0].url, "--retry-seconds", str(WAIT)) as front, ThreadPoolExecutor() as pool:
+            with respond_with(fakes[0], say=[], fail="UNAVAILABLE: the engine has stopped"):
+                before = len(fakes[0].requests)
+                ask = front.events if stream else front.ask
+                asked = pool.submit(ask, "/v1/completions", PROMPT | {"stream": stream})
+                until(lambda: len(fakes[0].requests) >= before + 2, "a second attempt")
+            answer = asked.result(timeout=WAIT)
+            assert answer if stream else answer[0] == 200
+
+    def test_a_request_does_not_wait_longer_than_the_retry_seconds(self, fakes):
+        with (
+            gateway(fakes[0].url, "--retry-seconds", "1") as front,
+            respond_with(fakes[0], say=[], fail="UNAVAILABLE: the engine has stopped"),
+        ):
+            assert front.ask("/v1/completions", PROMPT)[0] == 503
 
     def test_invalid_request_does_not_fail_over(self, front, fakes):
         before = sum(counts(fakes))
