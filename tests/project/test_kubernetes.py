@@ -1,0 +1,174 @@
+"""The Helm chart of deploy/kubernetes, rendered by Helm and validated against the schemas of the Kubernetes API."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from paged_backend.server.metric_definitions import FAMILIES
+from paged_client.cli import parse
+from paged_client.serving.repository import check_options
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy/kubernetes"
+CHART = FOLDER / "chart"
+HELM = Path(sys.executable).with_name("helm")
+VERSIONS = ("1.30", kubernetes_validate.latest_version())
+EVERYTHING = {
+    **{"autoscaling.enabled": True, "autoscaling.maxReplicas": 3, "podMonitor.enabled": True},
+    **{"gateway.apiKeySecret": "keys", "networkPolicy.allowDownloads": True, "gpus": 2},
+    **{"options.tensor_parallel_size": 2, "model": "Qwen/Qwen3-0.6B", "name": "chat"},
+}
+MINIMUM = {
+    **{"gpus": 0, "gateway.enabled": False, "podDisruptionBudget.enabled": False, "networkPolicy.enabled": False},
+    **{"gateway.retrySeconds": 0},
+}
+VARIANTS = {"defaults": {}, "everything": EVERYTHING, "minimum": MINIMUM}
+
+
+def helm(*arguments):
+    return subprocess.run([HELM, *arguments], cwd=FOLDER, capture_output=True, text=True)
+
+
+def render(values):
+    """Return the objects of the chart with these values."""
+    flags = [part for name, value in values.items() for part in ("--set-json", f"{name}={json.dumps(value)}")]
+    result = helm("template", "paged", "chart", *flags)
+    assert result.returncode == 0, result.stderr
+    return [one for one in yaml.safe_load_all(result.stdout) if one]
+
+
+def rejection(**values):
+    flags = [part for name, value in values.items() for part in ("--set-json", f"{name}={json.dumps(value)}")]
+    result = helm("template", "paged", "chart", *flags)
+    assert result.returncode != 0
+    return result.stderr
+
+
+def find(objects, kind, name="paged-server"):
+    (found,) = [one for one in objects if one["kind"] == kind and one["metadata"]["name"] == name]
+    return found
+
+
+def container(objects, kind, name):
+    (found,) = find(objects, kind, name)["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def objects(request):
+    return render(VARIANTS[request.param])
+
+
+@pytest.fixture(scope="module")
+def everything():
+    return render(EVERYTHING)
+
+
+def test_helm_accepts_the_chart():
+    result = helm("lint", "--strict", "chart")
+    assert result.returncode == 0, result.stdout
+
+
+def test_manifests_are_the_chart_with_its_defaults():
+    assert (FOLDER / "manifests.yaml").read_text() == helm("template", "paged", "chart").stdout, (
+        "run helm template paged chart > manifests.yaml in deploy/kubernetes"
+    )
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_objects_match_the_schemas_of_the_api(objects, version):
+    for one in objects:
+        if one["kind"] != "PodMonitor":  # defined by the Prometheus operator, not by Kubernetes
+            kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_commands_of_the_servers_are_valid(objects):
+    made = container(objects, "StatefulSet", "paged-server")
+    program, *arguments = made["args"]
+    assert program == "paged"
+    args = parse(arguments)
+    assert args.command == "serve"
+    options = dict(option.split("=", 1) for option in args.option)
+    check_options({name: json.loads(value) for name, value in options.items()} | {"model": args.model})
+    for probe in ("startupProbe", "livenessProbe"):
+        program, *arguments = made[probe]["exec"]["command"]
+        args = parse(arguments)
+        assert args.command == "probe" and args.timeout < made[probe]["timeoutSeconds"]
+    path = made["readinessProbe"]["httpGet"]["path"]
+    assert path == f"/v2/models/{args.model}/ready"
+
+
+def test_the_gateway_has_the_address_of_every_server(everything):
+    made = container(everything, "Deployment", "paged-gateway")
+    args = parse(made["args"][1:])
+    names = find(everything, "Service", "paged-servers")
+    assert names["spec"]["clusterIP"] == "None"
+    assert find(everything, "StatefulSet")["spec"]["serviceName"] == "paged-servers"
+    assert args.url == [f"paged-server-{index}.paged-servers:8001" for index in range(3)]
+    assert (args.host, args.model, args.retry_seconds) == ("0.0.0.0", "chat", 60.0)
+    assert made["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "keys", "key": "keys"}
+
+
+def test_streams_may_end_before_a_server_is_killed(objects):
+    spec = find(objects, "StatefulSet")["spec"]["template"]["spec"]
+    (made,) = spec["containers"]
+    pause = int(made["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert spec["terminationGracePeriodSeconds"] > pause + 30 + 5  # tritonserver's exit timeout, and its end
+    assert "must be above preStopSeconds + 35" in rejection(terminationGracePeriodSeconds=40)
+
+
+def test_only_the_gateway_reaches_the_servers():
+    """SECURITY.md: the server's ports have no users and no TLS."""
+    policy = find(render({}), "NetworkPolicy")
+    gateway, monitoring = policy["spec"]["ingress"]
+    assert gateway["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
+    assert [port["port"] for port in gateway["ports"]] == ["grpc"]
+    assert [port["port"] for port in monitoring["ports"]] == ["metrics"]
+    assert {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]} == {53}
+    allowed = find(render({"networkPolicy.allowDownloads": True}), "NetworkPolicy")
+    assert {port["port"] for rule in allowed["spec"]["egress"] for port in rule["ports"]} == {53, 443}
+    labels = find(render({}), "StatefulSet")["spec"]["template"]["metadata"]["labels"]
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_scaling_reads_a_metric_of_the_engine(everything):
+    scaler = find(everything, "HorizontalPodAutoscaler")
+    (metric,) = scaler["spec"]["metrics"]
+    (rule,) = yaml.safe_load((FOLDER / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
+    assert rule["seriesQuery"].partition("{")[0] in FAMILIES
+    assert scaler["spec"]["scaleTargetRef"]["name"] == find(everything, "StatefulSet")["metadata"]["name"]
+    assert "replicas" not in find(everything, "StatefulSet")["spec"]
+
+
+def test_metrics_are_scraped_as_the_job_of_the_alerts(everything):
+    monitor = find(everything, "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    ports = {
+        port["name"]: port["containerPort"] for port in container(everything, "StatefulSet", "paged-server")["ports"]
+    }
+    assert ports[endpoint["port"]] == 8002
+    assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "paged_llm"}]
+    labels = find(everything, "StatefulSet")["spec"]["template"]["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+@pytest.mark.parametrize(
+    "values", [{"replica": 2}, {"replicas": 0}, {"gpus": -1}, {"name": "a b"}, {"model": ""}, {"shmSize": 1}], ids=str
+)
+def test_invalid_values_are_rejected_by_name(values):
+    (name,) = values
+    assert name in rejection(**values)
+
+
+def test_gpus_are_a_limit_only_if_there_are_any():
+    def limits(gpus):
+        return container(render({"gpus": gpus}), "StatefulSet", "paged-server")["resources"]["limits"]
+
+    assert limits(2)["nvidia.com/gpu"] == 2
+    assert "nvidia.com/gpu" not in limits(0)
