@@ -19,6 +19,7 @@ from typing import Any
 
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import overrides
+from paged_backend.api.kv_events import KvEventsConfig
 from paged_backend.api.limits import InputLimits
 from paged_backend.api.option_parsing import parse_options
 from paged_backend.api.option_rules import check_rules
@@ -339,6 +340,13 @@ class EngineConfig:
         ratio,
         "Share of requests to trace, 0 to 1. A request with a `traceparent` is traced if its parent is.",
         1.0,
+    )
+    kv_events_config: KvEventsConfig = option(
+        instance_of(KvEventsConfig),
+        "Publish changes of the prefix cache over ZeroMQ, in vLLM's format, for routers. An object with the fields"
+        ' below, such as `{"enable_kv_cache_events": true}`.',
+        KvEventsConfig(),
+        section="KV cache events",
     )
     limits: InputLimits = option(
         instance_of(InputLimits),

@@ -13,6 +13,7 @@ from typing import Any
 
 from paged_backend.api import vllm_options
 from paged_backend.api.errors import ConfigError, closest_match
+from paged_backend.api.kv_events import KvEventsConfig
 from paged_backend.api.limits import InputLimits
 from paged_backend.api.options import invalid_option, parse_string
 from paged_backend.api.sizes import Quantity
@@ -40,6 +41,8 @@ def parse_options(options: Mapping[str, Any], specs: Iterable[Field[Any]]) -> di
     for name, value in nest_limits(vllm_options.translate(options)).items():
         if name == "limits":
             values[name] = _parse_limits(value)
+        elif name == "kv_events_config":
+            values[name] = _parse_kv_events(value)
         elif name in known:
             values[name] = _parse_value(known[name], value)
         elif name not in vllm_options.UNSUPPORTED:
@@ -109,6 +112,22 @@ def _parse_limits(values: Mapping[str, Any]) -> InputLimits:
             raise ConfigError(f"{_PREFIX}{name}: unknown limit; {hint}")
     given = {name: value for name, value in values.items() if value is not None}
     return InputLimits(**{name: _parse_value(_LIMITS[name], value) for name, value in given.items()})
+
+
+def _parse_kv_events(values: Any) -> KvEventsConfig | None:
+    """Raise ConfigError for a field that is unknown or has an invalid value."""
+    if values is None:
+        return None
+    if not isinstance(values, Mapping):
+        raise invalid_option("kv_events_config", values, 'must be an object like {"enable_kv_cache_events": true}')
+    known = {spec.name: spec for spec in fields(KvEventsConfig)}
+    for name in values:
+        if name not in known:
+            near = closest_match(name, known)
+            hint = f"did you mean {near}?" if near else f"known fields are {', '.join(known)}"
+            raise ConfigError(f"kv_events_config.{name}: unknown field; {hint}")
+    given = {name: _parse_value(known[name], value) for name, value in values.items() if value is not None}
+    return KvEventsConfig(**given)
 
 
 def _suggest(name: str, options: Iterable[str]) -> str:

@@ -111,7 +111,6 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
             "kv_offloading_size": (0,),
             "kv_offloading_backend": ("native",),
             "kv_transfer_config": _EMPTY,
-            "kv_events_config": _EMPTY,
         },
     ),
     ("weights stay on the device; leave it out", {"cpu_offload_gb": (0,), "enable_sleep_mode": _OFF}),

@@ -15,6 +15,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EngineLimits
 from paged_backend.api.sizes import GIB
+from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.model_preparation import ROOT, PreparedModel, prepare_model
 from paged_backend.engine.outputs import Emit
@@ -31,6 +32,7 @@ from paged_backend.memory.disk import DiskTier
 from paged_backend.models.tensor_parallel import TensorParallelGroup, check_devices
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.block_pool import BlockPool
+from paged_backend.scheduling.cache_events import DEVICE, HOST, CacheEvents
 from paged_backend.scheduling.prefill_budget import PrefillBudget
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup, Proposer, propose_placeholders
@@ -60,12 +62,21 @@ class Assembly:
     overlap: bool = False
     workers: Workers | None = None
     adapters: AdapterRegistry | None = None
+    cache_events: CacheEventPublisher | None = None
 
     def engine(self, emit: Emit) -> Engine:
         """Return an engine for this assembly, not started yet. emit: receives its outputs, on the engine's thread."""
         trim_memory()
         release_openmp_threads()  # frees the OpenMP threads of this thread, which loaded the model and computes no more
-        engine = Engine(self.scheduler, self.runner, emit, self.disk, adapters=self.adapters, overlap=self.overlap)
+        engine = Engine(
+            self.scheduler,
+            self.runner,
+            emit,
+            self.disk,
+            adapters=self.adapters,
+            overlap=self.overlap,
+            cache_events=self.cache_events,
+        )
         if self.workers:
             self.workers.on_rank_failure(engine.fail)
         return engine
@@ -131,7 +142,8 @@ def _build(
     started: float,
 ) -> Assembly:
     loaded, device = prepared.loaded, prepared.runner.kv.device
-    blocks = _block_manager(config, prepared)
+    cache_events = CacheEvents() if config.kv_events_config.is_enabled else None
+    blocks = _block_manager(config, prepared, cache_events)
     limits = _limits(config, loaded, blocks)
     costs = measure_costs(prepared.runner, prepared.seconds_per_token, prepared.num_host_blocks)
     runner = ParallelRunner(prepared.runner, workers) if workers else prepared.runner
@@ -157,15 +169,19 @@ def _build(
     )
     overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
     disk, adapters = _disk(config, loaded, runner), _adapters(config, loaded, adapter_list)
-    return Assembly(loaded, limits, scheduler, runner, device, disk, overlap, workers, adapters)
+    publisher = CacheEventPublisher(config.kv_events_config, cache_events, config.block_size) if cache_events else None
+    return Assembly(loaded, limits, scheduler, runner, device, disk, overlap, workers, adapters, publisher)
 
 
-def _block_manager(config: EngineConfig, prepared: PreparedModel) -> BlockManager:
+def _block_manager(config: EngineConfig, prepared: PreparedModel, events: CacheEvents | None) -> BlockManager:
     """Return the block manager of the device pool and the host pool. Raises ConfigError if the device pool cannot hold
     max_model_len tokens."""
     size, caching = config.block_size, config.enable_prefix_caching
-    host = BlockPool(prepared.num_host_blocks, caching=caching) if prepared.num_host_blocks else None
-    blocks = BlockManager(prepared.num_blocks, size, caching=caching, host=host)
+    host = None
+    if prepared.num_host_blocks:
+        host = BlockPool(prepared.num_host_blocks, caching=caching, listener=events.listener(HOST) if events else None)
+    listener = events.listener(DEVICE) if events else None
+    blocks = BlockManager(prepared.num_blocks, size, caching=caching, host=host, listener=listener)
     slots = blocks.num_blocks * blocks.block_size
     if config.max_model_len is not None and slots < config.max_model_len:
         raise ConfigError(

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 
 from paged_backend.api.errors import RequestError
 from paged_backend.api.request import GenerateRequest
+from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.messages import (
     AbortRequest,
     EmitStats,
@@ -54,14 +55,17 @@ class Engine:
         *,
         adapters: AdapterRegistry | None = None,
         overlap: bool = False,
+        cache_events: CacheEventPublisher | None = None,
     ):
-        """overlap: launch a step while the previous one runs; useful if the device is not the CPU."""
+        """overlap: launch a step while the previous one runs; useful if the device is not the CPU. cache_events:
+        publishes changes of the prefix cache; closed with the engine."""
         self._inbox: SimpleQueue[Message | None] = SimpleQueue()
         self._queued: set[int] = set()  # keys of unfinished requests that no step has computed yet
         self._failed = threading.Event()  # set when no further step can be run
         self._adapters = adapters
         self._prefix_disk = PrefixDisk(disk, scheduler.blocks, runner) if disk else None
-        self._state = EngineState(scheduler, emit, self._prefix_disk)
+        self._cache_events = cache_events
+        self._state = EngineState(scheduler, emit, self._prefix_disk, cache_events=cache_events)
         self._preparation = RequestPreparation(self._inbox.put, self.reject, adapters, self._prefix_disk)
         self._loop = StepLoop(
             self._state, runner, self._inbox, queued=self._queued, failed=self._failed, overlap=overlap
@@ -86,6 +90,8 @@ class Engine:
             self._prefix_disk.close(deadline)
         if self._adapters:
             self._adapters.close(deadline - time.monotonic())
+        if self._cache_events:
+            self._cache_events.close()
 
     @property
     def alive(self) -> bool:

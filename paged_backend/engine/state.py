@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from paged_backend.api.request import TokenDelta
+from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.outputs import Emit, PoolMap, StepOutput, StepReport
 from paged_backend.engine.prefix_disk import PrefixDisk
 from paged_backend.scheduling.plan import Plan
@@ -25,6 +26,7 @@ class EngineState:
     # Keys of announced requests that have not reached the scheduler. Another thread announces requests.
     announced: set[int] = field(default_factory=set)
     pool_map_requested: bool = False
+    cache_events: CacheEventPublisher | None = None
 
     def has_request(self, key: int) -> bool:
         """Return whether a request is announced, waiting or running."""
@@ -46,6 +48,8 @@ class EngineState:
         self, deltas: Iterable[TokenDelta] = (), plan: Plan | None = None, report: StepReport | None = None
     ) -> None:
         """Emit deltas with the current statistics, and with the plan and the report of the step that produced them."""
+        if self.cache_events:
+            self.cache_events.publish()
         now = time.monotonic()
         if plan is None:
             self.emit(StepOutput(tuple(deltas), self.stats(), now))

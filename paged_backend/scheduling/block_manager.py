@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from paged_backend.scheduling.block_pool import BlockPool
-from paged_backend.scheduling.content import Chain
+from paged_backend.scheduling.content import Chain, IndexListener
 from paged_backend.scheduling.host_offload import BlockTransfer, HostOffload
 from paged_backend.scheduling.prefix_cache import BlockLocation, CacheHit, PrefixCache
 
@@ -31,15 +31,24 @@ class Copy(NamedTuple):
 class BlockManager:
     """Assigns the blocks of a fixed pool to block tables and caches their contents."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = False, host: BlockPool | None = None):
-        """caching: whether prefixes are cached. host: the pool on the host, if there is one."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        caching: bool = False,
+        host: BlockPool | None = None,
+        listener: IndexListener | None = None,
+    ):
+        """caching: whether prefixes are cached. host: the pool on the host, if there is one. listener: is told of
+        every content that is cached on the device, or dropped there."""
         assert num_blocks >= 1 and block_size >= 1, (num_blocks, block_size)
         self.num_blocks = num_blocks
         self.block_size: int = block_size
         self.caching = caching
         self.num_copies = 0  # copy-on-write copies since the start
         self.host = host
-        self.pool = BlockPool(num_blocks, caching=caching, on_evict=self._offload_evicted)
+        self.pool = BlockPool(num_blocks, caching=caching, on_evict=self._offload_evicted, listener=listener)
         self.cache = PrefixCache(self.pool, host, block_size)
         self.offload = HostOffload(self.pool, host)
 

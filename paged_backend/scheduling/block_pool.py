@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from paged_backend.scheduling.content import Entry, PrefixIndex
+from paged_backend.scheduling.content import Entry, IndexListener, PrefixIndex
 
 # Marks in a pool map: free; cached; number of block tables that reference the block; referenced by sessions only.
 FREE, CACHED, HELD, HELD_BY_MORE, PINNED = ".", "c", "123456789", "+", "p"
@@ -23,13 +23,20 @@ _MARK_OF_COUNT = (FREE + HELD).encode().ljust(256, HELD_BY_MORE.encode())
 class BlockPool:
     """A fixed number of blocks, each free, cached or in use."""
 
-    def __init__(self, num_blocks: int, *, caching: bool = False, on_evict: Callable[[int], None] | None = None):
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        caching: bool = False,
+        on_evict: Callable[[int], None] | None = None,
+        listener: IndexListener | None = None,
+    ):
         """caching: whether contents are kept for the prefix cache. on_evict: called with a cached block before its
-        content is dropped."""
+        content is dropped. listener: is told of every content that is cached or dropped."""
         assert num_blocks >= 1, num_blocks
         self.num_blocks = num_blocks
         self.caching = caching
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(listener)
         self.num_shared = 0  # blocks with more than one reference
         self.num_evictions = 0
         self._on_evict = on_evict

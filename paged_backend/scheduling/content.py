@@ -17,6 +17,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence, Set
 from hashlib import blake2b
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 from paged_backend.api.request import Origin
@@ -118,10 +119,19 @@ class Contents:
         return entries[count - 1]
 
 
+class IndexListener(Protocol):
+    """Is told of the changes of a pool's index."""
+
+    def stored(self, entry: Entry) -> None: ...
+    def removed(self, entry: Entry) -> None: ...
+
+
 class PrefixIndex:
     """The cached contents of one pool: its blocks by entry and by parent. All entries come from one `Contents`."""
 
-    def __init__(self) -> None:
+    def __init__(self, listener: IndexListener | None = None) -> None:
+        """listener: is told of every content that is added or removed."""
+        self._listener = listener
         self._entries: dict[int, Entry] = {}
         self._blocks: dict[Entry, int] = {}
         # Children by parent, as sorted (tokens, block): the child with the longest common prefix is a neighbour.
@@ -149,6 +159,8 @@ class PrefixIndex:
         self._entries[block] = entry
         self._blocks[entry] = block
         insort(self._children.setdefault(entry.parent, []), (entry.tokens, block))
+        if self._listener:
+            self._listener.stored(entry)
         return True
 
     def remove(self, block: int) -> Entry:
@@ -159,6 +171,8 @@ class PrefixIndex:
         del siblings[bisect_left(siblings, (entry.tokens, block))]
         if not siblings:
             del self._children[entry.parent]
+        if self._listener:
+            self._listener.removed(entry)
         return entry
 
     def nearest_child(self, parent: PrefixParent, tokens: tuple[int, ...]) -> tuple[int, int] | None:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from paged_backend.api.config import EngineConfig
+from paged_backend.api.kv_events import KvEventsConfig
 from paged_backend.api.limits import InputLimits
 from paged_backend.api.parameter_parsers import UNSUPPORTED as UNSUPPORTED_PARAMETERS
 from paged_backend.api.sampling_params import SamplingParams
@@ -45,6 +46,9 @@ The option `limits` is an object: `{"limits": {"max_tools": 8, "max_messages": 1
 with `-o limits.max_tools=8`, or several with `-o limits='{"max_tools": 8, "max_messages": 100}'`. Limits on the command
 line are merged with those of `model.json`. The name of a limit alone (`"max_tools": 8`) is an alias; setting a limit
 twice is an error. Errors of requests name the limit that they exceed."""
+KV_EVENTS = """\
+The option `kv_events_config` is an object with vLLM's fields. [Deploy](../guides/deploy.md#kv-cache-events)
+describes the events."""
 VLLM_OPTIONS = """\
 These engine arguments of vLLM are accepted only with values that change nothing here, so that `model.json` files of
 Triton's vLLM backend work. `null` is always accepted; any other value is rejected with the reason given."""
@@ -118,6 +122,7 @@ def pages() -> dict[str, str]:
 def _options() -> str:
     columns = ("option", "default", "description")
     parts = [OPTIONS, *_sections(columns, fields(EngineConfig))]
+    parts += [KV_EVENTS, _table(("field", *columns[1:]), map(_row, fields(KvEventsConfig)))]
     parts += [LIMITS, _table(("limit", *columns[1:]), map(_row, fields(InputLimits)))]
     rows = [
         (f"`{name}`", _accepted(option.accepted), option.reason) for name, option in sorted(UNSUPPORTED_OPTIONS.items())

@@ -88,7 +88,6 @@ REJECTED = {
     "io_processor_plugin": "plugin",
     "kv_cache_metrics": True,
     "kv_cache_metrics_sample": 0.5,
-    "kv_events_config": {"enable_kv_cache_events": True},
     "kv_offloading_backend": "lmcache",
     "kv_offloading_size": 8,
     "kv_sharing_fast_prefill": True,

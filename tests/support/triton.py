@@ -67,7 +67,7 @@ class PlainServer:
     http_url: str
     grpc_url: str
     metrics_url: str
-    log: list[str]  # lines until it was ready
+    log: list[str]  # lines so far
     backends: Path | None
     process: subprocess.Popen[str]
     shm_prefix: str
@@ -121,13 +121,14 @@ def plain_server(
             assert log[-1], "".join(log)  # the server has ended
         limit.cancel()
         # Keep reading its output: a full pipe would block it.
-        threading.Thread(target=process.stdout.read, daemon=True).start()
+        threading.Thread(target=log.extend, args=(process.stdout,), daemon=True).start()
         until(lambda: listens(ports["http"]), "an open port, which the server announces too early")
         urls = (f"localhost:{port}" for port in ports.values())
         yield PlainServer(*urls, log, backends, process, shm_prefix)
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0, "".join(log)
+        code = process.wait(timeout=60)
+        assert code == 0, f"exit code {code}\n{''.join(log)}"
 
 
 def listens(port: int) -> bool:

@@ -1,0 +1,144 @@
+"""KV cache events over ZeroMQ, in vLLM's format."""
+
+import msgpack
+import pytest
+import zmq
+
+from paged_backend.api.errors import ConfigError
+from paged_backend.api.kv_events import KvEventsConfig
+from paged_backend.api.request import Origin
+from paged_backend.engine.cache_event_publisher import END_OF_REPLAY, CacheEventPublisher
+from paged_backend.scheduling.cache_events import DEVICE, CacheEvents
+from paged_backend.scheduling.content import Entry
+from paged_client.serving.ports import choose_ports
+from tests.support.in_process import WAIT, running, tiny_assembly
+
+OPTIONS = {"enable_kv_cache_events": True, "topic": "kv"}
+
+
+def endpoints():
+    pub, replay = choose_ports(pub=0, replay=0)
+    return {"endpoint": f"tcp://127.0.0.1:{pub}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
+
+
+class Subscriber:
+    """A router's side of the sockets."""
+
+    def __init__(self, endpoint, replay_endpoint, topic=b"kv"):
+        self.context = zmq.Context()
+        self.sub = self.context.socket(zmq.SUB)
+        self.sub.setsockopt(zmq.SUBSCRIBE, topic)
+        self.sub.setsockopt(zmq.RCVTIMEO, 1000 * WAIT)
+        self.sub.connect(endpoint)
+        self.req = self.context.socket(zmq.DEALER)
+        self.req.setsockopt(zmq.RCVTIMEO, 1000 * WAIT)
+        self.req.connect(replay_endpoint)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *reason):
+        self.context.destroy(linger=0)
+
+    def replay(self, first):
+        """Return the past batches from number `first` on, by number."""
+        self.req.send_multipart((b"", first.to_bytes(8, "big")))
+        batches = {}
+        while True:
+            empty, number, payload = self.req.recv_multipart()
+            assert empty == b""
+            if number == END_OF_REPLAY:
+                return batches
+            batches[int.from_bytes(number, "big")] = msgpack.unpackb(payload)
+
+
+@pytest.fixture
+def published():
+    """(events, publisher, subscriber)"""
+    events, places = CacheEvents(), endpoints()
+    publisher = CacheEventPublisher(KvEventsConfig(**OPTIONS, **places), events, block_size=2)
+    with Subscriber(**places) as subscriber:
+        yield events, publisher, subscriber
+        publisher.close()
+
+
+def entries(count, adapter=b""):
+    """Return the entries of a prefix of blocks."""
+    made, parent = [], Origin("", adapter)
+    for number in range(count):
+        parent = Entry(parent, (number, number + 100))
+        made.append(parent)
+    return made
+
+
+def test_batches_have_the_format_of_vllm(published):
+    events, publisher, subscriber = published
+    first, second, third = entries(3)
+    device = events.listener(DEVICE)
+    for entry in (first, second):
+        device.stored(entry)
+    publisher.publish()
+    publisher.publish()  # nothing new: no batch
+    device.removed(second)
+    device.removed(first)
+    device.stored(third)
+    publisher.publish()
+    while len(batches := subscriber.replay(0)) < 3:
+        pass
+    assert batches[0][1] == [["AllBlocksCleared"]]
+    hashes = [int.from_bytes(entry.key[-8:], "big") for entry in (first, second, third)]
+    assert batches[1][1] == [["BlockStored", hashes[:2], None, [0, 100, 1, 101], 2, None, "GPU"]]
+    assert batches[2][1] == [
+        ["BlockRemoved", [hashes[1], hashes[0]], "GPU"],
+        ["BlockStored", [hashes[2]], hashes[1], [2, 102], 2, None, "GPU"],
+    ]
+    assert batches[1][0] <= batches[2][0] and batches[1][2] == 0
+    assert list(subscriber.replay(2)) == [2]
+
+
+def test_subscribers_get_numbered_messages(published):
+    """A subscriber may connect after the first batches; it asks for those that it missed."""
+    events, publisher, subscriber = published
+    device, entry = events.listener(DEVICE), entries(1)[0]
+    received = []
+    subscriber.sub.setsockopt(zmq.RCVTIMEO, 50)
+    while not received:
+        device.stored(entry)
+        publisher.publish()
+        try:
+            received.append(subscriber.sub.recv_multipart())
+        except zmq.Again:
+            continue
+    topic, number, payload = received[0]
+    assert topic == b"kv"
+    assert msgpack.unpackb(payload) == subscriber.replay(0)[int.from_bytes(number, "big")]
+
+
+def test_blocks_of_an_adapter_have_its_number(published):
+    events, publisher, subscriber = published
+    events.listener(DEVICE).stored(entries(1, b"\0\0\1\2rest")[0])
+    publisher.publish()
+    while len(batches := subscriber.replay(1)) < 1:
+        pass
+    assert batches[1][1][0][5] == 258
+
+
+def test_an_engine_publishes_what_it_caches(tiny):
+    places = endpoints()
+    assembly = tiny_assembly(tiny[0], kv_events_config=OPTIONS | places, block_size=4, enable_prefix_caching=True)
+    with Subscriber(**places) as subscriber:
+        with running(assembly) as engine:
+            engine.generate([list(range(10, 19))], max_tokens=4)
+            while not (batches := subscriber.replay(1)):
+                pass
+        stored = [event for _, events, _ in batches.values() for event in events]
+        assert {event[0] for event in stored} == {"BlockStored"}
+        assert stored[0][3][:8] == list(range(10, 18))
+        assert stored[0][4] == 4
+
+
+@pytest.mark.parametrize("name", ["endpoint", "replay_endpoint"])
+def test_an_endpoint_that_cannot_be_bound_is_named(name):
+    config = KvEventsConfig(**OPTIONS, **endpoints() | {name: "tcp://256.0.0.1:1"})
+    with pytest.raises(ConfigError, match=rf'kv_events_config.{name}="tcp://256.0.0.1:1": '):
+        CacheEventPublisher(config, CacheEvents(), block_size=2)
