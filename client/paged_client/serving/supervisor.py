@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -187,8 +188,10 @@ def _exit_message(server: TritonServer, code: int) -> str:
 
 def _stubs(pid: int) -> list[int]:
     """Return the processes of the server's Python models."""
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    pids = [int(child) for file in children for child in file.read_text().split()]
+    pids: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            pids += map(int, file.read_text().split())
     return [child for child in pids if _name(child).startswith(STUB_NAME)]
 
 

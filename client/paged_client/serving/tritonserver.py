@@ -195,9 +195,12 @@ class TritonServer:
                 raise ServerError(self._log.failure(code))
 
     def _is_ready(self) -> bool:
-        """Return whether the model is ready. Another server on the port does not have the model and is not ready."""
+        """Return whether the model is ready, and the metrics, which the server starts last.
+
+        Another server on the port does not have the model and is not ready.
+        """
         reply = _get(self.http_port, f"/v2/models/{self.model_name}/ready")
-        return reply is not None and reply[0] == 200
+        return reply is not None and reply[0] == 200 and _get(self.metrics_port, "/metrics") is not None
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the server exits and return its exit code. Raises subprocess.TimeoutExpired."""

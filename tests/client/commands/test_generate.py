@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paged_client.cli import main
-from paged_client.commands import generate
+from paged_client.sync_client import Client
 from paged_client.types import PagedError
 from tests.support.client_calls import SAY, sampling, standard_input
 from tests.support.fake_servers import SERVERS, WAIT
@@ -41,7 +41,7 @@ def test_full_queue_counts_as_healthy(error, code, monkeypatch, grpc_fake):
     def fails(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(generate.Client, "generate", fails)
+    monkeypatch.setattr(Client, "generate", fails)
     assert main(["probe", *grpc_fake.flags]) == code
 
 

@@ -18,7 +18,7 @@ from tests.support.processes import children, needs_server
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
-# Fails as the engine does where the file `failing` exists, and reports the metric of restarts.
+# Fails as a dead engine does once the file `failing` has its process id, and reports the metric of restarts.
 MODEL = """
 import json, os, pathlib
 import numpy as np
@@ -35,7 +35,7 @@ class TritonPythonModel:
     def execute(self, requests):
         for request in requests:
             sender = request.get_response_sender()
-            if self.failing.exists():
+            if self.failing.exists() and self.failing.read_text() == str(os.getpid()):
                 error = pb_utils.TritonError("INTERNAL: the engine died: on purpose", pb_utils.TritonError.INTERNAL)
                 sender.send(pb_utils.InferenceResponse(error=error), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
                 continue
@@ -125,9 +125,7 @@ def kill_server(launched):
 
 
 def fail_engine(launched):
-    (launched.model / "failing").touch()
-    launched.wait_for("Restart 1 in")
-    (launched.model / "failing").unlink()
+    (launched.model / "failing").write_text(str(launched.stub))
 
 
 @pytest.mark.parametrize(
