@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paged_backend.text.chat_templates import RENDER_SECONDS
 from paged_client.commands.arguments import port, positive_int, seconds, size
+from paged_client.openai.routing import POLICIES
 from paged_client.sync_client import DEFAULT_URLS
 
 TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
@@ -20,7 +21,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="append",
         default=[],
         metavar="HOST:PORT",
-        help=f"gRPC endpoint of a server (default: {DEFAULT_URLS['grpc']}); repeat it to balance requests round-robin",
+        help=f"gRPC endpoint of a server (default: {DEFAULT_URLS['grpc']}); repeat it for several servers of the model",
     )
     add("--model", metavar="NAME", help="name of the served model (default: the server's, if it has only one)")
     add(
@@ -95,6 +96,13 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="time for which a request without output is tried again while all servers fail, for servers that are"
         " restarted (default: each server is tried once)",
     )
+    add(
+        "--routing",
+        choices=POLICIES,
+        default="prefix",
+        help="how to choose one of several servers: by the beginning of the prompt, so that its prefix cache has it,"
+        " unless that server has more than its share of the open requests; or in turn (default: prefix)",
+    )
     add("--access-log", action="store_true", help="log each request to standard error as a line of JSON")
     parser.set_defaults(run=openai)
 
@@ -119,4 +127,5 @@ def openai(args: argparse.Namespace) -> int:
         tool_parser=args.tool_parser,
         access_log=args.access_log,
         retry_seconds=args.retry_seconds,
+        routing=args.routing,
     )

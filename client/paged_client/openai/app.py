@@ -76,6 +76,7 @@ class Settings:
         tool_format: format of the model's tool calls.
         access_log: called with a line for each request; None disables the log.
         retry_seconds: time for which a request without output is tried again while all servers fail.
+        routing: how servers are chosen, one of routing.POLICIES.
     """
 
     urls: Sequence[str | None]
@@ -87,6 +88,7 @@ class Settings:
     tool_format: ToolCallFormat
     access_log: Callable[[str], object] | None
     retry_seconds: float = 0.0
+    routing: str = "prefix"
 
 
 class Gateway:
@@ -95,7 +97,11 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._servers = Servers(
-            settings.urls, settings.model, is_fixed=settings.is_model_fixed, retry_seconds=settings.retry_seconds
+            settings.urls,
+            settings.model,
+            is_fixed=settings.is_model_fixed,
+            retry_seconds=settings.retry_seconds,
+            routing=settings.routing,
         )
         self._models = ServedModels(self._servers)
         self.metrics = metrics.Metrics()
@@ -148,8 +154,10 @@ class Gateway:
         engine_requests: Sequence[EngineRequest],
         builder: ResponseBuilder,
     ) -> Response:
-        context = _trace_context(request)
-        engine_requests = [replace(one, sampling=one.sampling | context) for one in engine_requests]
+        context, route = _trace_context(request), request.headers.get("X-Session-Id") or body.prompt_cache_key
+        engine_requests = [
+            replace(one, sampling=one.sampling | context, route=route or one.route) for one in engine_requests
+        ]
         try:
             return await self._answer(request, body, engine_requests, builder)
         except ApiError as error:

@@ -45,6 +45,7 @@ def run(
     tool_parser: str,
     access_log: bool,
     retry_seconds: float,
+    routing: str,
 ) -> int:
     """Serve until Ctrl-C and return the exit code. Raises UsageError for invalid arguments."""
     if tokenizer:  # loading takes several seconds, including the import of transformers
@@ -72,6 +73,7 @@ def run(
         tool_format=tool_format,
         access_log=_log_line if access_log else None,
         retry_seconds=retry_seconds,
+        routing=routing,
     )
     try:
         app = create_app(settings)

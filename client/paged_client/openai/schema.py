@@ -177,7 +177,6 @@ class IgnoredFields(StrictModel):
 
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     metadata: ObjectOf[str] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -189,6 +188,7 @@ ENGINE_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {name: (None, *values) for n
 
 class GenerateBody(SamplingFields, GuidedFields, IgnoredFields, Body):
     stream: bool | None = None
+    prompt_cache_key: str | None = None  # requests with the same key go to the same server
     return_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -1,22 +1,22 @@
 """Balances requests over several servers of the same model.
 
-Requests go to the servers round-robin. If a server is unreachable, its queue is full or its engine has died, a request
-goes to the next one, as long as no output has been returned. If all servers fail, a request may wait for one of them to
-be restarted.
+The router chooses the server of a request (routing.py). If a server is unreachable, its queue is full or its engine has
+died, the request goes to the next one, as long as no output has been returned. If all servers fail, a request may wait
+for one of them to be restarted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from paged_client.async_client import AsyncClient
 from paged_client.async_stream import AsyncStream
 from paged_client.discovery import find_model
+from paged_client.openai.routing import Router, prompt_key
 from paged_client.sync_client import DEFAULT_URLS
 from paged_client.types import Adapter, Completion, Delta, Embedding, PagedError, PoolMap
 
@@ -37,18 +37,27 @@ class Servers:
         model: name of the model.
         is_fixed: whether the user has chosen the name, so that `find_names` does not change it.
         retry_seconds: time for which a request is tried again while all servers fail; 0: each server is tried once.
+        routing: one of routing.POLICIES.
 
     Raises ValueError for an invalid URL.
     """
 
-    def __init__(self, urls: Sequence[str | None], model: str, *, is_fixed: bool, retry_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str | None],
+        model: str,
+        *,
+        is_fixed: bool,
+        retry_seconds: float = 0.0,
+        routing: str = "prefix",
+    ) -> None:
         self._urls = urls
         self._retry_seconds = retry_seconds
         self._clients = [AsyncClient(url, model) for url in urls]
         self._names = (model,) * len(urls)
         self._is_fixed = is_fixed
         self._finding = asyncio.Lock()
-        self._counter = itertools.count()
+        self._router = Router([url or DEFAULT_URLS["grpc"] for url in urls], routing)
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Servers:
@@ -80,8 +89,10 @@ class Servers:
                         self._clients[index] = await self._open.enter_async_context(client)
             return self._names != outdated
 
-    async def generate(self, **arguments: Any) -> Completion:
-        return await self._call(lambda client: client.generate(**arguments))
+    async def generate(self, *, route: str | None = None, **arguments: Any) -> Completion:
+        """Return a completion. route: identifies requests that should go to the same server; by default the beginning
+        of the prompt does."""
+        return await self._call(lambda client: client.generate(**arguments), _key(route, arguments))
 
     async def embed(self, *arguments: Any, **keywords: Any) -> Embedding:
         return await self._call(lambda client: client.embed(*arguments, **keywords))
@@ -94,47 +105,65 @@ class Servers:
         """Return the adapters of one of the servers. All should have the same."""
         return await self._call(lambda client: client.adapters(timeout=timeout))
 
-    def stream(self, **arguments: Any) -> FailoverStream:
-        return FailoverStream(lambda client: client.stream(**arguments), self._attempts())
+    def stream(self, *, route: str | None = None, **arguments: Any) -> FailoverStream:
+        """Return a stream. route: as in `generate`."""
+        return FailoverStream(lambda client: client.stream(**arguments), self._attempts(_key(route, arguments)))
 
-    async def _call(self, method: Callable[[AsyncClient], Awaitable[T]]) -> T:
-        attempts = self._attempts()
-        while True:
-            try:
-                return await method(attempts.client)
-            except PagedError as error:
-                if not (_can_fail_over(error) and await attempts.advance()):
-                    raise
+    async def _call(self, method: Callable[[AsyncClient], Awaitable[T]], key: str | None = None) -> T:
+        attempts = self._attempts(key)
+        try:
+            while True:
+                try:
+                    return await method(attempts.client)
+                except PagedError as error:
+                    if not (_can_fail_over(error) and await attempts.advance()):
+                        raise
+        finally:
+            attempts.close()
 
-    def _attempts(self) -> Attempts:
-        """Return the servers to try, starting with the next one of the round-robin."""
-        first = next(self._counter) % len(self._clients)
-        return Attempts(self._clients[first:] + self._clients[:first], self._retry_seconds)
+    def _attempts(self, key: str | None) -> Attempts:
+        return Attempts(self._clients, self._router, key, self._retry_seconds)
+
+
+def _key(route: str | None, arguments: Mapping[str, Any]) -> str:
+    return route if route is not None else prompt_key(arguments.get("prompt"), arguments.get("messages"))
 
 
 class Attempts:
-    """The servers that a request is sent to, one after the other."""
+    """The servers that a request is sent to, one after the other, until `close`."""
 
-    def __init__(self, clients: Sequence[AsyncClient], retry_seconds: float) -> None:
+    def __init__(self, clients: Sequence[AsyncClient], router: Router, key: str | None, retry_seconds: float) -> None:
         self._clients = clients
+        self._router = router
+        self._key = key
         self._deadline = time.monotonic() + retry_seconds
-        self._index = 0
+        self._order = router.order(key)
+        self._server: int | None = self._order.pop(0)  # the server that has the request now
+        router.open(self._server)
 
     @property
     def client(self) -> AsyncClient:
         """The client of the server to try now."""
-        return self._clients[self._index]
+        assert self._server is not None
+        return self._clients[self._server]
 
     async def advance(self) -> bool:
         """Go to the next server, after a pause if all have been tried. Return whether there is time for that."""
-        if self._index + 1 < len(self._clients):
-            self._index += 1
-            return True
-        if time.monotonic() + PAUSE_SECONDS > self._deadline:
-            return False
-        await asyncio.sleep(PAUSE_SECONDS)
-        self._index = 0
+        self.close(failed=True)
+        if not self._order:
+            if time.monotonic() + PAUSE_SECONDS > self._deadline:
+                return False
+            await asyncio.sleep(PAUSE_SECONDS)
+            self._order = self._router.order(self._key)
+        self._server = self._order.pop(0)
+        self._router.open(self._server)
         return True
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the attempt. failed: whether the server could not run the request. May be called repeatedly."""
+        server, self._server = self._server, None
+        if server is not None:
+            self._router.close(server, failed=failed)
 
 
 def _can_fail_over(error: PagedError) -> bool:
@@ -171,6 +200,7 @@ class FailoverStream:
     def cancel(self) -> None:
         self._cancelled = True
         self._stream.cancel()
+        self._attempts.close()
 
     def __aiter__(self) -> FailoverStream:
         return self
@@ -182,8 +212,12 @@ class FailoverStream:
             except PagedError as error:
                 can_retry = not (self._has_output or self._cancelled) and _can_fail_over(error)
                 if not (can_retry and await self._attempts.advance()) or self._cancelled:
+                    self._attempts.close()
                     raise
                 self._stream = self._create(self._attempts.client)
+            except BaseException:  # also StopAsyncIteration, at the end
+                self._attempts.close()
+                raise
             else:
                 self._has_output = True
                 return delta

@@ -12,6 +12,7 @@ from pydantic_core import from_json
 from paged_client.openai.chat_schema import ChatMessage, ChatRequest, ToolCall
 from paged_client.openai.chat_template import ChatTemplate
 from paged_client.openai.errors import ApiError
+from paged_client.openai.routing import prompt_key
 from paged_client.openai.schema import CompletionRequest, GenerateBody, ResponseFormat, SamplingFields
 from paged_client.openai.tool_calls import MISTRAL, ToolCallFormat
 from paged_client.openai.tools import ToolUse
@@ -22,17 +23,18 @@ _PROMPT_FIELDS = ("text_input", "input_ids", "prompt_tokens")  # names of the pr
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """The arguments of AsyncClient.stream and AsyncClient.generate."""
+    """The arguments of Servers.stream and Servers.generate."""
 
     prompt: str | list[int] | None  # text or token ids; None if `messages` is given
     messages: list[dict[str, Any]] | None
     sampling: Sampling
     # The request's field names by the engine's, where they differ.
     names: dict[str, str] = field(default_factory=dict)
+    route: str | None = None  # identifies requests that should go to the same server; None: the prompt does
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {"prompt": self.prompt, "messages": self.messages, **self.sampling}
+        return {"prompt": self.prompt, "messages": self.messages, "route": self.route, **self.sampling}
 
 
 def from_completion(request: CompletionRequest, adapter: str | None) -> list[EngineRequest]:
@@ -77,7 +79,7 @@ async def from_chat(
         given = {name: value for name, value in more.items() if value is not None}
         return EngineRequest(None, messages, sampling | given, names)
     prompt = await asyncio.to_thread(template.prompt, messages, use.prompt_tools, request.chat_template_kwargs)
-    return EngineRequest(prompt, None, sampling | {"add_special_tokens": False}, names)
+    return EngineRequest(prompt, None, sampling | {"add_special_tokens": False}, names, prompt_key(None, messages))
 
 
 def _sampling(

@@ -22,8 +22,9 @@ def fakes():
 
 @pytest.fixture(scope="module")
 def front(fakes, tmp_path_factory):
-    """A gateway with an unreachable server and two others."""
-    with gateway("localhost:1", "--url", fakes[0].url, "--url", fakes[1].url) as made:
+    """A gateway with an unreachable server and two others, which get requests in turn."""
+    urls = [part for fake in fakes for part in ("--url", fake.url)]
+    with gateway("localhost:1", *urls, "--routing", "round-robin") as made:
         yield made
 
 
@@ -38,6 +39,28 @@ def counts(fakes):
 
 
 class TestServers:
+    def test_turns_of_a_conversation_go_to_the_same_server(self, fakes):
+        """So do requests with the same session or cache key. Conversations are spread over the servers."""
+        with gateway(fakes[0].url, "--url", fakes[1].url) as front:
+
+            def server_of(body, **headers):
+                before = counts(fakes)
+                assert front.ask("/v1/chat/completions", CHAT | body, headers)[0] == 200
+                return [now - then for now, then in zip(counts(fakes), before, strict=True)].index(1)
+
+            def turn(number, length):
+                messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Number {number}"}]
+                later = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And?"}]
+                return {"messages": messages + later * length}
+
+            chosen = []
+            for number in range(16):
+                (server,) = {server_of(turn(number, length)) for length in range(3)}
+                chosen.append(server)
+            assert {0, 1} == set(chosen)
+            assert len({server_of(turn(number, 0), **{"X-Session-Id": "s"}) for number in range(8)}) == 1
+            assert len({server_of(turn(number, 0) | {"prompt_cache_key": "k"}) for number in range(8)}) == 1
+
     @pytest.mark.parametrize("stream", [False, True])
     def test_round_robin_skips_unreachable_servers(self, client, fakes, stream):
         before = counts(fakes)
