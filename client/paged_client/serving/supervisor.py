@@ -22,7 +22,6 @@ from paged_client.types import PagedError
 
 POLL_SECONDS = 0.2  # time between two looks at the processes
 STUB_NAME = "triton_python_b"  # triton_python_backend_stub, as the kernel shortens it
-
 STUB_HANGS = "is not healthy"  # in tritonserver's error for a request to a process that does not react
 
 Create = Callable[[Mapping[str, str], bool], TritonServer]
@@ -42,7 +41,8 @@ class RestartPolicy:
     def delay(self, failures: int) -> float:
         """Return the delay before a restart. failures: number of servers in a row that failed before they were healthy
         for long enough, with this one."""
-        return min(self.longest_delay, self.first_delay * 2 ** (failures - 1))
+        doublings = min(failures - 1, 32)  # the largest float would not hold all of a long series
+        return min(self.longest_delay, self.first_delay * 2**doublings)
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,11 @@ class Supervisor:
 
     def _end_server(self, *, kill: bool) -> None:
         """Stop the current server. kill: without waiting for its requests, which have failed or cannot end."""
-        server, self.server = self.server, None
-        if server:
+        if self.server:
             if kill:
-                server.kill()
-            server.stop()
+                self.server.kill()
+            self.server.stop()
+        self.server = None  # not earlier: a second signal kills the server that is being stopped
 
     def _watch(self, server: TritonServer) -> Failure | None:
         """Wait until the server fails, and return why; None if it was stopped."""

@@ -9,11 +9,12 @@ import sys
 import threading
 import urllib.request
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from paged_client.serving.ports import choose_ports
-from paged_client.serving.supervisor import RestartPolicy
+from paged_client.serving.supervisor import RestartPolicy, Supervisor
 from tests.support.processes import children, needs_server
 from tests.support.waiting import until
 
@@ -196,3 +197,16 @@ def test_a_first_start_that_fails_is_not_repeated(repository, tmp_path):
 def test_delays_grow_up_to_a_limit():
     policy = RestartPolicy(first_delay=1, longest_delay=60)
     assert [policy.delay(failures) for failures in (1, 2, 3, 7, 100)] == [1, 2, 4, 60, 60]
+    assert RestartPolicy().delay(5000) == 60
+
+
+def test_a_second_signal_finds_the_server_that_is_being_stopped():
+    found = []
+    stopping = threading.Event()
+    server = Mock(stop=lambda: found.append(supervisor.server))
+    server.wait_ready.side_effect = lambda progress: stopping.set()
+    supervisor = Supervisor(lambda environment, append: server, Mock(), RestartPolicy(), stopping, str)
+    supervisor._watch = lambda server: None
+    supervisor.run()
+    assert found == [server]
+    assert supervisor.server is None
