@@ -55,7 +55,13 @@ class MergedStream:
     def __init__(self, servers: Servers, requests: Sequence[EngineRequest], request_id: str, *, samples: int) -> None:
         self._requests = requests
         self._samples = samples
-        self._streams = [_stream(servers, request, engine_id) for request, engine_id in _with_ids(requests, request_id)]
+        self._streams: list[FailoverStream] = []
+        try:
+            for request, engine_id in _with_ids(requests, request_id):
+                self._streams.append(_stream(servers, request, engine_id))
+        except BaseException:
+            self.cancel()
+            raise
         self._deltas = self._merge() if len(requests) > 1 else self._deltas_of(0)
 
     def __aiter__(self) -> AsyncIterator[Delta]:

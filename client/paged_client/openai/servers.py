@@ -189,7 +189,11 @@ class FailoverStream:
     def __init__(self, create: Callable[[AsyncClient], AsyncStream], attempts: Attempts) -> None:
         self._create = create
         self._attempts = attempts
-        self._stream = create(attempts.client)
+        try:
+            self._stream = create(attempts.client)
+        except BaseException:
+            attempts.close()
+            raise
         self._has_output = False
         self._cancelled = False
 

@@ -1,10 +1,15 @@
 """Which server a request goes to."""
 
+import asyncio
 from collections import Counter
 
 import pytest
 
+from paged_client.openai.engine_calls import MergedStream
+from paged_client.openai.errors import ApiError
 from paged_client.openai.routing import AVOID_SECONDS, LOAD_FACTOR, PROMPT_CHARS, HashRing, Router, prompt_key
+from paged_client.openai.servers import Servers
+from paged_client.openai.translation import EngineRequest
 
 NAMES = [f"server-{index}:8001" for index in range(4)]
 KEYS = [str(number) for number in range(4000)]
@@ -82,3 +87,16 @@ def test_key_of_a_text_is_its_beginning():
     assert prompt_key(text + "b", None) == prompt_key(text + "c", None)
     assert prompt_key("b" + text, None) != prompt_key("c" + text, None)
     assert prompt_key([1, 2, 3], None) != prompt_key([1, 2, 4], None)
+
+
+def test_a_request_that_cannot_be_sent_is_not_counted_as_open():
+    """Neither are the other prompts of the same request."""
+
+    async def send() -> None:
+        async with Servers(["localhost:1", "localhost:2"], "m", is_fixed=True) as servers:
+            valid, invalid = (EngineRequest(prompt, None, {}) for prompt in ("a", "\ud800"))
+            with pytest.raises(ApiError):
+                MergedStream(servers, [valid, invalid], "id", samples=1)
+            assert servers._router._num_open == [0, 0]
+
+    asyncio.run(send())
