@@ -62,6 +62,13 @@ def _sum(query: str, by: str) -> str:
     return f"sum by ({by}) ({query})" if by else f"sum({query})"
 
 
+def filled_in(query: str, window: str) -> str:
+    """Return a query with the values that Grafana puts in, for all models and servers. window: time of a rate."""
+    for variable, value in {"$__rate_interval": window, "$model": ".+", "$instance": ".+"}.items():
+        query = query.replace(variable, value)
+    return query
+
+
 def _series(metric: str, labels: str) -> str:
     return f"{metric}{{{','.join(filter(None, (SERIES, labels)))}}}"
 

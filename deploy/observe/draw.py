@@ -22,7 +22,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from deploy.observe.dashboards import COLUMNS, DASHBOARDS, Dashboard, Panel
+from deploy.observe.dashboards import COLUMNS, DASHBOARDS, Dashboard, Panel, filled_in
 
 SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -59,13 +59,10 @@ def draw(dashboard: Dashboard, url: str, *, seconds: float, step: float, window:
     figure, axes = plt.subplots(rows, COLUMNS, figsize=(13, 2.6 * rows), squeeze=False, layout="constrained")
     figure.suptitle(dashboard.title)
     now = time.time()
-    values = {"$__rate_interval": window, "$model": ".+", "$instance": ".+"}
     for panel, ax in zip(dashboard.panels, axes.flat, strict=False):
         series: list[tuple[str, list[float], list[float]]] = []
         for legend, query in panel.queries.items():
-            for variable, value in values.items():
-                query = query.replace(variable, value)
-            for one in read(url, query, end=now, seconds=seconds, step=step):
+            for one in read(url, filled_in(query, window), end=now, seconds=seconds, step=step):
                 name = re.sub(r"{{(\w+)}}", lambda label, one=one: one["metric"].get(label[1], ""), legend)
                 points = [(float(at) - now, float(value)) for at, value in one["values"]]
                 series.append((name, [at for at, _ in points], [value for _, value in points]))

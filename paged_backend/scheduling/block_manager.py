@@ -40,7 +40,7 @@ class BlockManager:
         host: BlockPool | None = None,
         listener: IndexListener | None = None,
     ):
-        """caching: whether prefixes are cached. host: the pool on the host, if there is one. listener: is told of
+        """caching: whether prefixes are cached. host: the pool on the host, if there is one. listener: receives
         every content that is cached on the device, or dropped there."""
         assert num_blocks >= 1 and block_size >= 1, (num_blocks, block_size)
         self.num_blocks = num_blocks

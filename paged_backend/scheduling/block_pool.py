@@ -32,7 +32,7 @@ class BlockPool:
         listener: IndexListener | None = None,
     ):
         """caching: whether contents are kept for the prefix cache. on_evict: called with a cached block before its
-        content is dropped. listener: is told of every content that is cached or dropped."""
+        content is dropped. listener: receives every content that is cached or dropped."""
         assert num_blocks >= 1, num_blocks
         self.num_blocks = num_blocks
         self.caching = caching

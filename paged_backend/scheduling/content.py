@@ -120,7 +120,7 @@ class Contents:
 
 
 class IndexListener(Protocol):
-    """Is told of the changes of a pool's index."""
+    """Receives the changes of a pool's index."""
 
     def stored(self, entry: Entry) -> None: ...
     def removed(self, entry: Entry) -> None: ...
@@ -130,7 +130,7 @@ class PrefixIndex:
     """The cached contents of one pool: its blocks by entry and by parent. All entries come from one `Contents`."""
 
     def __init__(self, listener: IndexListener | None = None) -> None:
-        """listener: is told of every content that is added or removed."""
+        """listener: receives every content that is added or removed."""
         self._listener = listener
         self._entries: dict[int, Entry] = {}
         self._blocks: dict[Entry, int] = {}

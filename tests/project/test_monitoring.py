@@ -8,7 +8,7 @@ import threading
 import pytest
 import yaml
 
-from deploy.observe.dashboards import DASHBOARDS, DIRECTORY, to_json
+from deploy.observe.dashboards import DASHBOARDS, DIRECTORY, filled_in, to_json
 from paged_client import Client
 from paged_client.serving.tritonserver import TritonServer
 from tests.support.processes import needs_server
@@ -16,8 +16,6 @@ from tests.support.prometheus import OBSERVE, ROOT, find_program, running_promet
 from tests.support.waiting import until
 
 needs_prometheus = pytest.mark.skipif(not find_program("prometheus"), reason="no Prometheus; .ci/run unpacks it")
-# What Grafana replaces in the queries.
-VARIABLES = {"$__rate_interval": "2m", "$model": ".+", "$instance": ".+"}
 OPTIONS = {
     **{"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 4},
     **{"num_speculative_tokens": 2, "swap_space": "1MiB", "preemption_mode": "swap"},
@@ -61,9 +59,7 @@ def prometheus(tiny, tmp_path_factory):
 @needs_prometheus
 @pytest.mark.parametrize("name", QUERIES)
 def test_every_query_of_a_panel_returns_data(prometheus, name):
-    query = QUERIES[name]
-    for variable, value in VARIABLES.items():
-        query = query.replace(variable, value)
+    query = filled_in(QUERIES[name], "2m")
     assert "$" not in query
     until(lambda: prometheus.values(query), f"data of {query}")
 

@@ -96,7 +96,7 @@ class Launched:
         return pid
 
     def restarts(self):
-        """The metric of restarts, by reason, without those that did not happen."""
+        """The numbers of restarts by reason; reasons with 0 are left out."""
         with urllib.request.urlopen(f"http://localhost:{self.ports[2]}/metrics") as reply:
             found = re.findall(r'^paged_restarts_total\{.*reason="(\w+)".*\} (\d+)$', reply.read().decode(), re.M)
         return {reason: int(count) for reason, count in found if int(count)}
