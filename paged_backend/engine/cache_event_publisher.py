@@ -3,12 +3,15 @@
 A message has three parts: the topic, the sequence number of the batch (8 bytes, big-endian), and the batch in msgpack:
 
     [timestamp, [event, ...], data_parallel_rank]
-    ["BlockStored", block hashes, hash of the block before them or nil, token ids, block size, LoRA id or nil, medium]
+    ["BlockStored", block hashes, hash of the block before them or nil, token ids, block size, LoRA id or nil, medium,
+     LoRA name or nil]
     ["BlockRemoved", block hashes, medium]
     ["AllBlocksCleared"]
 
 A subscriber that misses a number sends it to `replay_endpoint` (parts: empty, number) and gets the batches from there
-on (parts: empty, number, batch), and at last the number -1 with an empty batch.
+on (parts: empty, number, batch), and at last the number -1 with an empty batch. vLLM counts from 0; here the first
+number is the time in microseconds, so that a subscriber notices when the engine has been restarted: the numbers go on,
+with a gap.
 See vllm/distributed/kv_events.py and vllm/config/kv_events.py of vLLM.
 """
 
@@ -69,7 +72,7 @@ class CacheEventPublisher:
             raise
         self._batches: Queue[tuple[float, list[CacheEvent]] | None] = Queue(config.max_queue_size)
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
-        self._sequence = 0
+        self._sequence = time.time_ns() // 1000
         self._next_warning = 0.0
         self._thread = threading.Thread(target=self._run, name="cache events", daemon=True)
         self._thread.start()
@@ -163,16 +166,18 @@ def _event(events: Sequence[CacheEvent], block_size: int) -> list[Any]:
     parent = first.entry.parent
     tokens = [token for event in events for token in event.entry.tokens]
     before = None if isinstance(parent, Origin) else _hash(parent)
-    return ["BlockStored", hashes, before, tokens, block_size, _lora_id(first.entry), first.medium]
+    adapter = _adapter(first.entry)
+    lora = (int.from_bytes(adapter[:4], "big"), adapter.hex()) if adapter else (None, None)
+    return ["BlockStored", hashes, before, tokens, block_size, lora[0], first.medium, lora[1]]
 
 
 def _hash(entry: Entry) -> int:
     return int.from_bytes(entry.key, "big") & ((1 << HASH_BITS) - 1)
 
 
-def _lora_id(entry: Entry) -> int | None:
-    """Return a number that identifies the adapter of a block; None without one."""
+def _adapter(entry: Entry) -> bytes:
+    """Return the digest of the adapter of a block; empty without one."""
     parent = entry.parent
     while isinstance(parent, Entry):
         parent = parent.parent
-    return int.from_bytes(parent.adapter[:4], "big") if parent.adapter else None
+    return parent.adapter

@@ -73,6 +73,7 @@ def entries(count, adapter=b""):
 
 def test_batches_have_the_format_of_vllm(published):
     events, publisher, subscriber = published
+    start = min(subscriber.replay(0))
     first, second, third = entries(3)
     device = events.listener(DEVICE)
     for entry in (first, second):
@@ -83,17 +84,29 @@ def test_batches_have_the_format_of_vllm(published):
     device.removed(first)
     device.stored(third)
     publisher.publish()
-    while len(batches := subscriber.replay(0)) < 3:
+    while len(found := subscriber.replay(0)) < 3:
         pass
+    batches = {number - start: batch for number, batch in found.items()}
     assert batches[0][1] == [["AllBlocksCleared"]]
     hashes = [int.from_bytes(entry.key[-8:], "big") for entry in (first, second, third)]
-    assert batches[1][1] == [["BlockStored", hashes[:2], None, [0, 100, 1, 101], 2, None, "GPU"]]
+    assert batches[1][1] == [["BlockStored", hashes[:2], None, [0, 100, 1, 101], 2, None, "GPU", None]]
     assert batches[2][1] == [
         ["BlockRemoved", [hashes[1], hashes[0]], "GPU"],
-        ["BlockStored", [hashes[2]], hashes[1], [2, 102], 2, None, "GPU"],
+        ["BlockStored", [hashes[2]], hashes[1], [2, 102], 2, None, "GPU", None],
     ]
     assert batches[1][0] <= batches[2][0] and batches[1][2] == 0
-    assert list(subscriber.replay(2)) == [2]
+    assert list(subscriber.replay(start + 2)) == [start + 2]
+
+
+def test_the_numbers_of_a_restarted_publisher_are_higher(published):
+    _, publisher, subscriber = published
+    before = max(subscriber.replay(0))
+    publisher.close()
+    places = endpoints()
+    restarted = CacheEventPublisher(KvEventsConfig(**OPTIONS, **places), CacheEvents(), block_size=2)
+    with Subscriber(**places) as other:
+        assert min(other.replay(before)) > before + 1
+    restarted.close()
 
 
 def test_subscribers_get_numbered_messages(published):
@@ -114,13 +127,14 @@ def test_subscribers_get_numbered_messages(published):
     assert msgpack.unpackb(payload) == subscriber.replay(0)[int.from_bytes(number, "big")]
 
 
-def test_blocks_of_an_adapter_have_its_number(published):
+def test_blocks_of_an_adapter_have_its_number_and_a_name(published):
     events, publisher, subscriber = published
     events.listener(DEVICE).stored(entries(1, b"\0\0\1\2rest")[0])
     publisher.publish()
-    while len(batches := subscriber.replay(1)) < 1:
+    while len(batches := subscriber.replay(0)) < 2:
         pass
-    assert batches[1][1][0][5] == 258
+    (event,) = batches[max(batches)][1]
+    assert (event[5], event[7]) == (258, b"\0\0\1\2rest".hex())
 
 
 def test_an_engine_publishes_what_it_caches(tiny):
@@ -129,8 +143,9 @@ def test_an_engine_publishes_what_it_caches(tiny):
     with Subscriber(**places) as subscriber:
         with running(assembly) as engine:
             engine.generate([list(range(10, 19))], max_tokens=4)
-            while not (batches := subscriber.replay(1)):
+            while len(batches := subscriber.replay(0)) < 2:
                 pass
+        del batches[min(batches)]  # AllBlocksCleared
         stored = [event for _, events, _ in batches.values() for event in events]
         assert {event[0] for event in stored} == {"BlockStored"}
         assert stored[0][3][:8] == list(range(10, 18))

@@ -103,6 +103,15 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="how to choose one of several servers: by the beginning of the prompt, so that its prefix cache has it,"
         " unless that server has more than its share of the open requests; or in turn (default: prefix)",
     )
+    add(
+        "--kv-events",
+        action="append",
+        default=[],
+        metavar="EVENTS,REPLAY",
+        help="ZeroMQ endpoints where a server publishes its KV cache events and sends past ones (kv_events_config), so"
+        " that requests go to the server that has cached most of their prompt; once for each --url, in their order;"
+        " needs --tokenizer and the extra 'routing'",
+    )
     add("--access-log", action="store_true", help="log each request to standard error as a line of JSON")
     parser.set_defaults(run=openai)
 
@@ -128,4 +137,5 @@ def openai(args: argparse.Namespace) -> int:
         access_log=args.access_log,
         retry_seconds=args.retry_seconds,
         routing=args.routing,
+        kv_events=args.kv_events,
     )

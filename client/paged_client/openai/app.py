@@ -22,8 +22,9 @@ from paged_client.openai.answers import ChatResponseBuilder, CompletionResponseB
 from paged_client.openai.chat_schema import ChatRequest
 from paged_client.openai.chat_template import ChatTemplate
 from paged_client.openai.concurrency import ClientDisconnected, run_while_connected
-from paged_client.openai.engine_calls import MergedStream, generate_all
+from paged_client.openai.engine_calls import MergedStream, generate_all, with_routes
 from paged_client.openai.errors import ApiError
+from paged_client.openai.kv_index import KvIndex
 from paged_client.openai.models import ServedModels
 from paged_client.openai.servers import Servers
 from paged_client.openai.streaming import EventStream
@@ -77,6 +78,7 @@ class Settings:
         access_log: called with a line for each request; None disables the log.
         retry_seconds: time for which a request without output is tried again while all servers fail.
         routing: how servers are chosen, one of routing.POLICIES.
+        index: knows what each server has cached; None: nobody does.
     """
 
     urls: Sequence[str | None]
@@ -89,6 +91,7 @@ class Settings:
     access_log: Callable[[str], object] | None
     retry_seconds: float = 0.0
     routing: str = "prefix"
+    index: KvIndex | None = None
 
 
 class Gateway:
@@ -102,6 +105,7 @@ class Gateway:
             is_fixed=settings.is_model_fixed,
             retry_seconds=settings.retry_seconds,
             routing=settings.routing,
+            index=settings.index,
         )
         self._models = ServedModels(self._servers)
         self.metrics = metrics.Metrics()
@@ -154,10 +158,9 @@ class Gateway:
         engine_requests: Sequence[EngineRequest],
         builder: ResponseBuilder,
     ) -> Response:
-        context, route = _trace_context(request), request.headers.get("X-Session-Id") or body.prompt_cache_key
-        engine_requests = [
-            replace(one, sampling=one.sampling | context, route=route or one.route) for one in engine_requests
-        ]
+        context, key = _trace_context(request), request.headers.get("X-Session-Id") or body.prompt_cache_key
+        engine_requests = [replace(one, sampling=one.sampling | context) for one in engine_requests]
+        engine_requests = await with_routes(self._servers, engine_requests, key)
         try:
             return await self._answer(request, body, engine_requests, builder)
         except ApiError as error:

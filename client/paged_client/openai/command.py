@@ -17,6 +17,7 @@ from paged_client.discovery import DEFAULT_MODEL, find_model
 from paged_client.openai import keys
 from paged_client.openai.app import GatewayLimits, Settings, create_app
 from paged_client.openai.chat_template import ChatTemplate
+from paged_client.openai.kv_index import KvIndex
 from paged_client.openai.servers import FIND_SECONDS
 from paged_client.openai.tool_calls import FORMATS
 from paged_client.openai.tools import detect_format
@@ -46,6 +47,7 @@ def run(
     access_log: bool,
     retry_seconds: float,
     routing: str,
+    kv_events: Sequence[str],
 ) -> int:
     """Serve until Ctrl-C and return the exit code. Raises UsageError for invalid arguments."""
     if tokenizer:  # loading takes several seconds, including the import of transformers
@@ -63,6 +65,16 @@ def run(
         found = find_models(urls or [DEFAULT_URLS["grpc"]])
     except ValueError as error:
         raise UsageError(f"--{error}") from None
+    index = None
+    if kv_events:
+        if template is None:
+            raise UsageError("--kv-events: needs the tokenizer of the model (--tokenizer)")
+        if routing != "prefix" or len(kv_events) != max(1, len(urls)):
+            raise UsageError(f"--kv-events: {len(kv_events)} given; must be one for each --url, with --routing prefix")
+        try:
+            index = KvIndex(kv_events, template.tokenize)
+        except ValueError as error:
+            raise UsageError(f"--{error}") from None
     settings = Settings(
         urls=urls or (None,),
         model=model or found or DEFAULT_MODEL,
@@ -74,6 +86,7 @@ def run(
         access_log=_log_line if access_log else None,
         retry_seconds=retry_seconds,
         routing=routing,
+        index=index,
     )
     try:
         app = create_app(settings)

@@ -11,9 +11,24 @@ from dataclasses import replace
 
 from paged_client.openai.concurrency import cancel_and_wait, gather_or_cancel
 from paged_client.openai.errors import ApiError, from_engine
+from paged_client.openai.routing import Route
 from paged_client.openai.servers import FailoverStream, Servers
 from paged_client.openai.translation import EngineRequest
 from paged_client.types import Completion, Delta, PagedError
+
+
+async def with_routes(
+    servers: Servers, requests: Sequence[EngineRequest], key: str | None = None
+) -> list[EngineRequest]:
+    """Determine what the choice of a server depends on. key: replaces those of the requests."""
+
+    async def route(request: EngineRequest) -> Route:
+        # All servers soon have the system prompts; only more than that is worth leaving the ring's choice for.
+        cached = () if request.is_first_turn else await servers.cached(request.prompt, request.sampling)
+        return Route(key or request.key, cached)
+
+    routes = await gather_or_cancel(map(route, requests))
+    return [replace(request, route=route) for request, route in zip(requests, routes, strict=True)]
 
 
 async def generate_all(servers: Servers, requests: Sequence[EngineRequest], request_id: str) -> list[Completion]:

@@ -1,9 +1,10 @@
-"""Chooses the server of a request: one that has probably cached the beginning of its prompt, and is not overloaded.
+"""Chooses the server of a request: one that has cached the beginning of its prompt, and is not overloaded.
 
 The beginning of the prompt is hashed to a ring of servers (consistent hashing): requests with the same beginning go to
 the same server, and when a server is added or lost, only the requests of that part of the ring move. A server that has
 more than its share of the open requests is passed over (Mirrokni, Thorup and Zadimoghaddam: Consistent Hashing with
-Bounded Loads, 2016).
+Bounded Loads, 2016). If it is known what each server has cached (kv_index.py), a prompt of which a server has cached
+most goes to that server instead.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -23,18 +25,29 @@ LOAD_FACTOR = 1.25  # open requests of a server, as a multiple of the mean, abov
 AVOID_SECONDS = 2.0  # time for which a server that has failed is tried last
 PROMPT_CHARS = 512  # characters of a text prompt, or tokens, that are hashed
 MESSAGE_CHARS = 4096  # characters of a conversation's beginning that are hashed, the last ones
+HELD_SHARE = 0.5  # share of a prompt that a server must have cached to be preferred to the ring's choice
 
 
-def prompt_key(prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None) -> str:
-    """Return the beginning of a prompt that identifies it.
+@dataclass(frozen=True)
+class Route:
+    """What the choice of a request's server depends on."""
 
-    Of a conversation it is everything up to the first message of the user, so that all turns have the same key, and
-    conversations with the same system prompt are spread over the servers.
+    key: str  # requests with the same key should go to the same server
+    cached: Sequence[float] = ()  # share of the prompt that each server has cached; empty: not known
+
+
+def prompt_key(prompt: str | Sequence[int]) -> str:
+    """Return the beginning of a prompt that identifies it."""
+    return str(prompt[:PROMPT_CHARS])
+
+
+def conversation_key(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the beginning of a conversation that identifies it: everything up to the first message of the user.
+
+    All turns have the same key, and conversations with the same system prompt are spread over the servers.
     """
-    if messages is not None:
-        first = next((index for index, one in enumerate(messages) if one.get("role") == "user"), len(messages) - 1)
-        return json.dumps(list(messages[: first + 1]))[-MESSAGE_CHARS:]
-    return str(prompt[:PROMPT_CHARS] if prompt is not None else "")
+    first = next((index for index, one in enumerate(messages) if one.get("role") == "user"), len(messages) - 1)
+    return json.dumps(list(messages[: first + 1]))[-MESSAGE_CHARS:]
 
 
 class HashRing:
@@ -74,19 +87,20 @@ class Router:
         self._num_open = [0] * len(names)
         self._avoid_until = [-math.inf] * len(names)
 
-    def order(self, key: str | None) -> list[int]:
-        """Return the servers to try, the best first. key: identifies the beginning of the prompt; None: any server."""
+    def order(self, route: Route | None) -> list[int]:
+        """Return the servers to try, the best first. None: any server."""
         count = len(self._num_open)
-        if self._ring is None or key is None:
+        if self._ring is None or route is None:
             first = next(self._turn) % count
             servers = [(first + index) % count for index in range(count)]
         else:
-            servers = self._ring.order(key)
+            servers = self._ring.order(route.key)
         now, capacity = self._clock(), math.ceil(LOAD_FACTOR * (sum(self._num_open) + 1) / count)
+        cached = route.cached if route and route.cached else [0.0] * count
 
-        def badness(server: int) -> tuple[bool, bool]:
+        def badness(server: int) -> tuple[bool, bool, float]:
             is_full = self._ring is not None and self._num_open[server] >= capacity
-            return self._avoid_until[server] > now, is_full
+            return self._avoid_until[server] > now, is_full, -cached[server] if cached[server] >= HELD_SHARE else 0.0
 
         return sorted(servers, key=badness)  # a stable sort
 

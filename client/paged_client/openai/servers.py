@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 from paged_client.async_client import AsyncClient
 from paged_client.async_stream import AsyncStream
 from paged_client.discovery import find_model
-from paged_client.openai.routing import Router, prompt_key
+from paged_client.openai.concurrency import cancel_and_wait
+from paged_client.openai.kv_index import KvIndex
+from paged_client.openai.routing import Route, Router
 from paged_client.sync_client import DEFAULT_URLS
 from paged_client.types import Adapter, Completion, Delta, Embedding, PagedError, PoolMap
 
@@ -38,6 +40,7 @@ class Servers:
         is_fixed: whether the user has chosen the name, so that `find_names` does not change it.
         retry_seconds: time for which a request is tried again while all servers fail; 0: each server is tried once.
         routing: one of routing.POLICIES.
+        index: knows what each server has cached; None: nobody does.
 
     Raises ValueError for an invalid URL.
     """
@@ -50,6 +53,7 @@ class Servers:
         is_fixed: bool,
         retry_seconds: float = 0.0,
         routing: str = "prefix",
+        index: KvIndex | None = None,
     ) -> None:
         self._urls = urls
         self._retry_seconds = retry_seconds
@@ -58,11 +62,15 @@ class Servers:
         self._is_fixed = is_fixed
         self._finding = asyncio.Lock()
         self._router = Router([url or DEFAULT_URLS["grpc"] for url in urls], routing)
+        self._index = index
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Servers:
         for client in self._clients:
             await self._open.enter_async_context(client)
+        if self._index is not None:
+            self._open.callback(self._index.close)
+            self._open.push_async_callback(cancel_and_wait, asyncio.ensure_future(self._index.run(self._block_size)))
         return self
 
     async def __aexit__(self, *reason: object) -> None:
@@ -89,10 +97,23 @@ class Servers:
                         self._clients[index] = await self._open.enter_async_context(client)
             return self._names != outdated
 
-    async def generate(self, *, route: str | None = None, **arguments: Any) -> Completion:
-        """Return a completion. route: identifies requests that should go to the same server; by default the beginning
-        of the prompt does."""
-        return await self._call(lambda client: client.generate(**arguments), _key(route, arguments))
+    async def cached(self, prompt: str | Sequence[int] | None, sampling: Mapping[str, Any]) -> Sequence[float]:
+        """Return the share of a prompt that each server has cached; empty if it is not known.
+
+        Args:
+            prompt: text or token ids; None for a conversation whose template the server applies.
+            sampling: sampling parameters, by the engine's names.
+        """
+        if self._index is None or prompt is None or "lora_name" in sampling:  # adapters have caches of their own
+            return ()
+        return await self._index.cached(prompt, special_tokens=sampling.get("add_special_tokens", True))
+
+    async def _block_size(self, server: int) -> int:
+        return (await self._clients[server].pool_map(timeout=FIND_SECONDS)).block_size
+
+    async def generate(self, *, route: Route | None = None, **arguments: Any) -> Completion:
+        """Return a completion. route: determines the server; None: any."""
+        return await self._call(lambda client: client.generate(**arguments), route)
 
     async def embed(self, *arguments: Any, **keywords: Any) -> Embedding:
         return await self._call(lambda client: client.embed(*arguments, **keywords))
@@ -105,12 +126,12 @@ class Servers:
         """Return the adapters of one of the servers. All should have the same."""
         return await self._call(lambda client: client.adapters(timeout=timeout))
 
-    def stream(self, *, route: str | None = None, **arguments: Any) -> FailoverStream:
+    def stream(self, *, route: Route | None = None, **arguments: Any) -> FailoverStream:
         """Return a stream. route: as in `generate`."""
-        return FailoverStream(lambda client: client.stream(**arguments), self._attempts(_key(route, arguments)))
+        return FailoverStream(lambda client: client.stream(**arguments), self._attempts(route))
 
-    async def _call(self, method: Callable[[AsyncClient], Awaitable[T]], key: str | None = None) -> T:
-        attempts = self._attempts(key)
+    async def _call(self, method: Callable[[AsyncClient], Awaitable[T]], route: Route | None = None) -> T:
+        attempts = self._attempts(route)
         try:
             while True:
                 try:
@@ -121,23 +142,21 @@ class Servers:
         finally:
             attempts.close()
 
-    def _attempts(self, key: str | None) -> Attempts:
-        return Attempts(self._clients, self._router, key, self._retry_seconds)
-
-
-def _key(route: str | None, arguments: Mapping[str, Any]) -> str:
-    return route if route is not None else prompt_key(arguments.get("prompt"), arguments.get("messages"))
+    def _attempts(self, route: Route | None) -> Attempts:
+        return Attempts(self._clients, self._router, route, self._retry_seconds)
 
 
 class Attempts:
     """The servers that a request is sent to, one after the other, until `close`."""
 
-    def __init__(self, clients: Sequence[AsyncClient], router: Router, key: str | None, retry_seconds: float) -> None:
+    def __init__(
+        self, clients: Sequence[AsyncClient], router: Router, route: Route | None, retry_seconds: float
+    ) -> None:
         self._clients = clients
         self._router = router
-        self._key = key
+        self._route = route
         self._deadline = time.monotonic() + retry_seconds
-        self._order = router.order(key)
+        self._order = router.order(route)
         self._server: int | None = self._order.pop(0)  # the server that has the request now
         router.open(self._server)
 
@@ -154,7 +173,7 @@ class Attempts:
             if time.monotonic() + PAUSE_SECONDS > self._deadline:
                 return False
             await asyncio.sleep(PAUSE_SECONDS)
-            self._order = self._router.order(self._key)
+            self._order = self._router.order(self._route)
         self._server = self._order.pop(0)
         self._router.open(self._server)
         return True

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from paged_client.openai.chat_schema import ChatMessage, ChatRequest, ToolCall
 from paged_client.openai.chat_template import ChatTemplate
 from paged_client.openai.errors import ApiError
-from paged_client.openai.routing import prompt_key
+from paged_client.openai.routing import Route, conversation_key, prompt_key
 from paged_client.openai.schema import CompletionRequest, GenerateBody, ResponseFormat, SamplingFields
 from paged_client.openai.tool_calls import MISTRAL, ToolCallFormat
 from paged_client.openai.tools import ToolUse
@@ -30,7 +30,9 @@ class EngineRequest:
     sampling: Sampling
     # The request's field names by the engine's, where they differ.
     names: dict[str, str] = field(default_factory=dict)
-    route: str | None = None  # identifies requests that should go to the same server; None: the prompt does
+    key: str = ""  # requests with the same key should go to the same server
+    is_first_turn: bool = False  # whether it is a conversation without an answer of the model
+    route: Route | None = None  # None: any server
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def from_completion(request: CompletionRequest, adapter: str | None) -> list[Eng
     prompts = request.prompts
     fields = ["prompt"] if len(prompts) == 1 else [f"prompt.{index}" for index in range(len(prompts))]
     return [
-        EngineRequest(prompt, None, sampling, names | dict.fromkeys(_PROMPT_FIELDS, field))
+        EngineRequest(prompt, None, sampling, names | dict.fromkeys(_PROMPT_FIELDS, field), prompt_key(prompt))
         for field, prompt in zip(fields, prompts, strict=True)
     ]
 
@@ -74,12 +76,13 @@ async def from_chat(
         sampling.setdefault("skip_special_tokens", False)  # [TOOL_CALLS] is a special token
     sampling.setdefault("max_tokens", None)  # no limit but the context length
     messages = [_message(f"messages.{index}", message) for index, message in enumerate(request.messages)]
+    key, is_first_turn = conversation_key(messages), all(one["role"] != "assistant" for one in messages)
     if template is None:
         more = {"tools": use.prompt_tools or None, "chat_template_kwargs": request.chat_template_kwargs}
         given = {name: value for name, value in more.items() if value is not None}
-        return EngineRequest(None, messages, sampling | given, names)
+        return EngineRequest(None, messages, sampling | given, names, key, is_first_turn)
     prompt = await asyncio.to_thread(template.prompt, messages, use.prompt_tools, request.chat_template_kwargs)
-    return EngineRequest(prompt, None, sampling | {"add_special_tokens": False}, names, prompt_key(None, messages))
+    return EngineRequest(prompt, None, sampling | {"add_special_tokens": False}, names, key, is_first_turn)
 
 
 def _sampling(

@@ -2,22 +2,11 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
-
 from paged_client import cli
 from tests.support.gateway import CHAT, WAIT, error_of, gateway
+from tests.support.tokenizers import TEMPLATE, write_tokenizer
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}<assistant>"
 ENDLESS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
-
-
-def write_tokenizer(directory, template=TEMPLATE):
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "a": 2, "<user>": 3, "<assistant>": 4}, "<unk>"))
-    made = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", unk_token="<unk>")
-    made.chat_template = template
-    made.save_pretrained(directory)
-    return directory
 
 
 def test_prompt_is_rendered_in_the_gateway(tmp_path, fake):

@@ -7,7 +7,16 @@ import pytest
 
 from paged_client.openai.engine_calls import MergedStream
 from paged_client.openai.errors import ApiError
-from paged_client.openai.routing import AVOID_SECONDS, LOAD_FACTOR, PROMPT_CHARS, HashRing, Router, prompt_key
+from paged_client.openai.routing import (
+    AVOID_SECONDS,
+    LOAD_FACTOR,
+    PROMPT_CHARS,
+    HashRing,
+    Route,
+    Router,
+    conversation_key,
+    prompt_key,
+)
 from paged_client.openai.servers import Servers
 from paged_client.openai.translation import EngineRequest
 
@@ -45,7 +54,7 @@ def test_a_server_with_too_many_open_requests_is_passed_over():
     router = Router(NAMES, "prefix")
     opened = Counter()
     for _ in range(100):
-        server = router.order("the same key")[0]
+        server = router.order(Route("the same key"))[0]
         router.open(server)
         opened[server] += 1
         assert opened[server] <= LOAD_FACTOR * (sum(opened.values())) / 4 + 1
@@ -54,39 +63,50 @@ def test_a_server_with_too_many_open_requests_is_passed_over():
         for _ in range(count):
             router.close(server)
     first = HashRing(NAMES).order("the same key")
-    assert router.order("the same key") == first
+    assert router.order(Route("the same key")) == first
+
+
+def test_a_server_that_has_cached_most_of_the_prompt_is_preferred():
+    router = Router(NAMES, "prefix")
+    first = router.order(Route("key"))
+    cached = [0.0] * 4
+    cached[first[3]], cached[first[2]], cached[first[1]] = 0.6, 0.9, 0.49
+    assert router.order(Route("key", cached)) == [first[2], first[3], first[0], first[1]]
+    for _ in range(2):
+        router.open(first[2])
+    assert router.order(Route("key", cached)) == [first[3], first[0], first[1], first[2]], "the holder has too many"
 
 
 def test_a_server_that_failed_is_tried_last_for_a_while():
     now = [100.0]
     router = Router(NAMES, "prefix", clock=lambda: now[0])
-    first = router.order("key")
+    first = router.order(Route("key"))
     router.open(first[0])
     router.close(first[0], failed=True)
-    assert router.order("key") == [*first[1:], first[0]]
+    assert router.order(Route("key")) == [*first[1:], first[0]]
     now[0] += AVOID_SECONDS
-    assert router.order("key") == first
+    assert router.order(Route("key")) == first
 
 
-@pytest.mark.parametrize(("policy", "key"), [("round-robin", "key"), ("prefix", None)])
-def test_servers_in_turn(policy, key):
+@pytest.mark.parametrize(("policy", "route"), [("round-robin", Route("key")), ("prefix", None)])
+def test_servers_in_turn(policy, route):
     router = Router(NAMES, policy)
-    assert [router.order(key)[0] for _ in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert [router.order(route)[0] for _ in range(6)] == [0, 1, 2, 3, 0, 1]
 
 
 def test_key_of_a_conversation_is_its_first_turn():
-    first = prompt_key(None, [SYSTEM, user("One")])
-    assert prompt_key(None, [SYSTEM, user("One"), {"role": "assistant", "content": "x"}, user("Two")]) == first
-    assert prompt_key(None, [SYSTEM, user("Two")]) != first
-    assert prompt_key(None, [{"role": "system", "content": "Other."}, user("One")]) != first
-    assert prompt_key(None, [SYSTEM]) != prompt_key(None, [user("One")])
+    first = conversation_key([SYSTEM, user("One")])
+    assert conversation_key([SYSTEM, user("One"), {"role": "assistant", "content": "x"}, user("Two")]) == first
+    assert conversation_key([SYSTEM, user("Two")]) != first
+    assert conversation_key([{"role": "system", "content": "Other."}, user("One")]) != first
+    assert conversation_key([SYSTEM]) != conversation_key([user("One")])
 
 
 def test_key_of_a_text_is_its_beginning():
     text = "a" * PROMPT_CHARS
-    assert prompt_key(text + "b", None) == prompt_key(text + "c", None)
-    assert prompt_key("b" + text, None) != prompt_key("c" + text, None)
-    assert prompt_key([1, 2, 3], None) != prompt_key([1, 2, 4], None)
+    assert prompt_key(text + "b") == prompt_key(text + "c")
+    assert prompt_key("b" + text) != prompt_key("c" + text)
+    assert prompt_key([1, 2, 3]) != prompt_key([1, 2, 4])
 
 
 def test_a_request_that_cannot_be_sent_is_not_counted_as_open():
