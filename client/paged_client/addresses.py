@@ -1,13 +1,15 @@
-"""Server addresses: checked before they reach a library, which takes many wrong ones for host names."""
+"""Server addresses and headers: checked before they reach a library, which takes many wrong names for host names."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 _HOST_AND_PORT = re.compile(r"(?P<host>[^\s:/@\[\]]+|\[[^\s/@\[\]]+\]):(?P<port>[0-9]{1,5})")
 _GRPC_SCHEME = re.compile(r"(unix|unix-abstract|dns|ipv4|ipv6|vsock|xds):\S")
 _NUM_PORTS = 65536
+_HEADER_NAME, _HEADER_VALUE = re.compile(r"[A-Za-z0-9_.-]+"), re.compile(r"[\x20-\x7e]*")
 _FORM = "HOST:PORT, like localhost:{port}, with a port of 1..65535"
 
 
@@ -42,3 +44,13 @@ def http_base(url: str) -> str:
         form = _FORM.format(port=8000)
         raise ValueError(f"url={url!r}: HTTP takes {form}, or http://HOST or https://HOST with or without a port")
     return base.rstrip("/")
+
+
+def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the headers. Raises ValueError for one that cannot be sent."""
+    for name, value in headers.items():
+        if not _HEADER_NAME.fullmatch(name):
+            raise ValueError(f"headers: the name {name!r} must be letters, digits and any of -_.")
+        if not _HEADER_VALUE.fullmatch(value):
+            raise ValueError(f"headers: the value of {name!r} must be printable ASCII characters")
+    return headers

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from types import TracebackType
 
+from paged_client.addresses import check_headers
 from paged_client.async_conversation import AsyncConversation
 from paged_client.async_stream import AsyncStream, AsyncTransport
 from paged_client.sync_client import DEFAULT_URLS
@@ -31,28 +32,34 @@ from paged_client.wire import (
 )
 
 
-def _transport(url: str, model: str, protocol: str) -> AsyncTransport:
+def _transport(url: str, model: str, protocol: str, headers: Mapping[str, str]) -> AsyncTransport:
     # Imported on use: grpc and aiohttp take longer to import than the rest of the client.
     if protocol == "grpc":
         from paged_client.async_grpc import GrpcTransport
 
-        return GrpcTransport(url, model)
+        return GrpcTransport(url, model, headers)
     from paged_client.async_http import HttpTransport
 
-    return HttpTransport(url, model)
+    return HttpTransport(url, model, headers)
 
 
 class AsyncClient:
     """A client of one served model. It belongs to one event loop and takes any number of concurrent requests.
 
     Args:
-        url, model, protocol: as for Client.
+        url, model, protocol, headers: as for Client.
     """
 
-    def __init__(self, url: str | None = None, model: str = "paged_llm", protocol: str = "grpc") -> None:
+    def __init__(
+        self,
+        url: str | None = None,
+        model: str = "paged_llm",
+        protocol: str = "grpc",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         if protocol not in DEFAULT_URLS:
             raise ValueError(f"protocol={protocol!r}: must be one of {', '.join(DEFAULT_URLS)}")
-        self._transport = _transport(url or DEFAULT_URLS[protocol], model, protocol)
+        self._transport = _transport(url or DEFAULT_URLS[protocol], model, protocol, check_headers(headers or {}))
 
     async def generate(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,9 +18,10 @@ from paged_client.wire import Fields, Values
 class GrpcTransport:
     must_stream = False
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, headers: Mapping[str, str]) -> None:
         self.target = grpc_target(url)
         self._model = model
+        self._metadata = grpc_wire.metadata(headers)
         self._channel: Any = None
         self._stub: Any = None
 
@@ -29,7 +30,7 @@ class GrpcTransport:
 
     def call(self, request: Any, timeout: float | None) -> Any:
         self._connect()
-        return self._stub.ModelStreamInfer(_once(request), timeout=timeout)
+        return self._stub.ModelStreamInfer(_once(request), timeout=timeout, metadata=self._metadata)
 
     def _connect(self) -> None:
         # Not in __init__: a channel belongs to the event loop that it is created in.

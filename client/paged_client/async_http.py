@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,9 @@ from paged_client.wire import Fields, Values
 class HttpTransport:
     must_stream = True
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, headers: Mapping[str, str]) -> None:
         self.url = http_wire.generate_url(url, model)
+        self._headers = {**http_wire.HEADERS, **headers}
         self._session: Any = None
 
     def open(self, values: Values, request_id: str, timeout: float | None) -> HttpResponses:
@@ -33,7 +34,7 @@ class HttpTransport:
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(connector=connector)
         limit = aiohttp.ClientTimeout(total=timeout)
-        return await self._session.post(self.url, data=body, headers=http_wire.HEADERS, timeout=limit)
+        return await self._session.post(self.url, data=body, headers=self._headers, timeout=limit)
 
     async def close(self) -> None:
         if self._session is not None:

@@ -8,6 +8,7 @@ the request, so that the server ends the call after the last response.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -28,6 +29,11 @@ CHANNEL_OPTIONS = (
 _NOT_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution", "Trying to connect")
 _UNKNOWN_MODEL = "Request for unknown model"
 _DATATYPES = {"TYPE_STRING": "BYTES", "TYPE_BOOL": "BOOL", "TYPE_INT32": "INT32"}
+
+
+def metadata(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return headers as gRPC takes them, whose names are in lower case."""
+    return tuple((name.lower(), value) for name, value in headers.items())
 
 
 def infer_request(model: str, values: Values, request_id: str) -> Any:

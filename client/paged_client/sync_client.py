@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 
+from paged_client.addresses import check_headers
 from paged_client.conversation import Conversation
 from paged_client.sync_stream import Stream, Transport
 from paged_client.types import Adapter, Completion, Embedding, PagedError, PoolMap
@@ -31,15 +32,15 @@ from paged_client.wire import (
 DEFAULT_URLS = {"grpc": "localhost:8001", "http": "localhost:8000"}
 
 
-def _transport(url: str, model: str, protocol: str) -> Transport:
+def _transport(url: str, model: str, protocol: str, headers: Mapping[str, str]) -> Transport:
     # Imported on use: grpc takes longer to import than the rest of the client.
     if protocol == "grpc":
         from paged_client.sync_grpc import GrpcTransport
 
-        return GrpcTransport(url, model)
+        return GrpcTransport(url, model, headers)
     from paged_client.sync_http import HttpTransport
 
-    return HttpTransport(url, model)
+    return HttpTransport(url, model, headers)
 
 
 class Client:
@@ -50,12 +51,19 @@ class Client:
             localhost, port 8001 for gRPC and 8000 for HTTP.
         model: name of the model in the model repository.
         protocol: "grpc" or "http".
+        headers: HTTP headers, or gRPC metadata, of every request, for a proxy: such as "authorization".
     """
 
-    def __init__(self, url: str | None = None, model: str = "paged_llm", protocol: str = "grpc") -> None:
+    def __init__(
+        self,
+        url: str | None = None,
+        model: str = "paged_llm",
+        protocol: str = "grpc",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         if protocol not in DEFAULT_URLS:
             raise ValueError(f"protocol={protocol!r}: must be one of {', '.join(DEFAULT_URLS)}")
-        self._transport = _transport(url or DEFAULT_URLS[protocol], model, protocol)
+        self._transport = _transport(url or DEFAULT_URLS[protocol], model, protocol, check_headers(headers or {}))
 
     def generate(
         self,

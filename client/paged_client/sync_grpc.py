@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -16,15 +17,16 @@ from paged_client.wire import Fields, Values
 class GrpcTransport:
     must_stream = False
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, headers: Mapping[str, str]) -> None:
         self._target = grpc_target(url)
         self._channel = grpc.insecure_channel(self._target, grpc_wire.CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._model = model
+        self._metadata = grpc_wire.metadata(headers)
 
     def open(self, values: Values, request_id: str, timeout: float | None) -> GrpcResponses:
         request = grpc_wire.infer_request(self._model, values, request_id)
-        call = self._stub.ModelStreamInfer(iter((request,)), timeout=timeout)
+        call = self._stub.ModelStreamInfer(iter((request,)), timeout=timeout, metadata=self._metadata)
         return GrpcResponses(call, self._target)
 
     def close(self) -> None:

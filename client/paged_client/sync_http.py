@@ -6,7 +6,7 @@ import http.client
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
@@ -19,18 +19,19 @@ from paged_client.wire import Fields, Values
 class HttpTransport:
     must_stream = True
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, headers: Mapping[str, str]) -> None:
         self._url = http_wire.generate_url(url, model)
+        self._headers = {**http_wire.HEADERS, **headers}
 
     def open(self, values: Values, request_id: str, timeout: float | None) -> HttpResponses:
-        return HttpResponses(self._url, http_wire.encode_body(values, request_id), timeout)
+        return HttpResponses(self._url, http_wire.encode_body(values, request_id), timeout, self._headers)
 
     def close(self) -> None:
         """Do nothing: no connection is kept between requests."""
 
 
 class HttpResponses:
-    def __init__(self, url: str, body: bytes, timeout: float | None) -> None:
+    def __init__(self, url: str, body: bytes, timeout: float | None, headers: Mapping[str, str]) -> None:
         self.url = url
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._events: deque[str] = deque()
@@ -41,7 +42,7 @@ class HttpResponses:
         with _transport_errors(self):
             self._connection.connect()
             self._socket = self._connection.sock
-            self._connection.request("POST", urlsplit(url).path, body, http_wire.HEADERS)
+            self._connection.request("POST", urlsplit(url).path, body, headers)
 
     def next(self) -> Fields | None:
         with _transport_errors(self):

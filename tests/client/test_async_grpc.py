@@ -14,7 +14,7 @@ def read(seen, **script):
     """Return the texts of a request's responses, and the error that ended them or None."""
 
     async def inside():
-        transport = GrpcTransport(seen.url, "paged_llm")
+        transport = GrpcTransport(seen.url, "paged_llm", {})
         responses, found = transport.open(request_values("x", None, script, stream=True), "r", WAIT), []
         try:
             while fields := await responses.next():
@@ -43,7 +43,7 @@ def test_responses_up_to_the_end_an_error_or_a_cancellation():
 def test_nothing_is_sent_before_the_first_read():
     """A transport is made before its event loop runs."""
     with SERVERS["grpc"]() as seen:
-        transport = GrpcTransport(seen.url, "paged_llm")
+        transport = GrpcTransport(seen.url, "paged_llm", {})
         transport.open(request_values("x", None, {}, stream=True), "r", WAIT).cancel()
         asyncio.run(transport.close())
         assert seen.requests == []
@@ -51,4 +51,4 @@ def test_nothing_is_sent_before_the_first_read():
 
 def test_an_address_with_a_scheme_is_rejected():
     with pytest.raises(ValueError, match="url='http://x:1'"):
-        GrpcTransport("http://x:1", "m")
+        GrpcTransport("http://x:1", "m", {})

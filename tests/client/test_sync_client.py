@@ -17,9 +17,11 @@ from tests.support.fake_servers import WAIT
         ({"protocol": "tcp"}, "protocol='tcp'"),
         ({"url": "http://localhost:8001"}, "url='http://localhost:8001'"),
         ({"url": "ftp://localhost", "protocol": "http"}, "url='ftp://localhost'"),
+        ({"headers": {"a b": "x"}}, "the name 'a b'"),
+        ({"headers": {"x-id": "é"}}, "the value of 'x-id'"),
     ],
 )
-def test_invalid_url_is_rejected(client, arguments, named):
+def test_invalid_address_is_rejected(client, arguments, named):
     with pytest.raises(ValueError, match=named):
         client(**arguments)
 

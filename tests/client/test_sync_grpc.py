@@ -12,7 +12,7 @@ from tests.support.fake_servers import SERVERS, WAIT
 def open_call():
     """Return a function that sends a request with a script for the fake server."""
     with SERVERS["grpc"]() as seen:
-        transport = GrpcTransport(seen.url, "paged_llm")
+        transport = GrpcTransport(seen.url, "paged_llm", {})
         yield lambda **script: transport.open(request_values("x", None, script, stream=True), "r", WAIT)
         transport.close()
 

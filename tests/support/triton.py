@@ -175,11 +175,13 @@ class RawStream:
 
 
 @contextmanager
-def raw_stream(server: TritonServer, *, strict: bool = False) -> Iterator[RawStream]:
+def raw_stream(
+    server: TritonServer, *, strict: bool = False, headers: dict[str, str] | None = None
+) -> Iterator[RawStream]:
     """Open a stream. strict: ask for gRPC status codes; an error then ends the stream."""
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         stream = RawStream(client)
-        headers = {"triton_grpc_error": "true"} if strict else None
+        headers = (headers or {}) | ({"triton_grpc_error": "true"} if strict else {})
         client.start_stream(lambda result, error: stream.responses.put(read(result, error)), headers=headers)
         try:
             yield stream
