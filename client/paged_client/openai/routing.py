@@ -21,7 +21,8 @@ from typing import Any
 
 POLICIES = ("prefix", "round-robin")
 RING_POINTS = 128  # points of each server on the ring; the parts of servers differ by about 1 / sqrt(RING_POINTS)
-LOAD_FACTOR = 1.25  # open requests of a server, as a multiple of the mean, above which it is passed over
+LOAD_FACTOR = 1.25  # open requests of a server, as a multiple of the mean, above which it is passed over ...
+LOAD_SLACK = 8  # ... if it has more than this above the mean: small differences cost less than an empty cache
 AVOID_SECONDS = 2.0  # time for which a server that has failed is tried last
 PROMPT_CHARS = 512  # characters of a text prompt, or tokens, that are hashed
 MESSAGE_CHARS = 4096  # characters of a conversation's beginning that are hashed, the last ones
@@ -95,7 +96,8 @@ class Router:
             servers = [(first + index) % count for index in range(count)]
         else:
             servers = self._ring.order(route.key)
-        now, capacity = self._clock(), math.ceil(LOAD_FACTOR * (sum(self._num_open) + 1) / count)
+        mean = (sum(self._num_open) + 1) / count
+        now, capacity = self._clock(), math.ceil(max(LOAD_FACTOR * mean, mean + LOAD_SLACK))
         cached = route.cached if route and route.cached else [0.0] * count
 
         def badness(server: int) -> tuple[bool, bool, float]:
