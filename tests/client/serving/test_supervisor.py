@@ -15,6 +15,7 @@ import pytest
 
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.supervisor import RestartPolicy, Supervisor
+from tests.support.faults import inject_into_repository
 from tests.support.processes import children, needs_server
 from tests.support.waiting import until
 
@@ -149,6 +150,19 @@ def test_a_failed_server_is_restarted(launched, fault, reason, message):
     launched.process.send_signal(signal.SIGTERM)
     assert launched.process.wait() == 0
     until(lambda: launched.count("Stopped.") == 1)
+
+
+def test_a_dead_engine_is_restarted(repository, tiny, tmp_path):
+    """The engine itself, whose runner dies in a step."""
+    inject_into_repository(repository, {"dead_engine": 4})
+    made = Launched(repository, tiny[0], tmp_path / "log")
+    try:
+        made.wait_for("Ready.", times=2)
+        answer = r"The engine answers with an error: \w+: the engine (died|has stopped)"
+        assert re.search(answer, "".join(made.output)), made.output
+    finally:
+        made.process.send_signal(signal.SIGTERM)
+        made.process.wait()
 
 
 def test_a_start_that_fails_is_repeated(launched):
