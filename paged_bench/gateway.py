@@ -8,8 +8,6 @@ gateway's CPU time per event and per response is also valid on a busy machine.
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from paged_bench import _http_load
+from paged_bench._gateways import gateway
 from paged_bench._report import Record, added_latency, alternate, arguments, count, parser, publish, ratio
 from paged_bench._server_load import WORDS, LoadResult, cpu_seconds
 from paged_bench._workload import NULL, model_names, model_options
 from paged_client import load
-from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import MODEL_NAME
 from paged_client.serving.tritonserver import TritonServer
 from paged_client.wire import request_values
@@ -32,7 +30,6 @@ PATH = "/v1/completions"
 PROMPT = " ".join(WORDS)
 MIN_REQUESTS = 4  # minimum per run, so that there is a median for a single stream
 NULL_FACTOR = 8  # how many times more tokens the null model generates, so that a run is long enough
-ROOT = Path(__file__).parents[1]
 
 
 class Setup:
@@ -67,21 +64,12 @@ class Setup:
 @contextmanager
 def started(options: dict[str, Any]) -> Iterator[Setup]:
     """Start a server and a gateway."""
-    (port,) = choose_ports(port=0)
-    with TritonServer(options.pop("model"), options) as server:
-        command = [sys.executable, "-m", "paged_client", "openai", "--url", server.grpc_url, "--port", str(port)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
-            try:
-                if not process.stdout or not process.stdout.readline():
-                    raise RuntimeError("the gateway did not start")
-                setup = Setup(server, port, process.pid)
-                for path in (GRPC, GATEWAY):
-                    setup.run(path, 2, 1, 8, stream=True)  # warm up: files and libraries are not cached yet
-                setup.reset()
-                yield setup
-            finally:
-                process.terminate()
-                process.wait()
+    with TritonServer(options.pop("model"), options) as server, gateway([server]) as running:
+        setup = Setup(server, running.port, running.pid)
+        for path in (GRPC, GATEWAY):
+            setup.run(path, 2, 1, 8, stream=True)  # warm up: files and libraries are not cached yet
+        setup.reset()
+        yield setup
 
 
 def latencies(setup: Setup, streams: int, tokens: int, rounds: int) -> list[Record]:
