@@ -80,3 +80,20 @@ def test_a_first_turn_is_hashed(front, servers):
         assert status == 200, answer
         hits += answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert hits == chosen.total() - 2, "each of the two servers computes the system prompt once"
+
+
+def test_a_conversation_continues_after_the_loss_of_its_server(front, servers):
+    """The other server computes it again from its text, once. The last test: it kills one of the servers."""
+    messages = [{"role": "user", "content": PROMPT * 2}]
+    lost = ring_choice(servers, conversation_key(messages))
+    hits = []
+    for turn in range(4):
+        status, answer = front.ask(
+            "/v1/chat/completions", {"model": "paged_llm", "messages": messages, "max_tokens": 1}
+        )
+        assert status == 200, answer
+        hits.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+        if turn == 1:
+            servers[lost][0].kill()
+    assert hits == [False, True, False, True]
