@@ -21,6 +21,7 @@ from paged_backend.api.sizes import Quantity
 log = logging.getLogger("paged_llm")
 
 _LIMITS = {spec.name: spec for spec in fields(InputLimits)}
+_KV_EVENTS = {spec.name: spec for spec in fields(KvEventsConfig)}
 LIMIT_NAMES = tuple(_LIMITS)
 _PREFIX = "limits."
 
@@ -40,7 +41,7 @@ def parse_options(options: Mapping[str, Any], specs: Iterable[Field[Any]]) -> di
     ignored = []
     for name, value in nest_limits(vllm_options.translate(options)).items():
         if name == "limits":
-            values[name] = _parse_limits(value)
+            values[name] = InputLimits(**_parse_group("limits", "limit", _LIMITS, value))
         elif name == "kv_events_config":
             values[name] = _parse_kv_events(value)
         elif name in known:
@@ -103,31 +104,25 @@ def _limits_of(option: str, value: Any) -> Iterator[tuple[str, str, Any]]:
         raise invalid_option(option, value, 'must be an object like {"max_tools": 8}')
 
 
-def _parse_limits(values: Mapping[str, Any]) -> InputLimits:
-    """Raise ConfigError for a limit that is unknown or has an invalid value."""
+def _parse_group(option: str, what: str, specs: Mapping[str, Field[Any]], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an option that has fields of its own. Raises ConfigError for an unknown one.
+
+    what: the name of such a field in errors.
+    """
     for name in values:
-        if name not in LIMIT_NAMES:
-            near = closest_match(name, LIMIT_NAMES)
-            hint = f"did you mean {_PREFIX}{near}?" if near else f"known limits are {', '.join(LIMIT_NAMES)}"
-            raise ConfigError(f"{_PREFIX}{name}: unknown limit; {hint}")
-    given = {name: value for name, value in values.items() if value is not None}
-    return InputLimits(**{name: _parse_value(_LIMITS[name], value) for name, value in given.items()})
+        if name not in specs:
+            near = closest_match(name, specs)
+            hint = f"did you mean {option}.{near}?" if near else f"known {what}s are {', '.join(specs)}"
+            raise ConfigError(f"{option}.{name}: unknown {what}; {hint}")
+    return {name: _parse_value(specs[name], value) for name, value in values.items() if value is not None}
 
 
 def _parse_kv_events(values: Any) -> KvEventsConfig | None:
-    """Raise ConfigError for a field that is unknown or has an invalid value."""
     if values is None:
         return None
     if not isinstance(values, Mapping):
         raise invalid_option("kv_events_config", values, 'must be an object like {"enable_kv_cache_events": true}')
-    known = {spec.name: spec for spec in fields(KvEventsConfig)}
-    for name in values:
-        if name not in known:
-            near = closest_match(name, known)
-            hint = f"did you mean {near}?" if near else f"known fields are {', '.join(known)}"
-            raise ConfigError(f"kv_events_config.{name}: unknown field; {hint}")
-    given = {name: _parse_value(known[name], value) for name, value in values.items() if value is not None}
-    return KvEventsConfig(**given)
+    return KvEventsConfig(**_parse_group("kv_events_config", "field", _KV_EVENTS, values))
 
 
 def _suggest(name: str, options: Iterable[str]) -> str:

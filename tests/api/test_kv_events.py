@@ -30,7 +30,7 @@ def test_fields_are_those_of_vllm():
     ("value", "problem"),
     [
         (3, "kv_events_config=3: must be an object"),
-        ({"endpiont": "x"}, "kv_events_config.endpiont: unknown field; did you mean endpoint"),
+        ({"endpiont": "x"}, "kv_events_config.endpiont: unknown field; did you mean kv_events_config.endpoint"),
         ({"buffer_steps": 0}, "kv_events_config.buffer_steps=0: must be a whole number of at least 1"),
         ({"publisher": "kafka"}, "kv_events_config.publisher=.*must be"),
         ({"topic": 1}, "kv_events_config.topic=1: must be a string"),
