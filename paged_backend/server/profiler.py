@@ -68,7 +68,8 @@ class Profiler:
             self._busy.release()
 
     def _record(self, seconds: float, gpu: _GpuTrace) -> Profile:
-        pid, sampler, server = os.getpid(), StackSampler(os.getpid()), _ServerThreads(os.getppid())
+        pid, server_pid = os.getpid(), os.getppid()
+        sampler, server = StackSampler(pid), _ServerThreads(server_pid)
         steps: list[StepOutput] = []
         self._steps = steps
         began = now = time.monotonic()
@@ -78,7 +79,8 @@ class Profiler:
             now = time.monotonic()
         self._steps = None
         sampler.finish(now * 1e6)
-        events = [*sampler.events, *server.events(began, now), *_step_events(pid, steps)]
+        threads = server.used()
+        events = [*sampler.events, *_thread_events(server_pid, threads, began, now), *_step_events(pid, steps)]
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": "engine"}})
         total = sum(sampler.self_time.values()) or 1
         return {
@@ -89,7 +91,7 @@ class Profiler:
                 for (thread, function), spent in sampler.self_time.most_common(SHOWN_FUNCTIONS)
                 if spent > total / 1e6
             ],
-            "server_threads": server.shares(),
+            "server_threads": threads,
             "trace": {"traceEvents": [*events, *gpu.stop()], "displayTimeUnit": "ms"},
         }
 
@@ -131,33 +133,32 @@ def _step_events(pid: int, steps: list[StepOutput]) -> list[Event]:
     return events
 
 
+def _thread_events(pid: int, threads: list[dict[str, Any]], began: float, ended: float) -> list[Event]:
+    """Return an event for each thread of tritonserver. Its row shows the share of a core, not when."""
+    events: list[Event] = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": "tritonserver"}}]
+    for thread in threads:
+        row = {"pid": pid, "tid": thread["thread"]}
+        events.append({"ph": "M", "name": "thread_name", "args": {"name": thread["name"]}} | row)
+        times = {"ts": began * 1e6, "dur": (ended - began) * 1e6}
+        events.append({"ph": "X", "name": f"{thread['share']:.1%} of a core"} | times | row)
+    return events
+
+
 class _ServerThreads:
-    """The CPU time of tritonserver's threads."""
+    """The CPU time of tritonserver's threads since this object was created."""
 
     def __init__(self, pid: int):
         self._pid = pid
         self._before, self._began = self._read(), time.monotonic()
-        self._shares: dict[int, tuple[str, float]] = {}  # thread -> name and share of a core
 
-    def events(self, began: float, ended: float) -> list[Event]:
-        """Return an event for each thread that has used CPU time. Its row shows the share of a core, not when."""
-        elapsed = time.monotonic() - self._began
+    def used(self) -> list[dict[str, Any]]:
+        """Return the threads that have used CPU time, and the share of a core of each, the busiest first."""
+        elapsed, threads = time.monotonic() - self._began, []
         for thread, (name, ticks) in self._read().items():
-            used = (ticks - self._before.get(thread, (name, 0))[1]) / os.sysconf("SC_CLK_TCK") / elapsed
-            if used > 0:
-                self._shares[thread] = (name, used)
-        events: list[Event] = [{"ph": "M", "name": "process_name", "pid": self._pid, "args": {"name": "tritonserver"}}]
-        for thread, (name, share) in self._shares.items():
-            row = {"pid": self._pid, "tid": thread}
-            events.append({"ph": "M", "name": "thread_name", "args": {"name": name}} | row)
-            label = {"ph": "X", "name": f"{share:.1%} of a core", "ts": began * 1e6, "dur": (ended - began) * 1e6}
-            events.append(label | row)
-        return events
-
-    def shares(self) -> list[dict[str, Any]]:
-        """Return the threads, the busiest first. After `events`."""
-        found = sorted(self._shares.items(), key=lambda one: -one[1][1])
-        return [{"thread": thread, "name": name, "share": share} for thread, (name, share) in found]
+            share = (ticks - self._before.get(thread, (name, 0))[1]) / os.sysconf("SC_CLK_TCK") / elapsed
+            if share > 0:
+                threads.append({"thread": thread, "name": name, "share": share})
+        return sorted(threads, key=lambda thread: -thread["share"])
 
     def _read(self) -> dict[int, tuple[str, int]]:
         """Return the name and the CPU time, in clock ticks, of each thread."""
