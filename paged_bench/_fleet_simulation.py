@@ -1,0 +1,292 @@
+"""Simulates a fleet of replicas in simulated time, each with the real scheduler and block manager but without a model.
+
+A step takes the time that a linear model of its work gives. As long as no prompt has to be computed, no request arrives
+and no reply ends, one step decodes several tokens of each sequence, which the scheduler takes for accepted draft
+tokens. It takes the time of as many steps of one token. What is simplified:
+- The gateway, the network, the tokenizer and the scheduler itself take no time.
+- The router knows at once what a replica has cached.
+- All replies have the length that was drawn for them; steps do not overlap with the work of the CPU.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import statistics
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from paged_backend.api.request import GenerateRequest
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.content import IndexListener
+from paged_backend.scheduling.plan import Plan
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.sequence import Sequence
+from paged_backend.scheduling.step_result import StepResult
+from paged_bench._fleet_routing import CachedBlocks, Policy, make_policy
+from paged_bench._fleet_workload import Conversation, MeanLengths, Turn
+
+BLOCK_SIZE = 16
+MAX_NUM_SEQS = 64
+MAX_NUM_BATCHED_TOKENS = 2048
+WARM_UP = 0.3  # share of the conversations that start before anything is measured
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """The time of a step in seconds, as a linear function of its work."""
+
+    base: float
+    prefill_token: float
+    sequence: float
+    context_token: float  # a token whose keys and values are read
+
+    def decode(self, sequences: int, context: int, tokens: int = 1) -> float:
+        """Return the time of `tokens` steps that decode one token of each sequence. context: tokens of all sequences in
+        the first step."""
+        added = sequences * tokens * (tokens - 1) // 2  # each step reads the tokens of the steps before
+        return tokens * (self.base + self.sequence * sequences) + self.context_token * (tokens * context + added)
+
+    def capacity(self, mean: MeanLengths, num_blocks: int) -> float:
+        """Return the requests per second that a replica with a full batch completes if nothing is cached."""
+        context = mean.prompt + mean.reply / 2
+        batch = max(1, min(MAX_NUM_SEQS, int(num_blocks * BLOCK_SIZE / context)))
+        decode = mean.reply * self.decode(batch, int(batch * context)) / batch
+        return 1 / (decode + mean.prompt * self.prefill_token)
+
+
+# Qwen3-0.6B in bfloat16 on one H100, from the table "Engine" of docs/performance.md:
+# - context_token: 64 requests of 512 + 256 tokens take 3.28 ms per step, 64 of 2,048 + 128 take 6.9 ms;
+# - sequence and base: what is left of those 3.28 ms, and of 1.49 ms for one request of 128 + 256 tokens;
+# - prefill_token: 256 prompts of 512 tokens have their first token after 343 ms at the median.
+# The decode steps of the other rows (16, 256, 1 of 32,000, 8 of 16,000) follow from these within 8%.
+H100_QWEN3 = StepCosts(base=1.476e-3, prefill_token=5.2e-6, sequence=3.6e-6, context_token=38.4e-9)
+NO_COSTS = StepCosts(0, 0, 0, 0)  # each request ends when it arrives
+
+
+@dataclass
+class Totals:
+    """What one replica has done for the requests that are measured."""
+
+    prompt: int = 0  # tokens of prompts
+    cached: int = 0  # tokens of prompts that were found in the cache
+    computed: int = 0  # tokens of prompts and replies that were computed
+    first_tokens: array[float] = field(default_factory=lambda: array("d"))  # seconds from arrival to first token
+
+
+@dataclass(slots=True)
+class Request:
+    """A turn of a conversation, from its arrival to the end of its reply."""
+
+    conversation: Conversation
+    turn: int
+    arrival: float  # seconds
+    is_measured: bool
+
+    @property
+    def lengths(self) -> Turn:
+        return self.conversation.turns[self.turn]
+
+
+class Replica:
+    """One server: a scheduler with its block manager, and the step that it runs.
+
+    Args:
+        listener: receives the contents that are cached and dropped.
+    """
+
+    def __init__(self, num_blocks: int, costs: StepCosts, listener: IndexListener | None = None) -> None:
+        self.scheduler = Scheduler(
+            BlockManager(num_blocks, BLOCK_SIZE, caching=True, listener=listener),
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            preemption="recompute",
+            proposer=self._propose,
+            max_draft_tokens=MAX_NUM_BATCHED_TOKENS,
+            clock=lambda: self._started,
+        )
+        self.totals = Totals()
+        self.ends_at = math.inf  # when the running step ends; infinite if none runs
+        self._costs = costs
+        self._requests: dict[int, Request] = {}
+        self._without_token: set[int] = set()  # keys of the requests that have no token yet
+        self._plan: Plan | None = None  # of the running step
+        self._started = 0.0  # when it started
+        self._tokens = 1  # tokens that it decodes of each sequence
+        self._num_drafts = 0  # draft tokens of each sequence to propose
+        self._work = (0, 0)  # its sequences and their context tokens
+
+    def add(self, key: int, request: Request) -> None:
+        sampling = SamplingParams(max_tokens=request.lengths.reply)
+        prompt = request.conversation.prompt(request.turn)
+        self.scheduler.add(GenerateRequest(key, prompt, sampling, 0, frozenset()))
+        self._requests[key] = request
+        self._without_token.add(key)
+
+    def start_step(self, now: float) -> bool:
+        """Start the next step. Return False if there is nothing to do."""
+        self._started, self.ends_at = now, math.inf
+        self._num_drafts = self._tokens_until_change() - 1
+        self._plan = self.scheduler.schedule()
+        if self._plan is None:
+            assert not self.scheduler.has_work, "no request can run"
+            return False
+        prefill = context = 0
+        for chunk in self._plan.chunks:
+            context += chunk.first_sampled
+            if not chunk.is_decode:
+                prefill += chunk.length
+        self._count_prompts(self._plan)
+        self._tokens = 1 + min(len(chunk.draft_tokens) for chunk in self._plan.chunks)
+        self._work = len(self._plan.chunks), context
+        self.ends_at = now + prefill * self._costs.prefill_token + self._costs.decode(*self._work, self._tokens)
+        return True
+
+    def cut_step(self, now: float) -> bool:
+        """Let a running step that only decodes end after the tokens that it is decoding now. Return whether it ends
+        earlier than without."""
+        for tokens in range(1, self._tokens):
+            ends_at = self._started + self._costs.decode(*self._work, tokens)
+            if ends_at >= now:
+                self._tokens, self.ends_at = tokens, ends_at
+                return True
+        return False
+
+    def end_step(self) -> list[Request]:
+        """Commit the running step and return the requests that have ended."""
+        assert self._plan is not None
+        tokens = [
+            [chunk.sequence.request.prompt_token_ids[-1]] * self._tokens
+            for chunk in self._plan.chunks
+            if chunk.sampled_sequences
+        ]
+        ended = []
+        for delta in self.scheduler.commit(self._plan, StepResult(tokens)):
+            request = self._requests[delta.key]
+            if delta.key in self._without_token:
+                self._without_token.remove(delta.key)
+                if request.is_measured:
+                    self.totals.first_tokens.append(self.ends_at - request.arrival)
+            if request.is_measured:
+                self.totals.computed += len(delta.token_ids)
+            if delta.last:
+                ended.append(self._requests.pop(delta.key))
+        return ended
+
+    def _tokens_until_change(self) -> int:
+        """Return how many tokens of each sequence can be decoded before a prompt has to be computed or a reply ends."""
+        running = self.scheduler.running
+        if self._without_token or not running:
+            return 1
+        left = min(group.request.sampling.max_tokens - group.leader.generated for group in running)
+        return max(1, min(left, MAX_NUM_BATCHED_TOKENS // len(running)))
+
+    def _propose(self, sequence: Sequence, limit: int) -> list[int]:
+        """Propose draft tokens, which stand for further steps."""
+        return [0] * min(limit, self._num_drafts)
+
+    def _count_prompts(self, plan: Plan) -> None:
+        admitted = set(plan.admitted)
+        for chunk in plan.chunks:
+            if not chunk.is_decode and self._requests[chunk.sequence.key].is_measured:
+                self.totals.computed += chunk.length
+                if chunk.sequence.key in admitted:
+                    self.totals.prompt += chunk.sequence.num_prompt
+                    self.totals.cached += chunk.start
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The figures of one simulation. All but the numbers of requests are of the requests that are measured."""
+
+    hit_rate: float  # share of the prompts' tokens that was found in the cache
+    imbalance: float  # tokens that the busiest replica has computed, as a multiple of the mean
+    first_tokens: list[float]  # seconds from arrival to first token
+    num_requests: int
+    num_ended: int
+
+
+class Fleet:
+    """Replicas behind a router, and the conversations that are going on."""
+
+    def __init__(self, num_replicas: int, policy: str, num_blocks: int, costs: StepCosts) -> None:
+        self.now = 0.0
+        cached = CachedBlocks(num_replicas, BLOCK_SIZE)
+        self.replicas = [
+            Replica(num_blocks, costs, listener=cached.listener(index) if policy == "cache-aware" else None)
+            for index in range(num_replicas)
+        ]
+        self._policy: Policy = make_policy(policy, num_replicas, cached, lambda: self.now)
+        self._keys = itertools.count()
+        self._num_ended = 0
+        self._order = itertools.count()  # breaks ties between events of the same time
+        # Events: a request that arrives, or the end of the running step of a replica.
+        self._events: list[tuple[float, int, Request | int]] = []
+
+    def run(self, conversations: Iterator[Conversation], count: int, progress: Callable[[int], None]) -> Outcome:
+        """Simulate the first `count` conversations to their end.
+
+        Requests are measured from the arrival of the first conversation after WARM_UP to that of the last one.
+        progress: called with the number of conversations that have started, after each of them.
+        """
+        started = 0
+        following = itertools.islice(conversations, count)
+        self._add_first_turn(next(following))
+        while self._events:
+            self.now, _, event = heapq.heappop(self._events)
+            if isinstance(event, int):
+                self._end_step(event)
+                continue
+            event.is_measured = WARM_UP * count <= started < count
+            if event.turn == 0:
+                started += 1
+                progress(started)
+                if (conversation := next(following, None)) is not None:
+                    self._add_first_turn(conversation)
+            self._arrive(event)
+        return self._outcome()
+
+    def _add_first_turn(self, conversation: Conversation) -> None:
+        self._push(conversation.start, Request(conversation, 0, conversation.start, is_measured=False))
+
+    def _push(self, time: float, event: Request | int) -> None:
+        heapq.heappush(self._events, (time, next(self._order), event))
+
+    def _arrive(self, request: Request) -> None:
+        index = self._policy.choose(request.conversation, request.turn)
+        replica = self.replicas[index]
+        replica.add(next(self._keys), request)
+        if replica.ends_at == math.inf:
+            self._start_step(index)
+        elif replica.cut_step(self.now):
+            self._push(replica.ends_at, index)
+
+    def _start_step(self, index: int) -> None:
+        if self.replicas[index].start_step(self.now):
+            self._push(self.replicas[index].ends_at, index)
+
+    def _end_step(self, index: int) -> None:
+        replica = self.replicas[index]
+        if replica.ends_at != self.now:
+            return  # the step was cut, or has ended already
+        for request in replica.end_step():
+            self._num_ended += 1
+            self._policy.close(index)
+            if request.turn + 1 < len(request.conversation.turns):
+                arrival = self.now + request.lengths.think
+                self._push(arrival, Request(request.conversation, request.turn + 1, arrival, is_measured=False))
+        self._start_step(index)
+
+    def _outcome(self) -> Outcome:
+        totals = [replica.totals for replica in self.replicas]
+        computed = [one.computed for one in totals]
+        return Outcome(
+            hit_rate=sum(one.cached for one in totals) / sum(one.prompt for one in totals),
+            imbalance=max(computed) / statistics.mean(computed),
+            first_tokens=[seconds for one in totals for seconds in one.first_tokens],
+            num_requests=next(self._keys),
+            num_ended=self._num_ended,
+        )
