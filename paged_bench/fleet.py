@@ -27,7 +27,7 @@ from paged_bench._fleet_workload import MAX_CONTEXT, Workload, mean_lengths, num
 from paged_bench._report import Record, arguments, count, parser, percentile, publish, rate
 
 HARDWARE = "step costs of Qwen3-0.6B on an NVIDIA H100"
-MAX_REPLICAS = 256
+SIZES, MAX_REPLICAS = (4, 16, 64), 256
 MIN_CONVERSATIONS = 20  # for figures after the warm-up
 MIN_BLOCKS = MAX_CONTEXT // BLOCK_SIZE
 MAX_LOAD = 2.0
@@ -94,8 +94,9 @@ def _progress(name: str, conversations: int) -> Callable[[int], None]:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = arguments(_parser(), argv, {"replicas": [4, 16], "conversations": 700})
-    replicas, policies = sorted(set(args.replicas)), [name for name in POLICIES if name in args.policy]
+    args = arguments(_parser(), argv, {"conversations": 700})
+    replicas = sorted(set(args.replicas or SIZES[: 2 if args.quick else None]))
+    policies = [name for name in POLICIES if name in (args.policy or POLICIES)]
     print(f"simulated: {args.conversations:,} conversations each, {args.blocks:,} blocks of {BLOCK_SIZE}; {HARDWARE}")
     records = [
         record
@@ -141,8 +142,8 @@ def _load(text: str) -> float:
 def _parser() -> ArgumentParser:
     made = parser("fleet", __doc__)
     add = made.add_argument
-    sizes = [4, 16, 64]
-    add("--replicas", type=_replicas, nargs="+", default=sizes, metavar="N", help="fleet sizes (default: 4 16 64)")
+    sizes = "fleet size; may be repeated (default: 4, 16 and 64)"
+    add("--replicas", type=_replicas, action="append", metavar="N", help=sizes)
     add(
         "--conversations",
         type=_conversations,
@@ -150,7 +151,7 @@ def _parser() -> ArgumentParser:
         metavar="N",
         help="conversations for each fleet and policy (default: 10000); a million take 1.5 to 2 hours on one core",
     )
-    add("--policy", nargs="+", choices=POLICIES, default=POLICIES, help="routing policies (default: all)")
+    add("--policy", choices=POLICIES, action="append", help="simulate only this one; may be repeated")
     add(
         "--blocks",
         type=_blocks,

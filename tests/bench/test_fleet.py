@@ -7,7 +7,7 @@ from tests.support.records import records_of
 
 
 def run(file, *arguments):
-    sizes = ["--quick", "--replicas", "4", "2", "--conversations", "60", "--blocks", "2048"]
+    sizes = ["--quick", "--replicas", "4", "--replicas", "2", "--conversations", "60", "--blocks", "2048"]
     assert main(["bench", "fleet", *sizes, "--json", str(file), *arguments]) == 0
     return records_of(file)
 
@@ -43,7 +43,7 @@ def test_options_choose_policies_and_seed(tmp_path):
     ("arguments", "message"),
     [
         (["--replicas", "0"], "argument --replicas: '0': must be a whole number of at least 1"),
-        (["--replicas", "4", "257"], "argument --replicas: '257': must be at most 256"),
+        (["--replicas", "4", "--replicas", "257"], "argument --replicas: '257': must be at most 256"),
         (["--conversations", "19"], "argument --conversations: '19': must be at least 20"),
         (["--policy", "random"], "argument --policy: invalid choice: 'random'"),
         (["--blocks", "511"], "argument --blocks: '511': must be at least 512"),
