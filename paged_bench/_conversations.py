@@ -84,8 +84,7 @@ def interleaved(url: str, shape: Shape, count: int, at_once: int, sampling: dict
             for conversation in waiting:
                 turns.append(await conversation.turn(session, url, sampling))
 
-        for turn in range(shape.turns):
-            random.Random(turn).shuffle(conversations)  # else round robin has each at the same server in every turn
+        for _ in range(shape.turns):
             waiting = iter(conversations)
             await asyncio.gather(*(work(waiting) for _ in range(slots)))
         return turns
