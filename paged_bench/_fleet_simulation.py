@@ -62,7 +62,7 @@ class StepCosts:
 # - context_token: 64 requests of 512 + 256 tokens take 3.28 ms per step, 64 of 2,048 + 128 take 6.9 ms;
 # - sequence and base: what is left of those 3.28 ms, and of 1.49 ms for one request of 128 + 256 tokens;
 # - prefill_token: 256 prompts of 512 tokens have their first token after 343 ms at the median.
-# The decode steps of the other rows (16, 256, 1 of 32,000, 8 of 16,000) follow from these within 8%.
+# The decode steps of the other rows (16, 256, 1 of 32,000, 8 of 16,000) follow from these within 8.5%.
 H100_QWEN3 = StepCosts(base=1.476e-3, prefill_token=5.2e-6, sequence=3.6e-6, context_token=38.4e-9)
 NO_COSTS = StepCosts(0, 0, 0, 0)  # each request ends when it arrives
 

@@ -7,9 +7,9 @@ latter uses it from the second turn on. `_fleet_workload.py` has the conversatio
 
 The limit of the hit rate is that of one replica with the blocks of all, which runs each request in no time.
 
-A run of a million conversations takes 1.5 to 2 hours per policy on one core (measured: 150 to 200 conversations per
-second with 4 to 64 replicas). Memory grows with the blocks of all replicas, by about 1 kB for each, and not with the
-number of conversations.
+A run of a million conversations would take 0.9 to 1.8 hours per policy on one core (measured: 150 to 310 conversations
+per second with 4 to 64 replicas). Short runs of large fleets mostly show cold caches. Memory grows with the blocks of
+all replicas, by about 1 kB for each, and not with the number of conversations.
 """
 
 from __future__ import annotations
@@ -147,9 +147,9 @@ def _parser() -> ArgumentParser:
     add(
         "--conversations",
         type=_conversations,
-        default=10_000,
+        default=7500,
         metavar="N",
-        help="conversations for each fleet and policy (default: 10000); a million take 1.5 to 2 hours on one core",
+        help="conversations for each fleet and policy (default: 7500); a million would take 1 to 2 hours on one core",
     )
     add("--policy", choices=POLICIES, action="append", help="simulate only this one; may be repeated")
     add(
