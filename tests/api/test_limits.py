@@ -84,12 +84,13 @@ TESTED_ELSEWHERE = {
 }
 # Options with such names that bound no client input.
 NO_LIMITS = {"max_num_seqs", "max_num_batched_tokens", "max_loras", "max_cpu_loras", "max_lora_rank"}
-# Constants that bound no client input: model and adapter files, batches of rows, pictures, error messages.
+# Constants that bound no client input: files, batches of rows, pictures, error messages, simulated servers.
 CONSTANTS = {
     "MAX_ALPHA", "MAX_ATTEMPTS", "MAX_BATCH_SIZE", "MAX_BYTES", "MAX_CHANGE", "MAX_CONCURRENT_INPUTS", "MAX_DIFFERENCE",
     "MAX_CONFIG_BYTES", "MAX_HEADER_BYTES", "MAX_HEAD_START", "MAX_LAYERS", "MAX_LENGTH", "MAX_MEASURED_ELEMENTS",
     "MAX_PATTERN_CHARS", "MAX_POINTS", "MAX_POSITIONS", "MAX_PREFIX_BYTES", "MAX_PROMPT_ROWS", "MAX_QUEUED_BLOCKS",
     "MAX_LATENCY", "MAX_POLL_SECONDS",
+    "MAX_CONTEXT", "MAX_LOAD", "MAX_NUM_BATCHED_TOKENS", "MAX_NUM_SEQS", "MAX_PROMPTS", "MAX_TURNS",
     "MAX_REASON_CHARS", "MAX_RELATIVE_TIME", "MAX_ROWS", "MAX_SAMPLED_ROWS", "MAX_SCORED", "MAX_SHARING_ROWS",
     "MAX_SHOWN_NAMES", "MAX_STRING", "MAX_TEMPLATE_CHARS", "MAX_TOKENS",
     "_MAX_SHOWN",

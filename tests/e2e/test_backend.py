@@ -134,22 +134,28 @@ def test_vllm_backend_metrics_count_each_request(server):
 
 
 def test_inter_token_latency_has_a_value_per_token(server):
-    """These histograms are reported once a second."""
+    """These histograms are reported once a second, each in several parts, of which its count is the last."""
+    of_steps = ("paged_batch_size", "paged_step_tokens", "vllm:iteration_tokens_total")
+    of_tokens = ("paged_inter_token_latency_seconds", "vllm:inter_token_latency_seconds")
 
-    def reported():
-        """The model's values once all its steps are reported, and until then None."""
+    def is_reported():
         now = samples(server, "of_vllm")
-        steps = now["paged_steps_total", "yes"] + now["paged_steps_total", "no"]
-        return now if steps == now["nv_trt_llm_general_metrics", "iteration_counter"] else None
+        steps = now["nv_trt_llm_general_metrics", "iteration_counter"]
+        later_tokens = now["vllm:generation_tokens_total",] - now["vllm:request_params_n_sum",]  # all but the first
+        return (
+            now["paged_steps_total", "yes"] + now["paged_steps_total", "no"] == steps
+            and all(now[f"{name}_count",] == steps for name in of_steps)
+            and all(now[f"{name}_count",] == later_tokens for name in of_tokens)
+        )
 
-    until(reported)
-    before = reported()
+    until(is_reported)
+    before = samples(server, "of_vllm")
     asked = {"text_input": "a#7z", "max_tokens": 6, "ignore_eos": True, "n": 2}  # no block is cached
     assert post(server, asked, model="of_vllm")[0] == 200
-    until(reported)
-    after = reported()
+    until(is_reported)
+    after = samples(server, "of_vllm")
     grown = {name: value - before.get(name, 0) for name, value in after.items()}
-    for name in ("paged_inter_token_latency_seconds", "vllm:inter_token_latency_seconds"):
+    for name in of_tokens:
         assert grown[f"{name}_count",] == grown[f"{name}_bucket", "+Inf"] == 10  # of each sample all but the first
         assert grown[f"{name}_sum",] > 0
     assert grown["paged_batch_size_count",] == grown["paged_step_tokens_count",] == 6

@@ -52,6 +52,12 @@ def wait_until(condition) -> None:
         pause.wait(0.05)
 
 
+def read_ready(process) -> None:
+    """Wait until the server is ready. Fails with what the launcher wrote if it ends before."""
+    line = process.stdout.readline()
+    assert line.startswith("Ready."), line or process.communicate()[1]
+
+
 def launch_anywhere(launch, **options):
     """Return (process, its ports for HTTP, gRPC and metrics)."""
     http, grpc, metrics = choose_ports(a=0, b=0, c=0)
@@ -85,7 +91,7 @@ def test_serve_prints_endpoints_and_stops_on_ctrl_c(launch):
 def test_ctrl_c_does_not_wait_for_an_idle_grpc_stream(launch):
     """tritonserver itself waits until the client closes its stream."""
     process, _, grpc, _ = launch_anywhere(launch, verbose=True)
-    assert process.stdout.readline().startswith("Ready.")
+    read_ready(process)
     answers = queue.SimpleQueue()
     with grpcclient.InferenceServerClient(f"localhost:{grpc}") as stays:
         stays.start_stream(lambda result, error: answers.put(error))
@@ -101,7 +107,7 @@ def test_ctrl_c_does_not_wait_for_an_idle_grpc_stream(launch):
 def test_ctrl_c_does_not_wait_for_an_idle_http_connection(launch):
     """tritonserver itself waits for the connection, or for its exit timeout, before it unloads models."""
     process, http, _, _ = launch_anywhere(launch, verbose=True)
-    assert process.stdout.readline().startswith("Ready.")
+    read_ready(process)
     stays = HTTPConnection("localhost", http)
     stays.request("GET", "/v2/health/ready")
     assert stays.getresponse().read() == b""
@@ -114,7 +120,7 @@ def test_ctrl_c_does_not_wait_for_an_idle_http_connection(launch):
 @needs_server
 def test_ctrl_c_works_with_closed_standard_error(launch):
     process, *_ = launch_anywhere(launch, verbose=True)
-    assert process.stdout.readline().startswith("Ready.")
+    read_ready(process)
     process.stderr.close()
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
@@ -174,7 +180,7 @@ def test_serve_reports_a_port_in_use(launch):
 @needs_server
 def test_server_exits_when_the_launcher_is_killed(launch):
     process = launch(http_port=0, grpc_port=0, metrics_port=0)
-    assert process.stdout.readline().startswith("Ready.")
+    read_ready(process)
     (server,) = children(process.pid)
     stubs = children(server)
     process.kill()
