@@ -5,12 +5,13 @@ from paged_client.async_stream import AsyncStream
 from paged_client.request_body import http_body
 from paged_client.sync_client import Client
 from paged_client.sync_stream import Stream
-from paged_client.types import Adapter, Completion, Delta, Embedding, PagedError, PoolMap, TokenLogprob
+from paged_client.types import Adapter, Classification, Completion, Delta, Embedding, PagedError, PoolMap, TokenLogprob
 
 __all__ = [
     "Adapter",
     "AsyncClient",
     "AsyncStream",
+    "Classification",
     "Client",
     "Completion",
     "Delta",

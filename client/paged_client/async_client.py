@@ -10,8 +10,9 @@ from types import TracebackType
 from paged_client.addresses import check_headers
 from paged_client.async_conversation import AsyncConversation
 from paged_client.async_stream import AsyncStream, AsyncTransport
+from paged_client.pooling import classification_values, embedding_values, read_classification, read_embedding
 from paged_client.sync_client import DEFAULT_URLS
-from paged_client.types import Adapter, Completion, Embedding, PagedError, PoolMap
+from paged_client.types import Adapter, Classification, Completion, Embedding, PagedError, PoolMap
 from paged_client.wire import (
     ADAPTERS_REQUEST,
     POOL_MAP_REQUEST,
@@ -22,10 +23,8 @@ from paged_client.wire import (
     Values,
     check_request_id,
     check_timeout,
-    embedding_values,
     may_stream,
     read_adapters,
-    read_embedding,
     read_num_stopped,
     read_pool_map,
     request_values,
@@ -118,6 +117,22 @@ class AsyncClient:
     ) -> Embedding:
         """See Client.embed."""
         return read_embedding(await self._ask(embedding_values(input, dimensions, sampling), request_id, timeout))
+
+    async def classify(
+        self,
+        input: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        query: str | None = None,
+        document: str | None = None,
+        use_activation: bool = True,
+        request_id: str = "",
+        timeout: float | None = None,
+        **sampling: object,
+    ) -> Classification:
+        """See Client.classify."""
+        values = classification_values(input, messages, query, document, use_activation, sampling)
+        return read_classification(await self._ask(values, request_id, timeout))
 
     async def _ask(self, values: Values, request_id: str, timeout: float | None) -> Fields | None:
         responses = self._transport.open(values, request_id, check_timeout(timeout))

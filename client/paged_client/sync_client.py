@@ -8,8 +8,9 @@ from types import TracebackType
 
 from paged_client.addresses import check_headers
 from paged_client.conversation import Conversation
+from paged_client.pooling import classification_values, embedding_values, read_classification, read_embedding
 from paged_client.sync_stream import Stream, Transport
-from paged_client.types import Adapter, Completion, Embedding, PagedError, PoolMap
+from paged_client.types import Adapter, Classification, Completion, Embedding, PagedError, PoolMap
 from paged_client.wire import (
     ADAPTERS_REQUEST,
     POOL_MAP_REQUEST,
@@ -20,10 +21,8 @@ from paged_client.wire import (
     Values,
     check_request_id,
     check_timeout,
-    embedding_values,
     may_stream,
     read_adapters,
-    read_embedding,
     read_num_stopped,
     read_pool_map,
     request_values,
@@ -161,6 +160,34 @@ class Client:
             PagedError: the request failed; `code` is the error class.
         """
         return read_embedding(self._ask(embedding_values(input, dimensions, sampling), request_id, timeout))
+
+    def classify(
+        self,
+        input: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        query: str | None = None,
+        document: str | None = None,
+        use_activation: bool = True,
+        request_id: str = "",
+        timeout: float | None = None,
+        **sampling: object,
+    ) -> Classification:
+        """Return the classes of a prompt, from a model that classifies.
+
+        Args:
+            input, messages, query and document: the prompt as text or token ids, or a conversation, or two texts for a
+                model that ranks documents; exactly one of the three.
+            use_activation: whether to return probabilities; otherwise scores.
+            request_id, timeout: as for `stream`.
+            sampling: the parameters that apply: as for `embed`.
+
+        Raises:
+            ValueError: invalid arguments.
+            PagedError: the request failed; `code` is the error class.
+        """
+        values = classification_values(input, messages, query, document, use_activation, sampling)
+        return read_classification(self._ask(values, request_id, timeout))
 
     def _ask(self, values: Values, request_id: str, timeout: float | None) -> Fields | None:
         """Send a request that has exactly one response and return that."""

@@ -88,6 +88,16 @@ class Embedding:
 
 
 @dataclass(frozen=True)
+class Classification:
+    """The classes of a prompt."""
+
+    label: str  # the most likely one
+    probs: tuple[float, ...]  # of all labels; scores with `use_activation=False`
+    num_input_tokens: int  # prompt tokens
+    receipt: Mapping[str, float] | None = field(default=None, compare=False)  # the receipt, as in Completion
+
+
+@dataclass(frozen=True)
 class Adapter:
     """A LoRA adapter that the server lists."""
 

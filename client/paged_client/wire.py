@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from itertools import islice
 from typing import Any, TypeVar
 
-from paged_client.types import Adapter, Completion, Delta, Embedding, Logprobs, PagedError, PoolMap, TokenLogprob
+from paged_client.types import Adapter, Completion, Delta, Logprobs, PagedError, PoolMap, TokenLogprob
 
 # name -> (type, dims), as in model_repository/paged_llm/config.pbtxt.
 INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -35,6 +35,7 @@ INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "adapters": ("TYPE_BOOL", (1,)),
     "stop_request": ("TYPE_BOOL", (1,)),
     "embedding_request": ("TYPE_STRING", (1,)),
+    "classification_request": ("TYPE_STRING", (1,)),
     "stop": ("TYPE_STRING", (-1,)),
     "bad_words": ("TYPE_STRING", (-1,)),
     "choice": ("TYPE_STRING", (-1,)),
@@ -93,7 +94,7 @@ def request_values(
     sampling = {name: value for name, value in sampling.items() if name not in (*inputs, *JSON_INPUTS)}
     values: Values = {
         "stream": stream,
-        "sampling_parameters": _json_object(sampling),
+        "sampling_parameters": json_object(sampling),
         "exclude_input_in_output": True,
         "return_finish_reason": True,
         "return_num_input_tokens": True,
@@ -103,11 +104,11 @@ def request_values(
     if sampling.get("logprobs") is not None:
         values |= {"return_logprobs": True, "return_cumulative_logprob": True}
     for name, value in inputs.items():
-        values[name] = _input_value(name, value)
+        values[name] = input_value(name, value)
     if messages is not None:
         values["messages"] = _json("messages", messages)
     elif prompt is None or isinstance(prompt, str):
-        values["text_input"] = _check_text("prompt", prompt)
+        values["text_input"] = check_text("prompt", prompt)
     else:
         values["input_ids"] = _token_ids(prompt)
     return values | {name: _json(name, value) for name, value in in_json.items()}
@@ -123,7 +124,7 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
     return ids
 
 
-def _input_value(name: str, value: object) -> str | bool | int:
+def input_value(name: str, value: object) -> str | bool | int:
     if name == "sequence_id":
         if isinstance(value, bool) or not (isinstance(value, str) or (isinstance(value, int) and 0 < value < 2**63)):
             raise ValueError(f"{name}={value!r}: must be a string, or a whole number in 1..{2**63 - 1}")
@@ -133,40 +134,6 @@ def _input_value(name: str, value: object) -> str | bool | int:
     elif not isinstance(value, bool):
         raise ValueError(f"{name}={value!r}: must be True or False")
     return value
-
-
-def embedding_values(text: str | Sequence[int], dimensions: int | None, sampling: Mapping[str, object]) -> Values:
-    """Return the inputs of an embedding request. Raises ValueError as `request_values` does."""
-    prompt = _check_text("input", text) if isinstance(text, str) else [_index("input", one) for one in text]
-    pooling = {} if dimensions is None else {"dimensions": [_index("dimensions", dimensions)]}
-    context = {name: _input_value(name, sampling[name]) for name in TRACE_CONTEXT if name in sampling}
-    sampling = {name: value for name, value in sampling.items() if name not in context}
-    return {
-        "embedding_request": json.dumps({"input": prompt, "pooling_params": pooling}, ensure_ascii=False),
-        "sampling_parameters": _json_object(sampling),
-        "return_num_input_tokens": True,
-        "return_receipt": True,
-        **context,
-    }
-
-
-def _index(name: str, value: object) -> int:
-    """Return an integer, which may be a NumPy integer, as int. Raises ValueError that names the argument."""
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{name}={value!r}: must be a whole number") from None
-
-
-def read_embedding(response: Fields | None) -> Embedding:
-    """Parse the response of an embedding request. Raises PagedError if it is malformed."""
-    try:
-        fields = response or {}
-        values = tuple(map(float, json.loads(str(fields["text_output"][0]))))
-        receipts = [json.loads(str(one)) for one in fields.get("receipt", [])]
-        return Embedding(values, int(fields["num_input_tokens"][0]), *receipts)
-    except (LookupError, TypeError, ValueError) as error:
-        raise PagedError("INTERNAL", f"the server sent no embedding: {type(error).__name__}: {error}") from None
 
 
 POOL_MAP_REQUEST: Values = {"pool_map": True}
@@ -213,7 +180,7 @@ def read_adapters(response: Fields | None) -> tuple[Adapter, ...]:
         raise PagedError("INTERNAL", reason) from None
 
 
-def _json_object(sampling: Mapping[str, object]) -> str:
+def json_object(sampling: Mapping[str, object]) -> str:
     return "{" + ", ".join(f"{json.dumps(key)}: {_json(key, value)}" for key, value in sampling.items()) + "}"
 
 
@@ -222,10 +189,10 @@ def _json(name: str, value: object) -> str:
         text = json.dumps(value, ensure_ascii=False)
     except TypeError as error:
         raise ValueError(f"{name}={value!r}: {error}") from None
-    return _check_text(name, text)
+    return check_text(name, text)
 
 
-def _check_text(name: str, text: object) -> str:
+def check_text(name: str, text: object) -> str:
     if not isinstance(text, str):
         raise ValueError(f"{name}={text!r}: must be a string")
     try:

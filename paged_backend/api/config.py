@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from paged_backend.api.options import (
     quantization,
     ratio,
     text,
+    two_tokens,
     validate,
 )
 from paged_backend.api.sizes import count, in_bytes, in_gib, in_mib
@@ -65,6 +66,20 @@ class EngineConfig:
     )
     tokenizer: str | None = option(
         text, "Tokenizer directory or name on the hub. Default: the model's.", None, optional=True
+    )
+    chat_template: str | None = option(
+        text,
+        "Jinja template for `messages`, or the path of a file with one, instead of the tokenizer's. For a model that"
+        " ranks documents, it also gets the query and the document, as messages with these roles.",
+        None,
+        optional=True,
+    )
+    classifier_from_token: Sequence[str] | None = option(
+        two_tokens,
+        'Classify with the logits of two tokens, such as `["no", "yes"]`: the score of a prompt is the probability of'
+        " the second one to follow it.",
+        None,
+        optional=True,
     )
     revision: str | None = option(
         text, "Branch, tag or commit of a model on the hub. Default: its main branch.", None, optional=True

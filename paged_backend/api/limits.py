@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from paged_backend.api.errors import invalid_argument
 from paged_backend.api.options import integer, option, validate
@@ -20,6 +22,16 @@ class EmbeddingSpec:
 
     size: int
     dimensions: Sequence[int] = ()  # sizes to which embeddings may be cut (Matryoshka embeddings)
+
+
+@dataclass(frozen=True)
+class ClassificationSpec:
+    """How a model classifies prompts."""
+
+    labels: tuple[str, ...]
+    activation: Literal["softmax", "sigmoid", "none"]  # what makes probabilities of the scores
+    weight: np.ndarray = field(repr=False, compare=False)  # [num_labels, hidden_size] float32
+    renders_pairs: bool = False  # whether the chat template is made for messages with the roles query and document
 
 
 def limit(default: int, help: str, low: int = 1) -> Any:
@@ -125,5 +137,7 @@ class EngineLimits:
     block_size: int
     max_num_seqs: int
     embedding: EmbeddingSpec | None = None  # None: the model has no embeddings
+    classification: ClassificationSpec | None = None  # None: the model does not classify
+    generates: bool = True  # False: the model only classifies
     input_limits: InputLimits = InputLimits()
     sampling_defaults: SamplingDefaults = SamplingDefaults()

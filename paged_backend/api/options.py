@@ -82,6 +82,11 @@ def text(value: Any) -> str | None:
     return None if isinstance(value, str) and value else "must be a non-empty string"
 
 
+def two_tokens(value: Any) -> str | None:
+    is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(text(one) is None for one in value)
+    return None if is_pair else 'must be a list of two tokens like ["no", "yes"]'
+
+
 def http_url(value: Any) -> str | None:
     is_url = isinstance(value, str) and re.fullmatch(r"https?://[^/\s]+\S*", value)
     return None if is_url else "must be a URL that begins with http:// or https://"

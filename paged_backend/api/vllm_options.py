@@ -160,11 +160,11 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
         },
     ),
     (
-        "a model generates text and embeddings; leave it out",
+        "a model generates text and embeddings, or classifies if its files have a head for it; leave it out",
         {
             "runner": ("auto", "generate", "pooling"),
-            "convert": ("auto", "none", "embed"),
-            "task": ("auto", "generate", "embed", "embedding"),
+            "convert": ("auto", "none", "embed", "classify"),
+            "task": ("auto", "generate", "embed", "embedding", "classify", "score"),
             "pooler_config": _EMPTY,
             "override_pooler_config": _EMPTY,
         },
@@ -182,7 +182,6 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
             "rope_theta": _EMPTY,
             "override_attention_dtype": _EMPTY,
             "override_neuron_config": _EMPTY,
-            "chat_template": _EMPTY,
         },
     ),
     ("code comes with the model, at its `revision`", {"code_revision": ()}),

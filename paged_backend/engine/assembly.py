@@ -199,6 +199,8 @@ def _limits(config: EngineConfig, loaded: LoadedModel, blocks: BlockManager) -> 
         block_size=blocks.block_size,
         max_num_seqs=config.max_num_seqs,
         embedding=loaded.spec.embedding,
+        classification=loaded.spec.classification,
+        generates=loaded.spec.generates,
         input_limits=config.limits,
         sampling_defaults=loaded.spec.sampling_defaults,
     )

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import BUILT_IN
-from paged_backend.api.limits import EmbeddingSpec, SamplingDefaults
+from paged_backend.api.limits import ClassificationSpec, EmbeddingSpec, SamplingDefaults
 from paged_backend.loading import model_files
+from paged_backend.loading.classifier import is_classifier, load_classifier
 from paged_backend.loading.generation_config import read_sampling_defaults
 from paged_backend.loading.gguf_weights import GgufQuantizer
 from paged_backend.loading.model_files import GGUF
@@ -56,6 +57,8 @@ class ModelSpec:
     eos_ids: frozenset[int]
     sampling_defaults: SamplingDefaults
     embedding: EmbeddingSpec | None = None  # None: the model does not support embeddings
+    classification: ClassificationSpec | None = None  # None: the model does not classify
+    generates: bool = True  # False: the model only classifies
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +104,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     model = model.to(device).eval()
     kv_dtype = pick_kv_dtype(config.kv_cache_dtype, dtype)
     embedding = pick_embedding(hf_config, hidden_size(model))
+    classification = load_classifier(config, hf_config, path, model, tokenizer)
     adaptable = find_adaptable_layers(model) if config.enable_lora else None  # must precede `verify_model`
     spec = ModelSpec(
         layers=_verify(config, path, model, kv_dtype),
@@ -112,6 +116,8 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         vocab_size=text_config.vocab_size,
         eos_ids=_eos_ids(path, model, tokenizer, text_config.vocab_size),
         embedding=embedding,
+        classification=classification,
+        generates=not is_classifier(hf_config),
         sampling_defaults=sampling_defaults,
     )
     lora = _create_lora(config, model, adaptable) if adaptable is not None else None
@@ -166,6 +172,8 @@ def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: Mo
         tokenizer=None,
         generation_config=BUILT_IN,
         override_generation_config=None,
+        chat_template=None,
+        classifier_from_token=None,
         max_model_len=spec.max_model_len,
         enable_lora=False,
     )

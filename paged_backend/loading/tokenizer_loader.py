@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -26,11 +27,24 @@ def load_tokenizer(config: EngineConfig, root: Path, model_path: Path) -> PreTra
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise ConfigError(f"tokenizer: {_culprit(path)}: {type(error).__name__}: {error}") from error
+    if config.chat_template is not None:
+        tokenizer.chat_template = _read_template(config.chat_template, root)
     try:
         check_template(tokenizer, config.chat_template_timeout)
     except ValueError as error:
-        raise ConfigError(f"tokenizer: the chat template in {path} {error}") from error
+        where = f"tokenizer: the chat template in {path}" if config.chat_template is None else "chat_template:"
+        raise ConfigError(f"{where} {error}") from error
     return tokenizer
+
+
+def _read_template(given: str, root: Path) -> str:
+    """Return the template of the option `chat_template`: a file in `root` or the working directory, or the template."""
+    if "{" in given:
+        return given
+    for base in (root, Path.cwd()):
+        if (path := base / Path(given).expanduser()).is_file():
+            return path.read_text()
+    raise ConfigError(f"chat_template={json.dumps(given)}: neither a template, which contains {{, nor a file in {root}")
 
 
 def _culprit(path: Path) -> str:

@@ -13,6 +13,7 @@ from transformers.utils import is_accelerate_available
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.loading import model_files
+from paged_backend.loading.classifier import as_decoder, is_classifier, without_head
 from paged_backend.loading.load_progress import weights_reported
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_source import source_arguments
@@ -29,7 +30,7 @@ def load_weights(
         with weights_reported():
             model, info = AutoModelForCausalLM.from_pretrained(
                 **source_arguments(path),
-                config=hf_config,
+                config=as_decoder(hf_config) if is_classifier(hf_config) else hf_config,
                 dtype=dtype,
                 attn_implementation="eager",
                 trust_remote_code=config.trust_remote_code,
@@ -41,6 +42,8 @@ def load_weights(
     except Exception as error:  # e.g. a truncated file, a missing shard, not a decoder
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"model={json.dumps(config.model)}: cannot be loaded from {path}: {reason}") from error
+    if is_classifier(hf_config):
+        info = without_head(info)
     model_files.check_loading_info(path, info, quantized=is_quantized(hf_config))
     if is_dequantized(hf_config, path):
         vars(model.config).pop("quantization_config", None)  # otherwise marks the model as quantized

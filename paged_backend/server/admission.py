@@ -35,9 +35,9 @@ from paged_backend.guided.compiler import GrammarCompiler
 from paged_backend.server.arrival import Arrival
 from paged_backend.server.channel import Channel, send_error
 from paged_backend.server.control_requests import ControlRequests
-from paged_backend.server.embedding import parse_embedding_sampling
 from paged_backend.server.health import Health
 from paged_backend.server.long_prompts import LongPrompts
+from paged_backend.server.pooling import parse_pooling_sampling
 from paged_backend.server.prompts import PromptEncoder
 from paged_backend.server.responder import Responder
 from paged_backend.server.sessions import SessionName, Sessions, Turn
@@ -151,11 +151,16 @@ class Admission:
             self._control.answer(name, channel, request_id)
             return None
         call = read_call(*received, input_limits=limits.input_limits)
-        if call.embedding:
-            checked = call.embedding.checked(limits)
-            call = replace(call, embedding=checked, input_ids=checked.ids)
-        parse = parse_embedding_sampling if call.embedding else SamplingParams.parse
-        sampling = parse(call.sampling, self._plain_limits if channel.has_own_defaults else limits)
+        defaults = self._plain_limits if channel.has_own_defaults else limits
+        if call.pooling:
+            checked = call.pooling.checked(limits)
+            call = replace(call, pooling=checked, input_ids=checked.ids)
+            sampling = parse_pooling_sampling(checked.field, call.sampling, defaults)
+        elif limits.generates:
+            sampling = SamplingParams.parse(call.sampling, defaults)
+        else:
+            reason = "this model classifies prompts and generates no text; use classification_request"
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{call.prompt_field}: {reason}")
         turn = self._begin_turn(call, sampling) if call.sequence else None
         if call.only_ends_session and turn:
             turn.finish([], "")

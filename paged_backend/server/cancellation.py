@@ -50,8 +50,8 @@ class Cancellation:
             self._streams.guarded(stream, lambda stream: self._time_out(stream, now))
 
     def _time_out(self, stream: Stream, now: float) -> None:
-        if stream.call.embedding:  # a partial embedding is of no use
-            reason = "the deadline passed before the embedding was computed"
+        if stream.call.pooling:  # it has no partial result
+            reason = f"the deadline passed before the {stream.call.pooling.field.removesuffix('_request')} was computed"
             stream.fail(RequestError(ErrorCode.DEADLINE_EXCEEDED, reason))
             self._engine.abort(stream.request.key)
             self._streams.send(stream)

@@ -13,7 +13,6 @@ import numpy as np
 from paged_backend.api.errors import RequestError
 from paged_backend.api.request import FinishReason, GenerateRequest, Logprobs, TokenDelta, Usage
 from paged_backend.server.channel import Channel
-from paged_backend.server.embedding import embedding_json
 from paged_backend.server.sample import Sample
 from paged_backend.server.sessions import Turn
 from paged_backend.server.wire.call import Call
@@ -106,8 +105,8 @@ class Stream:
         self.error = delta.error
         sample = self.samples[delta.sample]
         if delta.hidden is not None:
-            assert self.call.embedding
-            sample.text = embedding_json(delta.hidden, self.call.embedding.dimensions)
+            assert self.call.pooling
+            sample.text = self.call.pooling.answer(delta.hidden)
         sample.take(delta)
         if sample.finish:
             if self.early_finish:

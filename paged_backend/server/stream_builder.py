@@ -75,7 +75,7 @@ class StreamBuilder:
         return replace(
             request,
             ends=ends,
-            embeds=call.embedding is not None,
+            embeds=call.pooling is not None,
             returns_usage=call.return_receipt or arrival.trace is not None,
             trace=arrival.trace,
             session=turn.name if turn and not turn.is_last else None,

@@ -112,13 +112,18 @@ INPUTS = {
         'Instead of a prompt: a JSON object `{"input": ..., "pooling_params": {"dimensions": [d]}}`, whose `input` is'
         " text or a list of token ids. See [embeddings](../guides/requests.md#embeddings)."
     ),
+    "classification_request": _string(
+        'Instead of a prompt, for a model that classifies: a JSON object with `"input"` (text or a list of token ids),'
+        ' `"messages"`, or `"query"` and `"document"`. `"pooling_params": {"use_activation": false}` returns scores'
+        " instead of probabilities. See [classification](../guides/requests.md#classification)."
+    ),
     **LIST_PARAMETERS,
     **SCALAR_PARAMETERS,
 }
 OUTPUTS = {
     "text_output": _strings(
         "The generated text; when streaming, the text since the previous response. It never ends inside a character."
-        " For an embedding, a JSON list of numbers."
+        " For an embedding, a JSON list of numbers; for a classification, a JSON object with `label` and `probs`."
     ),
     "finish_reason": _strings("`stop`, `length` or `timeout`; `None` before the last response."),
     "stop_reason": _strings(

@@ -9,7 +9,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import KEYS, to_defaults
 from paged_backend.api.request import fit_max_tokens
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.server.embedding import parse_embedding_sampling
+from paged_backend.server.pooling import parse_pooling_sampling
 from tests.support.sampling_params import LIMITS
 
 VALUES = {
@@ -52,7 +52,8 @@ def test_a_beam_search_has_only_defaults_with_an_effect():
 
 
 def test_embeddings_have_no_defaults():
-    assert parse_embedding_sampling({"priority": 1}, MODEL) == parse_embedding_sampling({"priority": 1}, LIMITS)
+    name = "embedding_request"
+    assert parse_pooling_sampling(name, {"priority": 1}, MODEL) == parse_pooling_sampling(name, {"priority": 1}, LIMITS)
 
 
 def test_values_without_effect_are_left_out():

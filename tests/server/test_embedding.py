@@ -14,7 +14,8 @@ from paged_backend.api.limits import EmbeddingSpec, EngineLimits
 from paged_backend.api.request import FinishReason
 from paged_backend.loading.model_options import pick_embedding
 from paged_backend.models.hidden_states import hidden_size
-from paged_backend.server.embedding import EmbeddingCall, embedding_json, parse_embedding_sampling
+from paged_backend.server.embedding import EmbeddingCall
+from paged_backend.server.pooling import parse_pooling_sampling
 from tests.support.in_process import running, save_tiny, tiny_assembly
 
 sync_and_async = pytest.mark.usefixtures("async_scheduling")
@@ -140,14 +141,14 @@ def test_hidden_states_are_not_kept_without_embedding_requests(tiny, prompts, mo
 
 def test_an_embedding_is_truncated_then_normalized():
     hidden = array("f", [3.0, 4.0, 12.0])
-    assert json.loads(embedding_json(hidden, None)) == pytest.approx([3 / 13, 4 / 13, 12 / 13])
-    assert json.loads(embedding_json(hidden, 2)) == pytest.approx([0.6, 0.8])
+    assert json.loads(EmbeddingCall("x").answer(hidden)) == pytest.approx([3 / 13, 4 / 13, 12 / 13])
+    assert json.loads(EmbeddingCall("x", 2).answer(hidden)) == pytest.approx([0.6, 0.8])
 
 
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
 def test_a_zero_hidden_state_has_no_embedding(bad):
     with pytest.raises(ValueError, match="no embedding can be made"):
-        embedding_json(array("f", [bad, 0.0]), None)
+        EmbeddingCall("x").answer(array("f", [bad, 0.0]))
 
 
 def read(limits=LIMITS, **values):
@@ -201,11 +202,13 @@ def test_a_model_without_embeddings_rejects_the_request():
 
 
 def test_sampling_parameters_of_embedding_requests():
-    params = parse_embedding_sampling({"priority": 3, "cache_salt": "x", "timeout_ms": 5, "top_k": None}, LIMITS)
+    params = parse_pooling_sampling(
+        "embedding_request", {"priority": 3, "cache_salt": "x", "timeout_ms": 5, "top_k": None}, LIMITS
+    )
     assert (params.priority, params.cache_salt, params.timeout_ms, params.max_tokens) == (3, "x", 5, 0)
     for name, value in (("max_tokens", 16), ("temperature", 0), ("n", 2)):
         with pytest.raises(RequestError, match=f"{name}={value}: has no effect with embedding_request"):
-            parse_embedding_sampling({name: value}, LIMITS)
+            parse_pooling_sampling("embedding_request", {name: value}, LIMITS)
 
 
 def test_dimensions_from_the_model_files(tiny):

@@ -21,7 +21,7 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.outputs import EngineDied, PoolMap, StepOutput
-from paged_backend.server.embedding import parse_embedding_sampling
+from paged_backend.server.pooling import parse_pooling_sampling
 
 WAIT = 60  # seconds after which a missing step fails the test
 
@@ -68,7 +68,7 @@ class EngineHarness:
 
     def embed(self, prompt: Sequence[int], **sampling: Any) -> int:
         """Submit an embedding request and return its key."""
-        params = parse_embedding_sampling(sampling, self.assembly.limits)
+        params = parse_pooling_sampling("embedding_request", sampling, self.assembly.limits)
         key, self.next_key = self.next_key, self.next_key + 1
         request = GenerateRequest.from_prompt(key, list(prompt), params, 0, frozenset(), self.assembly.limits)
         self.outputs[key] = Output()

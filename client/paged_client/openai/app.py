@@ -15,9 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from paged_client.openai import embeddings, keys, metrics, schema, translation
+from paged_client.openai import keys, metrics, schema, translation
 from paged_client.openai.answers import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
 from paged_client.openai.chat_schema import ChatRequest
 from paged_client.openai.chat_template import ChatTemplate
@@ -25,42 +24,22 @@ from paged_client.openai.concurrency import ClientDisconnected, run_while_connec
 from paged_client.openai.engine_calls import MergedStream, generate_all, with_routes
 from paged_client.openai.errors import ApiError
 from paged_client.openai.kv_index import KvIndex
+from paged_client.openai.limits import READ, ConcurrencyLimiter, GatewayLimits, flag
 from paged_client.openai.models import ServedModels
+from paged_client.openai.pooling import PoolingBody, ask_all
+from paged_client.openai.pooling_routes import POOLING_ROUTES
 from paged_client.openai.servers import Servers
 from paged_client.openai.streaming import EventStream
 from paged_client.openai.tool_calls import ToolCallFormat
 from paged_client.openai.tools import tool_use
 from paged_client.openai.translation import EngineRequest
-from paged_client.types import Embedding, PagedError
+from paged_client.types import PagedError
 from paged_client.wire import TRACE_CONTEXT
 
 T = TypeVar("T")
 HEALTH_TIMEOUT = 10.0  # seconds; the engine responds between two steps
-READ = ["GET", "HEAD"]  # some load balancers use HEAD
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}  # headers of errors, by status
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-
-
-@dataclass(frozen=True)
-class GatewayLimits:
-    """Limits of requests. Each field is an option of `paged openai` with the same name."""
-
-    max_open_requests: int  # concurrent requests of all clients
-    max_request_bytes: int  # size of a body
-    max_prompts: int  # prompts of a completion request
-    max_inputs: int  # inputs of an embedding request
-    body_timeout: float  # seconds within which a body must be fully received
-
-    def check(self, option: str, field: str, count: int, what: str) -> None:
-        """Raises ApiError if `count` exceeds the option."""
-        limit = getattr(self, option)
-        if count > limit:
-            raise ApiError(400, f"{field}: has {count} {what}; must be at most {limit} ({flag(option)})", param=field)
-
-
-def flag(option: str) -> str:
-    """Return the command-line flag of an option."""
-    return "--" + option.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -187,20 +166,21 @@ class Gateway:
         options = body.stream_options or schema.StreamOptions()
         return EventStream(first, stream, builder, options=options, route=request.url.path, metrics=self.metrics)
 
-    async def embeddings(self, request: Request) -> Response:
-        body = schema.parse(embeddings.EmbeddingRequest, await self._read(request))
-        self._settings.limits.check("max_inputs", "input", len(body.inputs), "inputs")
+    async def pooling(self, request: Request, kind: type[PoolingBody[Any]]) -> Response:
+        """Answer a request for embeddings, classes, scores or a ranking: one engine request for each input."""
+        body = schema.parse(kind, await self._read(request))
+        self._settings.limits.check("max_inputs", body.list_field, len(body.calls), "inputs")
 
-        async def embed() -> list[Embedding]:
-            work = embeddings.embed_all(self._servers, body, self._adapter(body), _trace_context(request))
+        async def ask() -> list[Any]:
+            work = ask_all(self._servers, body, self._adapter(body), _trace_context(request))
             try:
                 return await run_while_connected(request.receive, work)
             except ApiError as error:
                 raise await self._models.with_names(error) from None
 
-        computed = await self._with_current_name(embed)
-        self.metrics.count_embeddings(request.url.path, computed)
-        return JSONResponse(embeddings.response(body, computed))
+        computed = await self._with_current_name(ask)
+        self.metrics.count_prompts(request.url.path, computed)
+        return JSONResponse(body.response(computed, _request_id(request)))
 
     def _adapter(self, body: schema.Body) -> str | None:
         """Return the adapter that a request names in place of the model, or None. The server checks that it exists."""
@@ -263,28 +243,6 @@ class Gateway:
             raise ApiError(413, message, code="request_too_large")
 
 
-class ConcurrencyLimiter:
-    """ASGI middleware that limits concurrent POST requests, and with them the memory for request bodies."""
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self._app = app
-        self._limit = limit
-        self._num_open = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in READ:
-            return await self._app(scope, receive, send)
-        if self._num_open >= self._limit:
-            message = f"{self._num_open} requests are open, the limit ({flag('max_open_requests')}); retry later"
-            error = ApiError(503, message, code="unavailable")
-            return await JSONResponse(error.body, error.status)(scope, receive, send)
-        self._num_open += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._num_open -= 1
-
-
 def _request_id(request: Request) -> str:
     """Return the id in the request's headers, or a new one."""
     given = request.headers.get("X-Request-Id")
@@ -310,14 +268,28 @@ def create_app(settings: Settings) -> FastAPI:
     v1.add_api_route("/models/{name:path}", gateway.model, methods=READ)
     v1.add_api_route("/completions", gateway.completions, methods=["POST"], response_model=None)
     v1.add_api_route("/chat/completions", gateway.chat_completions, methods=["POST"], response_model=None)
-    v1.add_api_route("/embeddings", gateway.embeddings, methods=["POST"], response_model=None)
+    plain = APIRouter(dependencies=[Depends(gateway.check_key)])
+    for path, kind in POOLING_ROUTES.items():
+        plain.add_api_route(path, _pooling_route(gateway, kind), methods=["POST"], response_model=None)
     app.include_router(v1)
+    app.include_router(plain)
     app.add_api_route("/health", gateway.health, methods=READ)
     app.add_api_route("/live", gateway.live, methods=READ)
     app.add_api_route("/metrics", gateway.show_metrics, methods=READ, response_model=None)
-    routes = [route.path.replace(":path", "") for route in (*v1.routes, *app.routes) if isinstance(route, Route)]
+    routes = [
+        route.path.replace(":path", "")
+        for route in (*v1.routes, *plain.routes, *app.routes)
+        if isinstance(route, Route)
+    ]
     _add_error_handlers(app, list(dict.fromkeys(routes)))
     return app
+
+
+def _pooling_route(gateway: Gateway, kind: type[PoolingBody[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        return await gateway.pooling(request, kind)
+
+    return handle
 
 
 def _add_error_handlers(app: FastAPI, paths: Sequence[str]) -> None:

@@ -15,9 +15,10 @@ import uvicorn
 
 from paged_client.discovery import DEFAULT_MODEL, find_model
 from paged_client.openai import keys
-from paged_client.openai.app import GatewayLimits, Settings, create_app
+from paged_client.openai.app import Settings, create_app
 from paged_client.openai.chat_template import ChatTemplate
 from paged_client.openai.kv_index import KvIndex
+from paged_client.openai.limits import GatewayLimits
 from paged_client.openai.servers import FIND_SECONDS
 from paged_client.openai.tool_calls import FORMATS
 from paged_client.openai.tools import detect_format

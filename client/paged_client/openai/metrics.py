@@ -13,7 +13,7 @@ from itertools import accumulate
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paged_client.types import Completion, Embedding
+from paged_client.types import Classification, Completion, Embedding
 
 CLIENT_CLOSED_REQUEST = 499  # recorded for a request whose client disconnected before the response
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -61,9 +61,9 @@ class Metrics:
             self._tokens[route, "cached"] += _cached(one)
             self._tokens[route, "output"] += sum(sample.num_output_tokens for sample in (one, *one.others))
 
-    def count_embeddings(self, route: str, embeddings: Sequence[Embedding]) -> None:
-        self._tokens[route, "prompt"] += sum(one.num_input_tokens for one in embeddings)
-        self._tokens[route, "cached"] += sum(map(_cached, embeddings))
+    def count_prompts(self, route: str, results: Sequence[Embedding | Classification]) -> None:
+        self._tokens[route, "prompt"] += sum(one.num_input_tokens for one in results)
+        self._tokens[route, "cached"] += sum(map(_cached, results))
 
     @contextmanager
     def open_stream(self) -> Iterator[None]:
@@ -99,7 +99,7 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
-def _cached(one: Completion | Embedding) -> int:
+def _cached(one: Completion | Embedding | Classification) -> int:
     return int(one.receipt["cached_tokens"]) if one.receipt else 0
 
 

@@ -20,7 +20,7 @@ from paged_client.openai.concurrency import cancel_and_wait
 from paged_client.openai.kv_index import KvIndex
 from paged_client.openai.routing import Route, Router
 from paged_client.sync_client import DEFAULT_URLS
-from paged_client.types import Adapter, Completion, Delta, Embedding, PagedError, PoolMap
+from paged_client.types import Adapter, Classification, Completion, Delta, Embedding, PagedError, PoolMap
 
 T = TypeVar("T")
 _FAILOVER_CODE = "UNAVAILABLE"  # the error class for which the next server is tried
@@ -117,6 +117,9 @@ class Servers:
 
     async def embed(self, *arguments: Any, **keywords: Any) -> Embedding:
         return await self._call(lambda client: client.embed(*arguments, **keywords))
+
+    async def classify(self, **keywords: Any) -> Classification:
+        return await self._call(lambda client: client.classify(**keywords))
 
     async def pool_map(self, *, timeout: float) -> PoolMap:
         """Return the block pool of one of the servers."""

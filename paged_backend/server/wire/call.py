@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paged_backend.server.embedding import EmbeddingCall
+from paged_backend.server.pooling import PoolingCall
 
 
 class SequenceControl(NamedTuple):
@@ -43,7 +43,7 @@ class Call:
     input_ids: np.ndarray | None = None  # [num_tokens] int32: the prompt as token ids; nothing is added to them
     return_token_ids: bool = False
     return_text_offsets: bool = False
-    embedding: EmbeddingCall | None = None  # the request for an embedding of the prompt instead of text
+    pooling: PoolingCall | None = None  # the request for an embedding or a classification instead of text
     tools: list[dict[str, Any]] | None = None  # tools for the chat template; allowed with `messages` only
     return_stop_reason: bool = False
     template_variables: dict[str, Any] | None = None  # `chat_template_kwargs`; allowed with `messages` only

@@ -9,7 +9,10 @@ import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.limits import InputLimits
+from paged_backend.server import classification, embedding
+from paged_backend.server.classification import ClassificationCall
 from paged_backend.server.embedding import EmbeddingCall
+from paged_backend.server.pooling import PoolingCall
 from paged_backend.server.tensors import LIST_PARAMETERS, SCALAR_PARAMETERS
 from paged_backend.server.wire.call import Call, SequenceControl
 from paged_backend.server.wire.parameters import (
@@ -23,10 +26,10 @@ from paged_backend.server.wire.write import STREAM_WITH_INPUT
 from paged_backend.text.conversation import check_messages, check_template_variables, check_tools
 
 T = TypeVar("T")
-# Inputs that may be sent together with an embedding_request.
-_WITH_EMBEDDING = frozenset(
-    ("embedding_request", "sampling_parameters", "stream", "return_finish_reason", "return_num_input_tokens",
-     "return_num_output_tokens", "return_receipt")
+# Inputs that may be sent together with an embedding_request or a classification_request.
+_WITH_POOLING = frozenset(
+    ("sampling_parameters", "stream", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens",
+     "return_receipt")
 )  # fmt: skip
 
 
@@ -49,10 +52,10 @@ def read_call(
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "image: images are not supported; leave it out")
     stream = boolean(tensors, "stream")
     sequence = read_sequence(parameters, sequence_id, flags, input_limits)
-    embedding = _embedding(tensors, sequence, input_limits)
+    pooling = _pooling(tensors, sequence, input_limits)
     may_omit = sequence is not None and sequence.end
     prompt, messages, input_ids = (
-        (embedding.text, None, None) if embedding else _prompt(tensors, input_limits, may_omit)
+        (pooling.text, pooling.messages, None) if pooling else _prompt(tensors, input_limits, may_omit)
     )
     from_parameters, timeout_us = read_parameters(parameters, timeout_us)
     sampling = from_parameters | _sampling_parameters(tensors, input_limits)
@@ -61,8 +64,7 @@ def read_call(
         messages=messages,
         sampling=sampling | _parameter_tensors(tensors, sampling),
         stream=stream,
-        echo=embedding is None
-        and _echo(tensors, stream=stream, chat=messages is not None, tokens=input_ids is not None),
+        echo=pooling is None and _echo(tensors, stream=stream, chat=messages is not None, tokens=input_ids is not None),
         return_finish_reason=boolean(tensors, "return_finish_reason"),
         return_num_input_tokens=boolean(tensors, "return_num_input_tokens"),
         return_num_output_tokens=boolean(tensors, "return_num_output_tokens"),
@@ -75,7 +77,7 @@ def read_call(
         input_ids=input_ids,
         return_token_ids=boolean(tensors, "return_token_ids"),
         return_text_offsets=boolean(tensors, "return_text_offsets"),
-        embedding=embedding,
+        pooling=pooling,
         tools=_with_messages("tools", check_tools, tensors, input_limits, chat=messages is not None),
         return_stop_reason=boolean(tensors, "return_stop_reason"),
         template_variables=_with_messages(
@@ -120,19 +122,20 @@ def _with_messages(
     return check(parse_json(name, value, input_limits), input_limits)
 
 
-def _embedding(tensors: Tensors, sequence: SequenceControl | None, input_limits: InputLimits) -> EmbeddingCall | None:
-    request = text(tensors, "embedding_request")
-    if request is None:
+def _pooling(tensors: Tensors, sequence: SequenceControl | None, input_limits: InputLimits) -> PoolingCall | None:
+    name = next((one for one in (embedding.FIELD, classification.FIELD) if one in tensors), None)
+    if name is None:
         return None
-    if beside := sorted(tensors.keys() - _WITH_EMBEDDING):
-        raise RequestError(
-            ErrorCode.INVALID_ARGUMENT, f"{beside[0]}: has no effect with embedding_request; leave it out"
-        )
+    if beside := sorted(tensors.keys() - _WITH_POOLING - {name}):
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{beside[0]}: has no effect with {name}; leave it out")
     if boolean(tensors, "stream"):
-        raise invalid_argument("stream", True, "must be false with embedding_request: an embedding is one response")
+        raise invalid_argument("stream", True, f"must be false with {name}, which has one response")
     if sequence is not None:
-        raise invalid_argument("sequence_id", sequence.id, "not supported with embedding_request; leave it out")
-    return EmbeddingCall.parse(parse_json("embedding_request", request, input_limits))
+        raise invalid_argument("sequence_id", sequence.id, f"not supported with {name}; leave it out")
+    values = parse_json(name, text(tensors, name) or "", input_limits)
+    if name == embedding.FIELD:
+        return EmbeddingCall.parse(values)
+    return ClassificationCall.parse(values, input_limits)
 
 
 def _sampling_parameters(tensors: Tensors, input_limits: InputLimits) -> dict[str, Any]:

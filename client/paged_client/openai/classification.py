@@ -1,0 +1,180 @@
+"""The bodies of /classify, /score and /rerank, compatible with vLLM, and /rerank with Jina's clients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from paged_client.openai.errors import ApiError
+from paged_client.openai.pooling import PoolingBody
+from paged_client.openai.schema import Flag, Integer, ListOf, StrictModel, split_inputs
+from paged_client.openai.servers import Servers
+from paged_client.types import Classification
+
+
+class _ClassificationBody(PoolingBody[Classification]):
+    use_activation: Flag | None = None
+    activation: Flag | None = None  # the older name of use_activation
+
+    def check(self) -> None:
+        if self.activation is not None and self.use_activation is not None:
+            raise ApiError(400, "activation: is another name of use_activation; give one", param="activation")
+
+    async def ask(self, servers: Servers, arguments: Mapping[str, Any]) -> Classification:
+        use = self.activation if self.use_activation is None else self.use_activation
+        return await servers.classify(use_activation=use is not False, **arguments)
+
+
+class ClassifyRequest(_ClassificationBody):
+    input: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]] | None = None
+    messages: ListOf[dict[str, Any]] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if (self.input is None) is (self.messages is None):
+            raise ApiError(400, "input: give either input or messages", param="input")
+
+    @property
+    def list_field(self) -> str:
+        return "input" if self.messages is None else "messages"
+
+    @property
+    def calls(self) -> Sequence[Mapping[str, Any]]:
+        if self.messages is not None:
+            return [{"messages": self.messages}]
+        assert self.input is not None
+        return [{"input": one} for one in split_inputs(self.input)]
+
+    def response(self, results: Sequence[Classification], request_id: str) -> dict[str, Any]:
+        return {
+            "id": f"classify-{request_id}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": self.model,
+            "data": [
+                {"index": index, "label": one.label, "probs": list(one.probs), "num_classes": len(one.probs)}
+                for index, one in enumerate(results)
+            ],
+            "usage": _usage(results),
+        }
+
+
+class _PairBody(_ClassificationBody):
+    """Bodies whose inputs are a query with a document each."""
+
+    @property
+    def pairs(self) -> Sequence[tuple[str, str]]:
+        raise NotImplementedError
+
+    @property
+    def calls(self) -> Sequence[Mapping[str, Any]]:
+        return [{"query": query, "document": document} for query, document in self.pairs]
+
+    def names(self, index: int) -> dict[str, str]:
+        names = super().names(index)
+        return {**names, "document": names["input"]}
+
+
+class ScoreRequest(_PairBody):
+    """`text_1` is one query, or as many as `text_2` has documents. vLLM's newer names are `queries` and `documents`."""
+
+    text_1: str | ListOf[str] | None = None
+    text_2: str | ListOf[str] | None = None
+    queries: str | ListOf[str] | None = None
+    documents: str | ListOf[str] | None = None
+
+    def check(self) -> None:
+        super().check()
+        given = [name for name in ("text_1", "text_2", "queries", "documents") if getattr(self, name) is not None]
+        if given not in (["text_1", "text_2"], ["queries", "documents"]):
+            names = f"{', '.join(given)} are given" if given else "none is given"
+            raise ApiError(400, f"text_1: {names}; give text_1 and text_2, or queries and documents", param="text_1")
+        queries, documents = self._texts
+        if not documents or len(queries) not in (1, len(documents)):
+            message = f"{given[0]}: {len(queries)} texts for {len(documents)} in {given[1]}; must be one or as many"
+            raise ApiError(400, message, param=given[0])
+
+    @property
+    def _texts(self) -> tuple[list[str], list[str]]:
+        first = self.queries if self.text_1 is None else self.text_1
+        second = self.documents if self.text_2 is None else self.text_2
+        return _as_list(first), _as_list(second)
+
+    @property
+    def list_field(self) -> str:
+        return "documents" if self.text_2 is None else "text_2"
+
+    @property
+    def pairs(self) -> Sequence[tuple[str, str]]:
+        queries, documents = self._texts
+        return list(zip(queries * (len(documents) if len(queries) == 1 else 1), documents, strict=True))
+
+    def response(self, results: Sequence[Classification], request_id: str) -> dict[str, Any]:
+        return {
+            "id": f"score-{request_id}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": self.model,
+            "data": [{"index": index, "object": "score", "score": _score(one)} for index, one in enumerate(results)],
+            "usage": _usage(results),
+        }
+
+
+class Document(StrictModel):
+    text: str
+
+
+class RerankRequest(_PairBody):
+    query: str
+    documents: ListOf[str | Document] = Field(min_length=1)
+    top_n: Integer | None = None
+    return_documents: Flag | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_n is not None and self.top_n < 0:
+            raise ApiError(400, f"top_n={self.top_n}: must be at least 0, which returns all documents", param="top_n")
+
+    @property
+    def list_field(self) -> str:
+        return "documents"
+
+    @property
+    def pairs(self) -> Sequence[tuple[str, str]]:
+        return [(self.query, one if isinstance(one, str) else one.text) for one in self.documents]
+
+    def response(self, results: Sequence[Classification], request_id: str) -> dict[str, Any]:
+        ranked = sorted(enumerate(results), key=lambda one: _score(one[1]), reverse=True)
+        texts = [text for _, text in self.pairs]
+        return {
+            "id": f"rerank-{request_id}",
+            "model": self.model,
+            "usage": _usage(results),
+            "results": [
+                {
+                    "index": index,
+                    **({} if self.return_documents is False else {"document": {"text": texts[index]}}),
+                    "relevance_score": _score(one),
+                }
+                for index, one in ranked[: self.top_n or None]
+            ],
+        }
+
+
+def _as_list(texts: str | list[str] | None) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts or []
+
+
+def _score(result: Classification) -> float:
+    """Return the score of a model with one label."""
+    if len(result.probs) != 1:
+        raise ApiError(400, f"model: has {len(result.probs)} labels; scores need a model with one", param="model")
+    return result.probs[0]
+
+
+def _usage(results: Sequence[Classification]) -> dict[str, int]:
+    tokens = sum(one.num_input_tokens for one in results)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}

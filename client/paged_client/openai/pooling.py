@@ -1,0 +1,89 @@
+"""Requests whose results are computed from prompts: one engine request for each of several inputs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from paged_client.openai.concurrency import gather_or_cancel
+from paged_client.openai.errors import ApiError, from_engine
+from paged_client.openai.schema import Body, Flag, IgnoredFields, Integer, StrictModel
+from paged_client.openai.servers import Servers
+from paged_client.types import PagedError
+
+MAX_CONCURRENT_INPUTS = 64  # maximum for one request
+_PREFIXES = ("embedding_request.", "classification_request.", "pooling_params.")
+
+ResultT = TypeVar("ResultT")
+
+
+class SamplingFields(StrictModel):
+    """The sampling parameters that apply, except the adapter, which is the `model` here. None: the engine's default."""
+
+    priority: Integer | None = None
+    cache_salt: str | None = None
+    timeout_ms: Integer | None = None
+    truncate_prompt_tokens: Integer | None = None
+    add_special_tokens: Flag | None = None
+
+
+class PoolingBody(SamplingFields, IgnoredFields, Body, Generic[ResultT]):
+    """The base class of the bodies of such requests."""
+
+    @property
+    def list_field(self) -> str:
+        """The field that holds the inputs."""
+        return "input"
+
+    @property
+    def calls(self) -> Sequence[Mapping[str, Any]]:
+        """The arguments of the client's method for each input."""
+        raise NotImplementedError
+
+    async def ask(self, servers: Servers, arguments: Mapping[str, Any]) -> ResultT:
+        """Return the result for one input."""
+        raise NotImplementedError
+
+    def response(self, results: Sequence[ResultT], request_id: str) -> dict[str, Any]:
+        """Return the response body."""
+        raise NotImplementedError
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def names(self, index: int) -> dict[str, str]:
+        """Return the names of the fields of an input, by the engine's names."""
+        name = f"{self.list_field}[{index}]" if len(self.calls) > 1 else self.list_field
+        return dict.fromkeys(("input", "prompt_tokens", "text_input", "messages"), name)
+
+
+async def ask_all(
+    servers: Servers, body: PoolingBody[ResultT], adapter: str | None, trace_context: Mapping[str, str]
+) -> list[ResultT]:
+    """Return the results of all inputs, in order. Raises ApiError if one fails, which cancels the others.
+
+    trace_context: the headers `traceparent` and `tracestate` of the request.
+    """
+    slots = asyncio.Semaphore(MAX_CONCURRENT_INPUTS)
+    sampling = {**body.sampling, **({} if adapter is None else {"lora_name": adapter}), **trace_context}
+
+    async def ask(index: int, arguments: Mapping[str, Any]) -> ResultT:
+        async with slots:
+            try:
+                return await body.ask(servers, {**arguments, **sampling})
+            except PagedError as error:
+                raise _api_error(error, body.names(index), adapter) from None
+
+    return await gather_or_cancel(ask(*one) for one in enumerate(body.calls))
+
+
+def _api_error(error: PagedError, names: Mapping[str, str], adapter: str | None) -> ApiError:
+    message = error.message
+    for prefix in _PREFIXES:
+        message = message.removeprefix(prefix)
+    return from_engine(
+        PagedError(error.code, message), {**names, **({} if adapter is None else {"lora_name": adapter})}
+    )

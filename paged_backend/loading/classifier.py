@@ -1,0 +1,119 @@
+"""Load what turns hidden states into classes: the head of a sequence classification model, or two tokens' logits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
+from paged_backend.api.limits import ClassificationSpec
+from paged_backend.loading.model_files import CONFIG, INDEX, WEIGHTS
+from paged_backend.models.hidden_states import record_hidden_states
+
+HEAD = "score.weight"  # of GenericForSequenceClassification in transformers
+TOLERANCE = 0.02  # of the difference of two logits, relative to the largest logit; 16-bit dtypes round to 0.4%
+
+
+def is_classifier(hf_config: PretrainedConfig) -> bool:
+    """Return whether the files hold a model for sequence classification."""
+    return any(name.endswith("ForSequenceClassification") for name in hf_config.architectures or ())
+
+
+def as_decoder(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the decoder below the head. It needs no output layer, which the files do not have."""
+    decoder = type(hf_config).from_dict(hf_config.to_dict())
+    decoder.tie_word_embeddings = True
+    return decoder
+
+
+def load_classifier(
+    config: EngineConfig,
+    hf_config: PretrainedConfig,
+    path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> ClassificationSpec | None:
+    """Return how the model classifies, or None if it does not.
+
+    model: with its own weights and attention. Raises ConfigError.
+    """
+    pairs = config.chat_template is not None
+    tokens = config.classifier_from_token
+    if is_classifier(hf_config):
+        if tokens is not None:
+            raise ConfigError(
+                f"classifier_from_token={json.dumps(list(tokens))}: {path} has a head for classification; leave it out"
+            )
+        labels = tuple(str(hf_config.id2label[index]) for index in range(hf_config.num_labels))
+        return ClassificationSpec(labels, _activation(hf_config), _read_head(config, hf_config, path, model), pairs)
+    if tokens is None:
+        return None
+    return ClassificationSpec((tokens[1],), "sigmoid", _of_tokens(config, model, tokenizer, tokens), pairs)
+
+
+def _activation(hf_config: PretrainedConfig) -> Any:
+    """Return what transformers' `problem_type` asks for; without one, probabilities of labels that exclude others."""
+    kinds = {
+        "regression": "none",
+        "multi_label_classification": "sigmoid",
+        "single_label_classification": "softmax",
+    }
+    default = "sigmoid" if hf_config.num_labels == 1 else "softmax"
+    kind = kinds.get(getattr(hf_config, "problem_type", None) or "", default)
+    return "sigmoid" if kind == "softmax" and hf_config.num_labels == 1 else kind
+
+
+def _read_head(config: EngineConfig, hf_config: PretrainedConfig, path: Path, model: PreTrainedModel) -> np.ndarray:
+    """Return the head's weight, [num_labels, hidden_size] float32."""
+    shape = (hf_config.num_labels, hf_config.get_text_config().hidden_size)
+    if config.load_format == "dummy":
+        return np.random.default_rng(config.seed).normal(0, 0.02, shape).astype(np.float32)
+    index = path / INDEX
+    file = path / (json.loads(index.read_text())["weight_map"].get(HEAD, WEIGHTS) if index.exists() else WEIGHTS)
+    with safe_open(file, "pt") as tensors:
+        found = tensors.get_tensor(HEAD).float().numpy() if HEAD in tensors.keys() else None  # noqa: SIM118
+    if found is None or found.shape != shape:
+        has = "is missing" if found is None else f"has the shape {list(found.shape)}"
+        raise ConfigError(f"{file}: {HEAD} {has}; {path / CONFIG} describes one of {list(shape)}")
+    return np.ascontiguousarray(found)
+
+
+@torch.inference_mode()
+def _of_tokens(
+    config: EngineConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
+) -> np.ndarray:
+    """Return the weight that gives the second token's logit minus the first one's, [1, hidden_size] float32."""
+    field = f"classifier_from_token={json.dumps(list(tokens))}"
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(f"{field}: not supported with tensor_parallel_size={config.tensor_parallel_size}")
+    ids = []
+    for token in tokens:
+        encoded = tokenizer.encode(token, add_special_tokens=False)
+        if len(encoded) != 1:
+            raise ConfigError(f"{field}: {json.dumps(token)} is {len(encoded)} tokens; must be one")
+        ids += encoded
+    layer = model.get_output_embeddings()
+    weight = getattr(layer, "weight", None)
+    if weight is None or not weight.is_floating_point() or model.base_model is model:
+        raise ConfigError(f"{field}: {type(model).__name__} has no output layer that can be read")
+    difference = (weight[ids[1]].float() - weight[ids[0]].float())[None]
+    with record_hidden_states(model) as states:
+        logits = model(input_ids=torch.tensor([[ids[0]]], device=model.device), use_cache=False).logits[0, -1].float()
+    expected = float(logits[ids[1]] - logits[ids[0]])
+    found = float(difference @ states[0][0, -1].float())
+    if abs(found - expected) > TOLERANCE * float(logits.abs().max()):
+        raise ConfigError(f"{field}: {type(model).__name__} changes its logits after the output layer")
+    return np.ascontiguousarray(difference.cpu().numpy())
+
+
+def without_head(info: dict[str, Any]) -> dict[str, Any]:
+    """Return the loading info of transformers without the head, which the decoder does not have."""
+    return {**info, "unexpected_keys": [name for name in info["unexpected_keys"] if name != HEAD]}

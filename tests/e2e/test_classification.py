@@ -1,0 +1,57 @@
+"""Classification and reranking through a real Triton server, the client and the gateway."""
+
+import json
+
+import pytest
+import torch
+
+from paged_client import Client, PagedError
+from paged_client.serving.tritonserver import TritonServer
+from tests.support.classifiers import TEMPLATE, save_classifier, scores_of
+from tests.support.gateway import gateway
+from tests.support.in_process import TINY, byte_tokenizer
+from tests.support.processes import needs_server
+
+pytestmark = needs_server
+DOCUMENTS = ["The sea is blue.", "A hat.", "Waves are water."]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("classifier")
+    return directory, save_classifier(directory, labels={0: "relevant"})
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with TritonServer(model[0], {**TINY, "chat_template": TEMPLATE}) as running:
+        yield running
+
+
+def expected(model, document):
+    prompt = byte_tokenizer().encode(f"query: Sea?\ndocument: {document}\n")
+    return torch.sigmoid(scores_of(model[1], prompt)).item()
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_client(server, model, protocol):
+    with Client(getattr(server, f"{protocol}_url"), server.model_name, protocol) as client:
+        found = client.classify(query="Sea?", document=DOCUMENTS[0], priority=1)
+        assert found.label == "relevant"
+        assert found.probs == pytest.approx([expected(model, DOCUMENTS[0])], rel=1e-3)
+        assert found.num_input_tokens == len(f"query: Sea?\ndocument: {DOCUMENTS[0]}\n")
+        score = client.classify(byte_tokenizer().encode("abc"), use_activation=False).probs
+        assert score == pytest.approx(scores_of(model[1], byte_tokenizer().encode("abc")).tolist(), rel=1e-3)
+        with pytest.raises(PagedError, match="this model classifies prompts and generates no text"):
+            client.generate("abc")
+        with pytest.raises(ValueError, match="query: give either input, messages, or query and document"):
+            client.classify(query="a")
+
+
+def test_gateway(server, model):
+    with gateway(server.grpc_url, "--model", server.model_name) as front:
+        status, body = front.ask("/v1/rerank", {"model": server.model_name, "query": "Sea?", "documents": DOCUMENTS})
+        assert status == 200, json.dumps(body)
+        scores = {one["document"]["text"]: one["relevance_score"] for one in body["results"]}
+        assert scores == pytest.approx({one: expected(model, one) for one in DOCUMENTS}, rel=1e-3)
+        assert list(scores.values()) == sorted(scores.values(), reverse=True)
