@@ -11,9 +11,10 @@ from transformers import CohereConfig, GPT2Config, LlamaConfig
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import InputLimits
+from paged_backend.loading.classifier import load_classifier
 from paged_backend.server.classification import ClassificationCall
 from tests.support.classifiers import LABELS, QWEN3, SIZES, TEMPLATE, save_classifier, scores_of
-from tests.support.in_process import running, save_tiny, tiny_assembly
+from tests.support.in_process import byte_tokenizer, running, save_tiny, tiny_assembly
 
 CONFIGS = [
     QWEN3,
@@ -132,8 +133,10 @@ def test_a_model_that_scales_its_logits_is_refused(tmp_path):
 
 
 def test_several_ranks_are_refused(tiny):
-    config = {"model": str(tiny[0]), "classifier_from_token": ["n", "y"]}
-    assert EngineConfig.from_options(config).classifier_from_token == ["n", "y"]
+    options = {"model": str(tiny[0]), "classifier_from_token": ["n", "y"], "tensor_parallel_size": 2}
+    config = EngineConfig.from_options(options)
+    with pytest.raises(ConfigError, match=r"classifier_from_token=.*: not supported with tensor_parallel_size=2"):
+        load_classifier(config, tiny[1].config, tiny[0], tiny[1], byte_tokenizer())
 
 
 def test_chat_template_replaces_the_one_of_the_tokenizer(tiny, tmp_path):
