@@ -6,7 +6,7 @@ The same as `AutoModelForSequenceClassification` of transformers computes, with 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument, is_utf8_text
 from paged_backend.api.limits import ClassificationSpec, EngineLimits, InputLimits
 from paged_backend.api.request import HiddenState
-from paged_backend.server.pooling import check_ids, check_input, pooling_params, reject_unknown
+from paged_backend.server.pooling import PoolingCall, check_input, pooling_params, reject_unknown
 from paged_backend.text.conversation import check_messages
 
 FIELD = "classification_request"
@@ -23,14 +23,14 @@ _FORMS = "give exactly one of input, messages, or query with document"
 
 
 @dataclass(frozen=True)
-class ClassificationCall:
-    """The content of a classification_request."""
+class ClassificationCall(PoolingCall):
+    """The content of a classification_request. A query and a document are two messages."""
 
-    input: str | list[Any] | None  # text or token ids
-    messages: list[dict[str, Any]] | None  # a conversation, or a query and a document
+    field = FIELD
+    operation = "classification"
+
     use_activation: bool = True
     spec: ClassificationSpec | None = None  # set by `checked`
-    field = FIELD
 
     @classmethod
     def parse(cls, values: Any, limits: InputLimits) -> ClassificationCall:
@@ -39,9 +39,7 @@ class ClassificationCall:
             raise invalid_argument(FIELD, values, 'must be a JSON object like {"input": "…"}')
         reject_unknown(FIELD, values, _KEYS)
         use_activation = pooling_params(FIELD, values, ("use_activation",)).get("use_activation")
-        if use_activation not in (None, True, False) or isinstance(use_activation, int) is not isinstance(
-            use_activation, bool
-        ):
+        if not isinstance(use_activation, bool | None):
             raise invalid_argument(f"{FIELD}.pooling_params.use_activation", use_activation, "must be true or false")
         given = [name for name in _KEYS[:-1] if values.get(name) is not None]
         if given not in (["input"], ["messages"], ["query", "document"]):
@@ -57,14 +55,6 @@ class ClassificationCall:
                 raise invalid_argument(f"{FIELD}.{name}", values[name], "must be a valid Unicode string, not empty")
         return cls(None, [{"role": name, "content": values[name]} for name in given], activated)
 
-    @property
-    def text(self) -> str | None:
-        return self.input if isinstance(self.input, str) else None
-
-    @property
-    def ids(self) -> np.ndarray | None:
-        return np.array(self.input, np.int32) if isinstance(self.input, list) else None
-
     def checked(self, limits: EngineLimits) -> ClassificationCall:
         spec = limits.classification
         if spec is None:
@@ -73,9 +63,8 @@ class ClassificationCall:
         if self.messages and self.messages[0]["role"] == "query" and not spec.renders_pairs:
             reason = "needs the engine option chat_template, which says how the model reads a query and a document"
             raise invalid_argument(f"{FIELD}.query", self.messages[0]["content"], reason)
-        if isinstance(self.input, list):
-            check_ids(f"{FIELD}.input", self.input, limits)
-        return ClassificationCall(self.input, self.messages, self.use_activation, spec)
+        self.check_ids(limits)
+        return replace(self, spec=spec)
 
     def answer(self, hidden: HiddenState) -> str:
         """Return the JSON object with the most likely `label` and the `probs` of all labels."""

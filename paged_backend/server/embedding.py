@@ -14,20 +14,20 @@ import numpy as np
 from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.limits import EmbeddingSpec, EngineLimits
 from paged_backend.api.request import HiddenState
-from paged_backend.server.pooling import check_ids, check_input, pooling_params, reject_unknown
+from paged_backend.server.pooling import PoolingCall, check_input, pooling_params, reject_unknown
 
 FIELD = "embedding_request"
 INPUT, DIMENSIONS = f"{FIELD}.input", f"{FIELD}.pooling_params.dimensions"
 
 
 @dataclass(frozen=True)
-class EmbeddingCall:
+class EmbeddingCall(PoolingCall):
     """The content of an embedding_request."""
 
-    input: str | list[Any]  # text or token ids
-    dimensions: Any = None  # length to truncate the embedding to
     field = FIELD
-    messages = None
+    operation = "embeddings"
+
+    dimensions: Any = None  # length to truncate the embedding to
 
     @classmethod
     def parse(cls, values: Any) -> EmbeddingCall:
@@ -36,22 +36,13 @@ class EmbeddingCall:
             raise invalid_argument(FIELD, values, 'must be a JSON object like {"input": "…"}')
         reject_unknown(FIELD, values, ("input", "pooling_params"))
         prompt = check_input(INPUT, values.get("input"))
-        return cls(prompt, pooling_params(FIELD, values, ("dimensions",)).get("dimensions"))
-
-    @property
-    def text(self) -> str | None:
-        return self.input if isinstance(self.input, str) else None
-
-    @property
-    def ids(self) -> np.ndarray | None:
-        return np.array(self.input, np.int32) if isinstance(self.input, list) else None
+        return cls(prompt, dimensions=pooling_params(FIELD, values, ("dimensions",)).get("dimensions"))
 
     def checked(self, limits: EngineLimits) -> EmbeddingCall:
         """Return the call with `dimensions` as a number or None. Raises RequestError for what the model cannot do."""
         if limits.embedding is None:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{FIELD}: this model gives no embeddings")
-        if isinstance(self.input, list):
-            check_ids(INPUT, self.input, limits)
+        self.check_ids(limits)
         return replace(self, dimensions=_pick_dimensions(self.dimensions, limits.embedding))
 
     def answer(self, hidden: HiddenState) -> str:

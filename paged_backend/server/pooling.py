@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -16,30 +18,40 @@ from paged_backend.api.sampling_params import SamplingParams
 _SAMPLING = ("priority", "cache_salt", "lora_name", "timeout_ms", "truncate_prompt_tokens", "add_special_tokens")
 
 
-class PoolingCall(Protocol):
+@dataclass(frozen=True)
+class PoolingCall(ABC):
     """The content of such a request."""
 
-    @property
-    def field(self) -> str:
-        """The input tensor that the request came in."""
+    field: ClassVar[str]  # the input tensor that the request came in
+    operation: ClassVar[str]  # its name in traces
+
+    input: str | list[Any] | None  # the prompt as text or token ids; None: it is `messages`
+    messages: list[dict[str, Any]] | None = None  # the prompt as a conversation for the model's chat template
 
     @property
     def text(self) -> str | None:
         """The prompt; None if it is not text."""
+        return self.input if isinstance(self.input, str) else None
 
     @property
     def ids(self) -> np.ndarray | None:
         """The prompt's token ids, [num_tokens] int32; None if it is not token ids."""
+        return np.array(self.input, np.int32) if isinstance(self.input, list) else None
 
-    @property
-    def messages(self) -> list[dict[str, Any]] | None:
-        """The prompt as a conversation for the model's chat template; None if it is not a conversation."""
-
+    @abstractmethod
     def checked(self, limits: EngineLimits) -> PoolingCall:
         """Return the request after checking it against the model. Raises RequestError for what the model cannot do."""
 
+    @abstractmethod
     def answer(self, hidden: HiddenState) -> str:
         """Return the output as JSON. Raises ValueError if the hidden state has none."""
+
+    def check_ids(self, limits: EngineLimits) -> None:
+        """Raise RequestError for an element of a list that is not a token id."""
+        for index, token in enumerate(self.input if isinstance(self.input, list) else ()):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limits.vocab_size:
+                reason = f"must be a token id, 0..{limits.vocab_size - 1}; send one prompt per request"
+                raise invalid_argument(f"{self.field}.input[{index}]", token, reason)
 
 
 def parse_pooling_sampling(field: str, values: Mapping[str, Any], limits: EngineLimits) -> SamplingParams:
@@ -60,18 +72,11 @@ def reject_unknown(where: str, values: Mapping[str, Any], known: tuple[str, ...]
 
 
 def check_input(field: str, value: Any) -> str | list[Any]:
-    """Return the prompt, text or a list. Raises RequestError for anything else. `check_ids` checks the list."""
+    """Return the prompt, text or a list. Raises RequestError for anything else. `PoolingCall.check_ids` checks the
+    list."""
     if not (isinstance(value, list) or is_utf8_text(value)) or not value:
         raise invalid_argument(field, value, "must be a valid Unicode string or a list of token ids, not empty")
     return value
-
-
-def check_ids(field: str, ids: list[Any], limits: EngineLimits) -> None:
-    """Raise RequestError for an element that is not a token id."""
-    for index, token in enumerate(ids):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limits.vocab_size:
-            reason = f"must be a token id, 0..{limits.vocab_size - 1}; send one prompt per request"
-            raise invalid_argument(f"{field}[{index}]", token, reason)
 
 
 def pooling_params(field: str, values: Mapping[str, Any], known: tuple[str, ...]) -> Mapping[str, Any]:

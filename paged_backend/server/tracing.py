@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.trace import Phase, RequestTrace
-from paged_backend.server import embedding
 from paged_backend.server.stream import Stream
 from paged_backend.server.wire.call import Call
 
@@ -121,7 +120,7 @@ def _provider(endpoint: str, sample_ratio: float) -> TracerProvider:
 def _operation(call: Call) -> str:
     """Return the name of the operation in the semantic conventions."""
     if call.pooling:
-        return "embeddings" if call.pooling.field == embedding.FIELD else "classification"
+        return call.pooling.operation
     return "chat" if call.messages is not None else "text_completion"
 
 

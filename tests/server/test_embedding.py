@@ -142,7 +142,7 @@ def test_hidden_states_are_not_kept_without_embedding_requests(tiny, prompts, mo
 def test_an_embedding_is_truncated_then_normalized():
     hidden = array("f", [3.0, 4.0, 12.0])
     assert json.loads(EmbeddingCall("x").answer(hidden)) == pytest.approx([3 / 13, 4 / 13, 12 / 13])
-    assert json.loads(EmbeddingCall("x", 2).answer(hidden)) == pytest.approx([0.6, 0.8])
+    assert json.loads(EmbeddingCall("x", dimensions=2).answer(hidden)) == pytest.approx([0.6, 0.8])
 
 
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
