@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import ClassificationSpec
-from paged_backend.loading.model_files import CONFIG, INDEX, WEIGHTS
+from paged_backend.loading.model_files import CONFIG, read_tensor
 from paged_backend.models.hidden_states import record_hidden_states
 
 HEAD = "score.weight"  # of GenericForSequenceClassification in transformers
@@ -61,14 +60,10 @@ def load_classifier(
 
 def _activation(hf_config: PretrainedConfig) -> Any:
     """Return what transformers' `problem_type` asks for; without one, probabilities of labels that exclude others."""
-    kinds = {
-        "regression": "none",
-        "multi_label_classification": "sigmoid",
-        "single_label_classification": "softmax",
-    }
-    default = "sigmoid" if hf_config.num_labels == 1 else "softmax"
-    kind = kinds.get(getattr(hf_config, "problem_type", None) or "", default)
-    return "sigmoid" if kind == "softmax" and hf_config.num_labels == 1 else kind
+    problem = getattr(hf_config, "problem_type", None)
+    if problem == "regression":
+        return "none"
+    return "sigmoid" if problem == "multi_label_classification" or hf_config.num_labels == 1 else "softmax"
 
 
 def _read_head(config: EngineConfig, hf_config: PretrainedConfig, path: Path, model: PreTrainedModel) -> np.ndarray:
@@ -76,14 +71,11 @@ def _read_head(config: EngineConfig, hf_config: PretrainedConfig, path: Path, mo
     shape = (hf_config.num_labels, hf_config.get_text_config().hidden_size)
     if config.load_format == "dummy":
         return np.random.default_rng(config.seed).normal(0, 0.02, shape).astype(np.float32)
-    index = path / INDEX
-    file = path / (json.loads(index.read_text())["weight_map"].get(HEAD, WEIGHTS) if index.exists() else WEIGHTS)
-    with safe_open(file, "pt") as tensors:
-        found = tensors.get_tensor(HEAD).float().numpy() if HEAD in tensors.keys() else None  # noqa: SIM118
+    found = read_tensor(path, HEAD)
     if found is None or found.shape != shape:
         has = "is missing" if found is None else f"has the shape {list(found.shape)}"
-        raise ConfigError(f"{file}: {HEAD} {has}; {path / CONFIG} describes one of {list(shape)}")
-    return np.ascontiguousarray(found)
+        raise ConfigError(f"{path}: {HEAD} {has}; {path / CONFIG} describes one of {list(shape)}")
+    return np.ascontiguousarray(found.float().numpy())
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import AUTO, BUILT_IN, KEYS, SAMPLING_KEYS, parse_default, to_defaults
 from paged_backend.api.limits import SamplingDefaults
 from paged_backend.loading import model_files
+from paged_backend.loading.model_source import possible_paths
 from paged_backend.utils.startup import startup_log
 
 
@@ -43,7 +44,7 @@ def _find_file(option: str, root: Path, model_path: Path) -> Path | None:
     if option == AUTO:
         file = model_path / model_files.GENERATION  # not a file if the model is one, in GGUF
         return file if file.is_file() else None
-    candidates = [base / Path(option).expanduser() / model_files.GENERATION for base in (root, Path.cwd())]
+    candidates = [path / model_files.GENERATION for path in possible_paths(option, root)]
     for file in candidates:
         if file.is_file():
             model_files.check_text_files(file.parent)

@@ -120,6 +120,15 @@ def _weight_files(model_path: Path) -> list[tuple[Path, set[str] | None]]:
     return _shards(path) if named.endswith(".json") else [(_regular(path), None)]
 
 
+def read_tensor(model_path: Path, name: str) -> torch.Tensor | None:
+    """Return a tensor of the weights that `check_weights` has checked, or None if they have no such tensor."""
+    for path, expected in _weight_files(model_path):
+        if expected is None or name in expected:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118 (not a mapping)
+    return None
+
+
 def _no_weights(model_path: Path) -> str:
     pickles = sorted(path.name for path in model_path.iterdir() if path.suffix in PICKLES)
     error = f"{model_path}: no weights: neither {WEIGHTS} nor {INDEX} exists"

@@ -20,7 +20,7 @@ def find_files(name: str, root: Path, config: EngineConfig, revision: str | None
     A relative path is looked up in `root` and then in the working directory. Anything else is the name of a repository
     on the Hugging Face hub, which is downloaded in the given revision if it is not in the cache.
     """
-    candidates = [base / Path(name).expanduser() for base in (root, Path.cwd())]
+    candidates = possible_paths(name, root)
     for path in candidates:
         if (path / "config.json").is_file() or (path / "tokenizer.json").is_file():
             return path
@@ -32,6 +32,11 @@ def find_files(name: str, root: Path, config: EngineConfig, revision: str | None
         f"model={json.dumps(name)}: no config.json in {candidates[0]}; give a Hugging Face model directory, or a"
         f" {GGUF} file"
     )
+
+
+def possible_paths(name: str, root: Path) -> list[Path]:
+    """Return where a path in the options may be: relative to `root`, or to the working directory."""
+    return [base / Path(name).expanduser() for base in (root, Path.cwd())]
 
 
 def _download(name: str, config: EngineConfig, revision: str | None) -> Path:

@@ -12,7 +12,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.loading import model_files
 from paged_backend.loading.model_files import GGUF
-from paged_backend.loading.model_source import find_files, source_arguments
+from paged_backend.loading.model_source import find_files, possible_paths, source_arguments
 from paged_backend.text.templates import check_template
 
 
@@ -41,8 +41,8 @@ def _read_template(given: str, root: Path) -> str:
     """Return the template of the option `chat_template`: a file in `root` or the working directory, or the template."""
     if "{" in given:
         return given
-    for base in (root, Path.cwd()):
-        if (path := base / Path(given).expanduser()).is_file():
+    for path in possible_paths(given, root):
+        if path.is_file():
             return path.read_text()
     raise ConfigError(f"chat_template={json.dumps(given)}: neither a template, which contains {{, nor a file in {root}")
 
