@@ -169,6 +169,7 @@ class Gateway:
     async def pooling(self, request: Request, kind: type[PoolingBody[Any]]) -> Response:
         """Answer a request for embeddings, classes, scores or a ranking: one engine request for each input."""
         body = schema.parse(kind, await self._read(request))
+        request_id = _request_id(request)
         self._settings.limits.check("max_inputs", body.list_field, len(body.calls), "inputs")
 
         async def ask() -> list[Any]:
@@ -180,7 +181,7 @@ class Gateway:
 
         computed = await self._with_current_name(ask)
         self.metrics.count_prompts(request.url.path, computed)
-        return JSONResponse(body.response(computed, _request_id(request)))
+        return JSONResponse(body.response(computed, request_id))
 
     def _adapter(self, body: schema.Body) -> str | None:
         """Return the adapter that a request names in place of the model, or None. The server checks that it exists."""
@@ -263,24 +264,18 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPI(lifespan=gateway.lifespan, openapi_url=None, redirect_slashes=False)
     app.add_middleware(ConcurrencyLimiter, limit=settings.limits.max_open_requests)
     app.add_middleware(metrics.RequestMetricsMiddleware, metrics=gateway.metrics, log=settings.access_log)
-    v1 = APIRouter(prefix="/v1", dependencies=[Depends(gateway.check_key)])
-    v1.add_api_route("/models", gateway.models, methods=READ)
-    v1.add_api_route("/models/{name:path}", gateway.model, methods=READ)
-    v1.add_api_route("/completions", gateway.completions, methods=["POST"], response_model=None)
-    v1.add_api_route("/chat/completions", gateway.chat_completions, methods=["POST"], response_model=None)
-    plain = APIRouter(dependencies=[Depends(gateway.check_key)])
+    keyed = APIRouter(dependencies=[Depends(gateway.check_key)])
+    keyed.add_api_route("/v1/models", gateway.models, methods=READ)
+    keyed.add_api_route("/v1/models/{name:path}", gateway.model, methods=READ)
+    keyed.add_api_route("/v1/completions", gateway.completions, methods=["POST"], response_model=None)
+    keyed.add_api_route("/v1/chat/completions", gateway.chat_completions, methods=["POST"], response_model=None)
     for path, kind in POOLING_ROUTES.items():
-        plain.add_api_route(path, _pooling_route(gateway, kind), methods=["POST"], response_model=None)
-    app.include_router(v1)
-    app.include_router(plain)
+        keyed.add_api_route(path, _pooling_route(gateway, kind), methods=["POST"], response_model=None)
+    app.include_router(keyed)
     app.add_api_route("/health", gateway.health, methods=READ)
     app.add_api_route("/live", gateway.live, methods=READ)
     app.add_api_route("/metrics", gateway.show_metrics, methods=READ, response_model=None)
-    routes = [
-        route.path.replace(":path", "")
-        for route in (*v1.routes, *plain.routes, *app.routes)
-        if isinstance(route, Route)
-    ]
+    routes = [route.path.replace(":path", "") for route in (*keyed.routes, *app.routes) if isinstance(route, Route)]
     _add_error_handlers(app, list(dict.fromkeys(routes)))
     return app
 

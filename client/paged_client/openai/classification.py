@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from paged_client.openai.errors import ApiError
-from paged_client.openai.pooling import PoolingBody
+from paged_client.openai.pooling import PoolingBody, usage
 from paged_client.openai.schema import Flag, Integer, ListOf, StrictModel, split_inputs
 from paged_client.openai.servers import Servers
 from paged_client.types import Classification
@@ -26,6 +26,17 @@ class _ClassificationBody(PoolingBody[Classification]):
     async def ask(self, servers: Servers, arguments: Mapping[str, Any]) -> Classification:
         use = self.activation if self.use_activation is None else self.use_activation
         return await servers.classify(use_activation=use is not False, **arguments)
+
+    def _list(self, id: str, data: Sequence[Mapping[str, Any]], results: Sequence[Classification]) -> dict[str, Any]:
+        """Return a response body with an element for each input."""
+        return {
+            "id": id,
+            "object": "list",
+            "created": int(time.time()),
+            "model": self.model,
+            "data": [{"index": index, **one} for index, one in enumerate(data)],
+            "usage": usage(results),
+        }
 
 
 class ClassifyRequest(_ClassificationBody):
@@ -49,17 +60,8 @@ class ClassifyRequest(_ClassificationBody):
         return [{"input": one} for one in split_inputs(self.input)]
 
     def response(self, results: Sequence[Classification], request_id: str) -> dict[str, Any]:
-        return {
-            "id": f"classify-{request_id}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": self.model,
-            "data": [
-                {"index": index, "label": one.label, "probs": list(one.probs), "num_classes": len(one.probs)}
-                for index, one in enumerate(results)
-            ],
-            "usage": _usage(results),
-        }
+        data = [{"label": one.label, "probs": list(one.probs), "num_classes": len(one.probs)} for one in results]
+        return self._list(f"classify-{request_id}", data, results)
 
 
 class _PairBody(_ClassificationBody):
@@ -113,14 +115,8 @@ class ScoreRequest(_PairBody):
         return list(zip(queries * (len(documents) if len(queries) == 1 else 1), documents, strict=True))
 
     def response(self, results: Sequence[Classification], request_id: str) -> dict[str, Any]:
-        return {
-            "id": f"score-{request_id}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": self.model,
-            "data": [{"index": index, "object": "score", "score": _score(one)} for index, one in enumerate(results)],
-            "usage": _usage(results),
-        }
+        data = [{"object": "score", "score": _score(one)} for one in results]
+        return self._list(f"score-{request_id}", data, results)
 
 
 class Document(StrictModel):
@@ -152,7 +148,7 @@ class RerankRequest(_PairBody):
         return {
             "id": f"rerank-{request_id}",
             "model": self.model,
-            "usage": _usage(results),
+            "usage": usage(results),
             "results": [
                 {
                     "index": index,
@@ -173,8 +169,3 @@ def _score(result: Classification) -> float:
     if len(result.probs) != 1:
         raise ApiError(400, f"model: has {len(result.probs)} labels; scores need a model with one", param="model")
     return result.probs[0]
-
-
-def _usage(results: Sequence[Classification]) -> dict[str, int]:
-    tokens = sum(one.num_input_tokens for one in results)
-    return {"prompt_tokens": tokens, "total_tokens": tokens}

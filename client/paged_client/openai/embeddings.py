@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from paged_client.openai.pooling import PoolingBody
+from paged_client.openai.pooling import PoolingBody, usage
 from paged_client.openai.schema import Integer, ListOf, split_inputs
 from paged_client.openai.servers import Servers
 from paged_client.types import Embedding
@@ -27,7 +27,6 @@ class EmbeddingRequest(PoolingBody[Embedding]):
         return await servers.embed(dimensions=self.dimensions, **arguments)
 
     def response(self, results: Sequence[Embedding], request_id: str) -> dict[str, Any]:
-        tokens = sum(embedding.num_input_tokens for embedding in results)
         return {
             "object": "list",
             "model": self.model,
@@ -35,7 +34,7 @@ class EmbeddingRequest(PoolingBody[Embedding]):
                 {"object": "embedding", "index": index, "embedding": _encode(embedding.values, self.encoding_format)}
                 for index, embedding in enumerate(results)
             ],
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            "usage": usage(results),
         }
 
 

@@ -10,7 +10,7 @@ from paged_client.openai.concurrency import gather_or_cancel
 from paged_client.openai.errors import ApiError, from_engine
 from paged_client.openai.schema import Body, Flag, IgnoredFields, Integer, StrictModel
 from paged_client.openai.servers import Servers
-from paged_client.types import PagedError
+from paged_client.types import Classification, Embedding, PagedError
 
 MAX_CONCURRENT_INPUTS = 64  # maximum for one request
 _PREFIXES = ("embedding_request.", "classification_request.", "pooling_params.")
@@ -58,6 +58,12 @@ class PoolingBody(SamplingFields, IgnoredFields, Body, Generic[ResultT]):
         """Return the names of the fields of an input, by the engine's names."""
         name = f"{self.list_field}[{index}]" if len(self.calls) > 1 else self.list_field
         return dict.fromkeys(("input", "prompt_tokens", "text_input", "messages"), name)
+
+
+def usage(results: Sequence[Embedding | Classification]) -> dict[str, int]:
+    """Return the usage in a response body. There are no output tokens."""
+    tokens = sum(one.num_input_tokens for one in results)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
 async def ask_all(

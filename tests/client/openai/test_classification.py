@@ -4,17 +4,15 @@ import json
 
 import pytest
 
-from tests.support.fake_servers import SERVERS
-from tests.support.gateway import gateway
+from tests.support.gateway import gateway, recording_server
 
 
 @pytest.fixture(scope="module")
 def fake():
     """Score a prompt by its length; with two labels for a prompt of token ids."""
-    with SERVERS["grpc"]() as seen:
+    with recording_server() as seen:
 
-        def script(inputs, request_id):
-            seen.requests.append(inputs)
+        def script(inputs):
             asked = json.loads(inputs["classification_request"])
             if asked.get("document") == "bad":
                 return {"say": [], "fail": "INVALID_ARGUMENT: prompt_tokens=9: must be 1..8"}
@@ -22,7 +20,7 @@ def fake():
             probs = [0.25, 0.75] if isinstance(prompt, list) or "labels" in prompt else [len(prompt) / 8]
             return {"say": [json.dumps({"label": "good", "probs": probs})]}
 
-        seen.script = script
+        seen.scripted_response = script
         yield seen
 
 

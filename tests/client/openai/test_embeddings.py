@@ -6,8 +6,7 @@ import struct
 
 import pytest
 
-from tests.support.fake_servers import SERVERS
-from tests.support.gateway import gateway
+from tests.support.gateway import gateway, recording_server
 
 PATH = "/v1/embeddings"
 
@@ -15,10 +14,9 @@ PATH = "/v1/embeddings"
 @pytest.fixture(scope="module")
 def fake():
     """Return embeddings with the length of the input and its position among all requests."""
-    with SERVERS["grpc"]() as seen:
+    with recording_server() as seen:
 
-        def script(inputs, request_id):
-            seen.requests.append(inputs)
+        def script(inputs):
             asked = json.loads(inputs["embedding_request"])
             if asked["input"] == "bad":
                 return {"say": [], "fail": "INVALID_ARGUMENT: prompt_tokens=9: must be 1..8"}
@@ -29,7 +27,7 @@ def fake():
                 return {"say": [], "fail": f"INVALID_ARGUMENT: {where}: leave it out"}
             return {"say": [json.dumps([float(len(asked["input"])), 0.25])]}
 
-        seen.script = script
+        seen.scripted_response = script
         yield seen
 
 
@@ -105,3 +103,10 @@ def test_model_name_selects_an_adapter(front, fake):
     status, body = front.ask(PATH, {"model": "fr", "input": "a"})
     assert (status, body["model"]) == (200, "fr")
     assert json.loads(fake.requests[-1]["sampling_parameters"]) == {"lora_name": "fr"}
+
+
+def test_an_unsafe_request_id_is_rejected_before_anything_is_computed(front, fake):
+    asked = len(fake.requests)
+    status, body = front.ask(PATH, {"model": "paged_llm", "input": "four"}, {"X-Request-Id": "a b"})
+    assert (status, body["error"]["message"].split(":")[0]) == (400, "X-Request-Id")
+    assert len(fake.requests) == asked
