@@ -53,6 +53,9 @@ nightly: setup demo-model
 # Without .venv it uses the packages of the machine, which may have a GPU and torch, but no network.
 bench-gpu:
 	@python=$(BIN)/python; [ -x "$$python" ] || python="$(or $(PYTHON),python3)"; \
+	  "$$python" -c 'import torch, triton, transformers' || { \
+	    echo "make bench-gpu: $$python lacks packages of the engine. Set PYTHON to an interpreter that has torch," \
+	      "triton and transformers: make bench-gpu PYTHON=/path/to/python3" >&2; exit 1; }; \
 	  PYTHONPATH="$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/client$${PYTHONPATH:+:$$PYTHONPATH}" \
 	  "$$python" -m paged_bench.on_gpu $(ARGS)
 

@@ -6,8 +6,10 @@ cache on disk is only loaded. Imports no triton without a GPU.
 """
 
 import os
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 
 import torch
 
@@ -15,6 +17,24 @@ from paged_kernels.launch import Launch, intercept_launches
 
 MAX_THREADS = 16
 Advance = Callable[[], object]  # called when a kernel has been compiled
+
+
+def check_cache(device: torch.device) -> None:
+    """Check that Triton can keep compiled kernels on disk. Raises ValueError that names the folder."""
+    if device.type != "cuda":
+        return
+    from triton import knobs
+
+    folder = Path(knobs.cache.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f'TRITON_CACHE_DIR="{folder}": cannot keep compiled kernels there: {error.strerror}; set it to a folder'
+            " that can be written"
+        ) from error
 
 
 def compile_ahead(

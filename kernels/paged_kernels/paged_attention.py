@@ -20,6 +20,7 @@ from paged_kernels.paging import Paging
 from paged_kernels.splits import zeros
 
 LOG2E = 1.4426950408889634
+ALIGNED = 4  # floats in 16 bytes: Triton compiles another variant for a pointer without this alignment
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,10 @@ def plan_launch(
     partials = logs = arrivals = None
     if plan.partial:
         arrivals = zeros(paging.num_seqs * plan.grid[1], query.device)
-        rows, head_dim = paging.num_seqs * plan.slots * plan.queries * query.shape[1], query.shape[2]
-        workspace = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=query.device)
-        partials, logs = workspace[: rows * head_dim], workspace[rows * head_dim :]
+        rows = paging.num_seqs * plan.slots * plan.queries * query.shape[1]
+        first_log = triton.cdiv(rows * query.shape[2], ALIGNED) * ALIGNED
+        workspace = torch.empty(first_log + rows, dtype=torch.float32, device=query.device)
+        partials, logs = workspace[:first_log], workspace[first_log:]
     layer = dict(
         out=out, partials=partials, logs=logs, arrivals=arrivals, query=query,
         key_cache=as_bytes(keys), value_cache=as_bytes(values), key_scales=cache.key_scales,

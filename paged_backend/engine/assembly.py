@@ -21,7 +21,6 @@ from paged_backend.engine.model_preparation import ROOT, PreparedModel, prepare_
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import ParallelRunner
 from paged_backend.engine.summary import log_startup
-from paged_backend.engine.warm_up import measure_costs
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.runner import Runner
 from paged_backend.loading import model_loader, model_options
@@ -145,13 +144,12 @@ def _build(
     cache_events = CacheEvents() if config.kv_events_config.is_enabled else None
     blocks = _block_manager(config, prepared, cache_events)
     limits = _limits(config, loaded, blocks)
-    costs = measure_costs(prepared.runner, prepared.seconds_per_token, prepared.num_host_blocks)
     runner = ParallelRunner(prepared.runner, workers) if workers else prepared.runner
     scheduler = Scheduler(
         blocks,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        costs=costs,
+        costs=prepared.costs,
         preemption=config.preemption_mode,
         session_blocks=int(blocks.num_blocks * config.session_memory),
         proposer=_proposer(config),
@@ -165,7 +163,7 @@ def _build(
     log_startup(config, prepared, time.monotonic() - started)
     log.info(
         "computing a token takes %.3g ms, copying a block %.3g ms, swapping a block %.3g ms",
-        *(1e3 * cost for cost in (costs.token, costs.copy, costs.move)),
+        *(1e3 * cost for cost in (prepared.costs.token, prepared.costs.copy, prepared.costs.move)),
     )
     overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
     disk, adapters = _disk(config, loaded, runner), _adapters(config, loaded, adapter_list)
@@ -208,9 +206,7 @@ def _limits(config: EngineConfig, loaded: LoadedModel, blocks: BlockManager) -> 
 
 def _prefill_budget(config: EngineConfig, prepared: PreparedModel) -> PrefillBudget:
     """Return the limit of prompt tokens beside decode, for the target of the options or the device's default."""
-    make = partial(
-        PrefillBudget, seconds_per_token=prepared.seconds_per_token, max_tokens=config.max_num_batched_tokens
-    )
+    make = partial(PrefillBudget, seconds_per_token=prepared.costs.token, max_tokens=config.max_num_batched_tokens)
     if config.target_step_ms is not None:
         return make(config.target_step_ms / 1e3)
     if prepared.runner.kv.device.type == "cpu":

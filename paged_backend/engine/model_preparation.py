@@ -8,14 +8,16 @@ from pathlib import Path
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.engine.runner_builder import build_runner, capture_graphs, graph_shapes_of
-from paged_backend.engine.warm_up import measure_decode, warm_up
+from paged_backend.engine.warm_up import measure_costs, measure_decode, warm_up
 from paged_backend.execution.cpu_threads import count_threads
 from paged_backend.execution.runner import Runner
 from paged_backend.loading import model_loader
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
 from paged_backend.models.tensor_parallel import TensorParallelGroup
+from paged_backend.scheduling.plan import Costs
 from paged_backend.utils.machine import limit_torch_threads
+from paged_kernels.compile_ahead import check_cache
 from paged_kernels.cpu import native
 
 ROOT = Path(__file__).resolve().parents[2]  # the repository, or the directory in which the package is installed
@@ -29,19 +31,20 @@ class PreparedModel:
     runner: Runner
     num_blocks: int
     num_host_blocks: int
-    seconds_per_token: float  # time per token in the largest step
+    costs: Costs
     decode_seconds: float  # time of a decode step of a few sequences; 0 on a CPU
 
 
 def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> PreparedModel:
     """Load and verify the model, size the pools and capture graphs, in step with the other ranks. Raises ConfigError
     and UnsupportedModel."""
+    device = tp_group.device
     try:
         limit_torch_threads(config.tensor_parallel_size)
         native.set_threads(count_threads(config.tensor_parallel_size))
-    except ValueError as error:  # OMP_NUM_THREADS is not a number
+        check_cache(device)
+    except ValueError as error:  # an environment variable
         raise ConfigError(str(error)) from None
-    device = tp_group.device
     loaded = model_loader.load(config, ROOT, device)
     kv_dtype = loaded.spec.kv_dtype
     warmed = warm_up(config, loaded, device)
@@ -60,4 +63,5 @@ def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> Prepar
     if not tp_group.all_reduce_min(runner.has_graphs):  # NCCL calls: captured on all ranks or none
         runner.release_graphs()
     decode_seconds = measure_decode(config, loaded, runner) if device.type == "cuda" else 0.0
-    return PreparedModel(loaded, runner, num_blocks, num_host_blocks, warmed.seconds_per_token, decode_seconds)
+    costs = measure_costs(runner, warmed.seconds_per_token, num_host_blocks)
+    return PreparedModel(loaded, runner, num_blocks, num_host_blocks, costs, decode_seconds)

@@ -20,6 +20,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.engine.model_preparation import prepare_model
 from paged_backend.models.tensor_parallel import TensorParallelGroup
 from paged_backend.scheduling.plan import Plan
+from paged_kernels.compilations import after_ready
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ def run_worker(channel: Connection) -> None:
     tp_group = TensorParallelGroup(start.device, start.rank, start.config.tensor_parallel_size)
     tp_group.join(start.rendezvous)
     runner = prepare_model(start.config, tp_group).runner
+    if start.device.type == "cuda":
+        after_ready.watch()  # for the log; the metric counts those of rank 0, which runs the same kernels
     while (message := channel.recv()) is not None:
         if isinstance(message, Plan):
             runner.move(message)

@@ -70,7 +70,8 @@ _FAMILIES = (
     Family(
         "paged_kernel_compilations_total",
         "COUNTER",
-        "GPU kernels compiled after the model was ready. Each delays all requests; the log has their names",
+        "GPU kernels compiled, or loaded from Triton's cache, after the model was ready. Each delays all requests; the"
+        " log has their names",
     ),
     Family(
         "paged_requests",

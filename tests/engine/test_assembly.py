@@ -43,7 +43,7 @@ def test_option_beyond_model_or_memory_is_rejected(tiny, options, reason):
 def test_prompt_tokens_beside_decode_follow_the_target_time_of_a_step(device, options, tokens):
     config = EngineConfig.from_options({"model": "x", "max_num_batched_tokens": 2048} | options)
     runner = SimpleNamespace(kv=SimpleNamespace(device=torch.device(device)))
-    prepared = SimpleNamespace(runner=runner, seconds_per_token=1e-4, decode_seconds=0.012)
+    prepared = SimpleNamespace(runner=runner, costs=SimpleNamespace(token=1e-4), decode_seconds=0.012)
     assert assembly._prefill_budget(config, prepared).tokens == tokens
 
 

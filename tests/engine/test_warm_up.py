@@ -115,6 +115,24 @@ def test_warm_up_compiles_every_attention_variant(heads, kv_heads):
             assert variant in warmed
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 8), (9, 3), (8, 8)])
+def test_warm_up_compiles_every_tile_of_shared_prefixes(heads, kv_heads):
+    config = EngineConfig.from_options({"model": "x", "max_num_seqs": 512, "max_num_batched_tokens": 2048})
+    group = heads // kv_heads
+
+    def variants(plan):
+        return {one for one in compiled(plan, heads, kv_heads, group) if one[0] == "prefix_attention_kernel"}
+
+    warmed = {one for plan in warm_up.warm_up_plans(config, 16384, 320) for one in variants(plan)}
+    sequence = Group(GenerateRequest(0, (0,) * 3000, SamplingParams(), 0, frozenset())).leader
+    sequence.blocks = list(range(200))
+    found = set()
+    for count in (*range(2, 70), 127, 128, 129, 255, 256, 257, 500, 512):
+        found |= variants(Plan((Chunk(sequence, 2999, 1, (sequence,)),) * count))
+    assert len(found) > 1
+    assert found <= warmed
+
+
 @pytest.mark.parametrize("max_num_seqs", [3, 40, 256])
 def test_warm_up_compiles_every_row_tile(max_num_seqs, monkeypatch):
     """Every entry of the table differs, so that each is compiled by itself."""

@@ -41,6 +41,19 @@ def splits_of(inputs, multiprocessors: int = MULTIPROCESSORS, **changes: object)
     return first.arguments["num_splits"]
 
 
+@pytest.mark.parametrize("head_dim", [64, 66, 67])
+def test_the_workspace_is_aligned_as_in_the_warm_up(head_dim):
+    """Triton compiles another variant for a pointer that is not a multiple of 16 bytes."""
+    inputs = make_inputs(Case("long", 3, 1, head_dim=head_dim), torch.float32, "cpu")
+    query, cache, paging = inputs.arrays
+    options = {**inputs.settings, "device": Device("sm_90", MULTIPROCESSORS)}
+    for planned in plan_launch(query, query, cache, paging, **options):
+        assert planned.arguments["num_splits"] > 1
+        partials, logs = planned.arguments["partials"], planned.arguments["logs"]
+        assert (logs.data_ptr() - partials.data_ptr()) % 16 == 0
+        assert len(partials) >= len(logs) * head_dim
+
+
 def check(case: Case, dtype: torch.dtype, device: str, **changes: object) -> None:
     inputs = make_inputs(case, dtype, device)
     query, cache, paging = inputs.arrays

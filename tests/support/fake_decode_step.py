@@ -38,7 +38,8 @@ def _storages(tree: Any) -> set[int]:
 
 
 class DeviceOperations(TorchDispatchMode):
-    """Records the operations that read or write the memory of the device, except for views and allocations."""
+    """Records operations that read or write the memory of the device, except for views and allocations, and copies of
+    any tensor to another device or type."""
 
     def __init__(self, memory: Iterable[Tensor] | None) -> None:
         """memory: tensors on the device; what is computed from them is there, too. None: everything is."""
@@ -55,7 +56,7 @@ class DeviceOperations(TorchDispatchMode):
         name = function._schema.name.removeprefix("aten::")
         if is_view or name.startswith("empty"):
             return result
-        if self._memory is None or before & self._memory:
+        if self._memory is None or before & self._memory or name == "_to_copy":  # a copy may be one to the device
             self.names.append(name)
             self._kept.append(result)  # so that its address is not used again
             if self._memory is not None:
