@@ -69,7 +69,7 @@ def hit_rate(turns: Sequence[Turn]) -> float:
 
 
 def interleaved(url: str, shape: Shape, count: int, at_once: int, sampling: dict[str, Any]) -> list[Turn]:
-    """Run the first turns of all conversations, then the second ones, and so on.
+    """Run the first turns of all conversations, then the second ones, and so on, each in a random order of its own.
 
     Args:
         url: the gateway.
@@ -84,8 +84,8 @@ def interleaved(url: str, shape: Shape, count: int, at_once: int, sampling: dict
             for conversation in waiting:
                 turns.append(await conversation.turn(session, url, sampling))
 
-        for _ in range(shape.turns):
-            waiting = iter(conversations)
+        for number in range(shape.turns):
+            waiting = iter(random.Random(number).sample(conversations, count))
             await asyncio.gather(*(work(waiting) for _ in range(slots)))
         return turns
 
