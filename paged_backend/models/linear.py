@@ -191,8 +191,11 @@ class WeightQuantizer:
         self._spec = spec
         # The layer that computes logits keeps 8 bits: it is the most sensitive.
         self._output_layer = None if output_layer is None else output_layer.weight.data_ptr()
-        linears = [module.weight.numel() for module in model.modules() if type(module) is nn.Linear]
-        self._progress = Progress("quantizing", sum(size for size in linears if size >= MIN_ELEMENTS), "weights")
+        sizes = [module.weight.numel() for module in model.modules() if type(module) is nn.Linear]
+        for parameter in model.parameters():
+            if parameter.dim() == 3:  # the weights of all experts of a layer
+                sizes += [parameter[0].numel()] * len(parameter)
+        self._progress = Progress("quantizing", sum(size for size in sizes if size >= MIN_ELEMENTS), "weights")
 
     def __call__(self, weight: Tensor) -> Weight:
         """Return the quantized weight, or a small weight itself, for example a router of a mixture of experts."""
@@ -206,23 +209,24 @@ class WeightQuantizer:
 
 
 def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> Callable[[], None]:
-    """Free these weights, or views of them, in the model's linear layers. Returns a function that restores them.
+    """Free these weights, or views of them, in the model. Returns a function that restores them.
 
     A weight that an embedding shares is kept.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     embedded = {module.weight.untyped_storage().data_ptr() for module in embeddings}
     unused = {weight.untyped_storage().data_ptr() for weight in weights} - embedded
-    released = []
-    for module in model.modules():
-        if type(module) is nn.Linear and module.weight.untyped_storage().data_ptr() in unused:
-            released.append((module, module.weight.data))
-    for module, weight in released:
-        module.weight.data = weight.new_empty(0)
+    released = [
+        (parameter, parameter.data)
+        for parameter in model.parameters()
+        if type(parameter.data) is Tensor and parameter.untyped_storage().data_ptr() in unused
+    ]
+    for parameter, weight in released:
+        parameter.data = weight.new_empty(0)
 
     def restore() -> None:
-        for module, weight in released:
-            module.weight.data = weight
+        for parameter, weight in released:
+            parameter.data = weight
 
     return restore
 

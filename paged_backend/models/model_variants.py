@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from paged_backend.models import few_rows
 from paged_backend.models.attention import AttentionSpec
+from paged_backend.models.experts import replace_experts
 from paged_backend.models.fusion import FusedModel, fuse
 from paged_backend.models.linear import Weight, WeightPacker, plain_linears, release, replace_forwards
 from paged_backend.models.quantization import Quantizer
@@ -44,7 +45,14 @@ def model_variants(
         log.info("%s is not fused: %s", type(model).__name__, fused)
 
     def use_plain(convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
-        return replace_forwards(list(plain_linears(model)), convert)
+        undo_linears = replace_forwards(list(plain_linears(model)), convert)
+        undo_experts = replace_experts(model, convert)
+
+        def undo() -> None:
+            undo_linears()
+            undo_experts()
+
+        return undo
 
     def use(convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
         if isinstance(fused, FusedModel):

@@ -35,7 +35,7 @@ LEVELS = {
         "avx2": _AVX2,
     }
 }.get(platform.machine(), {}) | {"plain": "", "amx_emulated": "-DPAGED_EMULATE_AMX=1"}
-TORCH_SOURCES = ("binding.cpp", "decoder.cpp")
+TORCH_SOURCES = ("binding.cpp", "decoder.cpp", "experts.cpp")
 PLAIN_SOURCES = ("pool.cpp", "tasks.cpp")
 # Levels that differ from another level in attention only, and use its linear layers.
 LINEAR = {"amx": "avx512_bf16"}

@@ -274,6 +274,39 @@ class DecoderLayers:
         return result
 
 
+class ExpertLinear:
+    """The linear layers of all experts of a mixture of experts, each of which multiplies some rows."""
+
+    def __init__(
+        self, weights: Sequence[PackedLinear], biases: Tensor | None = None, *, level: str | None = None
+    ) -> None:
+        """weights: of each expert, all of the same shape. biases: [experts, out_features]."""
+        self.in_features, self.out_features = weights[0].in_features, weights[0].out_features
+        if any(one[1:3] != (self.in_features, self.out_features) for one in weights):
+            raise RuntimeError("the weights of the experts have different shapes")
+        number: int = _operator("make_experts")(
+            [one.groups for one in weights], [one.scales for one in weights], [one.mins for one in weights],
+            [None] * len(weights) if biases is None else list(biases.contiguous()),
+            [one.block_inputs for one in weights], self.in_features, self.out_features, _index(level),
+        )  # fmt: skip
+        self._number = number
+        weakref.finalize(self, _operator("free_experts"), number)
+
+    def __call__(self, x: Tensor, starts: Tensor, *, swiglu: bool = False) -> Tensor:
+        """Multiply rows x [rows, in_features]: [rows, out_features], accumulated in float32.
+
+        Raises RuntimeError for types or sizes that do not match.
+
+        Args:
+            x: in the order of the experts.
+            starts: [experts + 1] int64; the rows from starts[i] to starts[i + 1] belong to expert i.
+            swiglu: return silu(first half) * second half of the products, [rows, out_features / 2]. out_features must
+                be a multiple of 32.
+        """
+        product: Tensor = _operator("expert_linear")(self._number, x.contiguous(), starts, swiglu)
+        return product
+
+
 def _make_layer(layer: DecoderLayer, level: int) -> int:
     weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
     number: int = _operator("make_layer")(

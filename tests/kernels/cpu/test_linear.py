@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from paged_kernels.cpu import native
 from paged_kernels.cpu.native import linear
 from paged_kernels.cpu.packed_linear import pack_linear, pack_quantized
+from tests.support.quantized_weights import make_quantized
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 
@@ -42,19 +43,6 @@ def test_product_for_any_number_of_rows(level, shape, dtype):
             found = linear(x, packed, added, level=level)
             expected = F.linear(x.double(), weight.double(), None if added is None else added.double())
             assert_close(found, expected.to(dtype), **NEAR[dtype])
-
-
-def make_quantized(out_features, in_features, bits, block_inputs, has_mins):
-    """Return a random quantized weight, packed, and as float64."""
-    blocks = -(-in_features // block_inputs)
-    codes = torch.randint(-8, 8, (out_features, in_features), dtype=torch.int8)
-    if bits == 8:
-        codes = torch.randint(-127, 128, (out_features, in_features), dtype=torch.int8)
-    scales = (torch.rand(out_features, blocks) / 2**bits).half()
-    mins = torch.randn(out_features, blocks).half() if has_mins else None
-    spread = torch.arange(in_features) // block_inputs
-    plain = codes * scales.double()[:, spread] + (mins.double()[:, spread] if has_mins else 0)
-    return pack_quantized(codes, scales, mins, block_inputs, bits), plain
 
 
 QUANTIZED = [  # bits, number of inputs that share a scale, whether there are minima

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "decoder.h"
+#include "experts.h"
 #include "tensors.h"
 
 namespace paged {
@@ -123,11 +124,18 @@ STABLE_TORCH_LIBRARY(paged_cpu, m) {
       "decoder_layers(int[] layers, Tensor stream, Tensor cos, Tensor sin, Tensor(a!)[] keys, Tensor(b!)[] values, "
       "Tensor(c!)[] key_scales, Tensor(d!)[] value_scales, Tensor slots, Tensor block_tables, Tensor context_lens, "
       "Tensor query_starts) -> Tensor");
+  m.def(
+      "make_experts(Tensor[] groups, Tensor?[] scales, Tensor?[] mins, Tensor?[] biases, int[] block_inputs, "
+      "int in_features, int out_features, int level) -> int");
+  m.def("free_experts(int experts) -> ()");
+  m.def("expert_linear(int experts, Tensor x, Tensor starts, bool swiglu) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(paged_cpu, CompositeExplicitAutograd, m) {
   m.impl("make_layer", TORCH_BOX(&paged::make_layer));
   m.impl("free_layer", TORCH_BOX(&paged::free_layer));
+  m.impl("make_experts", TORCH_BOX(&paged::make_experts));
+  m.impl("free_experts", TORCH_BOX(&paged::free_experts));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(paged_cpu, CPU, m) {
@@ -138,4 +146,5 @@ STABLE_TORCH_LIBRARY_IMPL(paged_cpu, CPU, m) {
   m.impl("swiglu", TORCH_BOX(&paged::swiglu));
   m.impl("linear", TORCH_BOX(&paged::linear));
   m.impl("decoder_layers", TORCH_BOX(&paged::decoder_layers));
+  m.impl("expert_linear", TORCH_BOX(&paged::expert_linear));
 }

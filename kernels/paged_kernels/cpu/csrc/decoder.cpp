@@ -1,7 +1,8 @@
 #include "decoder.h"
 
 #include <map>
-#include <mutex>
+
+#include "registry.h"
 
 namespace paged {
 namespace {
@@ -24,15 +25,7 @@ struct Layer {
   const Level& level;
 };
 
-std::mutex layers_mutex;
-std::map<int64_t, std::shared_ptr<const Layer>> made_layers;
-
-std::shared_ptr<const Layer> find_layer(int64_t number) {
-  const std::lock_guard lock(layers_mutex);
-  const auto found = made_layers.find(number);
-  if (found == made_layers.end()) throw std::runtime_error("layer " + std::to_string(number) + ": does not exist");
-  return found->second;
-}
+Registry<Layer> made_layers("layer");
 
 // The tensors of a step that all layers share, and the memory for what they compute.
 struct Step {
@@ -93,18 +86,11 @@ int64_t make_layer(Tensor norm, double eps, int64_t num_heads, bool rotates, Opt
   if (groups.size() != 4 || scales.size() != 4 || mins.size() != 4 || biases.size() != 4 || block_inputs.size() != 4)
     throw std::runtime_error("make_layer: must have 4 weights");
   const auto weight = [&](int i) { return Weight{groups[i], scales[i], mins[i], biases[i], block_inputs[i]}; };
-  auto layer = std::make_shared<const Layer>(Layer{norm, eps, weight(0), num_heads, rotates, query_norm, key_norm, head_eps,
-      {scale, window, softcap, sinks}, weight(1), post_norm, post_eps, weight(2), inner_features, weight(3), level_of(level)});
-  static int64_t last = 0;
-  const std::lock_guard lock(layers_mutex);
-  made_layers[++last] = std::move(layer);
-  return last;
+  return made_layers.add(std::make_shared<const Layer>(Layer{norm, eps, weight(0), num_heads, rotates, query_norm, key_norm, head_eps,
+      {scale, window, softcap, sinks}, weight(1), post_norm, post_eps, weight(2), inner_features, weight(3), level_of(level)}));
 }
 
-void free_layer(int64_t layer) {
-  const std::lock_guard lock(layers_mutex);
-  made_layers.erase(layer);
-}
+void free_layer(int64_t layer) { made_layers.remove(layer); }
 
 Tensor decoder_layers(std::vector<int64_t> layers, Tensor stream, Tensor cos, Tensor sin, std::vector<Tensor> keys, std::vector<Tensor> values,
                       std::vector<Tensor> key_scales, std::vector<Tensor> value_scales, Tensor slots, Tensor block_tables, Tensor context_lens,
@@ -116,7 +102,7 @@ Tensor decoder_layers(std::vector<int64_t> layers, Tensor stream, Tensor cos, Te
   int64_t projected = 0, attended = 0, inner = 0;
   std::vector<std::shared_ptr<const Layer>> used;
   for (size_t i = 0; i < layers.size(); i++) {
-    const Layer& layer = *used.emplace_back(find_layer(layers[i]));
+    const Layer& layer = *used.emplace_back(made_layers.find(layers[i]));
     const int64_t head_dim = keys[i].size(3);
     projected = std::max(projected, (layer.num_heads + 2 * keys[i].size(1)) * head_dim);
     attended = std::max(attended, layer.num_heads * head_dim);

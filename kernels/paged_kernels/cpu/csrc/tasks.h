@@ -17,6 +17,30 @@ Number ceil_div(Number a, Number b) {
 
 std::unique_ptr<Task> linear_task(const Level&, const Linear&);
 
+// The items of several repeatable tasks of one kind, in any order.
+class JoinedTask final : public Task {
+ public:
+  explicit JoinedTask(std::vector<std::unique_ptr<Task>> tasks) : JoinedTask(std::move(tasks), {}) {}
+
+  void run(int item, Worker& worker, Claim& claim) const override {
+    const size_t index = std::upper_bound(ends_.begin(), ends_.end(), item) - ends_.begin();
+    tasks_[index]->run(index ? item - ends_[index - 1] : item, worker, claim);
+  }
+
+ private:
+  JoinedTask(std::vector<std::unique_ptr<Task>> tasks, std::vector<int> ends)
+      : Task(tasks.empty() ? linears : tasks[0]->kind, count(tasks, ends), true), tasks_(std::move(tasks)), ends_(std::move(ends)) {}
+
+  static int count(const std::vector<std::unique_ptr<Task>>& tasks, std::vector<int>& ends) {
+    int items = 0;
+    for (const auto& task : tasks) ends.push_back(items += task->items);
+    return items;
+  }
+
+  std::vector<std::unique_ptr<Task>> tasks_;
+  std::vector<int> ends_;  // by task, the number of items up to its last
+};
+
 // The items of an attention call and of all others over the same sequences with the same window.
 struct AttentionPlan {
   std::vector<Item> items;    // the expensive ones first; partial: offset from the start of the partials
