@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,6 +66,28 @@ def intercept_launches(handler: Callable[[Launch], None]) -> Iterator[None]:
         yield
     finally:
         _handler = previous
+
+
+class Choice(NamedTuple):
+    """What the sizes of a step decide about its attention, besides the lengths of chunks; see `force`."""
+
+    splits: int  # splits of each sequence's keys, which are merged if there are several
+    small_tiles: bool  # whether large tiles would occupy too few multiprocessors
+
+
+CHOICES = tuple(Choice(splits, small_tiles) for splits in (1, 2) for small_tiles in (False, True))
+_forced: Choice | None = None
+
+
+@contextmanager
+def force(choice: Choice) -> Iterator[None]:
+    """Make the plans of all launches follow `choice` instead of the sizes of the step, so that each is compiled."""
+    global _forced
+    previous, _forced = _forced, choice
+    try:
+        yield
+    finally:
+        _forced = previous
 
 
 @dataclass(frozen=True)
@@ -128,7 +150,8 @@ def launch_shape(
     large = tile(max_query_len)
     block_m = max(rows, large.block_m)
     programs = (num_tokens * heads // block_m + 1) * num_kv_heads * -(-group // heads)
-    if block_m > 64 >= rows and programs < multiprocessors:  # halves the rows per tile, doubles the programs
+    too_few = _forced.small_tiles if _forced else programs < multiprocessors
+    if block_m > 64 >= rows and too_few:  # halves the rows per tile, doubles the programs
         large, block_m = tile(1), 64
     return LaunchShape(
         heads, rows, small.block_n, small.num_stages, block_m, large.block_n, large.num_stages, large.num_warps
@@ -159,6 +182,8 @@ def count_splits(programs: int, max_len: int, multiprocessors: int) -> int:
     occupancy is programs * s / multiprocessors divided by that: for 136 programs on 132 multiprocessors it is 0.52
     with one split and 0.88 with six. The result is the smallest number within a tenth of the best occupancy.
     """
+    if _forced:
+        return _forced.splits
     most = min(MAX_SPLITS, power_of_two(max_len) // MIN_SPLIT)
     if most <= 1 or programs <= 0:
         return 1

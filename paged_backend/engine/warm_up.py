@@ -9,9 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,13 +37,14 @@ from paged_backend.scheduling.sequence import Group
 from paged_backend.utils.startup import Progress
 from paged_kernels import launch_table
 from paged_kernels.compile_ahead import compile_ahead
+from paged_kernels.launch import CHOICES, Choice, force
 
 REPEATS = 3
-CONTEXTS = (256, 1024, 8192, 65536)  # context lengths, which attention splits differently
-CHUNK_LENGTHS = (2, 4, 8, 16, 32, 64, 256, 512, 4096)  # rows, the upper bounds of tiles of attention and other kernels
+CONTEXTS = (256, 1024, 8192, 65536)  # context lengths of decode steps, which need memory for different splits
+CONTEXT = 1024  # context length of all other steps
+CHUNK_LENGTHS = tuple(2**power for power in range(1, 13))  # rows, the upper bounds of buckets of tuned tiles
 DECODE_ROWS = 4
 MAX_SHARING_ROWS = 256  # decode rows with a shared prefix, above which its tile no longer grows
-SHARING_CONTEXT = 1024  # their context length
 SAMPLINGS: tuple[dict[str, Any], ...] = tuple(  # kinds of sampling; penalties and constraints use float32 logits
     kind | more
     for more in ({}, {"presence_penalty": 0.1}, {"allowed_token_ids": frozenset((0,)), "logit_bias": ((0, 1.0),)})
@@ -81,7 +82,7 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
             runner.launch(_with_adapters(pack(plan, block_size=blocks.block_size), runner.lora)).result()
             advance()
         if device.type == "cuda":
-            run_warm_up_plans(config, spec, runner, advance)
+            run_warm_up_steps(config, spec, runner, advance)
 
     compile_ahead(device, lambda: all_steps(lambda: None), lambda n: Progress("compiling", n, "kernels").advance)
     progress = Progress("warming up", 2 + bool(runner.lora) + _num_warm_up_steps(config, spec, runner))
@@ -109,32 +110,44 @@ def _with_adapters(packed: PackedBatch, lora: Lora) -> PackedBatch:
 def _num_warm_up_steps(config: EngineConfig, spec: ModelSpec, runner: Runner) -> int:
     if runner.kv.device.type != "cuda":
         return 0
-    return sum(1 for _ in warm_up_plans(config, spec.max_model_len, spec.vocab_size)) * len(_gqa_groups(runner))
+    return sum(1 for _ in warm_up_steps(config, spec.max_model_len, spec.vocab_size)) * len(_gqa_groups(runner))
 
 
 def _gqa_groups(runner: Runner) -> list[int | None]:
     return list(dict.fromkeys((None, runner.gqa_group)))
 
 
-def run_warm_up_plans(config: EngineConfig, spec: ModelSpec, runner: Runner, advance: Callable[[], object]) -> None:
-    """Run every step of `warm_up_plans` with one layer of each kind. `advance` is called after each."""
+def run_warm_up_steps(config: EngineConfig, spec: ModelSpec, runner: Runner, advance: Callable[[], object]) -> None:
+    """Run every step of `warm_up_steps` with one layer of each kind. `advance` is called after each."""
     with ExitStack() as stack:
         for model in (runner.model, *([runner.drafter.model] if runner.drafter else [])):
             stack.enter_context(distinct_layers(model))
-        for plan in warm_up_plans(config, spec.max_model_len, spec.vocab_size):
+        for step in warm_up_steps(config, spec.max_model_len, spec.vocab_size):
             for gqa_group in _gqa_groups(runner):
-                runner.launch(pack(plan, block_size=config.block_size, gqa_group=gqa_group)).result()
+                with step.forced():
+                    runner.launch(pack(step.plan, block_size=config.block_size, gqa_group=gqa_group)).result()
                 advance()
 
 
-def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[Plan]:
+class WarmUpStep(NamedTuple):
+    """A step of the warm-up."""
+
+    plan: Plan
+    choice: Choice | None = None  # for the attention of the step; None: its sizes decide
+
+    def forced(self) -> AbstractContextManager[None]:
+        """Return the context in which attention follows the choice."""
+        return force(self.choice) if self.choice else nullcontext()
+
+
+def warm_up_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[WarmUpStep]:
     """Yield a step of every kind that has compiled kernels of its own.
 
-    A kernel that is compiled while requests are served delays all of them by seconds. All steps use block 0, since
-    their results are not read.
+    A kernel that is compiled while requests are served delays all of them by seconds. What is compiled for attention
+    depends on the longest chunk and on a choice by the sizes of the whole step. The choices are forced, so that few
+    small steps are enough. All steps use block 0, since their results are not read.
     """
     longest, budget = max_model_len - 1, config.max_num_batched_tokens
-    contexts = [*(context for context in CONTEXTS if context < longest), longest]
     lengths = [*(length for length in CHUNK_LENGTHS if length < min(longest, budget)), min(longest, budget)]
 
     def chunk(start: int, length: int, **sampling: Any) -> Chunk:
@@ -146,28 +159,33 @@ def warm_up_plans(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
         sequence.blocks = [0] * -(-len(tokens) // config.block_size)
         return Chunk(sequence, start, length, sampled_sequences=(sequence,))
 
-    for context in contexts:
-        rows = tuple(chunk(context - 1, 1) for _ in range(min(DECODE_ROWS, config.max_num_seqs)))
-        yield Plan(rows)
+    # One sequence stands for several in a step, which have the same block.
+    for context in (*(context for context in CONTEXTS if context < longest), longest):
+        yield WarmUpStep(Plan((chunk(context - 1, 1),) * min(DECODE_ROWS, config.max_num_seqs)))
+    context = min(CONTEXT, longest)
+    rows = (chunk(context - 1, 1),) * (min(DECODE_ROWS, config.max_num_seqs) - 1)
+    for choice in CHOICES:
+        yield WarmUpStep(Plan((chunk(context - 1, 1), *rows)), choice)
         for length in lengths:
-            if length <= context:
-                yield Plan((chunk(context - length, length),))
-            if len(rows) > 1:  # mixed step: decode rows first, as the scheduler orders them
-                yield Plan((*rows[1:], chunk(0, min(length, budget - len(rows) + 1))))
-    sharing = min(SHARING_CONTEXT, longest)
-    most = min(MAX_SHARING_ROWS, config.max_num_seqs, budget)
-    for count in dict.fromkeys(min(2**power, most) for power in range(1, most.bit_length() + 1)):
-        yield Plan((chunk(sharing - 1, 1),) * count)  # one sequence stands for all, which have the same block
+            yield WarmUpStep(Plan((chunk(max(0, context - length), length),)), choice)
+            if rows:  # mixed step: decode rows first, as the scheduler orders them
+                yield WarmUpStep(Plan((*rows, chunk(0, min(length, budget - len(rows))))), choice)
+    for count in _powers_of_two(min(MAX_SHARING_ROWS, config.max_num_seqs, budget)):
+        yield WarmUpStep(Plan((chunk(context - 1, 1),) * count))
     scored = min(MAX_SCORED, longest - 1, budget - 1)
     prompt = replace(chunk(0, scored + 1, prompt_logprobs=config.limits.max_logprobs), scored=range(scored))
-    yield Plan((prompt,), has_prompt_outputs=True)
+    yield WarmUpStep(Plan((prompt,), has_prompt_outputs=True))
     for sampling in SAMPLINGS:
         if "logprobs" in sampling:
             sampling = sampling | {"logprobs": config.limits.max_logprobs}
-        for count in dict.fromkeys(
-            min(rows, MAX_SAMPLED_ROWS, config.max_num_seqs) for rows in launch_table.ROW_BUCKETS
-        ):
-            yield Plan(tuple(chunk(0, 1, **sampling) for _ in range(count)))
+        sampled = min(MAX_SAMPLED_ROWS, config.max_num_seqs * (1 + config.num_speculative_tokens))
+        for count in dict.fromkeys(min(rows, sampled) for rows in launch_table.ROW_BUCKETS):
+            yield WarmUpStep(Plan((chunk(0, 1, **sampling),) * count))
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """Return the powers of two from 2 to `most`, and `most` itself."""
+    return list(dict.fromkeys(min(2**power, most) for power in range(1, most.bit_length() + 1)))
 
 
 def _activation_bytes(steps: Callable[[], None], device: torch.device) -> int:
@@ -218,7 +236,7 @@ def _free_bytes(device: torch.device) -> int:
 
 def measure_decode(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> float:
     """Measure the seconds of a decode step of a few sequences. Called before any request, as it overwrites block 0."""
-    plan = next(warm_up_plans(config, loaded.spec.max_model_len, loaded.spec.vocab_size))
+    plan = next(warm_up_steps(config, loaded.spec.max_model_len, loaded.spec.vocab_size)).plan
 
     def step() -> None:
         runner.launch(pack(plan, block_size=config.block_size)).result()

@@ -102,7 +102,7 @@ def apply_mask(logits: Tensor, mask: Mask) -> Tensor:
     """Return a copy of logits [num_rows, vocab] with -infinity for every token that is masked out."""
     biases = _biases(mask.bits, logits)
     if len(mask.rows) == len(logits):
-        return biases.add_(logits)
+        return logits + biases  # not in place: the result has the strides of logits, for which kernels are compiled
     return logits.index_put((mask.rows,), biases.add_(logits[mask.rows]))
 
 

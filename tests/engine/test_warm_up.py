@@ -21,6 +21,7 @@ from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
 from paged_kernels import launch_table
 from paged_kernels.launch import Device
+from paged_kernels.launch_table import Tile, TuningKey
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paged_attention import plan_launch
 from tests.support.fake_gpu import OPTIONS
@@ -86,21 +87,53 @@ def compiled(plan, heads, kv_heads, group):
         yield planned.kernel.__name__, frozenset(constants.items()), frozenset(absent)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 8), (9, 3)])
-def test_warm_up_compiles_every_attention_variant(heads, kv_heads):
+def warmed_variants(config, heads, kv_heads):
+    found = set()
+    for step in warm_up.warm_up_steps(config, 16384, 320):
+        with step.forced():
+            for sharing in (None, heads // kv_heads):
+                found.update(compiled(step.plan, heads, kv_heads, sharing))
+    return found
+
+
+def tile_table(*lengths):
+    """Return a table whose tiles differ from each other, for attention in 16 bits with heads of 128."""
+    entries = [
+        (TuningKey(128, 2, 16, False, length), Tile(block_m, block_n, warps, stages))
+        for length, (block_m, block_n, warps, stages) in lengths
+    ]
+    return launch_table.make_table("sm_90", None, entries)
+
+
+# As the tuner may write them: the tiles of an H100 in GPU tests, and tiles that grow with the length.
+TABLES = {
+    "committed": None,
+    "large tiles for short chunks": tile_table((64, (128, 64, 4, 4)), (131072, (128, 64, 8, 3))),
+    "a tile for each length": tile_table(
+        (64, (64, 32, 4, 3)),
+        (128, (64, 64, 4, 3)),
+        (256, (128, 32, 4, 3)),
+        (512, (128, 64, 4, 3)),
+        (4096, (128, 64, 8, 3)),
+    ),
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 8), (9, 3), (14, 2)])
+def test_warm_up_compiles_every_attention_variant(heads, kv_heads, table, monkeypatch):
+    monkeypatch.setattr(launch_table, "_tables", {})
+    if TABLES[table]:
+        launch_table.use_table(TABLES[table])
     config = EngineConfig.from_options({"model": "x", "max_num_seqs": 64, "max_num_batched_tokens": 2048})
     group = heads // kv_heads
-    warmed = {
-        variant
-        for plan in warm_up.warm_up_plans(config, 16384, 320)
-        for sharing in (None, group)
-        for variant in compiled(plan, heads, kv_heads, sharing)
-    }
+    warmed = warmed_variants(config, heads, kv_heads)
     rnd = random.Random(0)
     for _ in range(300):
         chunks, left, own = [], 2048, 1
-        for _ in range(rnd.choice((1, 2, 5, 30, 64))):
-            length = min(left, rnd.choice((1, 1, 1, 3, 20, 100, 700, 2000)))
+        usual = rnd.choice((None, None, 20, 60, 100, 128, 250, 500))
+        for _ in range(rnd.choice((1, 2, 5, 16, 30, 64))):
+            length = min(left, usual or rnd.choice((1, 1, 1, 3, 20, 100, 700, 2000)))
             start = rnd.choice((0, 10, 300, 3000, 14000))
             if not length:
                 break
@@ -123,7 +156,7 @@ def test_warm_up_compiles_every_tile_of_shared_prefixes(heads, kv_heads):
     def variants(plan):
         return {one for one in compiled(plan, heads, kv_heads, group) if one[0] == "prefix_attention_kernel"}
 
-    warmed = {one for plan in warm_up.warm_up_plans(config, 16384, 320) for one in variants(plan)}
+    warmed = warmed_variants(config, heads, kv_heads)
     sequence = Group(GenerateRequest(0, (0,) * 3000, SamplingParams(), 0, frozenset())).leader
     sequence.blocks = list(range(200))
     found = set()
@@ -149,7 +182,7 @@ def test_warm_up_compiles_every_row_tile(max_num_seqs, monkeypatch):
         return launch_table.row_tile("sm_91", kind, width=4096, rows=rows).num_warps
 
     options = {"model": "x", "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 2048}
-    plans = list(warm_up.warm_up_plans(EngineConfig.from_options(options), 16384, 320))
+    plans = [step.plan for step in warm_up.warm_up_steps(EngineConfig.from_options(options), 16384, 320)]
     for kind in launch_table.DEFAULT_ROW_TILES:
         assert {warps_for(kind, plan.num_tokens) for plan in plans} >= {
             warps_for(kind, rows) for rows in range(1, 2049)
@@ -188,9 +221,10 @@ def test_serving_compiles_no_kernel(family, options):
         kernels.add("prefix_attention_kernel")
     assert {one.split()[0] for one in served} >= kernels
     # Of the model's four layers the warm-up runs two, with and without shared prefixes.
-    plans = len(list(warm_up.warm_up_plans(EngineConfig.from_options({"model": "x"} | OPTIONS | options), 16384, 320)))
+    config = EngineConfig.from_options({"model": "x"} | OPTIONS | options)
+    steps = sum(1 for _ in warm_up.warm_up_steps(config, 16384, 331))
     for kernel in ("paged_attention_kernel", "rope_kv_write_kernel"):
-        assert sum(count for one, count in variants["warmed"].items() if one.split()[0] == kernel) == 2 * 2 * plans
+        assert sum(count for one, count in variants["warmed"].items() if one.split()[0] == kernel) == 2 * 2 * steps
     assert served - set(variants["warmed"]) == set()
 
 
@@ -200,8 +234,10 @@ def test_every_warm_up_plan_can_run(tiny):
     size = assembly.scheduler.blocks.block_size
     options = {"model": "x", "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": size}
     returned = set()
-    for plan in warm_up.warm_up_plans(EngineConfig.from_options(options), 256, 320):
-        result = assembly.runner.launch(pack(plan, block_size=size)).result()
+    for step in warm_up.warm_up_steps(EngineConfig.from_options(options), 256, 320):
+        plan = step.plan
+        with step.forced():
+            result = assembly.runner.launch(pack(plan, block_size=size)).result()
         assert len(result.tokens) == len(plan.chunks)
         assert sum(map(len, result.prompt_logprobs.values())) == sum(len(chunk.scored) for chunk in plan.chunks)
         returned |= {name for name, value in vars(result).items() if value}

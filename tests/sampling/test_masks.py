@@ -209,3 +209,12 @@ def test_other_constraints_apply_to_guided_outputs(tiny, prompts):
     assert first_output.tokens[0] % 7 == 0
     assert second_output.tokens == [7, 8, 16]
     assert "no token is left: allowed_token_ids exclude every possible next token" in str(second_output.error)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("masked", [1, 3])
+def test_masked_logits_have_the_strides_of_logits(rows, masked):
+    """Kernels are compiled for the strides of logits, also if the vocabulary is no multiple of 32 tokens."""
+    logits = torch.zeros(rows, 331)
+    mask = Mask(torch.arange(min(rows, masked)), torch.full((min(rows, masked), 11), -1, dtype=torch.int32), ())
+    assert apply_mask(logits, mask).stride() == logits.stride()

@@ -39,7 +39,7 @@ from paged_kernels.cpu import native
 from tests.support.in_process import TINY, running, save_tiny
 
 SHAPES: dict[str, Any] = dict(
-    vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=4, max_position_embeddings=16384
+    vocab_size=331, hidden_size=64, intermediate_size=128, num_hidden_layers=4, max_position_embeddings=16384
 )
 FAMILIES = {
     "llama": partial(LlamaConfig, **SHAPES, num_attention_heads=4, num_key_value_heads=2),
@@ -60,6 +60,8 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"presence_penalty": 0.5},
     {"temperature": 1.0, "repetition_penalty": 1.2, "top_p": 0.5},
     {"logit_bias": {"5": 1.0}},
+    {"allowed_token_ids": [3, 4, 5]},
+    {"temperature": 1.0, "top_p": 0.9, "allowed_token_ids": [3, 4, 5]},
 )
 
 
@@ -136,7 +138,7 @@ def on_fake_gpu(assembly: Assembly) -> Iterator[Recorder]:
 def run_warm_up(config: EngineConfig, assembly: Assembly) -> None:
     """Run the steps of the warm-up, as to compile their kernels ahead, and the transfers that the load measures."""
     spec, runner = assembly.loaded.spec, assembly.runner
-    compile_launches(lambda: warm_up.run_warm_up_plans(config, spec, runner, lambda: None))
+    compile_launches(lambda: warm_up.run_warm_up_steps(config, spec, runner, lambda: None))
     warm_up.measure_costs(assembly.runner, 1e-3, 64)
 
 
