@@ -26,7 +26,7 @@ import torch
 
 from paged_bench._gpu_steps import OK, ROOT, STEPS, Step, rehearsal
 from paged_bench._gpu_summary import summarize
-from paged_bench._report import package_versions
+from paged_bench._report import package_versions, rate
 
 RESULTS = ROOT / "kernels/bench/results"
 EARLIER = RESULTS / "2026-11-22-nvidia-h100/figures.json"
@@ -89,7 +89,7 @@ def _run(step: Step, out: Path, left: float, variables: Mapping[str, str]) -> st
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=30, help="total time")
+    parser.add_argument("--minutes", type=rate, default=30, help="total time (default: 30)")
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="run these steps only")
     parser.add_argument("--out", type=Path, help="folder of the results; default: a new one")
     parser.add_argument(
@@ -110,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ended = run(steps, out, args.minutes)
     print(summarize(out, list(ended), EARLIER))
     print(f"results: {out}")
-    return int(any(one != OK and not one.startswith(SKIPPED) for one in ended.values()))
+    failed = any(one != OK and not one.startswith(SKIPPED) for one in ended.values())
+    return int(failed or OK not in ended.values())
 
 
 if __name__ == "__main__":

@@ -42,8 +42,15 @@ def test_run_continues_after_a_step_that_fails_or_takes_too_long(monkeypatch, tm
     }
     assert (tmp_path / "right.log").read_text().strip() == str(tmp_path)
     assert report["before"]["torch"] == version("torch")
-    assert on_gpu.main(["--minutes", "0", "--out", str(tmp_path), "--only", "right"]) == 0
+    assert on_gpu.main(["--minutes", "0.01", "--out", str(tmp_path), "--only", "right"]) == 1  # no step has a result
     assert "load to ready" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan"])
+def test_invalid_time(minutes, capsys):
+    with pytest.raises(SystemExit):
+        on_gpu.main(["--minutes", minutes])
+    assert f"'{minutes}': must be a number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="rehearses the run on a CPU")
