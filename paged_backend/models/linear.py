@@ -152,6 +152,7 @@ class WeightPacker:
         self.replaced: list[Tensor] = []  # original weights that are no longer used
         self.changed = False  # whether any weight was packed
         self._budget = MEMORY_SHARE * available_memory()
+        self._warned: set[torch.Size] = set()  # shapes, as a mixture of experts has thousands of equal weights
 
     def __call__(self, weight: Tensor) -> Weight:
         """Return the packed weight, or the weight itself if no copy is faster or fits the budget."""
@@ -164,11 +165,13 @@ class WeightPacker:
         if choice is None:
             return weight
         if weight.nbytes > self._budget:
-            log.warning(
-                "a weight of shape %s is not packed: its faster copy of %.2f GiB exceeds the remaining budget, which is"
-                " %.0f%% of the available memory for all copies",
-                list(weight.shape), weight.nbytes / GIB, 100 * MEMORY_SHARE,
-            )  # fmt: skip
+            if weight.shape not in self._warned:
+                self._warned.add(weight.shape)
+                log.warning(
+                    "a weight of shape %s is not packed: its faster copy of %.2f GiB exceeds the remaining budget,"
+                    " which is %.0f%% of the available memory for all copies; this holds for others of this shape, too",
+                    list(weight.shape), weight.nbytes / GIB, 100 * MEMORY_SHARE,
+                )  # fmt: skip
             return weight
         self._budget -= weight.nbytes
         self.changed = True
