@@ -6,6 +6,7 @@ the largest step runs all layers.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -36,12 +37,14 @@ from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Group
 from paged_backend.utils.startup import Progress
 from paged_kernels import launch_table
+from paged_kernels.cascade import MIN_SAVED_TOKENS
 from paged_kernels.compile_ahead import compile_ahead
 from paged_kernels.launch import CHOICES, Choice, force
 
 REPEATS = 3
 CONTEXTS = (256, 1024, 8192, 65536)  # context lengths of decode steps, which need memory for different splits
-CONTEXT = 1024  # context length of all other steps
+CONTEXT = 1024  # minimum context length of other decode rows
+SHARING_ROWS = (3, 64)  # decode rows that share a prefix, beside a chunk: for both tiles of the pass over it
 CHUNK_LENGTHS = tuple(2**power for power in range(1, 13))  # rows, the upper bounds of buckets of tuned tiles
 DECODE_ROWS = 4
 MAX_SHARING_ROWS = 256  # decode rows with a shared prefix, above which its tile no longer grows
@@ -162,16 +165,14 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
     # One sequence stands for several in a step, which have the same block.
     for context in (*(context for context in CONTEXTS if context < longest), longest):
         yield WarmUpStep(Plan((chunk(context - 1, 1),) * min(DECODE_ROWS, config.max_num_seqs)))
-    context = min(CONTEXT, longest)
-    rows = (chunk(context - 1, 1),) * (min(DECODE_ROWS, config.max_num_seqs) - 1)
-    for choice in CHOICES:
-        yield WarmUpStep(Plan((chunk(context - 1, 1), *rows)), choice)
-        for length in lengths:
-            yield WarmUpStep(Plan((chunk(max(0, context - length), length),)), choice)
-            if rows:  # mixed step: decode rows first, as the scheduler orders them
-                yield WarmUpStep(Plan((*rows, chunk(0, min(length, budget - len(rows))))), choice)
+    for choice, length in itertools.product(CHOICES, (1, *lengths)):
+        yield WarmUpStep(Plan((chunk(0, length),)), choice)
+        for count in dict.fromkeys(min(rows, config.max_num_seqs - 1, budget - 1) for rows in SHARING_ROWS):
+            if count:  # decode rows first, as the scheduler orders them, with enough context to share a prefix
+                row = chunk(min(longest, max(CONTEXT, 2 * MIN_SAVED_TOKENS // max(1, count - 1))) - 1, 1)
+                yield WarmUpStep(Plan((*(row,) * count, chunk(0, min(length, budget - count)))), choice)
     for count in _powers_of_two(min(MAX_SHARING_ROWS, config.max_num_seqs, budget)):
-        yield WarmUpStep(Plan((chunk(context - 1, 1),) * count))
+        yield WarmUpStep(Plan((chunk(min(CONTEXT, longest) - 1, 1),) * count))
     scored = min(MAX_SCORED, longest - 1, budget - 1)
     prompt = replace(chunk(0, scored + 1, prompt_logprobs=config.limits.max_logprobs), scored=range(scored))
     yield WarmUpStep(Plan((prompt,), has_prompt_outputs=True))

@@ -132,15 +132,18 @@ def test_warm_up_compiles_every_attention_variant(heads, kv_heads, table, monkey
     for _ in range(300):
         chunks, left, own = [], 2048, 1
         usual = rnd.choice((None, None, 20, 60, 100, 128, 250, 500))
-        for _ in range(rnd.choice((1, 2, 5, 16, 30, 64))):
+        sharing_rows = rnd.choice((0, 0, 4, 20, 50))  # decode rows that share a prefix
+        for row in range(sharing_rows + rnd.choice((1, 2, 5, 14, 30) if sharing_rows < 30 else (0, 1, 14))):
             length = min(left, usual or rnd.choice((1, 1, 1, 3, 20, 100, 700, 2000)))
             start = rnd.choice((0, 10, 300, 3000, 14000))
+            if row < sharing_rows:
+                length, start = 1, rnd.choice((4000, 14000))
             if not length:
                 break
             left -= length
             tokens = (0,) * (start + length)
             sequence = Group(GenerateRequest(0, tokens, SamplingParams(), 0, frozenset())).leader
-            shared = rnd.randrange(2) * 200  # blocks
+            shared = 200 if row < sharing_rows else rnd.randrange(2) * 200  # blocks
             sequence.blocks = [0] * shared + list(range(own, own + 1100))
             own += 1100
             chunks.append(Chunk(sequence, start, length, (sequence,)))
