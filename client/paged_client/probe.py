@@ -1,4 +1,4 @@
-"""Checks that a server generates a token, as `paged probe` and `paged serve --restart` do."""
+"""Checks that the engine of a server works, as `paged probe` and `paged serve --restart` do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ HIGHEST_PRIORITY = -(2**31)  # lower numbers are scheduled first
 
 
 def probe(client: Client, timeout: float | None) -> None:
-    """Generate a token. Raises PagedError if that fails, unless the waiting queue is full, which shows that it works.
+    """Generate a token, or ask a model that generates none, such as a classifier, for a pool map, which the engine loop
+    answers. Raises PagedError if that fails, unless the waiting queue is full, which shows that the engine works.
 
     The request has the highest priority that the server admits, and a cache salt of its own, so that it neither waits
     behind other requests nor counts against another tenant.
@@ -20,7 +21,9 @@ def probe(client: Client, timeout: float | None) -> None:
     try:
         _generate_token(client, timeout)
     except PagedError as error:
-        if error.code != "UNAVAILABLE" or "max_queue_size" not in str(error):
+        if error.code == "INVALID_ARGUMENT":
+            client.pool_map(timeout=timeout)
+        elif error.code != "UNAVAILABLE" or "max_queue_size" not in str(error):
             raise
 
 
