@@ -16,7 +16,7 @@ def probe(client: Client, timeout: float | None) -> None:
     answers. Raises PagedError if that fails, unless the waiting queue is full, which shows that the engine works.
 
     The request has the highest priority that the server admits, and a cache salt of its own, so that it neither waits
-    behind other requests nor counts against another tenant.
+    behind other requests nor counts against another tenant. It is not traced.
     """
     try:
         _generate_token(client, timeout)
@@ -37,6 +37,7 @@ def _generate_token(client: Client, timeout: float | None) -> None:
             ignore_eos=True,
             priority=priority,
             cache_salt=f"probe-{uuid.uuid4()}",
+            traceparent=f"00-{uuid.uuid4().hex}-{uuid.uuid4().hex[:16]}-00",  # 00: not sampled
         )
 
     try:
