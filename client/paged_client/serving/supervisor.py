@@ -8,20 +8,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from paged_backend.utils import restarts
 from paged_client.connection_errors import UnreachableError
 from paged_client.probe import probe
 from paged_client.serving.console import Console
+from paged_client.serving.stubs import runs, stubs
 from paged_client.serving.tritonserver import ServerError, TritonServer
 from paged_client.sync_client import Client
 from paged_client.types import PagedError
 
 POLL_SECONDS = 0.2  # time between two looks at the processes
-STUB_NAME = "triton_python_b"  # triton_python_backend_stub, as the kernel shortens it
 STUB_HANGS = "is not healthy"  # in tritonserver's error for a request to a process that does not react
 
 Create = Callable[[Mapping[str, str], bool], TritonServer]
@@ -127,7 +125,7 @@ class Supervisor:
 
     def _watch(self, server: TritonServer) -> Failure | None:
         """Wait until the server fails, and return why; None if it was stopped."""
-        stubs = _stubs(server.pid)
+        processes = stubs(server.pid)
         with _Prober(server, self._policy) as prober:
             while not self._stopping.is_set():
                 try:
@@ -136,7 +134,7 @@ class Supervisor:
                     pass
                 else:
                     return None if self._stopping.is_set() else Failure("exited", _exit_message(server, code))
-                if ended := [pid for pid in stubs if not _runs(pid)]:
+                if ended := [pid for pid in processes if not runs(pid)]:
                     return Failure("stub_died", f"The engine's process {ended[0]} has ended.")
                 if prober.failure:
                     return prober.failure
@@ -184,27 +182,3 @@ def _probe_failure(error: PagedError) -> Failure:
 def _exit_message(server: TritonServer, code: int) -> str:
     how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     return f"tritonserver {how}; the last lines of its log:\n{server.log_tail()}"
-
-
-def _stubs(pid: int) -> list[int]:
-    """Return the processes of the server's Python models."""
-    pids: list[int] = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended
-            pids += map(int, file.read_text().split())
-    return [child for child in pids if _name(child).startswith(STUB_NAME)]
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _runs(pid: int) -> bool:
-    """Return whether a process runs. A zombie (state Z) does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -18,7 +18,8 @@ from types import TracebackType
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import resolve_models, served_name, write_repository
 from paged_client.serving.server_files import REPOSITORY_ROOT, ServerFiles, find_server, prepend
-from paged_client.serving.server_log import ServerLog
+from paged_client.serving.server_log import PROCESS_DIED, ServerLog
+from paged_client.serving.stubs import LoadingStubs
 
 LOAD_TIMEOUT = 3600.0  # seconds; loading has its own limits, this one only bounds a hang
 UNLOAD_TIMEOUT = 5  # seconds for an idle server to start unloading its model, and again to finish
@@ -181,15 +182,19 @@ class TritonServer:
             timeout: maximum time to wait, in seconds.
             progress: called about ten times per second with the seconds waited.
 
-        Raises ServerError with the server's reason if it exits, or with the last lines of its log after the timeout.
+        Raises ServerError with the server's reason if it exits, or with the last lines of its log after the timeout, or
+        if a process of its models has died. Such a server is killed, because it would not end by itself.
         """
-        begin = time.monotonic()
+        begin, loading = time.monotonic(), LoadingStubs(self.pid)
         while not self._is_ready():
             waited = time.monotonic() - begin
             if progress:
                 progress(waited)
             if waited > timeout:
                 raise ServerError(f"not ready after {timeout:.0f} s; its last lines:\n{self._log.tail()}")
+            if dead := loading.died():
+                self.kill()
+                raise ServerError(f"{PROCESS_DIED} (process {dead}); the last lines of the log:\n{self._log.tail()}")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self.wait(0.1)
                 raise ServerError(self._log.failure(code))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -20,9 +21,10 @@ from tests.support.processes import children, needs_server
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
-# Fails as a dead engine does once the file `failing` has its process id, and reports the metric of restarts.
+# Loads while there is a file `blocked`, fails as a dead engine does once the file `failing` has its process id, and
+# reports the metric of restarts.
 MODEL = """
-import json, os, pathlib
+import json, os, pathlib, time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from paged_backend.server.metrics import Metrics
@@ -31,7 +33,10 @@ from paged_backend.utils import restarts
 class TritonPythonModel:
     def initialize(self, args):
         here = pathlib.Path(__file__).parent
-        self.failing = pathlib.Path(json.loads((here / "model.json").read_text())["model"]) / "failing"
+        model = pathlib.Path(json.loads((here / "model.json").read_text())["model"])
+        self.failing = model / "failing"
+        while (model / "blocked").exists():
+            time.sleep(0.01)
         self.metrics = Metrics(pb_utils, {"model": "m", "version": "1"}, restarts=restarts.read())
 
     def execute(self, requests):
@@ -178,6 +183,27 @@ def test_a_start_that_fails_is_repeated(launched):
     counts = launched.restarts()
     assert counts["exited"] == 1 and counts["start_failed"] >= 1
     assert "The server did not start" in "".join(launched.output)
+
+
+def test_a_process_that_dies_while_loading_is_a_failed_start(launched):
+    launched.wait_for("Ready.")
+    blocked, first = launched.model / "blocked", launched.server
+    blocked.touch()
+    kill_server(launched)
+    message = "The server did not start: the model did not load: its process has died"
+
+    def reported():
+        for server in set(children(launched.process.pid)) - {first}:
+            for stub in children(server):
+                with suppress(ProcessLookupError):
+                    os.kill(stub, signal.SIGKILL)
+        return launched.count(message) > 0
+
+    until(reported, message)
+    blocked.unlink()
+    launched.wait_for("Ready.", times=2)
+    counts = launched.restarts()
+    assert counts["exited"] == 1 and counts["start_failed"] >= 1
 
 
 def test_a_port_in_use_is_waited_for(launched):
