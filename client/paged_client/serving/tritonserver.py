@@ -17,6 +17,7 @@ from types import TracebackType
 
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import resolve_models, served_name, write_repository
+from paged_client.serving.server_args import check_server_args, hosts
 from paged_client.serving.server_files import REPOSITORY_ROOT, ServerFiles, find_server, prepend
 from paged_client.serving.server_log import PROCESS_DIED, ServerLog
 from paged_client.serving.stubs import LoadingStubs
@@ -31,12 +32,6 @@ EXIT_TIMEOUT = 30  # seconds for open streams to finish; tritonserver's default
 _TRAMPOLINE = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
-)
-
-
-_OWN_FLAGS = (
-    *("--model-repository", "--model-store", "--http-port", "--grpc-port", "--metrics-port"),
-    *("--allow-http", "--allow-metrics", "--backend-directory", "--model-control-mode", "--http-address"),
 )
 
 
@@ -91,7 +86,7 @@ class TritonServer:
         self._options = resolve_models({**options, "model": model})
         self.model_name = served_name(self._options)
         check_server_args(server_args)
-        self._server_args = list(server_args)
+        self._server_args, self._hosts = list(server_args), hosts(server_args)
         self._repository = repository
         self._files = find_server()
         # Servers on the same host need different name prefixes in /dev/shm.
@@ -117,15 +112,15 @@ class TritonServer:
 
     @property
     def http_url(self) -> str:
-        return f"localhost:{self.http_port}"
+        return f"{self._hosts.http}:{self.http_port}"
 
     @property
     def grpc_url(self) -> str:
-        return f"localhost:{self.grpc_port}"
+        return f"{self._hosts.grpc}:{self.grpc_port}"
 
     @property
     def metrics_url(self) -> str:
-        return f"localhost:{self.metrics_port}"
+        return f"{self._hosts.metrics}:{self.metrics_port}"
 
     @property
     def pid(self) -> int:
@@ -204,8 +199,8 @@ class TritonServer:
 
         Another server on the port does not have the model and is not ready.
         """
-        reply = _get(self.http_port, f"/v2/models/{self.model_name}/ready")
-        return reply is not None and reply[0] == 200 and _get(self.metrics_port, "/metrics") is not None
+        reply = _get(self.http_url, f"/v2/models/{self.model_name}/ready")
+        return reply is not None and reply[0] == 200 and _get(self.metrics_url, "/metrics") is not None
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the server exits and return its exit code. Raises subprocess.TimeoutExpired."""
@@ -263,7 +258,7 @@ class TritonServer:
         """Return whether the engine's metrics show requests: the server does not count open streams itself."""
         if self._options.get("disable_log_stats"):
             return True
-        reply = _get(self.metrics_port, "/metrics")
+        reply = _get(self.metrics_url, "/metrics")
         if reply is None:
             return True
         return any(float(count) > 0 for count in re.findall(r"^paged_requests\{.*\} (\S+)$", reply[1], re.M))
@@ -275,9 +270,9 @@ class TritonServer:
             self._scratch.cleanup()
 
 
-def _get(port: int, path: str) -> tuple[int, str] | None:
-    """Return the status and the body of a GET request to localhost; None without a reply."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+def _get(address: str, path: str) -> tuple[int, str] | None:
+    """Return the status and the body of a GET request to HOST:PORT; None without a reply."""
+    connection = http.client.HTTPConnection(address, timeout=5)
     try:
         connection.request("GET", path)
         reply = connection.getresponse()
@@ -286,13 +281,6 @@ def _get(port: int, path: str) -> tuple[int, str] | None:
         return None
     finally:
         connection.close()
-
-
-def check_server_args(arguments: Sequence[str]) -> None:
-    """Raises ValueError for an option of tritonserver that TritonServer sets itself or relies on."""
-    for argument in arguments:
-        if argument.partition("=")[0] in _OWN_FLAGS:
-            raise ValueError(f"{argument}: cannot be set; paged serve sets it or relies on its default")
 
 
 def server_environment(files: ServerFiles) -> dict[str, str]:
