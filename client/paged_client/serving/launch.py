@@ -62,7 +62,7 @@ def serve(
     try:
         if restart:
             check_restart_args(server_args)
-            return _supervise(create, console, restart)
+            return _supervise(create, console, restart, log_file)
         return _run(create({}, False), console, log_file)
     except ServerError as error:
         console.say(f"error: {error}{_where_log_is(log_file)}")
@@ -84,9 +84,9 @@ def _where_log_is(log_file: Path | None) -> str:
     return f"\nThe server's log is in {log_file}" if log_file else ""
 
 
-def _supervise(create: Create, console: Console, policy: RestartPolicy) -> int:
+def _supervise(create: Create, console: Console, policy: RestartPolicy, log_file: Path | None) -> int:
     stopping = threading.Event()
-    supervisor = Supervisor(create, console, policy, stopping, ready_message)
+    supervisor = Supervisor(create, console, policy, stopping, ready_message, log_file)
     with _signals_forwarded(lambda: supervisor.server, console, stopping):
         supervisor.run()
     console.say("Stopped.")

@@ -45,6 +45,13 @@ class LogFile:
             self._file = None
 
 
+def append_line(path: Path, line: str) -> None:
+    """Add a line to the log of a server that has ended. Raises OSError."""
+    file = LogFile(path, append=True)
+    file.write(line.encode())
+    file.close()
+
+
 class ServerLog:
     """Reads a server's output on a thread.
 

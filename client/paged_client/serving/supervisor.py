@@ -8,12 +8,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from paged_backend.utils import restarts
 from paged_client.connection_errors import UnreachableError
 from paged_client.probe import probe
 from paged_client.serving.console import Console
+from paged_client.serving.server_log import append_line
 from paged_client.serving.stubs import runs, stubs
 from paged_client.serving.tritonserver import ServerError, TritonServer
 from paged_client.sync_client import Client
@@ -49,6 +52,7 @@ class Failure:
 
     reason: str  # one of restarts.REASONS
     message: str
+    log_tail: str = ""  # the end of the server's log, if that may explain it
 
 
 class Supervisor:
@@ -61,6 +65,7 @@ class Supervisor:
         policy: when to restart it.
         stopping: set by a signal handler that has also terminated `server`.
         ready_message: returns what to print once a server is ready.
+        log_file: the servers' log, which also gets why they are restarted.
     """
 
     def __init__(
@@ -70,12 +75,14 @@ class Supervisor:
         policy: RestartPolicy,
         stopping: threading.Event,
         ready_message: Callable[[TritonServer], str],
+        log_file: Path | None = None,
     ):
         self._create = create
         self._console = console
         self._policy = policy
         self._stopping = stopping
         self._ready_message = ready_message
+        self._log_file = log_file
         self._counts: Counter[str] = Counter()
         self.server: TritonServer | None = None  # the current one
 
@@ -93,8 +100,17 @@ class Supervisor:
             failures = 1 if time.monotonic() - began >= self._policy.healthy else failures + 1
             delay = self._policy.delay(failures)
             self._counts[failure.reason] += 1
-            self._console.restarting(f"{failure.message}\nRestart {self._counts.total()} in {delay:g} s.")
+            self._report(failure, f"Restart {self._counts.total()} in {delay:g} s ({failure.reason}).")
             self._stopping.wait(delay)
+
+    def _report(self, failure: Failure, restart: str) -> None:
+        """Write why a server is restarted to the console, with the end of its log, and to the log file."""
+        tail = f" The last lines of its log:\n{failure.log_tail}" if failure.log_tail else ""
+        self._console.restarting(f"{failure.message}{tail}\n{restart}")
+        if self._log_file:
+            with suppress(OSError):  # the log is kept as far as possible
+                line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} paged serve: {failure.message} {restart}\n"
+                append_line(self._log_file, line)
 
     def _run_server(self) -> Failure | None:
         """Run one server. Return why it has failed; None if it was stopped."""
@@ -133,7 +149,7 @@ class Supervisor:
                 except subprocess.TimeoutExpired:
                     pass
                 else:
-                    return None if self._stopping.is_set() else Failure("exited", _exit_message(server, code))
+                    return None if self._stopping.is_set() else _exit_failure(server, code)
                 if ended := [pid for pid in processes if not runs(pid)]:
                     return Failure("stub_died", f"The engine's process {ended[0]} has ended.")
                 if prober.failure:
@@ -179,6 +195,6 @@ def _probe_failure(error: PagedError) -> Failure:
     return Failure("engine_failed", f"The engine answers with an error: {error}")
 
 
-def _exit_message(server: TritonServer, code: int) -> str:
+def _exit_failure(server: TritonServer, code: int) -> Failure:
     how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    return f"tritonserver {how}; the last lines of its log:\n{server.log_tail()}"
+    return Failure("exited", f"tritonserver {how}.", server.log_tail())

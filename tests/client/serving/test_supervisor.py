@@ -145,11 +145,15 @@ def fail_engine(launched):
     ],
 )
 def test_a_failed_server_is_restarted(launched, fault, reason, message):
-    """The reason is printed and counted, and the log of both servers is kept. A signal ends the new server."""
+    """The reason is printed, logged and counted, and the log of both servers is kept. A signal ends the new server."""
     launched.wait_for("Ready.")
     fault(launched)
     launched.wait_for("Ready.", times=2)
     assert re.search(message, "".join(launched.output)), "".join(launched.output)
+    assert launched.count(f"Restart 1 in 0.1 s ({reason}).") == 1
+    assert re.search(
+        rf"^[-\d]+ [:\d]+ paged serve: .*{message}.* Restart 1 in 0.1 s \({reason}\)\.$", launched.log.read_text(), re.M
+    )
     assert launched.restarts() == {reason: 1}
     assert launched.log.read_text().count("Started HTTPService") == 2
     launched.process.send_signal(signal.SIGTERM)
