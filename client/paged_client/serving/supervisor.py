@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paged_backend.utils import restarts
@@ -37,7 +37,7 @@ class RestartPolicy:
     failed_probes: int = 2  # failed probes in a row after which the server is restarted
     first_delay: float = 1.0
     longest_delay: float = 60.0
-    healthy: float = 60.0  # time after which a server that then fails is restarted after `first_delay`
+    healthy: float = 60.0  # time after a server is ready; one that fails later is restarted after `first_delay`
 
     def delay(self, failures: int) -> float:
         """Return the delay before a restart. failures: number of servers in a row that failed before they were healthy
@@ -53,6 +53,7 @@ class Failure:
     reason: str  # one of restarts.REASONS
     message: str
     log_tail: str = ""  # the end of the server's log, if that may explain it
+    was_healthy: bool = False  # whether the server had been ready for RestartPolicy.healthy
 
 
 class Supervisor:
@@ -93,11 +94,10 @@ class Supervisor:
         """
         failures = 0
         while not self._stopping.is_set():
-            began = time.monotonic()
             failure = self._run_server()
             if failure is None:
                 return
-            failures = 1 if time.monotonic() - began >= self._policy.healthy else failures + 1
+            failures = 1 if failure.was_healthy else failures + 1
             delay = self._policy.delay(failures)
             self._counts[failure.reason] += 1
             self._report(failure, f"Restart {self._counts.total()} in {delay:g} s ({failure.reason}).")
@@ -126,10 +126,12 @@ class Supervisor:
             if is_first:
                 raise
             return Failure("start_failed", f"The server did not start: {error}")
+        ready = time.monotonic()
         self._console.ready(self._ready_message(server))
         failure = self._watch(server)
+        was_healthy = time.monotonic() - ready >= self._policy.healthy
         self._end_server(kill=failure is not None)
-        return failure
+        return failure and replace(failure, was_healthy=was_healthy)
 
     def _end_server(self, *, kill: bool) -> None:
         """Stop the current server. kill: without waiting for its requests, which have failed or cannot end."""

@@ -14,8 +14,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from paged_client.serving import supervisor
 from paged_client.serving.ports import choose_ports
-from paged_client.serving.supervisor import RestartPolicy, Supervisor
+from paged_client.serving.supervisor import Failure, RestartPolicy, Supervisor
 from tests.support.faults import inject_into_repository
 from tests.support.processes import children, needs_server
 from tests.support.waiting import until
@@ -242,6 +243,26 @@ def test_delays_grow_up_to_a_limit():
     policy = RestartPolicy(first_delay=1, longest_delay=60)
     assert [policy.delay(failures) for failures in (1, 2, 3, 7, 100)] == [1, 2, 4, 60, 60]
     assert RestartPolicy().delay(5000) == 60
+
+
+def test_a_server_is_healthy_some_time_after_it_is_ready(monkeypatch):
+    """Time for loading does not count: the delay doubles for servers that fail soon after they are ready."""
+    now, work, delays = [0.0], iter([10, 10, 60, 10]), []  # work: for how long the servers work, in seconds
+
+    def pass_time(seconds):
+        now[0] += seconds
+
+    def watch(server):
+        pass_time(next(work))
+        return Failure("exited", "tritonserver has ended.")
+
+    monkeypatch.setattr(supervisor, "time", Mock(monotonic=lambda: now[0]))
+    server = Mock(wait_ready=lambda progress: pass_time(100))
+    stopping = Mock(is_set=lambda: len(delays) == 4, wait=delays.append)
+    tested = Supervisor(lambda environment, append: server, Mock(), RestartPolicy(), stopping, str)
+    tested._watch = watch
+    tested.run()
+    assert delays == [1, 2, 1, 2]
 
 
 def test_a_second_signal_finds_the_server_that_is_being_stopped():
