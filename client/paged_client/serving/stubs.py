@@ -12,11 +12,7 @@ DEAD_SECONDS = 5.0  # time for a server to notice that a process has died, which
 
 def stubs(pid: int) -> list[int]:
     """Return the processes of the server's Python models."""
-    pids: list[int] = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended
-            pids += map(int, file.read_text().split())
-    return [child for child in pids if _name(child).startswith(STUB_NAME)]
+    return [child for child in _children(pid) if _name(child).startswith(STUB_NAME)]
 
 
 def runs(pid: int) -> bool:
@@ -39,8 +35,17 @@ class LoadingStubs:
     def died(self) -> int | None:
         """Return a process that the server has not noticed to be dead for DEAD_SECONDS; None if there is none."""
         now = time.monotonic()
-        self._dead_since = {pid: self._dead_since.get(pid, now) for pid in stubs(self._server) if not runs(pid)}
+        dead = [pid for pid in _children(self._server) if not runs(pid)]  # not by name: it may not have got its own yet
+        self._dead_since = {pid: self._dead_since.get(pid, now) for pid in dead}
         return next((pid for pid, since in self._dead_since.items() if now - since >= DEAD_SECONDS), None)
+
+
+def _children(pid: int) -> list[int]:
+    pids: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            pids += map(int, file.read_text().split())
+    return pids
 
 
 def _name(pid: int) -> str:
