@@ -55,6 +55,7 @@ TESTED_THROUGH = {
     "paged_client.pooling": "tests/client/test_sync_client.py",
     "paged_client.addresses": "tests/client/commands/test_generate.py",
     "paged_client.commands.unknown_arguments": "tests/client/test_cli.py",
+    "paged_client.serving.stubs": "tests/client/serving/test_launch.py",
     "paged_client.sampling_values": "tests/client/test_chat.py",
     "paged_bench._children.vllm_child": "tests/bench/test_vllm.py",
     "paged_bench._conversations": "tests/bench/test_routing.py",

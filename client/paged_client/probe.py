@@ -1,4 +1,4 @@
-"""Checks that a server generates a token, as `paged probe` and `paged serve --restart` do."""
+"""Checks that the engine of a server works, as `paged probe` and `paged serve --restart` do."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ HIGHEST_PRIORITY = -(2**31)  # lower numbers are scheduled first
 
 
 def probe(client: Client, timeout: float | None) -> None:
-    """Generate a token. Raises PagedError if that fails, unless the waiting queue is full, which shows that it works.
+    """Generate a token, or ask a model that generates none, such as a classifier, for a pool map, which the engine loop
+    answers. Raises PagedError if that fails, unless the waiting queue is full, which shows that the engine works.
 
     The request has the highest priority that the server admits, and a cache salt of its own, so that it neither waits
-    behind other requests nor counts against another tenant.
+    behind other requests nor counts against another tenant. It is not traced.
     """
     try:
         _generate_token(client, timeout)
     except PagedError as error:
-        if error.code != "UNAVAILABLE" or "max_queue_size" not in str(error):
+        if error.code == "INVALID_ARGUMENT":
+            client.pool_map(timeout=timeout)
+        elif error.code != "UNAVAILABLE" or "max_queue_size" not in str(error):
             raise
 
 
@@ -34,6 +37,7 @@ def _generate_token(client: Client, timeout: float | None) -> None:
             ignore_eos=True,
             priority=priority,
             cache_salt=f"probe-{uuid.uuid4()}",
+            traceparent=f"00-{uuid.uuid4().hex}-{uuid.uuid4().hex[:16]}-00",  # 00: not sampled
         )
 
     try:

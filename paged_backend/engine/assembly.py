@@ -125,11 +125,19 @@ def _assemble(
             f"disk_cache_dir={json.dumps(config.disk_cache_dir)}: needs a host pool; set swap_space as well"
         )
     adapters = AdapterListFile(adapter_list) if config.enable_lora else None
-    prepared = prepare_model(config, tp_group)
+    publisher = None
+    if config.kv_events_config.is_enabled:  # its sockets are bound before the weights are loaded
+        publisher = CacheEventPublisher(config.kv_events_config, CacheEvents(), config.block_size)
     try:
-        return _build(config, adapters, prepared, workers, started)
+        prepared = prepare_model(config, tp_group)
+        try:
+            return _build(config, adapters, prepared, workers, started, publisher)
+        except Exception:
+            prepared.runner.release_graphs()  # must precede the end of the process group: NCCL waits for captured calls
+            raise
     except Exception:
-        prepared.runner.release_graphs()  # must precede the end of the process group: NCCL waits for captured calls
+        if publisher:
+            publisher.close()
         raise
 
 
@@ -139,10 +147,10 @@ def _build(
     prepared: PreparedModel,
     workers: Workers | None,
     started: float,
+    publisher: CacheEventPublisher | None,
 ) -> Assembly:
     loaded, device = prepared.loaded, prepared.runner.kv.device
-    cache_events = CacheEvents() if config.kv_events_config.is_enabled else None
-    blocks = _block_manager(config, prepared, cache_events)
+    blocks = _block_manager(config, prepared, publisher.events if publisher else None)
     limits = _limits(config, loaded, blocks)
     runner = ParallelRunner(prepared.runner, workers) if workers else prepared.runner
     scheduler = Scheduler(
@@ -167,7 +175,6 @@ def _build(
     )
     overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
     disk, adapters = _disk(config, loaded, runner), _adapters(config, loaded, adapter_list)
-    publisher = CacheEventPublisher(config.kv_events_config, cache_events, config.block_size) if cache_events else None
     return Assembly(loaded, limits, scheduler, runner, device, disk, overlap, workers, adapters, publisher)
 
 

@@ -56,7 +56,7 @@ class CacheEventPublisher:
         self._pack = msgpack.packb
         self._again = zmq.Again
         self._topic = config.topic.encode()
-        self._events = events
+        self.events = events
         self._block_size = block_size
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
@@ -80,7 +80,7 @@ class CacheEventPublisher:
     def publish(self) -> None:
         """Queue the changes since the last call, on the engine's thread. Those that do not fit the queue are dropped,
         with a warning."""
-        events = self._events.take()
+        events = self.events.take()
         if not events:
             return
         try:

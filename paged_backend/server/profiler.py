@@ -22,11 +22,11 @@ from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.engine.outputs import EngineOutput, StepOutput, StepReport
 from paged_backend.server.metric_definitions import STEP_PHASES
 from paged_backend.server.stack_sampler import Event, StackSampler
+from paged_backend.utils.local_socket import LONGEST_PROFILE
 
 log = logging.getLogger("paged_llm")
 
 SAMPLE_SECONDS = 0.005
-LONGEST_SECONDS = 60.0
 SHOWN_FUNCTIONS = 40  # functions with the most time, in the figures
 STEPS, SERVER = 1, 2  # ids of rows in the trace, which no thread has
 
@@ -53,10 +53,10 @@ class Profiler:
     def record(self, seconds: float) -> Profile:
         """Record for some seconds, and return the profile. Called on a thread of its own.
 
-        Raises RequestError if another profile is being taken, or `seconds` is not in 0..LONGEST_SECONDS.
+        Raises RequestError if another profile is being taken, or `seconds` is not in 0..LONGEST_PROFILE.
         """
-        if not 0 < seconds <= LONGEST_SECONDS:
-            reason = f"profile={seconds:g}: must be above 0 and at most {LONGEST_SECONDS:g} seconds"
+        if not 0 < seconds <= LONGEST_PROFILE:
+            reason = f"profile={seconds:g}: must be above 0 and at most {LONGEST_PROFILE:g} seconds"
             raise RequestError(ErrorCode.INVALID_ARGUMENT, reason)
         if not self._busy.acquire(blocking=False):
             raise RequestError(ErrorCode.UNAVAILABLE, "another profile is being taken; try again when it has ended")

@@ -7,6 +7,7 @@ Phases are recorded as plain times (`RequestTrace`); their spans are created whe
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ log = logging.getLogger("paged_llm")
 
 SERVICE = "paged_llm"  # service.name, unless OTEL_SERVICE_NAME is set
 PROVIDER = "paged_llm"  # gen_ai.provider.name
+LOGGERS = ("opentelemetry.exporter", "opentelemetry.sdk")
+MESSAGE_SECONDS = 60.0  # time between two messages of OpenTelemetry in the log
 FLUSH_MILLIS = 2000  # time to export the last spans when the model is unloaded
 
 
@@ -111,10 +114,46 @@ def _provider(endpoint: str, sample_ratio: float) -> TracerProvider:
             f"otlp_traces_endpoint={endpoint!r}: OpenTelemetry is not installed ({error});"
             " run pip install 'paged-llm-triton[tracing]'"
         ) from None
+    _limit_messages()
     resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", SERVICE)})
     provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(sample_ratio)), resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider
+
+
+class _MessageLimit(logging.Handler):
+    """Passes a message on to the root logger, as one line, every MESSAGE_SECONDS, with the number of those left out.
+
+    Without it, a collector that is down fills the log: each batch is reported several times, with a traceback.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last, self._left_out = -math.inf, 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass a message on, or count it. Called with the handler's lock."""
+        now = time.monotonic()
+        if now < self._last + MESSAGE_SECONDS:
+            self._left_out += 1
+            return
+        parts = [record.getMessage()]
+        if record.exc_info and record.exc_info[1]:
+            parts.append(f"{type(record.exc_info[1]).__name__}: {record.exc_info[1]}")
+        text = " ".join(" ".join(parts).split())
+        if self._left_out:
+            text += f" ({self._left_out} earlier messages were left out)"
+        line = {"msg": text, "args": (), "exc_info": None, "exc_text": None, "stack_info": None}
+        logging.getLogger().handle(logging.makeLogRecord(record.__dict__ | line))
+        self._last, self._left_out = now, 0
+
+
+def _limit_messages() -> None:
+    """Limit what OpenTelemetry logs. A filter of a logger would not apply to the loggers below it."""
+    limit = _MessageLimit()
+    for logger in map(logging.getLogger, LOGGERS):
+        logger.handlers = [limit, *(one for one in logger.handlers if not isinstance(one, _MessageLimit))]
+        logger.propagate = False
 
 
 def _operation(call: Call) -> str:

@@ -32,6 +32,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 DEFAULT_FRAME_BYTES = 64 << 20
+LONGEST_PROFILE = 60.0  # seconds
 SEND_SECONDS = 5.0  # the longest that sending a frame may block
 _LENGTH = struct.Struct(">I")
 _READ_BYTES = 1 << 16

@@ -7,10 +7,15 @@ from paged_client.types import PagedError
 
 
 class FakeClient:
-    """Raises the errors, one per request, and records the parameters."""
+    """Raises the errors, one per request, and records the parameters. `map_error` is that of pool maps."""
 
-    def __init__(self, *errors):
-        self.errors, self.asked = list(errors), []
+    def __init__(self, *errors, map_error=None):
+        self.errors, self.map_error, self.asked = list(errors), map_error, []
+
+    def pool_map(self, **parameters):
+        self.asked.append(parameters)
+        if self.map_error:
+            raise self.map_error
 
     def generate(self, prompt, **parameters):
         self.asked.append(parameters)
@@ -32,3 +37,12 @@ def test_the_priority_is_the_highest_that_the_server_allows():
 def test_other_errors_are_raised(code):
     with pytest.raises(PagedError):
         probe(FakeClient(PagedError(code, "no")), 1.0)
+
+
+def test_a_model_that_does_not_generate_is_asked_for_a_pool_map():
+    refusal = PagedError("INVALID_ARGUMENT", "this model classifies prompts and generates no text")
+    client = FakeClient(refusal)
+    probe(client, 1.0)
+    assert client.asked[1:] == [{"timeout": 1.0}]
+    with pytest.raises(PagedError, match="the engine died"):
+        probe(FakeClient(refusal, map_error=PagedError("INTERNAL", "the engine died")), 1.0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paged_client import Client, PagedError
+from paged_client.cli import main
 from paged_client.serving.tritonserver import TritonServer
 from tests.support.classifiers import TEMPLATE, save_classifier, scores_of
 from tests.support.gateway import gateway
@@ -46,6 +47,10 @@ def test_client(server, model, protocol):
             client.generate("abc")
         with pytest.raises(ValueError, match="query: give either input, messages, or query and document"):
             client.classify(query="a")
+
+
+def test_probe(server):
+    assert main(["probe", "--url", server.grpc_url, "--model", server.model_name]) == 0
 
 
 def test_gateway(server, model):

@@ -6,6 +6,7 @@ import urllib.request
 import pytest
 
 from paged_client import Client
+from paged_client.probe import probe
 from paged_client.serving.tritonserver import TritonServer
 from tests.support.gateway import gateway
 from tests.support.otlp import otlp_receiver
@@ -32,8 +33,10 @@ def traced(tiny, receiver, monkeypatch):
 
 
 def test_clients_and_the_gateway_pass_the_parent_on(traced, receiver):
+    """A probe is not traced: the first span is of the request after it."""
     for index, protocol in enumerate(("grpc", "http")):
         with Client(getattr(traced, f"{protocol}_url"), protocol=protocol) as client:
+            probe(client, None)
             client.generate("Once", max_tokens=2, traceparent=TRACEPARENT)
         root, phases = receiver.request(index)
         assert (root.trace_id, root.parent_id, root.service) == (TRACE, TRACEPARENT.split("-")[2], "chat-backend")

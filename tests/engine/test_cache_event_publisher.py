@@ -157,3 +157,15 @@ def test_an_endpoint_that_cannot_be_bound_is_named(name):
     config = KvEventsConfig(**OPTIONS, **endpoints() | {name: "tcp://256.0.0.1:1"})
     with pytest.raises(ConfigError, match=rf'kv_events_config.{name}="tcp://256.0.0.1:1": '):
         CacheEventPublisher(config, CacheEvents(), block_size=2)
+
+
+def test_endpoints_are_bound_before_the_model_is_loaded(tmp_path):
+    """And are free after a load that failed."""
+    places = endpoints()
+    invalid = places | {"endpoint": "tcp://256.0.0.1:1"}
+    with pytest.raises(ConfigError, match=r"kv_events_config\.endpoint="):
+        tiny_assembly(tmp_path / "none", kv_events_config=OPTIONS | invalid, enable_prefix_caching=True)
+    with pytest.raises(ConfigError, match="none"):
+        tiny_assembly(tmp_path / "none", kv_events_config=OPTIONS | places, enable_prefix_caching=True)
+    publisher = CacheEventPublisher(KvEventsConfig(**OPTIONS, **places), CacheEvents(), block_size=2)
+    publisher.close()

@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from paged_backend.api.errors import RequestError
-from paged_backend.server.profiler import LONGEST_SECONDS, Profiler
+from paged_backend.server.profiler import Profiler
+from paged_backend.utils.local_socket import LONGEST_PROFILE
 from tests.support.callers import Caller
 from tests.support.in_process import WAIT
 
@@ -39,7 +40,7 @@ def test_a_profile_has_steps_threads_and_functions(serve):
     assert service._profiler._steps is None
 
 
-@pytest.mark.parametrize("seconds", [0, -1, LONGEST_SECONDS + 1])
+@pytest.mark.parametrize("seconds", [0, -1, LONGEST_PROFILE + 1])
 def test_an_invalid_length_is_rejected(seconds):
     with pytest.raises(RequestError, match=f"profile={seconds:g}: must be above 0 and at most 60 seconds"):
         Profiler(print).record(seconds)

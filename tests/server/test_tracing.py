@@ -2,19 +2,21 @@
 
 import itertools
 import json
+import logging
 import time
 
 import pytest
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.server import admission
+from paged_backend.server import admission, tracing
 from paged_backend.server.service import Service
 from paged_backend.server.tracing import Tracing
 from tests.support.callers import Caller
 from tests.support.in_process import WAIT
 from tests.support.otlp import otlp_receiver
 from tests.support.pb_utils import PB_UTILS
+from tests.support.waiting import until
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
@@ -166,3 +168,38 @@ def test_a_missing_package_fails_the_load(tiny, monkeypatch):
     )
     with pytest.raises(ConfigError, match=r"otlp_traces_endpoint.*paged-llm-triton\[tracing\]"):
         Service(config, PB_UTILS, {"model": "tiny"})
+
+
+@pytest.fixture
+def root_records():
+    """The records that reach the root logger. caplog also takes those of loggers that do not propagate."""
+    handler, records = logging.Handler(), []
+    handler.emit = records.append
+    logging.getLogger().addHandler(handler)
+    yield records
+    logging.getLogger().removeHandler(handler)
+
+
+def test_messages_of_the_exporter_are_limited(root_records, monkeypatch):
+    """A message is one line, and the next one has the number of those between."""
+    Tracing("http://localhost:9/v1/traces", model="tiny").stop()
+    exporter = logging.getLogger("opentelemetry.exporter.otlp.json.http.trace_exporter")
+    try:
+        raise OSError("refused")
+    except OSError:
+        exporter.exception("export failed\nafter %d s", 2)
+        logging.getLogger("opentelemetry.sdk.trace.export").exception("Exception while exporting Span.")
+    exporter.error("again")
+    monkeypatch.setattr(tracing, "MESSAGE_SECONDS", 0.0)
+    exporter.error("at last")
+    found = [one for one in root_records if one.name.startswith("opentelemetry.")]
+    texts = [one.getMessage() for one in found]
+    assert texts == ["export failed after 2 s OSError: refused", "at last (2 earlier messages were left out)"]
+    assert [one.exc_info for one in found] == [None, None]
+
+
+def test_a_collector_that_is_down_is_reported(serve, root_records, monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    service = serve(otlp_traces_endpoint="http://localhost:9/v1/traces")
+    ask(service, text_input="a", parameters={"max_tokens": 1}).all()
+    until(lambda: any(one.name.startswith("opentelemetry.exporter") for one in root_records), "the error")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from paged_backend.utils import local_socket
-from paged_backend.utils.local_socket import Connection, FrameError, pack
-from paged_client.commands.arguments import seconds
+from paged_backend.utils.local_socket import LONGEST_PROFILE, Connection, FrameError, pack
+from paged_client.commands.arguments import EXIT_ERROR, seconds
 from paged_client.session import UsageError
 from paged_client.types import PagedError
 
@@ -27,7 +27,13 @@ FUNCTIONS_BELOW = 0.005  # share of time below which a function is not shown
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("profile", help="record where the time of a running server on this machine goes")
     add = parser.add_argument
-    add("--seconds", type=seconds, default=5.0, metavar="N", help="time to record, at most 60 (default: 5)")
+    add(
+        "--seconds",
+        type=seconds,
+        default=5.0,
+        metavar="N",
+        help=f"time to record, at most {LONGEST_PROFILE:g} (default: 5)",
+    )
     add("--model", default="paged_llm", help="name of the model (default: paged_llm)")
     add("--url", metavar="HOST:PORT", help="gRPC or HTTP address of the server, if several here serve the model")
     add("--output", type=Path, default=Path("profile.json"), metavar="FILE",
@@ -36,15 +42,33 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def profile(args: argparse.Namespace) -> int:
-    if args.output.is_dir() or not args.output.parent.is_dir():
-        raise UsageError(f"--output {args.output}: must be a file in an existing directory")
+    if args.seconds > LONGEST_PROFILE:
+        raise UsageError(f"--seconds {args.seconds:g}: must be at most {LONGEST_PROFILE:g}")
+    _check_output(args.output)
     socket = _socket(args.model, args.url)
     print(f"recording for {args.seconds:g} s", file=sys.stderr)
     found = _record(socket, args.seconds)
-    args.output.write_text(json.dumps(found["trace"]))
     print("\n".join(report(found)))
+    try:
+        args.output.write_text(json.dumps(found["trace"]))
+    except OSError as error:
+        print(f"paged profile: --output {args.output}: {error.strerror}", file=sys.stderr)
+        return EXIT_ERROR
     print(f"\nwrote {args.output}; open it in https://ui.perfetto.dev", file=sys.stderr)
     return 0
+
+
+def _check_output(path: Path) -> None:
+    """Raise UsageError for a file that cannot be written. A file that does not exist is not left there."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"--output {path}: must be a file in an existing directory")
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"--output {path}: {error.strerror}") from None
 
 
 def _socket(model: str, url: str | None) -> str:
@@ -92,7 +116,7 @@ def _record(name: str, length: float) -> dict[str, Any]:
                 found: dict[str, Any] = frame["profile"]
                 return found
             if error := frame.get("error"):
-                raise PagedError(error["code"], error["text"])
+                raise PagedError(error["code"], error["text"].removeprefix(f"{error['code']}: "))
             if "refused" in frame:
                 raise PagedError("UNAVAILABLE", frame["refused"])
     except (OSError, FrameError) as error:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from paged_client.serving.console import Console
+from paged_client.serving.server_args import check_restart_args
 from paged_client.serving.server_files import ServerNotFoundError, user_cache_directory
 from paged_client.serving.supervisor import Create, RestartPolicy, Supervisor
 from paged_client.serving.tritonserver import ServerError, TritonServer
@@ -60,7 +61,8 @@ def serve(
 
     try:
         if restart:
-            return _supervise(create, console, restart)
+            check_restart_args(server_args)
+            return _supervise(create, console, restart, log_file)
         return _run(create({}, False), console, log_file)
     except ServerError as error:
         console.say(f"error: {error}{_where_log_is(log_file)}")
@@ -82,9 +84,9 @@ def _where_log_is(log_file: Path | None) -> str:
     return f"\nThe server's log is in {log_file}" if log_file else ""
 
 
-def _supervise(create: Create, console: Console, policy: RestartPolicy) -> int:
+def _supervise(create: Create, console: Console, policy: RestartPolicy, log_file: Path | None) -> int:
     stopping = threading.Event()
-    supervisor = Supervisor(create, console, policy, stopping, ready_message)
+    supervisor = Supervisor(create, console, policy, stopping, ready_message, log_file)
     with _signals_forwarded(lambda: supervisor.server, console, stopping):
         supervisor.run()
     console.say("Stopped.")
@@ -151,7 +153,7 @@ def _signals_forwarded(
 
 def ready_message(server: TritonServer) -> str:
     """Return the endpoints of the server and two commands to try."""
-    ports = "" if server.grpc_port == 8001 else f" --url {server.grpc_url}"
+    ports = "" if server.grpc_url == "localhost:8001" else f" --url {server.grpc_url}"
     body = json.dumps({"text_input": "The capital of France is", "stream": True, "max_tokens": 16, "temperature": 0})
     return "\n".join(
         [

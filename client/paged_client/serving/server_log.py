@@ -9,6 +9,8 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
+PROCESS_DIED = "the model did not load: its process has died while loading"
+
 
 class LogFile:
     """A file that gets everything that is written. Beyond MAX_BYTES, it is renamed to NAME.1 and begins anew."""
@@ -41,6 +43,13 @@ class LogFile:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to the log of a server that has ended. Raises OSError."""
+    file = LogFile(path, append=True)
+    file.write(line.encode())
+    file.close()
 
 
 class ServerLog:
@@ -107,6 +116,8 @@ class ServerLog:
     def failure(self, code: int) -> str:
         """Return why the server exited before it was ready: the error of the model, or else the end of the log."""
         if reason := load_failure(self.text()):
+            if re.fullmatch(r"Stub process '.*' is not healthy\.?", reason):
+                return PROCESS_DIED
             return f"the model did not load: {reason}"
         # After an unknown option the server prints the error, and then its whole usage text.
         error, usage, _ = self.text().partition("\nUsage:")

@@ -9,19 +9,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paged_backend.utils import restarts
 from paged_client.connection_errors import UnreachableError
 from paged_client.probe import probe
 from paged_client.serving.console import Console
+from paged_client.serving.server_log import append_line
+from paged_client.serving.stubs import runs, stubs
 from paged_client.serving.tritonserver import ServerError, TritonServer
 from paged_client.sync_client import Client
 from paged_client.types import PagedError
 
 POLL_SECONDS = 0.2  # time between two looks at the processes
-STUB_NAME = "triton_python_b"  # triton_python_backend_stub, as the kernel shortens it
 STUB_HANGS = "is not healthy"  # in tritonserver's error for a request to a process that does not react
 
 Create = Callable[[Mapping[str, str], bool], TritonServer]
@@ -36,7 +37,7 @@ class RestartPolicy:
     failed_probes: int = 2  # failed probes in a row after which the server is restarted
     first_delay: float = 1.0
     longest_delay: float = 60.0
-    healthy: float = 60.0  # time after which a server that then fails is restarted after `first_delay`
+    healthy: float = 60.0  # time after a server is ready; one that fails later is restarted after `first_delay`
 
     def delay(self, failures: int) -> float:
         """Return the delay before a restart. failures: number of servers in a row that failed before they were healthy
@@ -51,6 +52,8 @@ class Failure:
 
     reason: str  # one of restarts.REASONS
     message: str
+    log_tail: str = ""  # the end of the server's log, if that may explain it
+    was_healthy: bool = False  # whether the server had been ready for RestartPolicy.healthy
 
 
 class Supervisor:
@@ -63,6 +66,7 @@ class Supervisor:
         policy: when to restart it.
         stopping: set by a signal handler that has also terminated `server`.
         ready_message: returns what to print once a server is ready.
+        log_file: the servers' log, which also gets why they are restarted.
     """
 
     def __init__(
@@ -72,12 +76,14 @@ class Supervisor:
         policy: RestartPolicy,
         stopping: threading.Event,
         ready_message: Callable[[TritonServer], str],
+        log_file: Path | None = None,
     ):
         self._create = create
         self._console = console
         self._policy = policy
         self._stopping = stopping
         self._ready_message = ready_message
+        self._log_file = log_file
         self._counts: Counter[str] = Counter()
         self.server: TritonServer | None = None  # the current one
 
@@ -88,15 +94,23 @@ class Supervisor:
         """
         failures = 0
         while not self._stopping.is_set():
-            began = time.monotonic()
             failure = self._run_server()
             if failure is None:
                 return
-            failures = 1 if time.monotonic() - began >= self._policy.healthy else failures + 1
+            failures = 1 if failure.was_healthy else failures + 1
             delay = self._policy.delay(failures)
             self._counts[failure.reason] += 1
-            self._console.restarting(f"{failure.message}\nRestart {self._counts.total()} in {delay:g} s.")
+            self._report(failure, f"Restart {self._counts.total()} in {delay:g} s ({failure.reason}).")
             self._stopping.wait(delay)
+
+    def _report(self, failure: Failure, restart: str) -> None:
+        """Write why a server is restarted to the console, with the end of its log, and to the log file."""
+        tail = f" The last lines of its log:\n{failure.log_tail}" if failure.log_tail else ""
+        self._console.restarting(f"{failure.message}{tail}\n{restart}")
+        if self._log_file:
+            with suppress(OSError):  # the log is kept as far as possible
+                line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} paged serve: {failure.message} {restart}\n"
+                append_line(self._log_file, line)
 
     def _run_server(self) -> Failure | None:
         """Run one server. Return why it has failed; None if it was stopped."""
@@ -112,10 +126,12 @@ class Supervisor:
             if is_first:
                 raise
             return Failure("start_failed", f"The server did not start: {error}")
+        ready = time.monotonic()
         self._console.ready(self._ready_message(server))
         failure = self._watch(server)
+        was_healthy = time.monotonic() - ready >= self._policy.healthy
         self._end_server(kill=failure is not None)
-        return failure
+        return failure and replace(failure, was_healthy=was_healthy)
 
     def _end_server(self, *, kill: bool) -> None:
         """Stop the current server. kill: without waiting for its requests, which have failed or cannot end."""
@@ -127,7 +143,7 @@ class Supervisor:
 
     def _watch(self, server: TritonServer) -> Failure | None:
         """Wait until the server fails, and return why; None if it was stopped."""
-        stubs = _stubs(server.pid)
+        processes = stubs(server.pid)
         with _Prober(server, self._policy) as prober:
             while not self._stopping.is_set():
                 try:
@@ -135,8 +151,8 @@ class Supervisor:
                 except subprocess.TimeoutExpired:
                     pass
                 else:
-                    return None if self._stopping.is_set() else Failure("exited", _exit_message(server, code))
-                if ended := [pid for pid in stubs if not _runs(pid)]:
+                    return None if self._stopping.is_set() else _exit_failure(server, code)
+                if ended := [pid for pid in processes if not runs(pid)]:
                     return Failure("stub_died", f"The engine's process {ended[0]} has ended.")
                 if prober.failure:
                     return prober.failure
@@ -181,30 +197,6 @@ def _probe_failure(error: PagedError) -> Failure:
     return Failure("engine_failed", f"The engine answers with an error: {error}")
 
 
-def _exit_message(server: TritonServer, code: int) -> str:
+def _exit_failure(server: TritonServer, code: int) -> Failure:
     how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    return f"tritonserver {how}; the last lines of its log:\n{server.log_tail()}"
-
-
-def _stubs(pid: int) -> list[int]:
-    """Return the processes of the server's Python models."""
-    pids: list[int] = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended
-            pids += map(int, file.read_text().split())
-    return [child for child in pids if _name(child).startswith(STUB_NAME)]
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _runs(pid: int) -> bool:
-    """Return whether a process runs. A zombie (state Z) does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return Failure("exited", f"tritonserver {how}.", server.log_tail())

@@ -17,8 +17,10 @@ from types import TracebackType
 
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import resolve_models, served_name, write_repository
+from paged_client.serving.server_args import check_server_args, hosts
 from paged_client.serving.server_files import REPOSITORY_ROOT, ServerFiles, find_server, prepend
-from paged_client.serving.server_log import ServerLog
+from paged_client.serving.server_log import PROCESS_DIED, ServerLog
+from paged_client.serving.stubs import LoadingStubs
 
 LOAD_TIMEOUT = 3600.0  # seconds; loading has its own limits, this one only bounds a hang
 UNLOAD_TIMEOUT = 5  # seconds for an idle server to start unloading its model, and again to finish
@@ -30,12 +32,6 @@ EXIT_TIMEOUT = 30  # seconds for open streams to finish; tritonserver's default
 _TRAMPOLINE = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
-)
-
-
-_OWN_FLAGS = (
-    *("--model-repository", "--model-store", "--http-port", "--grpc-port", "--metrics-port"),
-    *("--allow-http", "--allow-metrics", "--backend-directory", "--model-control-mode", "--http-address"),
 )
 
 
@@ -90,7 +86,7 @@ class TritonServer:
         self._options = resolve_models({**options, "model": model})
         self.model_name = served_name(self._options)
         check_server_args(server_args)
-        self._server_args = list(server_args)
+        self._server_args, self._hosts = list(server_args), hosts(server_args)
         self._repository = repository
         self._files = find_server()
         # Servers on the same host need different name prefixes in /dev/shm.
@@ -116,15 +112,15 @@ class TritonServer:
 
     @property
     def http_url(self) -> str:
-        return f"localhost:{self.http_port}"
+        return f"{self._hosts.http}:{self.http_port}"
 
     @property
     def grpc_url(self) -> str:
-        return f"localhost:{self.grpc_port}"
+        return f"{self._hosts.grpc}:{self.grpc_port}"
 
     @property
     def metrics_url(self) -> str:
-        return f"localhost:{self.metrics_port}"
+        return f"{self._hosts.metrics}:{self.metrics_port}"
 
     @property
     def pid(self) -> int:
@@ -181,15 +177,19 @@ class TritonServer:
             timeout: maximum time to wait, in seconds.
             progress: called about ten times per second with the seconds waited.
 
-        Raises ServerError with the server's reason if it exits, or with the last lines of its log after the timeout.
+        Raises ServerError with the server's reason if it exits, or with the last lines of its log after the timeout, or
+        if a process of its models has died. Such a server is killed, because it would not end by itself.
         """
-        begin = time.monotonic()
+        begin, loading = time.monotonic(), LoadingStubs(self.pid)
         while not self._is_ready():
             waited = time.monotonic() - begin
             if progress:
                 progress(waited)
             if waited > timeout:
                 raise ServerError(f"not ready after {timeout:.0f} s; its last lines:\n{self._log.tail()}")
+            if dead := loading.died():
+                self.kill()
+                raise ServerError(f"{PROCESS_DIED} (process {dead}); the last lines of the log:\n{self._log.tail()}")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self.wait(0.1)
                 raise ServerError(self._log.failure(code))
@@ -199,8 +199,8 @@ class TritonServer:
 
         Another server on the port does not have the model and is not ready.
         """
-        reply = _get(self.http_port, f"/v2/models/{self.model_name}/ready")
-        return reply is not None and reply[0] == 200 and _get(self.metrics_port, "/metrics") is not None
+        reply = _get(self.http_url, f"/v2/models/{self.model_name}/ready")
+        return reply is not None and reply[0] == 200 and _get(self.metrics_url, "/metrics") is not None
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the server exits and return its exit code. Raises subprocess.TimeoutExpired."""
@@ -258,7 +258,7 @@ class TritonServer:
         """Return whether the engine's metrics show requests: the server does not count open streams itself."""
         if self._options.get("disable_log_stats"):
             return True
-        reply = _get(self.metrics_port, "/metrics")
+        reply = _get(self.metrics_url, "/metrics")
         if reply is None:
             return True
         return any(float(count) > 0 for count in re.findall(r"^paged_requests\{.*\} (\S+)$", reply[1], re.M))
@@ -270,9 +270,9 @@ class TritonServer:
             self._scratch.cleanup()
 
 
-def _get(port: int, path: str) -> tuple[int, str] | None:
-    """Return the status and the body of a GET request to localhost; None without a reply."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+def _get(address: str, path: str) -> tuple[int, str] | None:
+    """Return the status and the body of a GET request to HOST:PORT; None without a reply."""
+    connection = http.client.HTTPConnection(address, timeout=5)
     try:
         connection.request("GET", path)
         reply = connection.getresponse()
@@ -281,13 +281,6 @@ def _get(port: int, path: str) -> tuple[int, str] | None:
         return None
     finally:
         connection.close()
-
-
-def check_server_args(arguments: Sequence[str]) -> None:
-    """Raises ValueError for an option of tritonserver that TritonServer sets itself or relies on."""
-    for argument in arguments:
-        if argument.partition("=")[0] in _OWN_FLAGS:
-            raise ValueError(f"{argument}: cannot be set; paged serve sets it or relies on its default")
 
 
 def server_environment(files: ServerFiles) -> dict[str, str]:

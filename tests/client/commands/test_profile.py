@@ -66,7 +66,7 @@ def test_errors_of_the_server_are_reported(listening, tmp_path, capsys):
 
     listening(refuse)
     assert main(["profile", "--output", str(tmp_path / "p.json")]) == 1
-    assert "another profile is being taken" in capsys.readouterr().err
+    assert "paged: UNAVAILABLE: another profile is being taken\n" in capsys.readouterr().err
     assert not (tmp_path / "p.json").exists()
 
 
@@ -108,6 +108,30 @@ def test_an_address_elsewhere_is_rejected(listening, capsys, url):
 def test_the_output_must_be_a_file(capsys, tmp_path):
     assert main(["profile", "--output", str(tmp_path)]) == 2
     assert "must be a file in an existing directory" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_reported_first(listening, capsys):
+    listening(lambda seconds: PROFILE)
+    assert main(["profile", "--output", "/proc/x"]) == 2
+    assert capsys.readouterr().err == "paged profile: --output /proc/x: No such file or directory\n"
+
+
+def test_tables_are_printed_although_the_trace_cannot_be_written(listening, tmp_path, capsys):
+    def record(seconds):
+        (tmp_path / "p.json").mkdir()
+        return PROFILE
+
+    listening(record)
+    assert main(["profile", "--output", str(tmp_path / "p.json")]) == 1
+    printed = capsys.readouterr()
+    assert "100 steps in 1.0 s" in printed.out
+    assert f"paged profile: --output {tmp_path / 'p.json'}: Is a directory\n" in printed.err
+
+
+def test_a_profile_that_is_too_long_is_rejected_first(listening, capsys):
+    listening(lambda seconds: PROFILE)
+    assert main(["profile", "--seconds", "100"]) == 2
+    assert capsys.readouterr().err == "paged profile: --seconds 100: must be at most 60\n"
 
 
 def test_a_profile_without_steps():

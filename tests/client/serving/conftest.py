@@ -17,6 +17,7 @@ class TritonPythonModel:
         self.options = json.loads((pathlib.Path(__file__).parent / "model.json").read_text())
         if "wrong" in self.options:
             raise ValueError(f"wrong={self.options['wrong']}: unknown option")
+        print("initializing", flush=True)
         time.sleep(self.options.get("load_seconds", 0))
 
     def execute(self, requests):

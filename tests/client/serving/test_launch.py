@@ -1,6 +1,8 @@
 """`paged serve`, with a real tritonserver and a model that echoes its options."""
 
+import contextlib
 import json
+import os
 import queue
 import signal
 import socket
@@ -154,6 +156,29 @@ def test_serve_reports_a_failed_load_in_one_message(launch, tmp_path):
     assert error == "error: the model did not load: ValueError: wrong=1: unknown option"
     assert where == f"The server's log is in {log}"
     assert "wrong=1: unknown option" in log.read_text()
+
+
+@needs_server
+@pytest.mark.parametrize("output", ["loading: paged_llm", "initializing"])
+def test_serve_reports_a_process_that_died_while_loading(launch, tmp_path, output):
+    """The server itself notices only the death of a process that has connected to it."""
+    log = tmp_path / "log"
+    options = {"load_seconds": 3600}
+    process = launch(http_port=0, grpc_port=0, metrics_port=0, options=options, log_file=str(log))
+    wait_until(lambda: log.exists() and output in log.read_text())
+    (server,) = children(process.pid)
+
+    def ended():
+        for stub in children(server):  # again and again, because there may be a first one that only reads the settings
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stub, signal.SIGKILL)
+        return process.poll() is not None
+
+    wait_until(ended)
+    _, errors = process.communicate()
+    assert process.returncode == 1
+    assert "error: the model did not load: its process has died while loading" in errors
+    assert not is_running(server)
 
 
 def test_default_log_file(monkeypatch, tmp_path):

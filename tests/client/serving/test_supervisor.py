@@ -8,21 +8,24 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
+from paged_client.serving import supervisor
 from paged_client.serving.ports import choose_ports
-from paged_client.serving.supervisor import RestartPolicy, Supervisor
+from paged_client.serving.supervisor import Failure, RestartPolicy, Supervisor
 from tests.support.faults import inject_into_repository
 from tests.support.processes import children, needs_server
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
-# Fails as a dead engine does once the file `failing` has its process id, and reports the metric of restarts.
+# Loads while there is a file `blocked`, fails as a dead engine does once the file `failing` has its process id, and
+# reports the metric of restarts.
 MODEL = """
-import json, os, pathlib
+import json, os, pathlib, time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from paged_backend.server.metrics import Metrics
@@ -31,7 +34,10 @@ from paged_backend.utils import restarts
 class TritonPythonModel:
     def initialize(self, args):
         here = pathlib.Path(__file__).parent
-        self.failing = pathlib.Path(json.loads((here / "model.json").read_text())["model"]) / "failing"
+        model = pathlib.Path(json.loads((here / "model.json").read_text())["model"])
+        self.failing = model / "failing"
+        while (model / "blocked").exists():
+            time.sleep(0.01)
         self.metrics = Metrics(pb_utils, {"model": "m", "version": "1"}, restarts=restarts.read())
 
     def execute(self, requests):
@@ -140,11 +146,15 @@ def fail_engine(launched):
     ],
 )
 def test_a_failed_server_is_restarted(launched, fault, reason, message):
-    """The reason is printed and counted, and the log of both servers is kept. A signal ends the new server."""
+    """The reason is printed, logged and counted, and the log of both servers is kept. A signal ends the new server."""
     launched.wait_for("Ready.")
     fault(launched)
     launched.wait_for("Ready.", times=2)
     assert re.search(message, "".join(launched.output)), "".join(launched.output)
+    assert launched.count(f"Restart 1 in 0.1 s ({reason}).") == 1
+    assert re.search(
+        rf"^[-\d]+ [:\d]+ paged serve: .*{message}.* Restart 1 in 0.1 s \({reason}\)\.$", launched.log.read_text(), re.M
+    )
     assert launched.restarts() == {reason: 1}
     assert launched.log.read_text().count("Started HTTPService") == 2
     launched.process.send_signal(signal.SIGTERM)
@@ -180,6 +190,27 @@ def test_a_start_that_fails_is_repeated(launched):
     assert "The server did not start" in "".join(launched.output)
 
 
+def test_a_process_that_dies_while_loading_is_a_failed_start(launched):
+    launched.wait_for("Ready.")
+    blocked, first = launched.model / "blocked", launched.server
+    blocked.touch()
+    kill_server(launched)
+    message = "The server did not start: the model did not load: its process has died"
+
+    def reported():
+        for server in set(children(launched.process.pid)) - {first}:
+            for stub in children(server):
+                with suppress(ProcessLookupError):
+                    os.kill(stub, signal.SIGKILL)
+        return launched.count(message) > 0
+
+    until(reported, message)
+    blocked.unlink()
+    launched.wait_for("Ready.", times=2)
+    counts = launched.restarts()
+    assert counts["exited"] == 1 and counts["start_failed"] >= 1
+
+
 def test_a_port_in_use_is_waited_for(launched):
     launched.wait_for("Ready.")
     with socket.socket() as other:
@@ -212,6 +243,26 @@ def test_delays_grow_up_to_a_limit():
     policy = RestartPolicy(first_delay=1, longest_delay=60)
     assert [policy.delay(failures) for failures in (1, 2, 3, 7, 100)] == [1, 2, 4, 60, 60]
     assert RestartPolicy().delay(5000) == 60
+
+
+def test_a_server_is_healthy_some_time_after_it_is_ready(monkeypatch):
+    """Time for loading does not count: the delay doubles for servers that fail soon after they are ready."""
+    now, work, delays = [0.0], iter([10, 10, 60, 10]), []  # work: for how long the servers work, in seconds
+
+    def pass_time(seconds):
+        now[0] += seconds
+
+    def watch(server):
+        pass_time(next(work))
+        return Failure("exited", "tritonserver has ended.")
+
+    monkeypatch.setattr(supervisor, "time", Mock(monotonic=lambda: now[0]))
+    server = Mock(wait_ready=lambda progress: pass_time(100))
+    stopping = Mock(is_set=lambda: len(delays) == 4, wait=delays.append)
+    tested = Supervisor(lambda environment, append: server, Mock(), RestartPolicy(), stopping, str)
+    tested._watch = watch
+    tested.run()
+    assert delays == [1, 2, 1, 2]
 
 
 def test_a_second_signal_finds_the_server_that_is_being_stopped():

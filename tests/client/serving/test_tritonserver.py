@@ -6,6 +6,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as grpcclient
 
 from paged_client.serving.tritonserver import ServerError, TritonServer
 from tests.support.processes import children, is_running, needs_server
@@ -41,6 +42,17 @@ def test_two_servers_run_side_by_side_and_clean_up(repository, tmp_path):
     assert not any(is_running(pid) for pid in pids)
     assert not any(list(Path("/dev/shm").glob(f"{prefix}*")) for prefix in prefixes)
     assert one.stop() == 0, "stopping again changes nothing"
+
+
+@needs_server
+def test_a_server_at_other_addresses(repository, tmp_path):
+    places = [f"--{name}-address=127.0.0.{number}" for number, name in enumerate(("http", "grpc", "metrics"), 2)]
+    with TritonServer(tmp_path, repository=repository, server_args=places) as server:
+        assert server.http_url == f"127.0.0.2:{server.http_port}"
+        with grpcclient.InferenceServerClient(server.grpc_url) as client:
+            assert client.is_server_live()
+        with urllib.request.urlopen(f"http://{server.metrics_url}/metrics") as reply:
+            assert reply.status == 200
 
 
 @needs_server

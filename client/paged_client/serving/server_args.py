@@ -1,0 +1,75 @@
+"""Options of tritonserver that `paged serve` passes on: which are possible, and where the server then listens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+_ANY = ("", "0.0.0.0", "::", "[::]")
+_OWN_OPTION = "it is an option of paged serve, before the --"
+# Options that cannot be set, and why.
+_RESERVED = {
+    **dict.fromkeys(("--http-port", "--grpc-port", "--metrics-port"), _OWN_OPTION),
+    **dict.fromkeys(("--model-repository", "--model-store", "--backend-directory"), "paged serve sets it"),
+    "--model-control-mode": "paged serve relies on its default",
+    "--allow-http": "paged serve asks over HTTP whether the model is ready",
+    "--allow-metrics": "paged serve reads the metrics to know whether requests are open",
+}
+_RESERVED_BY_RESTART = {
+    "--allow-grpc": "the probes of --restart use gRPC",
+    **dict.fromkeys(("--grpc-use-ssl", "--grpc-use-ssl-mutual"), "the probes of --restart use gRPC without TLS"),
+}
+# Groups of endpoints that must not need a key.
+_OPEN = {"--http-restricted-api": ("health", "paged serve asks over HTTP whether the model is ready")}
+_OPEN_FOR_RESTART = {"--grpc-restricted-protocol": ("inference", "the probes of --restart have no key")}
+
+
+class Hosts(NamedTuple):
+    """Where a client on this machine reaches a server."""
+
+    http: str
+    grpc: str
+    metrics: str
+
+
+def check_server_args(arguments: Sequence[str]) -> None:
+    """Raise ValueError for an option of tritonserver that TritonServer sets itself or does not work with."""
+    _check(arguments, _RESERVED, _OPEN)
+
+
+def check_restart_args(arguments: Sequence[str]) -> None:
+    """Raise ValueError for an option of tritonserver with which a server cannot be probed."""
+    _check(arguments, _RESERVED_BY_RESTART, _OPEN_FOR_RESTART)
+
+
+def hosts(arguments: Sequence[str]) -> Hosts:
+    """Return where a server with these options is reached: by default at localhost."""
+    given = dict(_options(arguments))  # of repeated options the last one counts
+    http = given.get("--http-address", "")
+    return Hosts(*map(_reachable, (http, given.get("--grpc-address", ""), given.get("--metrics-address", http))))
+
+
+def _check(arguments: Sequence[str], reserved: Mapping[str, str], restricted: Mapping[str, tuple[str, str]]) -> None:
+    for name, value in _options(arguments):
+        given = f"{name}={value}" if value else name
+        if reason := reserved.get(name):
+            raise ValueError(f"{given}: cannot be set; {reason}")
+        group, reason = restricted.get(name, ("", ""))
+        if group and group in value.partition(":")[0].split(","):
+            raise ValueError(f"{given}: cannot restrict {group}; {reason}")
+
+
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the value of each option: --name=value, or --name value."""
+    for argument, after in zip_longest(arguments, arguments[1:], fillvalue=""):
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            yield name, value if equals or after.startswith("--") else after
+
+
+def _reachable(address: str) -> str:
+    address = address.removeprefix("ipv6:")  # tritonserver's HTTP takes IPv6 addresses with this prefix
+    if address in _ANY:
+        return "localhost"
+    return f"[{address}]" if ":" in address and not address.startswith("[") else address

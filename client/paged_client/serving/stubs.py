@@ -1,0 +1,55 @@
+"""The processes of a server's Python models."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+STUB_NAME = "triton_python_b"  # triton_python_backend_stub, as the kernel shortens it
+DEAD_SECONDS = 5.0  # time for a server to notice that a process has died, which it does if the process has connected
+
+
+def stubs(pid: int) -> list[int]:
+    """Return the processes of the server's Python models."""
+    return [child for child in _children(pid) if _name(child).startswith(STUB_NAME)]
+
+
+def runs(pid: int) -> bool:
+    """Return whether a process runs. A zombie (state Z) does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class LoadingStubs:
+    """Watches the processes of a server that loads its models, which waits forever for one that dies before it has
+    connected to the server."""
+
+    def __init__(self, server: int):
+        """server: its process id."""
+        self._server = server
+        self._dead_since: dict[int, float] = {}
+
+    def died(self) -> int | None:
+        """Return a process that the server has not noticed to be dead for DEAD_SECONDS; None if there is none."""
+        now = time.monotonic()
+        dead = [pid for pid in _children(self._server) if not runs(pid)]  # not by name: it may not have got its own yet
+        self._dead_since = {pid: self._dead_since.get(pid, now) for pid in dead}
+        return next((pid for pid, since in self._dead_since.items() if now - since >= DEAD_SECONDS), None)
+
+
+def _children(pid: int) -> list[int]:
+    pids: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            pids += map(int, file.read_text().split())
+    return pids
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,46 @@
+"""Options of tritonserver after `paged serve … --`."""
+
+import pytest
+
+from paged_client.serving.launch import serve
+from paged_client.serving.server_args import check_server_args, hosts
+from paged_client.serving.supervisor import RestartPolicy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--http-port", "1"], "--http-port=1: cannot be set; it is an option of paged serve"),
+        (["--allow-metrics=false"], "--allow-metrics=false: cannot be set; paged serve reads the metrics"),
+        (
+            ["--http-restricted-api=health,trace:key=1"],
+            "health,trace:key=1: cannot restrict health",
+        ),
+    ],
+)
+def test_options_that_do_not_work_are_rejected(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check_server_args(["--log-verbose=1", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--allow-grpc=false", "cannot be set; the probes of --restart use gRPC"),
+        ("--grpc-use-ssl=true", "cannot be set; the probes of --restart use gRPC without TLS"),
+        (
+            "--grpc-restricted-protocol=inference:k=1",
+            "cannot restrict inference; the probes of --restart have no key",
+        ),
+    ],
+)
+def test_options_that_prevent_probes_are_rejected_with_restart(flag, reason, tmp_path, capsys):
+    check_server_args([flag])
+    assert serve(str(tmp_path), server_args=[flag], restart=RestartPolicy()) == 1
+    assert capsys.readouterr().err == f"error: {flag}: {reason}\n"
+
+
+def test_a_server_is_reached_where_it_listens():
+    assert hosts([]) == hosts(["--http-address=0.0.0.0", "--grpc-address", "::"]) == ("localhost",) * 3
+    assert hosts(["--http-address=127.0.0.2"]) == ("127.0.0.2", "localhost", "127.0.0.2")
+    assert hosts(["--metrics-address", "::1", "--grpc-address=a", "--grpc-address=b"]) == ("localhost", "b", "[::1]")
