@@ -136,6 +136,17 @@ def test_only_the_gateway_reaches_the_servers():
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
 
 
+def test_without_sources_nothing_reaches_a_port():
+    """A rule whose list of sources is empty would allow every source."""
+    objects = render({"networkPolicy.clients": [], "networkPolicy.monitoring": []})
+    (gateway,) = find(objects, "NetworkPolicy")["spec"]["ingress"]
+    assert [port["port"] for port in gateway["ports"]] == ["grpc"]
+    policy = find(objects, "NetworkPolicy", "paged-gateway")["spec"]
+    assert "Ingress" in policy["policyTypes"] and not policy.get("ingress")
+    (rule,) = find(render({"networkPolicy.monitoring": []}), "NetworkPolicy", "paged-gateway")["spec"]["ingress"]
+    assert rule["from"] == [{"podSelector": {}}]
+
+
 def test_scaling_reads_a_metric_of_the_engine(everything):
     scaler = find(everything, "HorizontalPodAutoscaler")
     (metric,) = scaler["spec"]["metrics"]
