@@ -4,12 +4,14 @@ import http.client
 import json
 import select
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import openai
 import pytest
 
+from tests.support.client_calls import pool_of
 from tests.support.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, respond_with
 from tests.support.waiting import until
 
@@ -229,3 +231,18 @@ def test_gateway_is_live_without_a_server():
     with gateway("localhost:1") as front:
         assert front.ask("/live") == (200, {"status": "ok"})
         assert front.ask("/health")[0] == 503
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+def test_questions_about_the_servers_are_not_retried(path):
+    with gateway("localhost:1", "--retry-seconds", str(WAIT)) as front:
+        asked = time.monotonic()
+        assert front.ask(path)[0] == 503
+        assert time.monotonic() - asked < WAIT / 2
+
+
+def test_the_gateway_is_healthy_while_one_server_answers(fakes, monkeypatch):
+    monkeypatch.setattr(fakes[0], "script", lambda inputs, request_id: {"say": [], "hold": True})
+    monkeypatch.setattr(fakes[1], "maps", [json.dumps(pool_of(".."))])
+    with gateway(fakes[0].url, "--url", fakes[1].url) as front:
+        assert [front.ask("/health")[0] for _ in range(3)] == [200] * 3
