@@ -25,6 +25,13 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # Pings, so that calls of a server that is frozen or cut off end. A server permits one every 300 s without data
+    # (--grpc-http2-min-recv-ping-interval-without-data), and closes the connection after some more frequent ones.
+    # The timeout also limits how long a server that is cut off may take to acknowledge a request.
+    ("grpc.keepalive_time_ms", 310_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),  # no limit; the default ends the pings after two
 )
 _NOT_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution", "Trying to connect")
 _UNKNOWN_MODEL = "Request for unknown model"
