@@ -34,6 +34,11 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),  # no limit; the default ends the pings after two
 )
 _NOT_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution", "Trying to connect")
+# What gRPC reports if the connection of an open call breaks: each system and each way to end has another text.
+_BROKEN = (
+    *("Stream removed", "Socket closed", "Connection reset", "Broken pipe", "Connection timed out", "ping timeout"),
+    "Cancelling all calls",  # from a server that ends in order
+)
 _UNKNOWN_MODEL = "Request for unknown model"
 _DATATYPES = {"TYPE_STRING": "BYTES", "TYPE_BOOL": "BOOL", "TYPE_INT32": "INT32"}
 
@@ -110,9 +115,14 @@ def _read_elements(datatype: str, raw: bytes) -> list[str | int | float]:
 def rpc_error(error: grpc.RpcError, target: str) -> PagedError:
     """Return the PagedError of a gRPC error: the class in its message or, without one, the gRPC status.
 
-    An `UnreachableError` that names `target`, if no connection could be made.
+    An `UnreachableError` that names `target`, if no connection could be made. The message of a connection that has
+    broken names it too.
     """
     details = error.details() or ""
-    if error.code() == grpc.StatusCode.UNAVAILABLE and any(text in details for text in _NOT_CONNECTED):
-        return unreachable(target, "grpc", details)
+    if error.code() == grpc.StatusCode.UNAVAILABLE:
+        if any(text in details for text in _NOT_CONNECTED):
+            return unreachable(target, "grpc", details)
+        if any(text in details for text in _BROKEN):
+            details = f"the server at {target} ended or cannot be reached any more, while it was answering: {details}"
+            return PagedError("UNAVAILABLE", details)
     return PagedError.parse(details, error.code().name)

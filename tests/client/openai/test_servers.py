@@ -137,6 +137,19 @@ class TestServers:
                 next(stream)
         assert sum(counts(fakes)) == before + 1
 
+    def test_error_of_a_stream_whose_server_ends(self):
+        with (
+            recording_server() as fake,
+            gateway(fake.url) as front,
+            respond_with(fake, say=["a"], vanish=True),
+            openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            stream = client.completions.create(**PROMPT, stream=True)
+            assert next(stream).choices[0].text == "a"
+            reason = f"the server at {fake.url} ended or cannot be reached any more, while it was answering: ."
+            with pytest.raises(openai.APIError, match=reason):
+                next(stream)
+
     def test_error_of_the_last_server_is_returned(self, front, fakes):
         full = {"say": [], "fail": "UNAVAILABLE: the queue is full"}
         with respond_with(fakes[0], **full), respond_with(fakes[1], **full):
