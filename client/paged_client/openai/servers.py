@@ -70,7 +70,7 @@ class Servers:
             await self._open.enter_async_context(client)
         if self._index is not None:
             self._open.callback(self._index.close)
-            self._open.push_async_callback(cancel_and_wait, asyncio.ensure_future(self._index.run(self._block_size)))
+            self._open.push_async_callback(cancel_and_wait, asyncio.ensure_future(self._index.run(self._pool)))
         return self
 
     async def __aexit__(self, *reason: object) -> None:
@@ -108,8 +108,8 @@ class Servers:
             return ()
         return await self._index.cached(prompt, special_tokens=sampling.get("add_special_tokens", True))
 
-    async def _block_size(self, server: int) -> int:
-        return (await self._clients[server].pool_map(timeout=FIND_SECONDS)).block_size
+    async def _pool(self, server: int) -> PoolMap:
+        return await self._clients[server].pool_map(timeout=FIND_SECONDS)
 
     async def generate(self, *, route: Route | None = None, **arguments: Any) -> Completion:
         """Return a completion. route: determines the server; None: any."""
