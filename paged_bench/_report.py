@@ -36,7 +36,9 @@ def parser(name: str, documentation: str | None) -> argparse.ArgumentParser:
     description = (documentation or "").partition("\n")[0]
     made = argparse.ArgumentParser(prog=f"paged bench {name}", description=description)
     made.add_argument(
-        "--quick", action="store_true", help="run for less than a minute on 2 cores; explicit options still apply"
+        "--quick",
+        action="store_true",
+        help="run a short version, of one to a few minutes on 2 cores; explicit options still apply",
     )
     made.add_argument(
         "--json", type=_new_file, metavar="FILE", help="write the records to FILE and draw a picture next to it"

@@ -25,8 +25,20 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # Pings, so that calls of a server that is frozen or cut off end. A server permits one every 300 s without data
+    # (--grpc-http2-min-recv-ping-interval-without-data), and closes the connection after some more frequent ones.
+    # The timeout also limits how long a server that is cut off may take to acknowledge a request.
+    ("grpc.keepalive_time_ms", 310_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),  # no limit; the default ends the pings after two
 )
 _NOT_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution", "Trying to connect")
+# What gRPC reports if the connection of an open call breaks: each system and each way to end has another text.
+_BROKEN = (
+    *("Stream removed", "Socket closed", "Connection reset", "Broken pipe", "Connection timed out", "ping timeout"),
+    "Cancelling all calls",  # from a server that ends in order
+)
 _UNKNOWN_MODEL = "Request for unknown model"
 _DATATYPES = {"TYPE_STRING": "BYTES", "TYPE_BOOL": "BOOL", "TYPE_INT32": "INT32"}
 
@@ -103,9 +115,14 @@ def _read_elements(datatype: str, raw: bytes) -> list[str | int | float]:
 def rpc_error(error: grpc.RpcError, target: str) -> PagedError:
     """Return the PagedError of a gRPC error: the class in its message or, without one, the gRPC status.
 
-    An `UnreachableError` that names `target`, if no connection could be made.
+    An `UnreachableError` that names `target`, if no connection could be made. The message of a connection that has
+    broken names it too.
     """
     details = error.details() or ""
-    if error.code() == grpc.StatusCode.UNAVAILABLE and any(text in details for text in _NOT_CONNECTED):
-        return unreachable(target, "grpc", details)
+    if error.code() == grpc.StatusCode.UNAVAILABLE:
+        if any(text in details for text in _NOT_CONNECTED):
+            return unreachable(target, "grpc", details)
+        if any(text in details for text in _BROKEN):
+            details = f"the server at {target} ended or cannot be reached any more, while it was answering: {details}"
+            return PagedError("UNAVAILABLE", details)
     return PagedError.parse(details, error.code().name)

@@ -7,6 +7,7 @@ import urllib.request
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import envoy
 import pytest
@@ -32,8 +33,15 @@ class Proxy:
 
     def healthy(self):
         """Return the number of servers that are ready, over both protocols."""
+        return self._clusters().count("::health_flags::healthy\n")
+
+    def failed_checks(self):
+        """Return the number of servers that have failed a health check, over both protocols."""
+        return self._clusters().count("/failed_active_hc")
+
+    def _clusters(self):
         with urllib.request.urlopen(f"{self._admin}/clusters", timeout=WAIT) as reply:
-            return reply.read().decode().count("::health_flags::healthy\n")
+            return reply.read().decode()
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +51,13 @@ def servers(tiny):
         yield [stack.enter_context(TritonServer(tiny[0], options)) for _ in range(2)]
 
 
-@pytest.fixture
-def proxy(servers, tmp_path):
-    """Envoy with the configuration of the repository, but for the addresses."""
+@contextmanager
+def envoy_before(servers, tmp_path):
+    """Run Envoy with the configuration of the repository, but for the addresses.
+
+    Args:
+        servers: objects with `http_port` and `grpc_port`.
+    """
     config = yaml.safe_load(CONFIG.read_text())
     ports = choose_ports(http=0, grpc=0, admin=0)
     config["admin"]["address"]["socket_address"]["port_value"] = ports[2]
@@ -63,12 +75,19 @@ def proxy(servers, tmp_path):
         process = subprocess.Popen([ENVOY, "-c", file, "--disable-hot-restart", "--concurrency", "1"], stderr=log)
     try:
         running = Proxy(*ports)
-        until(lambda: _answers(running) == 4, "two servers that are ready over both protocols")
+        until(lambda: _answers(running) is not None, "Envoy")
         yield running
     finally:
         process.terminate()
         process.wait(WAIT)
         print((tmp_path / "log").read_text()[-4000:])
+
+
+@pytest.fixture
+def proxy(servers, tmp_path):
+    with envoy_before(servers, tmp_path) as running:
+        until(lambda: running.healthy() == 4, "two servers that are ready over both protocols")
+        yield running
 
 
 def _answers(proxy):
@@ -103,6 +122,15 @@ def same_server(servers, count):
 def test_the_configuration_is_valid():
     done = subprocess.run([ENVOY, "--mode", "validate", "-c", CONFIG], capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_server_that_starts_after_envoy_gets_requests_soon(tiny, tmp_path):
+    ports = choose_ports(http_port=0, grpc_port=0, other_http=0, other_grpc=0)
+    addresses = [SimpleNamespace(http_port=http, grpc_port=grpc) for http, grpc in (ports[:2], ports[2:])]
+    with envoy_before(addresses, tmp_path) as running:
+        until(lambda: running.failed_checks() == 4, "two servers that are not ready over both protocols")
+        with TritonServer(tiny[0], {"num_gpu_blocks_override": 64}, **vars(addresses[0])):
+            until(lambda: running.healthy() == 2, "a server that is ready over both protocols", timeout=20)
 
 
 def ask(proxy, session, way):

@@ -132,8 +132,23 @@ def test_only_the_gateway_reaches_the_servers():
     assert {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]} == {53}
     allowed = find(render({"networkPolicy.allowDownloads": True}), "NetworkPolicy")
     assert {port["port"] for rule in allowed["spec"]["egress"] for port in rule["ports"]} == {53, 443}
+    collector = {"to": [{"podSelector": {"matchLabels": {"app": "tempo"}}}], "ports": [{"port": 4318}]}
+    traced = render({"networkPolicy.egress": [collector]})
+    kubernetes_validate.validate(find(traced, "NetworkPolicy"), VERSIONS[0], strict=True)
+    assert find(traced, "NetworkPolicy")["spec"]["egress"] == [*policy["spec"]["egress"], collector]
     labels = find(render({}), "StatefulSet")["spec"]["template"]["metadata"]["labels"]
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_without_sources_nothing_reaches_a_port():
+    """A rule whose list of sources is empty would allow every source."""
+    objects = render({"networkPolicy.clients": [], "networkPolicy.monitoring": []})
+    (gateway,) = find(objects, "NetworkPolicy")["spec"]["ingress"]
+    assert [port["port"] for port in gateway["ports"]] == ["grpc"]
+    policy = find(objects, "NetworkPolicy", "paged-gateway")["spec"]
+    assert "Ingress" in policy["policyTypes"] and not policy.get("ingress")
+    (rule,) = find(render({"networkPolicy.monitoring": []}), "NetworkPolicy", "paged-gateway")["spec"]["ingress"]
+    assert rule["from"] == [{"podSelector": {}}]
 
 
 def test_scaling_reads_a_metric_of_the_engine(everything):
@@ -164,6 +179,35 @@ def test_metrics_are_scraped_as_the_job_of_the_alerts(everything):
 def test_invalid_values_are_rejected_by_name(values):
     (name,) = values
     assert name in rejection(**values)
+
+
+@pytest.mark.parametrize("size", ["1GB", "1 Gi", "-1Gi", "big"])
+def test_the_size_of_shared_memory_is_a_quantity(size):
+    assert "shmSize" in rejection(shmSize=size)
+
+
+def test_options_that_the_chart_sets_are_rejected():
+    assert "options.model=/m: must not be an option; set the value model" in rejection(**{"options.model": "/m"})
+    assert "set the value name" in rejection(**{"options.served_model_name": "chat"})
+
+
+def test_the_least_number_of_servers_is_not_above_the_largest():
+    bounds = {"autoscaling.minReplicas": 3, "autoscaling.maxReplicas": 2}
+    reason = "autoscaling.minReplicas=3: must not be above autoscaling.maxReplicas=2"
+    assert reason in rejection(**bounds, **{"autoscaling.enabled": True})
+
+
+def test_several_gateways_have_a_disruption_budget():
+    budget = find(render({}), "PodDisruptionBudget", "paged-gateway")["spec"]
+    labels = find(render({}), "Deployment", "paged-gateway")["spec"]["template"]["metadata"]["labels"]
+    assert budget["maxUnavailable"] == 1 and budget["selector"]["matchLabels"].items() <= labels.items()
+    for values in ({"gateway.replicas": 1}, {"gateway.enabled": False}):
+        budgets = [one for one in render(values) if one["kind"] == "PodDisruptionBudget"]
+        assert [one["metadata"]["name"] for one in budgets] == ["paged-server"]
+
+
+def test_a_busy_gateway_has_time_to_answer_its_liveness_probe():
+    assert container(render({}), "Deployment", "paged-gateway")["livenessProbe"]["timeoutSeconds"] == 5
 
 
 def test_gpus_are_a_limit_only_if_there_are_any():

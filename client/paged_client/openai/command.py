@@ -51,6 +51,9 @@ def run(
     kv_events: Sequence[str],
 ) -> int:
     """Serve until Ctrl-C and return the exit code. Raises UsageError for invalid arguments."""
+    for url in urls:
+        if urls.count(url) > 1:
+            raise UsageError(f"--url {url}: given {urls.count(url)} times; each must be another server")
     if tokenizer:  # loading takes several seconds, including the import of transformers
         _log_line(f"loading the tokenizer {tokenizer} ...")
     try:

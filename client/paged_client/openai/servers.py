@@ -70,7 +70,7 @@ class Servers:
             await self._open.enter_async_context(client)
         if self._index is not None:
             self._open.callback(self._index.close)
-            self._open.push_async_callback(cancel_and_wait, asyncio.ensure_future(self._index.run(self._block_size)))
+            self._open.push_async_callback(cancel_and_wait, asyncio.ensure_future(self._index.run(self._pool)))
         return self
 
     async def __aexit__(self, *reason: object) -> None:
@@ -108,8 +108,8 @@ class Servers:
             return ()
         return await self._index.cached(prompt, special_tokens=sampling.get("add_special_tokens", True))
 
-    async def _block_size(self, server: int) -> int:
-        return (await self._clients[server].pool_map(timeout=FIND_SECONDS)).block_size
+    async def _pool(self, server: int) -> PoolMap:
+        return await self._clients[server].pool_map(timeout=FIND_SECONDS)
 
     async def generate(self, *, route: Route | None = None, **arguments: Any) -> Completion:
         """Return a completion. route: determines the server; None: any."""
@@ -122,19 +122,34 @@ class Servers:
         return await self._call(lambda client: client.classify(**keywords))
 
     async def pool_map(self, *, timeout: float) -> PoolMap:
-        """Return the block pool of one of the servers."""
-        return await self._call(lambda client: client.pool_map(timeout=timeout))
+        """Return the block pool of the server that answers first. All are asked once, at the same time."""
+        asked = [asyncio.ensure_future(client.pool_map(timeout=timeout)) for client in self._clients]
+        errors: list[PagedError] = []
+        try:
+            for answer in asyncio.as_completed(asked):
+                try:
+                    return await answer
+                except PagedError as error:
+                    errors.append(error)
+        finally:
+            await cancel_and_wait(*asked)
+        raise min(errors, key=_can_fail_over)  # one that says more than that a server cannot be reached
 
     async def adapters(self, *, timeout: float) -> tuple[Adapter, ...]:
-        """Return the adapters of one of the servers. All should have the same."""
-        return await self._call(lambda client: client.adapters(timeout=timeout))
+        """Return the adapters of one of the servers, each of which is asked once. All should have the same."""
+        return await self._call(lambda client: client.adapters(timeout=timeout), retry_seconds=0.0)
 
     def stream(self, *, route: Route | None = None, **arguments: Any) -> FailoverStream:
         """Return a stream. route: as in `generate`."""
         return FailoverStream(lambda client: client.stream(**arguments), self._attempts(route))
 
-    async def _call(self, method: Callable[[AsyncClient], Awaitable[T]], route: Route | None = None) -> T:
-        attempts = self._attempts(route)
+    async def _call(
+        self,
+        method: Callable[[AsyncClient], Awaitable[T]],
+        route: Route | None = None,
+        retry_seconds: float | None = None,
+    ) -> T:
+        attempts = self._attempts(route, retry_seconds)
         try:
             while True:
                 try:
@@ -145,8 +160,9 @@ class Servers:
         finally:
             attempts.close()
 
-    def _attempts(self, route: Route | None) -> Attempts:
-        return Attempts(self._clients, self._router, route, self._retry_seconds)
+    def _attempts(self, route: Route | None, retry_seconds: float | None = None) -> Attempts:
+        seconds = self._retry_seconds if retry_seconds is None else retry_seconds
+        return Attempts(self._clients, self._router, route, seconds)
 
 
 class Attempts:

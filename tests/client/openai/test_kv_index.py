@@ -10,10 +10,12 @@ from paged_backend.api.request import Origin
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.scheduling.cache_events import DEVICE, HOST, CacheEvents
 from paged_backend.scheduling.content import Entry
+from paged_client.openai import kv_index
 from paged_client.openai.kv_index import KvIndex
 from paged_client.serving.ports import choose_ports
 from paged_client.types import PagedError
 from tests.support.in_process import WAIT
+from tests.support.map_views import pool_of
 
 SIZE = 4  # tokens per block
 
@@ -69,13 +71,13 @@ def run(servers, test):
     async def work():
         index, attempts = KvIndex([server.endpoints for server in servers], tokenize), []
 
-        async def block_size(server):
+        async def pool(server):
             attempts.append(server)
             if attempts == [0, 1]:
                 raise PagedError("UNAVAILABLE", "not ready")
-            return SIZE
+            return pool_of(".", block_size=SIZE)
 
-        following = asyncio.ensure_future(index.run(block_size))
+        following = asyncio.ensure_future(index.run(pool))
         try:
             await test(index)
         finally:
@@ -132,14 +134,39 @@ def test_a_server_with_another_block_size_is_left_out(servers, caplog):
     async def test():
         index = KvIndex([server.endpoints for server in servers], tokenize)
 
-        async def block_size(server):
-            return SIZE << server
+        async def pool(server):
+            return pool_of(".", block_size=SIZE << server)
 
-        await index.run(block_size)
+        following = asyncio.ensure_future(index.run(pool))
         servers[1].cache([5, 6, 7, 8])
         servers[0].cache([5, 6, 7, 8])
         await shares(index, servers, [5, 6, 7, 8], [1.0, 0.0])
+        await following
         index.close()
 
     asyncio.run(test())
     assert "server 1 has block_size=8, others have 4" in caplog.text
+
+
+def test_a_server_that_sends_no_events_is_named(servers, caplog, monkeypatch):
+    monkeypatch.setattr(kv_index, "SILENT_SECONDS", 2.0)
+    servers[1].close()
+
+    async def test():
+        index, asked = KvIndex([server.endpoints for server in servers], tokenize), []
+
+        async def pool(server):
+            asked.append(server)
+            return pool_of("c" * 16 if len(asked) > 4 else ".", block_size=SIZE)  # at first too little
+
+        following = asyncio.ensure_future(index.run(pool))
+        deadline = time.monotonic() + WAIT
+        while not following.done():
+            assert time.monotonic() < deadline
+            servers[0].cache([5, 6, 7, 8])
+            await asyncio.sleep(0.05)
+        index.close()
+
+    asyncio.run(test())
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "server 1 has cached 16 blocks, but no events arrive from " + servers[1].endpoints.split(",")[0] in warning

@@ -4,12 +4,14 @@ import http.client
 import json
 import select
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import openai
 import pytest
 
+from tests.support.client_calls import pool_of
 from tests.support.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, respond_with
 from tests.support.waiting import until
 
@@ -135,6 +137,19 @@ class TestServers:
                 next(stream)
         assert sum(counts(fakes)) == before + 1
 
+    def test_error_of_a_stream_whose_server_ends(self):
+        with (
+            recording_server() as fake,
+            gateway(fake.url) as front,
+            respond_with(fake, say=["a"], vanish=True),
+            openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            stream = client.completions.create(**PROMPT, stream=True)
+            assert next(stream).choices[0].text == "a"
+            reason = f"the server at {fake.url} ended or cannot be reached any more, while it was answering: ."
+            with pytest.raises(openai.APIError, match=reason):
+                next(stream)
+
     def test_error_of_the_last_server_is_returned(self, front, fakes):
         full = {"say": [], "fail": "UNAVAILABLE: the queue is full"}
         with respond_with(fakes[0], **full), respond_with(fakes[1], **full):
@@ -229,3 +244,18 @@ def test_gateway_is_live_without_a_server():
     with gateway("localhost:1") as front:
         assert front.ask("/live") == (200, {"status": "ok"})
         assert front.ask("/health")[0] == 503
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+def test_questions_about_the_servers_are_not_retried(path):
+    with gateway("localhost:1", "--retry-seconds", str(WAIT)) as front:
+        asked = time.monotonic()
+        assert front.ask(path)[0] == 503
+        assert time.monotonic() - asked < WAIT / 2
+
+
+def test_the_gateway_is_healthy_while_one_server_answers(fakes, monkeypatch):
+    monkeypatch.setattr(fakes[0], "script", lambda inputs, request_id: {"say": [], "hold": True})
+    monkeypatch.setattr(fakes[1], "maps", [json.dumps(pool_of(".."))])
+    with gateway(fakes[0].url, "--url", fakes[1].url) as front:
+        assert [front.ask("/health")[0] for _ in range(3)] == [200] * 3
