@@ -151,7 +151,7 @@ def draw(records: Sequence[Record], file: Path, caption: str) -> None:
     for axes, rows in zip(figure.subplots(1, len(numbers), squeeze=False)[0], numbers, strict=True):
         shown = {one.name.partition(" rows, ")[2]: one.value for one in times if one.name.startswith(f"{rows} rows")}
         bars = axes.barh(list(shown)[::-1], list(shown.values())[::-1], color="#76b900")
-        axes.bar_label(bars, fmt="{:,.3g} ms", padding=3, fontsize=7)
+        axes.bar_label(bars, fmt="{:,.4g} ms", padding=3, fontsize=7)
         axes.set_title(f"{rows} rows", fontsize=9)
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
