@@ -1,6 +1,6 @@
 """The prefill budget follows the times of steps."""
 
-from paged_backend.scheduling.prefill_budget import PrefillBudget
+from paged_backend.scheduling.prefill_budget import MAX_PREFILL_STEPS, PrefillBudget
 
 
 def test_prefill_gets_half_of_step_when_decode_is_slow():
@@ -42,4 +42,19 @@ def test_prompts_arriving_beside_decode_keep_steps_below_three_decode_steps():
         seconds.append(0.0033 + budget.tokens * 4.2e-6)
         budget.record_step(budget.tokens, seconds[-1])
     assert max(seconds) < 3 * 0.0033
+    assert budget.tokens > 1000
+
+
+def test_decode_is_measured_while_prompts_arrive_without_a_pause():
+    """A step without prompt tokens follows after MAX_PREFILL_STEPS steps with some, and changes the target."""
+    budget = PrefillBudget(0.002, 4e-6, 8192, min_tokens=256, decode_ratio=2.5)
+    limits = []
+    for _ in range(MAX_PREFILL_STEPS):
+        limits.append(budget.tokens)
+        budget.record_step(budget.tokens, 0.006 + budget.tokens * 4e-6)  # more sequences decode than at first
+    assert min(limits) == limits[-1] == 256
+    assert budget.tokens == 0
+    budget.record_step(0, 0.006)
+    for _ in range(4):
+        budget.record_step(budget.tokens, 0.006 + budget.tokens * 4e-6)
     assert budget.tokens > 1000
