@@ -69,7 +69,8 @@ def intercept_launches(handler: Callable[[Launch], None]) -> Iterator[None]:
 
 
 class Choice(NamedTuple):
-    """What the sizes of a step decide about its attention, besides the lengths of chunks; see `force`."""
+    """The decisions on the attention of a step that depend on the sizes of the whole step, not only on its longest
+    chunk."""
 
     splits: int  # splits of each sequence's keys, which are merged if there are several
     small_tiles: bool  # whether large tiles would occupy too few multiprocessors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -126,19 +127,16 @@ def _assemble(
         )
     adapters = AdapterListFile(adapter_list) if config.enable_lora else None
     publisher = None
-    if config.kv_events_config.is_enabled:  # its sockets are bound before the weights are loaded
-        publisher = CacheEventPublisher(config.kv_events_config, CacheEvents(), config.block_size)
-    try:
+    with ExitStack() as failure:  # what to undo if the engine is not assembled
+        if config.kv_events_config.is_enabled:  # its sockets are bound before the weights are loaded
+            publisher = CacheEventPublisher(config.kv_events_config, CacheEvents(), config.block_size)
+            failure.callback(publisher.close)
         prepared = prepare_model(config, tp_group)
-        try:
-            return _build(config, adapters, prepared, workers, started, publisher)
-        except Exception:
-            prepared.runner.release_graphs()  # must precede the end of the process group: NCCL waits for captured calls
-            raise
-    except Exception:
-        if publisher:
-            publisher.close()
-        raise
+        # Must precede the end of the process group: NCCL waits for captured calls.
+        failure.callback(prepared.runner.release_graphs)
+        assembly = _build(config, adapters, prepared, workers, started, publisher)
+        failure.pop_all()
+    return assembly
 
 
 def _build(

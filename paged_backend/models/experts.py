@@ -91,23 +91,20 @@ class ConvertedExperts:
 
 
 def expert_modules(model: nn.Module) -> Iterator[Any]:
-    """Yield the modules of experts on a CPU with the interface of transformers (`use_experts_implementation`)."""
-    for module in model.modules():
-        if not all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts")):
-            continue
-        parameters = list(module.parameters())
-        is_plain = all(
-            type(one.data) is Tensor and one.device.type == "cpu" and len(one) == module.num_experts
-            for one in parameters
-            if one.dim() > 1
-        )
-        if (
-            parameters
-            and is_plain
-            and not has_custom_forward(module)
-            and not getattr(module, "_is_expert_parallel", False)
-        ):
-            yield module
+    """Return the modules of experts on a CPU with the interface of transformers (`use_experts_implementation`)."""
+    return filter(_is_convertible, model.modules())
+
+
+def _is_convertible(module: Any) -> bool:
+    if not all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts")):
+        return False
+    if has_custom_forward(module) or getattr(module, "_is_expert_parallel", False):
+        return False
+    weights = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    return bool(weights) and all(
+        type(weight.data) is Tensor and weight.device.type == "cpu" and len(weight) == module.num_experts
+        for weight in weights
+    )
 
 
 def replace_experts(model: nn.Module, convert: Callable[[Tensor], Weight]) -> Callable[[], None]:

@@ -281,13 +281,13 @@ class ExpertLinear:
         self, weights: Sequence[PackedLinear], biases: Tensor | None = None, *, level: str | None = None
     ) -> None:
         """weights: of each expert, all of the same shape. biases: [experts, out_features]."""
-        self.in_features, self.out_features = weights[0].in_features, weights[0].out_features
-        if any(one[1:3] != (self.in_features, self.out_features) for one in weights):
+        in_features, out_features = weights[0].in_features, weights[0].out_features
+        if any((one.in_features, one.out_features) != (in_features, out_features) for one in weights):
             raise RuntimeError("the weights of the experts have different shapes")
         number: int = _operator("make_experts")(
             [one.groups for one in weights], [one.scales for one in weights], [one.mins for one in weights],
             [None] * len(weights) if biases is None else list(biases.contiguous()),
-            [one.block_inputs for one in weights], self.in_features, self.out_features, _index(level),
+            [one.block_inputs for one in weights], in_features, out_features, _index(level),
         )  # fmt: skip
         self._number = number
         weakref.finalize(self, _operator("free_experts"), number)
