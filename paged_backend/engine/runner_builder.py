@@ -14,10 +14,21 @@ from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, graph
 from paged_backend.execution.graphs import GraphCapture, graph_capture
 from paged_backend.execution.runner import Runner
 from paged_backend.loading.model_loader import LoadedModel
+from paged_backend.memory.cache_layout import CacheLayout
 from paged_backend.memory.kv_cache import KVCache
 from paged_backend.memory.page_population import populate_in_background
 from paged_backend.models.native_decoder import runs_natively
 from paged_backend.utils.startup import Progress
+
+
+def cache_layout(config: EngineConfig, loaded: LoadedModel) -> CacheLayout:
+    """Return where the pool holds the layers of the model and of its draft model."""
+    return CacheLayout.of(
+        loaded.layers,
+        config.block_size,
+        max_model_len=loaded.spec.max_model_len,
+        max_pending=2 * config.max_num_batched_tokens,  # a step may be planned while another is in flight
+    )
 
 
 def build_runner(
@@ -32,14 +43,17 @@ def build_runner(
     """Allocate the pools and return a runner of the model, with its draft model and adapter slots if it has them.
     broadcast_tokens: overwrites a tensor of sampled tokens with those of rank 0."""
 
+    layout = cache_layout(config, loaded)
+
     def cache(num_blocks: int, device: torch.device, *, pinned: bool = False) -> KVCache:
         return KVCache.allocate(
-            loaded.layers,
+            layout.shapes,
             num_blocks=num_blocks,
             block_size=config.block_size,
             dtype=loaded.spec.kv_dtype,
             device=device,
             pinned=pinned,
+            places=layout.places if layout.blocks.window_pages else None,
         )
 
     kv, drafter = cache(num_blocks, device), None
@@ -89,6 +103,7 @@ def capture_graphs(
             block_size=config.block_size,
             max_blocks=-(-max_len // config.block_size),
             max_context_len=max_len,
+            num_pages=cache_layout(config, loaded).blocks.pages,
         )
 
 

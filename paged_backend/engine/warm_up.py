@@ -21,7 +21,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
 from paged_backend.api.request import GenerateRequest, bitmask
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine.runner_builder import build_runner, capture_graphs, graph_shapes_of
+from paged_backend.engine.runner_builder import build_runner, cache_layout, capture_graphs, graph_shapes_of
 from paged_backend.execution.batch import PackedBatch, pack
 from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, largest_shapes
 from paged_backend.execution.runner import Runner
@@ -71,18 +71,23 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     spec = loaded.spec
     length = min(config.max_num_batched_tokens, spec.max_model_len - 1)
     count = min(config.max_num_seqs, -(-config.max_num_batched_tokens // length))
-    blocks = BlockManager(count * -(-length // config.block_size), config.block_size)
+    layout = cache_layout(config, loaded).blocks
+    pages = layout.pages_for([length] * count, [length] * count, 0)
+    blocks = BlockManager(pages, config.block_size, layout=layout)
     plan = _largest_plan(config, blocks, count, length)
     runner = build_runner(config, loaded, device, num_blocks=blocks.num_blocks)
 
     def step() -> None:
-        runner.launch(pack(plan, block_size=blocks.block_size)).result()
+        runner.launch(largest()).result()
+
+    def largest() -> PackedBatch:
+        return pack(plan, block_size=blocks.block_size, page_tables=blocks.page_tables)
 
     def all_steps(advance: Callable[[], object]) -> None:
         step()
         advance()
         if runner.lora:
-            runner.launch(_with_adapters(pack(plan, block_size=blocks.block_size), runner.lora)).result()
+            runner.launch(_with_adapters(largest(), runner.lora)).result()
             advance()
         if device.type == "cuda":
             run_warm_up_steps(config, spec, runner, advance)
@@ -127,9 +132,18 @@ def run_warm_up_steps(config: EngineConfig, spec: ModelSpec, runner: Runner, adv
             stack.enter_context(distinct_layers(model))
         for step in warm_up_steps(config, spec.max_model_len, spec.vocab_size):
             for gqa_group in _gqa_groups(runner):
+                packed = pack(
+                    step.plan, block_size=config.block_size, gqa_group=gqa_group, page_tables=block_zero(runner)
+                )
                 with step.forced():
-                    runner.launch(pack(step.plan, block_size=config.block_size, gqa_group=gqa_group)).result()
+                    runner.launch(packed).result()
                 advance()
+
+
+def block_zero(runner: Runner) -> np.ndarray | None:
+    """Return page tables in which block 0 has the first pages."""
+    pages = runner.kv.pages
+    return np.arange(max(pages) + 1, dtype=np.int32)[None] if pages else None
 
 
 class WarmUpStep(NamedTuple):
@@ -240,7 +254,7 @@ def measure_decode(config: EngineConfig, loaded: LoadedModel, runner: Runner) ->
     plan = next(warm_up_steps(config, loaded.spec.max_model_len, loaded.spec.vocab_size)).plan
 
     def step() -> None:
-        runner.launch(pack(plan, block_size=config.block_size)).result()
+        runner.launch(pack(plan, block_size=config.block_size, page_tables=block_zero(runner))).result()
 
     return _median_seconds(step, runner.kv.device)
 

@@ -19,7 +19,7 @@ def paged_logits(model: PreTrainedModel, batch: PackedBatch, kv: KVCache) -> Ten
         position_ids=batch.position_ids,
         use_cache=False,
         logits_to_keep=batch.sample_rows,
-        paged=AttentionMeta(batch.paging, kv),
+        paged=AttentionMeta(batch.paging, kv, batch.more_pages),
     ).logits[0]
     # A model without the parameter logits_to_keep projects every row.
     return logits if len(logits) == len(batch.sample_rows) else logits[batch.sample_rows]

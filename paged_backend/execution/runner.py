@@ -112,9 +112,11 @@ class Runner:
         block_size: int,
         max_blocks: int,
         max_context_len: int,
+        num_pages: int = 1,
     ) -> None:
         """Capture graphs of steps, the largest first, which later steps replay. A model that cannot be captured runs
-        eagerly, with a warning in the log. max_blocks: maximum blocks in a block table."""
+        eagerly, with a warning in the log. max_blocks: maximum blocks in a block table. num_pages: pages of a
+        block."""
 
         graphs = partial(
             Graphs,
@@ -123,6 +125,7 @@ class Runner:
             block_size=block_size,
             max_blocks=max_blocks,
             max_context_len=max_context_len,
+            num_pages=num_pages,
             broadcast_tokens=self._broadcast_tokens,
         )
         try:

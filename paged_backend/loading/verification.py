@@ -85,7 +85,7 @@ class _Probe:
             raise UnsupportedModel(
                 f"{type(module).__name__}: keys of size {key.shape[-1]} but values of size {value.shape[-1]}"
             )
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3])
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], window=sliding_window)
         arguments = dict(sliding_window=sliding_window, **rest)
         self.specs[layer] = AttentionSpec.of(module, query.shape[3], attention_mask, **arguments)
         self.layer_windows.add(sliding_window)

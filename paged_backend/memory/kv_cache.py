@@ -31,14 +31,16 @@ class LayerShape:
 
     num_kv_heads: int
     head_dim: int
+    window: int | None = None  # tokens that a query sees; None: all
 
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """The keys and values of every layer, in blocks. A block has the same number in all layers, so one block table
-    serves the whole model."""
+    """The keys and values of every layer, in pages; see `CacheLayout`. Without sliding windows a block is one page, and
+    one block table serves the whole model."""
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[LayerCache, ...]  # layers in different pages of a block share their tensors
+    pages: tuple[int, ...] = ()  # page of a block that holds each layer; empty: all are in the first
 
     @classmethod
     def allocate(
@@ -50,9 +52,32 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         pinned: bool = False,
+        places: Sequence[tuple[int, int]] | None = None,
     ) -> KVCache:
-        """Return a cache filled with zeros. dtype: a quantized type, or the type of the model's keys and values.
-        pinned: whether to allocate host memory that a GPU can access directly."""
+        """Return a cache filled with zeros.
+
+        Args:
+            layers: shapes of the layers in a page.
+            num_blocks: number of pages.
+            block_size: tokens of a page.
+            dtype: a quantized type, or the type of the model's keys and values.
+            device: where to allocate it.
+            pinned: whether to allocate host memory that a GPU can access directly.
+            places: for each layer of the model, its page of a block and its index in `layers`; by default all layers
+                are in one page. If there are several pages, one is added, which stays zero: the null page of
+                `WindowedPool`.
+        """
+        if places is not None:
+            pages = tuple(page for page, _ in places)
+            cache = cls.allocate(
+                layers,
+                num_blocks=num_blocks + 1,
+                block_size=block_size,
+                dtype=dtype,
+                device=device,
+                pinned=pinned,
+            )
+            return cls(tuple(cache.layers[index] for _, index in places), pages)
 
         def shapes(layer: LayerShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
             slots = (num_blocks, layer.num_kv_heads, block_size)
@@ -78,20 +103,26 @@ class KVCache:
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors of all layers. The first dimension of each is the block."""
-        return tuple(tensor for layer in self.layers for tensor in layer.tensors)
+        distinct = {id(layer): layer for layer in self.layers}.values()
+        return tuple(tensor for layer in distinct for tensor in layer.tensors)
 
     def layer_range(self, start: int, end: int) -> KVCache:
         """Return a view of some of the layers, in the same memory."""
-        return KVCache(self.layers[start:end])
+        return KVCache(self.layers[start:end], self.pages[start:end])
 
-    def read_block(self, number: int) -> list[Tensor]:
-        """Return a copy of one block on the host: a tensor for each of `tensors`."""
-        return [tensor[number].to("cpu", copy=True) for tensor in self.tensors]
+    def page_of(self, layer: int) -> int:
+        """Return the page of a block that holds a layer."""
+        return self.pages[layer] if self.pages else 0
 
-    def write_block(self, number: int, content: Sequence[Tensor]) -> None:
-        """Overwrite one block with what `read_block` returned."""
-        for tensor, value in zip(self.tensors, content, strict=True):
-            tensor[number] = value
+    def read_block(self, pages: Sequence[int]) -> list[Tensor]:
+        """Return a copy of a block on the host: for each of its pages a tensor for each of `tensors`."""
+        return [tensor[page].to("cpu", copy=True) for page in pages for tensor in self.tensors]
+
+    def write_block(self, pages: Sequence[int], content: Sequence[Tensor]) -> None:
+        """Overwrite a block with what `read_block` returned."""
+        targets = [tensor[page] for page in pages for tensor in self.tensors]
+        for target, value in zip(targets, content, strict=True):
+            target.copy_(value)
 
 
 def pinned_zeros(nbytes: int) -> Tensor:
@@ -119,11 +150,18 @@ def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.
 
 
 def num_blocks(
-    config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, reserved: int = 0
+    config: EngineConfig,
+    layers: Sequence[LayerShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    reserved: int = 0,
+    *,
+    pages: int = 1,
 ) -> int:
-    """Return the size of the device pool in blocks. reserved: bytes of GPU memory for other purposes. Raises
-    ConfigError if no block fits or the requested pool does not fit."""
-    block = bytes_per_block(layers, config.block_size, dtype)
+    """Return the size of the device pool in pages of these layers. reserved: bytes of GPU memory for other purposes.
+    pages: pages of a block. Raises ConfigError if no block fits or the requested pool does not fit."""
+    page = bytes_per_block(layers, config.block_size, dtype)
+    block = page * pages
     wanted = _wanted_bytes(config, block)
     if device.type == "cuda":
         free = max(0, _free_on_gpu(config.gpu_memory_utilization, device) - reserved)
@@ -141,7 +179,7 @@ def num_blocks(
             f"kv_cache_memory_bytes={budget}: one block of {config.block_size} tokens takes {block} bytes;"
             " give the pool more memory"
         )
-    return budget // block
+    return budget // page
 
 
 def num_host_blocks(

@@ -27,6 +27,7 @@ class BlockTables:
         """Begin the leader's block table with the blocks of a cache hit."""
         leader, usage = group.leader, group.block_usage
         leader.blocks, moves, copies = self._blocks.adopt(hit)
+        leader.window_start = hit.window_start
         builder.add_moves_in(group.key, moves)
         builder.add_copies(group.key, copies)
         usage.reused += len(hit.device_blocks)
@@ -54,7 +55,7 @@ class BlockTables:
         if not shared and num_tokens <= len(table) * size:
             return NO_BLOCKS
         more = self._blocks.blocks_for(num_tokens) - len(table)
-        if shared + more > self._pool.num_available:
+        if (shared + more) * self._blocks.layout.pages > self._pool.num_available:
             return None
         if shared:
             copy = self._blocks.make_writable(table, index)
@@ -77,11 +78,16 @@ class BlockTables:
         group.block_usage.copied += allocated.copied
 
     def commit(self, sequence: Sequence, end: int) -> None:
-        """Record that keys and values are written up to `end`, and cache the blocks that are full."""
+        """Record that keys and values are written up to `end`, cache the blocks that are full, and free the window
+        pages that no later query sees."""
         size = self._blocks.block_size
         first, sequence.committed = sequence.committed // size, end
         for index in range(first, sequence.committed // size):
             self._blocks.cache_block(sequence.blocks[index], sequence.chain, sequence.tokens, index)
+        start = self._blocks.layout.kept_from(end)
+        if start > sequence.window_start:
+            self._blocks.trim(sequence.blocks, sequence.window_start, start)
+            sequence.window_start = start
 
     def accept(self, group: Group, sequence: Sequence, tokens: list[int]) -> None:
         """Replace the draft tokens by the accepted ones and the bonus token.
@@ -92,14 +98,15 @@ class BlockTables:
         sequence.computed = sequence.committed + len(tokens) - 1
         self.commit(sequence, sequence.computed)
         while len(sequence.blocks) > self._blocks.blocks_for(sequence.computed):
-            self._pool.free(sequence.blocks.pop())
+            self._pool.free(sequence.blocks.pop(), True)
             group.block_usage.new -= 1
 
     def fork(self, group: Group) -> None:
         """Share the blocks of the prompt, which the leader has computed, with all other samples."""
         leader = group.leader
         for sequence in group.sequences[1:]:
-            sequence.blocks = self._blocks.fork(leader.blocks)
+            sequence.blocks = self._blocks.fork(leader.blocks, leader.window_start)
+            sequence.window_start = leader.window_start
             sequence.computed, sequence.committed = leader.computed, leader.committed
             sequence.chain = leader.chain.head(leader.num_prompt // self._blocks.block_size)
         group.forked = True
@@ -113,7 +120,7 @@ class BlockTables:
             beam = left.pop(continuation.beam, None) or self._fork_beam(parents[continuation.beam])
             beams.append((beam, continuation.token))
         for beam in left.values():
-            self._blocks.free(beam.blocks)
+            self._blocks.free(beam.blocks, beam.window_start)
         for index, (beam, token) in enumerate(beams):
             beam.index = index
             beam.tokens.append(token)
@@ -121,8 +128,8 @@ class BlockTables:
 
     def _fork_beam(self, parent: Sequence) -> Sequence:
         child = Sequence(parent.request, list(parent.tokens), parent.chain.copy())
-        child.blocks, child.computed = self._blocks.fork(parent.blocks), parent.computed
-        child.committed = parent.committed
+        child.blocks, child.computed = self._blocks.fork(parent.blocks, parent.window_start), parent.computed
+        child.committed, child.window_start = parent.committed, parent.window_start
         return child
 
     def swap_out(self, group: Group) -> bool:
@@ -135,7 +142,9 @@ class BlockTables:
         tokens = sum(sequence.computed for sequence in group.sequences) - shared
         if self._preemption == "auto" and 2 * len(blocks) * self._costs.move >= tokens * self._costs.token:
             return False
-        tables = self._blocks.offload.swap_out([sequence.blocks for sequence in group.sequences])
+        tables = self._blocks.offload.swap_out(
+            [sequence.blocks for sequence in group.sequences], [sequence.window_start for sequence in group.sequences]
+        )
         if tables is None:
             return False
         for sequence, table in zip(group.sequences, tables, strict=True):
@@ -144,7 +153,10 @@ class BlockTables:
 
     def swap_in(self, group: Group, builder: PlanBuilder) -> None:
         """Swap all blocks of a group back in."""
-        tables, moves = self._blocks.offload.swap_in([sequence.host_blocks for sequence in group.sequences])
+        tables, moves = self._blocks.offload.swap_in(
+            [sequence.host_blocks for sequence in group.sequences],
+            [sequence.window_start for sequence in group.sequences],
+        )
         for sequence, table in zip(group.sequences, tables, strict=True):
             sequence.blocks = table
         builder.add_moves_in(group.key, moves)
@@ -163,10 +175,10 @@ class BlockTables:
         """Free all blocks of a group, on the device and on the host."""
         for sequence in group.sequences:
             self.free_sequence(sequence)
-            sequence.computed = sequence.committed = 0
+            sequence.computed = sequence.committed = sequence.window_start = 0
 
     def free_sequence(self, sequence: Sequence) -> None:
-        self._blocks.free(sequence.blocks)
+        self._blocks.free(sequence.blocks, sequence.window_start)
         if sequence.host_blocks:
             assert self._blocks.host
             self._blocks.host.free_table(sequence.host_blocks)
