@@ -20,7 +20,9 @@ from paged_backend.memory.kv_cache import LayerShape
 
 log = logging.getLogger("paged_llm")
 
-MAX_PADDING = 0.05  # maximum share of a block that no layer uses, because the layers of a kind do not fill their pages
+PADDING_LIMIT = (
+    0.05  # maximum share of a block that no layer uses, because the layers of a kind do not fill their pages
+)
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,9 @@ class CacheLayout:
 
 
 def _layers_per_page(full: int, windowed: int) -> int:
-    """Return the largest number of layers in a page with which at most MAX_PADDING of a block is unused."""
+    """Return the largest number of layers in a page with which at most PADDING_LIMIT of a block is unused."""
     layers = full + windowed
     for size in range(min(full, windowed) or layers, 0, -1):
-        if (-(-full // size) + -(-windowed // size)) * size <= layers * (1 + MAX_PADDING):
+        if (-(-full // size) + -(-windowed // size)) * size <= layers * (1 + PADDING_LIMIT):
             return size
     return 1
