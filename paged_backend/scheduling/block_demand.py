@@ -36,9 +36,9 @@ class BlockDemand:
             return Demand(NO_HIT, self._to_swap_in(group))
         hit = self._blocks.match(group.leader.chain, group.leader.tokens[: group.max_cacheable_tokens])
         on_device = hit.device_blocks
-        cached = sum(map(self._blocks.pool.num_cached_pages, on_device))
-        base = self._blocks.layout.base_pages * (self._total(group) - len(on_device))
-        return Demand(hit, base + cached + self._window_total(group))
+        cached = sum(map(self._blocks.pool.is_cached, on_device))
+        base = self._blocks.layout.base_pages * (self._total(group) - len(on_device) + cached)
+        return Demand(hit, base + self._window_total(group))
 
     def fit(self, demand: Demand, reserved: int) -> CacheHit | None:
         """Return the hit to use if the demand fits beside the blocks that are reserved for others, else None.

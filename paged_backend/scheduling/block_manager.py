@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paged_backend.api.block_layout import BlockLayout
-from paged_backend.scheduling.block_pool import BlockPool
+from paged_backend.scheduling.block_pool import BlockPool, allocate_counted
 from paged_backend.scheduling.content import Chain, IndexListener
 from paged_backend.scheduling.host_offload import BlockTransfer, HostOffload, PagePairs, page_pairs
 from paged_backend.scheduling.prefix_cache import NO_PAGES, BlockLocation, CacheHit, PrefixCache
@@ -147,7 +147,7 @@ class BlockManager:
         for index, location in enumerate(hit.blocks):
             block, on_host = location
             if location is NO_PAGES:
-                block = self.pool.allocate_counted(1, trimmed=1)[0]
+                block = allocate_counted(self.pool, 1, trimmed=1)[0]
             elif on_host:
                 moves.append(self.offload.move_in(block, trimmed=index < hit.window_start))
                 block = moves[-1].target
@@ -158,7 +158,7 @@ class BlockManager:
                 moves.append(self.offload.move_in(source)._replace(entry=None))
                 table.append(moves[-1].target)
             else:
-                copies.append(self._copy(source, self.pool.allocate_counted(1)[0]))
+                copies.append(self._copy(source, allocate_counted(self.pool, 1)[0]))
                 table.append(copies[-1].target)
         return table, moves, copies
 
@@ -173,6 +173,7 @@ class BlockManager:
 
     def trim(self, table: Sequence[int], start: int, end: int) -> None:
         """Drop a table's references to the window pages of its blocks `start` to `end`."""
+        assert isinstance(self.pool, WindowedPool)
         for index in range(start, end):
             self.pool.release_window(table[index])
 

@@ -20,6 +20,13 @@ FREE, CACHED, HELD, HELD_BY_MORE, PINNED = ".", "c", "123456789", "+", "p"
 _MARK_OF_COUNT = (FREE + HELD).encode().ljust(256, HELD_BY_MORE.encode())
 
 
+def allocate_counted(pool: BlockPool, count: int, trimmed: int = 0) -> list[int]:
+    """Allocate `count` blocks of a pool. The caller has checked that they are available."""
+    blocks = pool.allocate(count, trimmed)
+    assert blocks is not None, "blocks that were counted available are not"
+    return blocks
+
+
 class BlockPool:
     """A fixed number of blocks, each free, cached or in use.
 
@@ -43,6 +50,7 @@ class BlockPool:
         self.index = PrefixIndex(listener)
         self.num_shared = 0  # blocks with more than one reference
         self.num_evictions = 0
+        self.trimmed: set[int] = set()  # blocks whose window pages were freed
         self._on_evict = on_evict
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -62,7 +70,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that can be allocated: free and cached ones."""
-        return len(self._free) + len(self._cached)
+        return self.num_free + self.num_cached
 
     @property
     def num_used(self) -> int:
@@ -80,12 +88,6 @@ class BlockPool:
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
-        return blocks
-
-    def allocate_counted(self, count: int, trimmed: int = 0) -> list[int]:
-        """Allocate `count` blocks. The caller has checked that they are available."""
-        blocks = self.allocate(count, trimmed)
-        assert blocks is not None, "blocks that were counted available are not"
         return blocks
 
     def touch(self, block: int, windowed: bool | None = None) -> None:
@@ -125,21 +127,9 @@ class BlockPool:
             self.free(block)
         table.clear()
 
-    def release_window(self, block: int) -> None:
-        """Drop a reference to the window pages of a block, which are then cached or freed. The block stays in use."""
-
-    def has_window(self, block: int) -> bool:
-        """Return whether the block has window pages, or needs none."""
-        return True
-
     def pages_of(self, block: int) -> tuple[int, ...]:
         """Return the pages of a block: base pages, then its window pages if it has them."""
         return (block,)
-
-    def num_cached_pages(self, block: int) -> int:
-        """Return how many base pages of a block are cached, so that a reference to it takes them from the available
-        ones."""
-        return int(block in self._cached)
 
     def lock(self, block: int) -> None:
         """Add the reference of a copy or move, until `unlock`."""

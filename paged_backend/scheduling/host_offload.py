@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
-from paged_backend.scheduling.block_pool import BlockPool
+from paged_backend.scheduling.block_pool import BlockPool, allocate_counted
 from paged_backend.scheduling.content import Entry
 from paged_backend.scheduling.windowed_pool import WindowedPool
 
@@ -184,7 +184,7 @@ class HostOffload:
         for block in dict.fromkeys(block for block, _ in places):  # cached ones first: allocating below may evict
             entry = self._host.index.entry(block)
             cached = self._pool.index.find(entry) if entry else None
-            if cached is not None and (block not in windowed or self._pool.has_window(cached)):
+            if cached is not None and (block not in windowed or cached not in self._pool.trimmed):
                 self._pool.touch(cached, block in windowed)
                 targets[block] = cached
         moves = []
@@ -206,7 +206,7 @@ class HostOffload:
         """Move a locked block of the host to a new block of the device. trimmed: whether it needs no window pages."""
         assert self._host
         self.num_moves_in += 1
-        target = self._pool.allocate_counted(1, trimmed=int(trimmed))[0]
+        target = allocate_counted(self._pool, 1, trimmed=int(trimmed))[0]
         self._pool.lock(target)
         pages = page_pairs(self._host, block, self._pool, target)
         return BlockTransfer(block, target, self._host.index.entry(block), pages)
@@ -216,8 +216,8 @@ class HostOffload:
         new move. None if there is no room."""
         assert self._host
         entry = self._pool.index.entry(block)
-        cached, trimmed = self._host.index.find(entry) if entry else None, not self._pool.has_window(block)
-        if cached is not None and (trimmed or self._host.has_window(cached)):
+        cached, trimmed = self._host.index.find(entry) if entry else None, block in self._pool.trimmed
+        if cached is not None and (trimmed or cached not in self._host.trimmed):
             self._host.touch(cached)
             return cached
         blocks = self._host.allocate(1, trimmed=int(trimmed))

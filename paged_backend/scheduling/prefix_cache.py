@@ -103,7 +103,7 @@ class PrefixCache:
     def _find_with_window(self, entry: Entry) -> BlockLocation | None:
         for pool, on_host in ((self._pool, False), (self._host, True)):
             block = pool.index.find(entry) if pool else None
-            if pool and block is not None and pool.has_window(block):
+            if pool and block is not None and block not in pool.trimmed:
                 return BlockLocation(block, on_host)
         return None
 
@@ -130,10 +130,10 @@ class PrefixCache:
     def find_trimmed(self, block: int, chain: Chain, tokens: Sequence[int], index: int) -> int | None:
         """Return the indexed block with the content of a sequence's full block `index` that lacks the window pages,
         while `block` has them. None if there is no such block."""
-        if not self._layout.window_pages or not self._pool.caching or not self._pool.has_window(block):
+        if not self._layout.window_pages or not self._pool.caching or block in self._pool.trimmed:
             return None
         found = self._pool.index.find(self.entry(chain, tokens, index))
-        return None if found is None or self._pool.has_window(found) else found
+        return found if found in self._pool.trimmed else None
 
     def remove_trimmed(self, block: int) -> None:
         """Remove a block of the device from its index, so that another with the same content takes its place."""
@@ -162,9 +162,9 @@ class PrefixCache:
         device, host = (
             (pool.index.nearest_child(parent, tokens) if pool else None) or (-1, 0) for pool in (self._pool, self._host)
         )
-        if device[1] and not self._pool.has_window(device[0]):
+        if device[1] and device[0] in self._pool.trimmed:
             device = (-1, 0)
-        if self._host and host[1] and not self._host.has_window(host[0]):
+        if self._host and host[1] and host[0] in self._host.trimmed:
             host = (-1, 0)
         block, length = max(device, host, key=lambda found: found[1])  # prefers the device if both are equal
         return (BlockLocation(block, host[1] > device[1]), length) if length else (None, 0)

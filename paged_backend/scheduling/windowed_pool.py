@@ -57,7 +57,6 @@ class WindowedPool(BlockPool):
         self._references = []
         self._window_references: list[int] = []
         self._pages = np.empty((0, layout.pages), dtype=np.int32)  # of each block
-        self._window_transfers: Counter[int] = Counter()  # references of unfinished copies and moves
         self._cached: OrderedDict[int, None] = OrderedDict()  # blocks, and ~block for window pages alone
         self._num_cached_pages = 0
 
@@ -68,10 +67,6 @@ class WindowedPool(BlockPool):
     @property
     def num_cached(self) -> int:
         return self._num_cached_pages
-
-    @property
-    def num_available(self) -> int:
-        return len(self._free_pages) + self._num_cached_pages
 
     @property
     def page_tables(self) -> np.ndarray:
@@ -93,15 +88,16 @@ class WindowedPool(BlockPool):
             self._pages[block, :size] = [self._free_pages.pop() for _ in range(size)]
             self._references[block] = 1
             self._window_references[block] = int(index >= trimmed)
+        self.trimmed.update(blocks[:trimmed])
         return blocks
 
     def touch(self, block: int, windowed: bool | None = None) -> None:
         if windowed is None:
-            windowed = self.has_window(block)
+            windowed = block not in self.trimmed
         if not self._references[block]:
             self._num_cached_pages -= self.layout.base_pages
             del self._cached[block]
-            if self.has_window(block) and ~block not in self._cached:  # the window pages were cached with the block
+            if block not in self.trimmed and ~block not in self._cached:  # the window pages were cached with the block
                 self._num_cached_pages -= self.layout.window_pages
                 if not windowed:
                     self._cache_window(block)
@@ -109,7 +105,7 @@ class WindowedPool(BlockPool):
         if self._references[block] == 2:
             self.num_shared += 1
         if windowed:
-            assert self.has_window(block), f"block {block}: its window pages are gone"
+            assert block not in self.trimmed, f"block {block}: its window pages are gone"
             if ~block in self._cached:
                 del self._cached[~block]
                 self._num_cached_pages -= self.layout.window_pages
@@ -119,7 +115,7 @@ class WindowedPool(BlockPool):
         if not 0 <= block < len(self._references) or not self._references[block]:
             raise ValueError(f"block {block}: freed, but not in use")
         if windowed is None:
-            windowed = self.has_window(block)
+            windowed = block not in self.trimmed
         self._references[block] -= 1
         if self._references[block] == 1:
             self.num_shared -= 1
@@ -132,13 +128,13 @@ class WindowedPool(BlockPool):
             self._window_references[block] = 0
         if not self.index.contains(block):
             self._release(block)
-        elif not self.layout.base_pages and not self.has_window(block):
+        elif not self.layout.base_pages and block in self.trimmed:
             self.index.remove(block)  # no page is left of it
             self._release(block)
         else:
             self._cached[block] = None
             self._num_cached_pages += self.layout.base_pages
-            if self.has_window(block) and ~block not in self._cached:
+            if block not in self.trimmed and ~block not in self._cached:
                 self._num_cached_pages += self.layout.window_pages
 
     def free_table(self, table: list[int], start: int | None = None) -> None:
@@ -147,6 +143,7 @@ class WindowedPool(BlockPool):
         table.clear()
 
     def release_window(self, block: int) -> None:
+        """Drop a reference to the window pages of a block, which are then cached or freed. The block stays in use."""
         self._window_references[block] -= 1
         assert self._window_references[block] >= 0, f"block {block}: its window pages are freed, but not in use"
         if not self._window_references[block]:
@@ -155,23 +152,9 @@ class WindowedPool(BlockPool):
             else:
                 self._free_window(block)
 
-    def has_window(self, block: int) -> bool:
-        return bool(self._pages[block, -1] != self.null_page)
-
     def pages_of(self, block: int) -> tuple[int, ...]:
         pages = self._pages[block].tolist()
-        return tuple(pages if self.has_window(block) else pages[: self.layout.base_pages])
-
-    def num_cached_pages(self, block: int) -> int:
-        return self.layout.base_pages * (block in self._cached)
-
-    def lock(self, block: int) -> None:
-        super().lock(block)
-        self._window_transfers[block] += self.has_window(block)
-
-    def unlock(self, block: int) -> None:
-        self._window_transfers[block] -= self.has_window(block)
-        super().unlock(block)
+        return tuple(pages[: self.layout.base_pages] if block in self.trimmed else pages)
 
     def num_freed_by(self, tables: Iterable[Sequence[int]]) -> int:
         held = Counter(block for table in tables for block in table)
@@ -186,7 +169,7 @@ class WindowedPool(BlockPool):
             if block in self._cached:
                 del self._cached[block]
                 self._num_cached_pages -= self.layout.base_pages
-                if self.has_window(block) and ~block not in self._cached:
+                if block not in self.trimmed and ~block not in self._cached:
                     self._num_cached_pages -= self.layout.window_pages
                 self._release(block)
 
@@ -217,23 +200,24 @@ class WindowedPool(BlockPool):
         assert sorted(pages + self._free_pages) == list(range(self.num_blocks)), "a page is lost or used twice"
         windows = self._window_references
         assert all(windows[block] <= self._references[block] for block in live), "more references to window pages"
-        assert all(self.has_window(block) for block in live if windows[block]), "referenced window pages are gone"
+        assert all(block not in self.trimmed for block in live if windows[block]), "referenced window pages are gone"
         cached = {block for block in self._cached if block >= 0}
         assert cached == {block for block in live if not self._references[block]}, "a block is neither cached nor used"
         assert cached <= self.index.blocks <= set(live), "a cached block is not indexed, or a free one is"
         alone = {~block for block in self._cached if block < 0}
-        held = {block for block in live if self._references[block] and self.has_window(block) and not windows[block]}
+        held = {block for block in live if self._references[block] and block not in self.trimmed and not windows[block]}
         assert held <= alone, "window pages are neither cached nor used"
-        assert all(self.has_window(block) and not windows[block] for block in alone), "wrong cached window pages"
+        assert all(block not in self.trimmed and not windows[block] for block in alone), "wrong cached window pages"
         count = len(cached) * base + len(alone) * self.layout.window_pages
-        count += sum(self.layout.window_pages for block in cached - alone if self.has_window(block))
+        count += sum(self.layout.window_pages for block in cached - alone if block not in self.trimmed)
         assert count == self._num_cached_pages, "the number of cached pages is wrong"
         assert self.num_shared == sum(count > 1 for count in owned.values()), "the number of shared blocks is wrong"
 
     def check_windows(self, referenced: Iterable[int]) -> None:
         """Assert the number of references to window pages, given the blocks of all live block tables from the first
         one whose window pages each table references."""
-        owned = Counter(referenced) + self._window_transfers
+        owned = Counter(referenced)
+        owned += Counter({block: count for block, count in self._transfers.items() if block not in self.trimmed})
         assert all(count == owned[block] for block, count in enumerate(self._window_references)), (
             "a wrong number of references to window pages"
         )
@@ -257,15 +241,17 @@ class WindowedPool(BlockPool):
         base = self.layout.base_pages
         self._free_pages += self._pages[block, base:].tolist()
         self._pages[block, base:] = self.null_page
+        self.trimmed.add(block)
 
     def _release(self, block: int) -> None:
         """Free the pages and the number of a block without references."""
         if self._cached.pop(~block, 0) is None:
             self._num_cached_pages -= self.layout.window_pages
-        if self.has_window(block):
+        if block not in self.trimmed:
             self._free_window(block)
         self._free_pages += self._pages[block, : self.layout.base_pages].tolist()
         self._pages[block] = self.null_page
+        self.trimmed.discard(block)
         self._free.append(block)
 
     def _evict(self) -> int:
@@ -282,7 +268,7 @@ class WindowedPool(BlockPool):
                     self._release(block)
             return block
         self._num_cached_pages -= self.layout.base_pages
-        if self.has_window(key) and ~key not in self._cached:
+        if key not in self.trimmed and ~key not in self._cached:
             self._num_cached_pages -= self.layout.window_pages
         if self._on_evict:
             self._on_evict(key)

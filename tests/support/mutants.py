@@ -201,7 +201,7 @@ MUTANTS = {  # name: (file, source, replacement)
         "group.num_seqs > capacity.num_seqs",
         "capacity.num_seqs < 1",
     ),
-    "cached blocks of a hit count as available": (DEMAND, "base + cached +", "base +"),
+    "cached blocks of a hit count as available": (DEMAND, " + cached)", ")"),
     "a partial hit is copied without room for it": (
         DEMAND,
         "needed + locked > available",
@@ -423,7 +423,7 @@ MUTANTS = {  # name: (file, source, replacement)
     "a prefix without its window is a hit": (CACHE, "if count - first <= streaks[count]:", "if count:"),
     "a partial hit needs no window pages": (
         CACHE,
-        "        if device[1] and not self._pool.has_window(device[0]):\n",
+        "        if device[1] and device[0] in self._pool.trimmed:\n",
         "        if False:\n",
     ),
     "content without window pages keeps its place": (
@@ -431,16 +431,20 @@ MUTANTS = {  # name: (file, source, replacement)
         "        if replaced is not None:\n",
         "        if False:\n",
     ),
-    "a block is swapped out without its window pages": (OFFLOAD, "(trimmed or self._host.has_window(cached))", "True"),
+    "a block is swapped out without its window pages": (
+        OFFLOAD,
+        "(trimmed or cached not in self._host.trimmed)",
+        "True",
+    ),
     "a block is swapped in without its window pages": (
         OFFLOAD,
-        "(block not in windowed or self._pool.has_window(cached))",
+        "(block not in windowed or cached not in self._pool.trimmed)",
         "True",
     ),
     "window pages that will be needed are not counted": (
         DEMAND,
-        "base + cached + self._window_total(group)",
-        "base + cached",
+        "base + self._window_total(group)",
+        "base",
     ),
     # sessions
     "a session pins no blocks": (REGISTRY, "if group.request.session is not None and", "if False and"),
