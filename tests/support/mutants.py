@@ -84,7 +84,7 @@ MUTANTS = {  # name: (file, source, replacement)
         POOL,
         "        if count > self.num_available:\n            return None\n",
         "        if count > self.num_available:\n"
-        "            self.free_table(self.allocate_counted(self.num_available))\n"
+        "            self.free_table(allocate_counted(self, self.num_available))\n"
         "            return None\n",
     ),
     # content
