@@ -26,6 +26,7 @@ from paged_backend.utils.machine import available_memory
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
+QUANTIZATION = "quantization_config"  # field of config.json
 WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 SUFFIX, GGUF, TEMPLATE = ".safetensors", ".gguf", ".jinja"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -127,6 +128,11 @@ def read_tensor(model_path: Path, name: str) -> torch.Tensor | None:
             with safe_open(path, framework="pt") as file:
                 return file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118 (not a mapping)
     return None
+
+
+def open_weights(model_path: Path) -> dict[Path, Any]:
+    """Return the weight files that `check_weights` has checked, opened by safetensors."""
+    return {path: safe_open(path, framework="pt").__enter__() for path, _ in _weight_files(model_path)}
 
 
 def _no_weights(model_path: Path) -> str:

@@ -17,7 +17,7 @@ from paged_backend.api.limits import ClassificationSpec, EmbeddingSpec, Sampling
 from paged_backend.loading import model_files
 from paged_backend.loading.classifier import is_classifier, load_classifier
 from paged_backend.loading.generation_config import read_sampling_defaults
-from paged_backend.loading.gguf_weights import GgufQuantizer
+from paged_backend.loading.gguf_weights import GgufWeights
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_options import (
     check_quantization,
@@ -28,6 +28,8 @@ from paged_backend.loading.model_options import (
     quantization_spec,
 )
 from paged_backend.loading.model_source import find_files, read_config
+from paged_backend.loading.quantized_checkpoint import QuantizedCheckpoint, format_of
+from paged_backend.loading.stored_weights import StoredQuantizer, StoredWeights
 from paged_backend.loading.tokenizer_loader import load_tokenizer
 from paged_backend.loading.verification import verify_model
 from paged_backend.loading.weights import is_quantized, load_weights
@@ -97,7 +99,9 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     dummy = config.load_format == "dummy"
     totals = None if dummy else model_files.check_weights(path, quantized=is_quantized(hf_config))
     model_files.check_sizes(path, hf_config, totals, dtype=dtype, trust_remote_code=config.trust_remote_code)
-    model = load_weights(config, hf_config, path, dtype, device)
+    form = None if dummy else format_of(hf_config, path, device)
+    checkpoint = QuantizedCheckpoint(path, form) if form else None
+    model = load_weights(config, hf_config, path, dtype, device, checkpoint)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # some are freed later
     if config.tensor_parallel_size > 1:
         tensor_parallel.replace_dtensors(model)
@@ -106,8 +110,9 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     embedding = pick_embedding(hf_config, hidden_size(model))
     classification = load_classifier(config, hf_config, path, model, tokenizer)
     adaptable = find_adaptable_layers(model) if config.enable_lora else None  # must precede `verify_model`
+    stored = checkpoint or (GgufWeights(path, model.config) if path.suffix == GGUF and not dummy else None)
     spec = ModelSpec(
-        layers=_verify(config, path, model, kv_dtype),
+        layers=_verify(config, path, model, kv_dtype, stored),
         dtype=dtype,
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,
@@ -131,27 +136,24 @@ def check_model(config: EngineConfig, root: Path) -> None:
     tensor_parallel.check_model(config, hf_config)
 
 
-def _verify(config: EngineConfig, path: Path, model: PreTrainedModel, kv_dtype: torch.dtype) -> tuple[LayerShape, ...]:
+def _verify(
+    config: EngineConfig, path: Path, model: PreTrainedModel, kv_dtype: torch.dtype, stored: StoredWeights | None
+) -> tuple[LayerShape, ...]:
+    """Verify the model with the weights that it will run with: rounded if requested, otherwise on a CPU the quantized
+    ones of its files."""
+    quantizer: Quantizer | None = None
+    keeper = StoredQuantizer(stored, model, *tensor_parallel.rank_and_size()) if stored else None
+    if spec := quantization_spec(config):
+        quantizer, keeper = WeightQuantizer(spec, model), None
+    elif keeper and model.device.type == "cpu" and native.levels():
+        quantizer = keeper
     try:
-        return verify_model(
-            model,
-            block_size=config.block_size,
-            kv_dtype=kv_dtype,
-            quantizer=_quantizer(config, path, model),
-        )
+        layers = verify_model(model, block_size=config.block_size, kv_dtype=kv_dtype, quantizer=quantizer)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from error
-
-
-def _quantizer(config: EngineConfig, path: Path, model: PreTrainedModel) -> Quantizer | None:
-    """Return what quantizes the model's weights: the rounding that is requested, or on a CPU the GGUF file that holds
-    them."""
-    if spec := quantization_spec(config):
-        return WeightQuantizer(spec, model)
-    is_unsupported = model.device.type != "cpu" or config.tensor_parallel_size > 1
-    if path.suffix != GGUF or is_unsupported or not native.levels():
-        return None
-    return GgufQuantizer(path, model)
+    if keeper:
+        keeper.log_widened()
+    return layers
 
 
 def _create_lora(config: EngineConfig, model: PreTrainedModel, adaptable: dict[str, tuple[int, int]]) -> Lora:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TypeAlias
@@ -81,6 +81,28 @@ class GroupedCopy:
 
 
 COPIES: Mapping[str, type[OneDnnCopy | GroupedCopy]] = {"onednn": OneDnnCopy, "groups": GroupedCopy}
+
+
+@dataclass(frozen=True, eq=False)
+class PermutedWeight:
+    """A weight whose inputs are in another order than those of the layer."""
+
+    weight: GroupedCopy
+    order: Tensor  # [in_features], the layer's input for each input of the weight
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.weight(x[..., self.order], bias)
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedWeight:
+    """Weights of the same inputs, whose outputs are joined, in different formats or with different orders of inputs."""
+
+    parts: Sequence[Weight]
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        product = torch.cat([project(x, part, None) for part in self.parts], -1)
+        return product if bias is None else product + bias
 
 
 @dataclass(frozen=True, eq=False)

@@ -110,6 +110,11 @@ def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:
             raise ConfigError(f"tensor_parallel_size={size}: must divide {heads}, the model's {name}")
 
 
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks of its group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def distributed_arguments(config: EngineConfig) -> dict[str, object]:
     """Return the arguments with which `from_pretrained` loads this rank's shards. Call after `join`."""
     if config.tensor_parallel_size == 1:

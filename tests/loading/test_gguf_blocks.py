@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from paged_backend.loading.gguf_blocks import FORMATS, Blocks, decode, join
+from paged_backend.loading.gguf_blocks import FORMATS, decode
+from paged_backend.loading.quantized_blocks import Blocks, join
 
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
 HALVES |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
