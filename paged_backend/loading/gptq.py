@@ -49,6 +49,6 @@ def read(parts: Parts, bits: int, zeros_minus_1: bool) -> Blocks:
     codes = unpack(parts[".qweight"].T.contiguous(), bits)
     scales, zeros = parts[".scales"].T, unpack(parts[".qzeros"], bits).T
     if zeros_minus_1:
-        zeros = (zeros + 1) & (2**bits - 1)
+        zeros = zeros + 1
     codes, order = sort_inputs(codes, parts.get(".g_idx"), scales.shape[1])
     return affine(codes, scales, zeros, group_size(codes.shape[1], scales.shape[1]), bits)._replace(order=order)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
@@ -28,7 +28,13 @@ from paged_backend.loading.model_options import (
     quantization_spec,
 )
 from paged_backend.loading.model_source import find_files, read_config
-from paged_backend.loading.quantized_checkpoint import QuantizedCheckpoint, format_of
+from paged_backend.loading.quantized_checkpoint import (
+    QuantizedCheckpoint,
+    check_method,
+    format_of,
+    method_of,
+    settings_of,
+)
 from paged_backend.loading.stored_weights import StoredQuantizer, StoredWeights
 from paged_backend.loading.tokenizer_loader import load_tokenizer
 from paged_backend.loading.verification import verify_model
@@ -89,6 +95,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     hf_config = read_config(config, path)
     tensor_parallel.check_model(config, hf_config)
     model_files.check_config(path, hf_config)
+    check_method(config, hf_config, path, device)
     check_quantization(config, hf_config, path, device)
     text_config = hf_config.get_text_config()
     model_dtype = torch.bfloat16 if path.suffix == GGUF else text_config.dtype
@@ -125,7 +132,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         generates=not is_classifier(hf_config),
         sampling_defaults=sampling_defaults,
     )
-    lora = _create_lora(config, model, adaptable) if adaptable is not None else None
+    lora = _create_lora(config, hf_config, model, adaptable) if adaptable is not None else None
     draft = _load_draft(config, root, device, spec) if config.speculative_model else None
     return LoadedModel(path, model, tokenizer, spec, draft, lora)
 
@@ -156,9 +163,13 @@ def _verify(
     return layers
 
 
-def _create_lora(config: EngineConfig, model: PreTrainedModel, adaptable: dict[str, tuple[int, int]]) -> Lora:
+def _create_lora(
+    config: EngineConfig, hf_config: PretrainedConfig, model: PreTrainedModel, adaptable: dict[str, tuple[int, int]]
+) -> Lora:
     if not adaptable:
-        raise ConfigError(f"enable_lora=true: {type(model).__name__} has no linear layer that can be adapted")
+        settings = settings_of(hf_config)
+        of = f" with weights of {json.dumps(method_of(settings))}" if settings else ""
+        raise ConfigError(f"enable_lora=true: {type(model).__name__}{of} has no linear layer that can be adapted")
     return Lora(model, adaptable, slots=config.max_loras, rank=config.max_lora_rank)
 
 

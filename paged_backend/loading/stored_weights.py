@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from paged_backend.api.sizes import MIB
 from paged_backend.loading.quantized_blocks import Blocks, pack_joined
-from paged_backend.models.linear import Weight, WeightPacker
+from paged_backend.models.linear import JoinedWeight, Weight, WeightPacker
 
 log = logging.getLogger("paged_llm")
 
@@ -80,13 +80,18 @@ class StoredQuantizer:
 
         A weight that is not stored in quantized form is packed as it is.
         """
-        found = self._find_linears(weight) if weight.dim() == 2 else None
-        found = found or self._find_expert(weight)
-        if not found:
+        found = self._find_linears(weight) or self._find_expert(weight)
+        stored = [one for one in found if isinstance(one, Found)]
+        if not stored:
             return self._packer(weight)
         self.replaced.append(weight)
-        self._kept |= {one.name: one.parameter for one in found}
-        return pack_joined([one.blocks for one in found])
+        self._kept |= {one.name: one.parameter for one in stored}
+        if len(stored) == len(found):
+            return pack_joined([one.blocks for one in stored])
+        # Clones, because a view of the weight would keep all of it in memory.
+        return JoinedWeight(
+            [one.blocks.pack() if isinstance(one, Found) else self._packer(one.clone()) for one in found]
+        )
 
     def log_widened(self) -> None:
         """Log the quantized weights that are in memory in the model's data type, and the memory that this adds."""
@@ -117,18 +122,21 @@ class StoredQuantizer:
             layers.sort(key=lambda pair: pair[1].weight.data.storage_offset())
         return linears
 
-    def _find_linears(self, weight: Tensor) -> list[Found] | None:
+    def _find_linears(self, weight: Tensor) -> list[Found | Tensor]:
         """Return the stored weights of the linear layers whose weights are this one or parts of it, in the order of its
-        rows; None if any of them is not stored."""
+        rows, or the layer's own weight if it is not stored."""
         begin = weight.storage_offset()
         inside = [
             (name, layer)
             for name, layer in self._linears.get(weight.untyped_storage().data_ptr(), [])
             if begin <= layer.weight.data.storage_offset() < begin + weight.numel()
         ]
-        names = [(self._name_of(name, layer), layer) for name, layer in inside]
-        found = [self._match(name, layer.weight, layer.weight.data) for name, layer in names if name is not None]
-        return [one for one in found if one] if names and len(found) == len(names) and all(found) else None
+        parts: list[Found | Tensor] = []
+        for name, layer in inside:
+            stored = self._name_of(name, layer)
+            found = None if stored is None else self._match(stored, layer.weight, layer.weight.data)
+            parts.append(found or layer.weight.data)
+        return parts
 
     def _name_of(self, name: str, layer: nn.Linear) -> str | None:
         stored = self._stored.find(f"{name}.weight")
@@ -138,8 +146,8 @@ class StoredQuantizer:
             return self._stored.find(f"{embedding}.weight")
         return stored
 
-    def _find_expert(self, weight: Tensor) -> list[Found] | None:
-        """Return the stored weights of one linear layer of an expert; None if they are not stored."""
+    def _find_expert(self, weight: Tensor) -> list[Found]:
+        """Return the stored weights of one linear layer of an expert; none if they are not stored."""
         for name, parameter in self._model.named_parameters():
             memory = parameter.data
             if memory.dim() != 3 or memory.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
@@ -148,15 +156,16 @@ class StoredQuantizer:
             module, _, projection = name.rpartition(".")
             if (stored := self._stored.find(name)) is not None:
                 found = self._match(stored, parameter, weight, index)
-                return [found] if found else None
+                return [found] if found else []
             places = [module.replace(EXPERT_MODULES[0], place) for place in EXPERT_MODULES]
             for prefix, parts in ((place, parts) for place in places for parts in EXPERTS.get(projection, ())):
                 names = [self._stored.find(f"{prefix}.{index}.{part}.weight") for part in parts]
                 rows = weight.chunk(len(names))
                 if all(names):
-                    all_found = [self._match(str(n), parameter, part) for n, part in zip(names, rows, strict=True)]
-                    return [one for one in all_found if one] if all(all_found) else None
-        return None
+                    matches = [self._match(str(n), parameter, part) for n, part in zip(names, rows, strict=True)]
+                    found_all = [one for one in matches if one]
+                    return found_all if len(found_all) == len(matches) else []
+        return []
 
     def _match(self, name: str, parameter: nn.Parameter, weight: Tensor, expert: int | None = None) -> Found | None:
         """Return the stored weight whose values are those of `weight`, or None."""

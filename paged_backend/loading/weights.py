@@ -18,7 +18,7 @@ from paged_backend.loading.classifier import as_decoder, is_classifier, without_
 from paged_backend.loading.load_progress import weights_reported
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_source import source_arguments
-from paged_backend.loading.quantized_checkpoint import QuantizedCheckpoint
+from paged_backend.loading.quantized_checkpoint import QuantizedCheckpoint, is_dequantized
 from paged_backend.models.tensor_parallel import distributed_arguments
 
 
@@ -90,16 +90,6 @@ def _from_checkpoint(
 def is_quantized(hf_config: PretrainedConfig) -> bool:
     """Return whether the files hold quantized weights."""
     return getattr(hf_config, "quantization_config", None) is not None
-
-
-def is_dequantized(hf_config: PretrainedConfig, path: Path) -> bool:
-    """Return whether transformers converts quantized weights to `dtype` while loading, which applies to GGUF and fp8.
-
-    transformers multiplies these formats in quantized form only with the PyPI package `kernels`, which is not a
-    requirement of the engine.
-    """
-    quantization = getattr(hf_config, "quantization_config", None)
-    return path.suffix == GGUF or (isinstance(quantization, dict) and quantization.get("quant_method") == "fp8")
 
 
 def _format_arguments(

@@ -45,7 +45,7 @@ def round_integers(weight, bits, size, symmetric, scale_dtype=torch.float16):
     else:
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
         scales = ((high - low) / levels).to(scale_dtype)
-        zeros = (-low / scales.float()).round().clamp(0, levels).long()
+        zeros = (-low / scales.float()).round().clamp(1, levels).long()
     codes = ((groups / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, levels)
     plain = (codes - zeros[..., None]) * scales.float()[..., None]
     return codes.flatten(1).long(), scales, zeros, plain.flatten(1)
@@ -77,7 +77,7 @@ def gptq(weight, bits, size, symmetric, desc_act=False, stored_minus=1, differen
     back = order.argsort()
     tensors = {
         "qweight": pack(codes[:, back], bits).T,
-        "qzeros": pack((zeros.T - stored_minus) % 2**bits, bits),
+        "qzeros": pack(zeros.T - stored_minus, bits),
         "scales": scales.T,
         "g_idx": (torch.arange(weight.shape[1]) // size).int() if g_idx is None else g_idx,
     }
@@ -116,7 +116,7 @@ def fp8(weight, rows, columns, scale="weight_scale_inv", dtype=torch.float32, ex
     plain = codes.float() * scales.float()[:, None, :, None]
     codes, plain = (one.flatten(0, 1).flatten(1)[: len(weight), : weight.shape[1]] for one in (codes, plain))
     whole = scales.numel() == 1 and scale == "weight_scale"
-    tensors = {"weight": codes, scale: scales.reshape(()) if whole else scales}
+    tensors = {"weight": codes, scale: scales.reshape(1) if whole else scales}
     return tensors | {name: torch.tensor(0.5) for name in extra}, plain
 
 
