@@ -48,7 +48,6 @@ TESTED_THROUGH = {
     "paged_backend.loading.gguf_weights": "tests/loading/test_weights.py",
     "paged_backend.loading.gptq": "tests/loading/test_quantized_checkpoint.py",
     "paged_backend.loading.mxfp4": "tests/loading/test_quantized_checkpoint.py",
-    "paged_backend.loading.quantized_blocks": "tests/loading/test_gguf_blocks.py",
     "paged_backend.loading.stored_weights": "tests/loading/test_quantized_checkpoint.py",
     "paged_backend.models.native_decoder": "tests/models/test_fusion.py",
     "paged_backend.scheduling.plan": "tests/scheduling/test_plan_builder.py",

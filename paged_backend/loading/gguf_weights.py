@@ -21,7 +21,7 @@ from paged_backend.loading.quantized_blocks import Blocks
 class GgufWeights:
     """The quantized weights of a GGUF file, by the names of the model's weights."""
 
-    description = "the GGUF file's weights"
+    format = "GGUF"
 
     def __init__(self, path: Path, config: PretrainedConfig) -> None:
         """Raises ImportError without the package gguf."""

@@ -32,10 +32,11 @@ from paged_backend.loading.quantized_checkpoint import (
     QuantizedCheckpoint,
     check_method,
     format_of,
+    is_dequantized,
     method_of,
     settings_of,
 )
-from paged_backend.loading.stored_weights import StoredQuantizer, StoredWeights
+from paged_backend.loading.stored_weights import StoredQuantizer, StoredWeights, log_dequantized
 from paged_backend.loading.tokenizer_loader import load_tokenizer
 from paged_backend.loading.verification import verify_model
 from paged_backend.loading.weights import is_quantized, load_weights
@@ -67,6 +68,7 @@ class ModelSpec:
     embedding: EmbeddingSpec | None = None  # None: the model does not support embeddings
     classification: ClassificationSpec | None = None  # None: the model does not classify
     generates: bool = True  # False: the model only classifies
+    weight_format: str | None = None  # of weights that stay quantized as in the files: "AWQ"; None: others
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +120,11 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     classification = load_classifier(config, hf_config, path, model, tokenizer)
     adaptable = find_adaptable_layers(model) if config.enable_lora else None  # must precede `verify_model`
     stored = checkpoint or (GgufWeights(path, model.config) if path.suffix == GGUF and not dummy else None)
+    layers, weight_format = _verify(config, path, model, kv_dtype, stored)
+    if stored is None and is_dequantized(hf_config, path) and not dummy:
+        log_dequantized(path, model)
     spec = ModelSpec(
-        layers=_verify(config, path, model, kv_dtype, stored),
+        layers=layers,
         dtype=dtype,
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,
@@ -131,6 +136,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         classification=classification,
         generates=not is_classifier(hf_config),
         sampling_defaults=sampling_defaults,
+        weight_format=weight_format,
     )
     lora = _create_lora(config, hf_config, model, adaptable) if adaptable is not None else None
     draft = _load_draft(config, root, device, spec) if config.speculative_model else None
@@ -145,9 +151,12 @@ def check_model(config: EngineConfig, root: Path) -> None:
 
 def _verify(
     config: EngineConfig, path: Path, model: PreTrainedModel, kv_dtype: torch.dtype, stored: StoredWeights | None
-) -> tuple[LayerShape, ...]:
+) -> tuple[tuple[LayerShape, ...], str | None]:
     """Verify the model with the weights that it will run with: rounded if requested, otherwise on a CPU the quantized
-    ones of its files."""
+    ones of its files.
+
+    Returns the KV cache shapes of its layers, and the format of weights that stay quantized as in the files.
+    """
     quantizer: Quantizer | None = None
     keeper = StoredQuantizer(stored, model, *tensor_parallel.rank_and_size()) if stored else None
     if spec := quantization_spec(config):
@@ -158,9 +167,7 @@ def _verify(
         layers = verify_model(model, block_size=config.block_size, kv_dtype=kv_dtype, quantizer=quantizer)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from error
-    if keeper:
-        keeper.log_widened()
-    return layers
+    return layers, keeper.log_widened() if keeper else None
 
 
 def _create_lora(

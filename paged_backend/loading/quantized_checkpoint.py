@@ -134,7 +134,7 @@ class QuantizedCheckpoint:
 
     def __init__(self, path: Path, form: Format) -> None:
         """Raises ConfigError for quantized tensors that do not belong to the format."""
-        self.description = f"the {form.name} weights of the files"
+        self.format = form.name
         files = model_files.open_weights(path)
         self._files = {name: file for file, handle in files.items() for name in handle.keys()}  # noqa: SIM118
         self._handles = files

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paged_backend.api.sizes import MIB
+from paged_backend.loading.model_files import SUFFIX
 from paged_backend.loading.quantized_blocks import Blocks, pack_joined
 from paged_backend.models.linear import JoinedWeight, Weight, WeightPacker
 
@@ -37,7 +39,7 @@ EXPERT_MODULES = (".mlp.experts", ".block_sparse_moe.experts")  # in the model, 
 class StoredWeights(Protocol):
     """The quantized weights of a model's files."""
 
-    description: str  # "the GGUF file's weights"
+    format: str  # "GGUF"
 
     @property
     def sizes(self) -> Mapping[str, tuple[int, int]]:
@@ -67,7 +69,7 @@ class StoredQuantizer:
     bits: int | None = None
 
     def __init__(self, stored: StoredWeights, model: PreTrainedModel, rank: int = 0, ranks: int = 1) -> None:
-        self.description = stored.description
+        self.description = f"the {stored.format} weights of the files"
         self._stored, self._model = stored, model
         self._rank, self._ranks = rank, ranks
         self._packer = WeightPacker()
@@ -93,8 +95,11 @@ class StoredQuantizer:
             [one.blocks.pack() if isinstance(one, Found) else self._packer(one.clone()) for one in found]
         )
 
-    def log_widened(self) -> None:
-        """Log the quantized weights that are in memory in the model's data type, and the memory that this adds."""
+    def log_widened(self) -> str | None:
+        """Log the quantized weights that are in memory in the model's data type, and the memory that this adds.
+
+        Returns the format of the others, if there are any.
+        """
         extra, names = 0, []
         for name, (elements, nbytes) in self._stored.sizes.items():
             parameter = self._kept.get(name)
@@ -103,13 +108,14 @@ class StoredQuantizer:
                 names.append(f"{name} ({self._reasons[name]})" if name in self._reasons else name)
         if not names:
             log.info("all %d quantized weights stay quantized", len(self._stored.sizes))
-            return
+            return self._stored.format
         more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
         log.warning(
             "%d of %d quantized weights are widened to %s, which takes %.1f MiB more%s: %s%s",
             len(names), len(self._stored.sizes), str(self._model.dtype).removeprefix("torch."), extra / MIB,
             " in all ranks together" if self._ranks > 1 else "", ", ".join(names[:NUM_SHOWN]), more,
         )  # fmt: skip
+        return self._stored.format if len(names) < len(self._stored.sizes) else None
 
     @cached_property
     def _linears(self) -> dict[int, list[tuple[str, nn.Linear]]]:
@@ -189,3 +195,13 @@ class StoredQuantizer:
             first = 0 if whole == part else self._rank * -(-whole // self._ranks)
             ranges.append(range(first, min(first + part, whole)))
         return blocks.shard(*ranges)
+
+
+def log_dequantized(path: Path, model: PreTrainedModel) -> None:
+    """Log that transformers has widened all quantized weights of a model directory, and the memory that this adds."""
+    stored = sum(file.stat().st_size for file in path.glob(f"*{SUFFIX}"))
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    log.warning(
+        "all quantized weights are widened to %s on %s, which takes %.1f MiB more",
+        str(model.dtype).removeprefix("torch."), model.device.type, (held - stored) / MIB,
+    )  # fmt: skip

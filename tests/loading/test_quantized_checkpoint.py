@@ -9,14 +9,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.loading import quantized_checkpoint
+from paged_backend.loading import quantized_checkpoint, stored_weights
 from paged_backend.loading.quantized_checkpoint import check_method
 from paged_backend.models.linear import GroupedCopy, JoinedWeight, PermutedWeight
 from paged_kernels.cpu import native
 from tests.support.adapters import LORA, generate_with, make_adapter, write_adapter_list
 from tests.support.families import FAMILIES
 from tests.support.gguf import CONFIG
-from tests.support.in_process import generate_with_transformers, running, tiny_assembly
+from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
 from tests.support.quantized_checkpoints import CHECKPOINTS, edit_config, write_checkpoint
 
 needs_kernels = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
@@ -45,6 +45,7 @@ def test_weights_stay_quantized(name, tmp_path, caplog):
     assembly = tiny_assembly(tmp_path / "model")
     model = assembly.loaded.model
     assert "all 14 quantized weights stay quantized" in caplog.text
+    assert f"Data types: weights {assembly.loaded.spec.weight_format} (activations float32)" in caplog.text
     with running(assembly) as engine:
         assert engine.generate([PROMPT], max_tokens=12)[0] == expected_tokens(reference)
     bits = 4 if re.match(r"awq|gptq-4|gptq-desc|w4", name) else 8
@@ -156,7 +157,7 @@ INVALID = {
         ({"config_groups": {"group_0": {"format": "x"}}}, r'config_groups\.group_0\.format="x": must be one of'),
     ],
     "fp8-deepseek": [
-        ({"weight_block_size": [128, 100]}, r"quantization_config\.weight_block_size=\[128, 100\]: must be two numbers"),
+        ({"weight_block_size": [128, 100]}, r"config\.weight_block_size=\[128, 100\]: must be two numbers"),
         ({"weight_block_size": [8, 8]}, r"proj\.weight: scales of shape \[\d, \d\] for a weight of shape \[\d+, \d+\]"),
         ({"quant_method": "awq"}, r"no tensor \*\.qweight, although quantization_config names AWQ"),
     ],
@@ -168,8 +169,7 @@ INVALID = {
 )
 def test_unsupported_variants_are_rejected(name, fields, message, tmp_path):
     write_checkpoint(tmp_path / "model", CONFIG, name)
-    settings = CHECKPOINTS[name][0] | {"bits": 4} | fields if name == "fp8-deepseek" else CHECKPOINTS[name][0] | fields
-    edit_config(tmp_path / "model", quantization_config=settings)
+    edit_config(tmp_path / "model", quantization_config=CHECKPOINTS[name][0] | fields)
     with pytest.raises(ConfigError, match=message):
         tiny_assembly(tmp_path / "model")
 
@@ -236,3 +236,9 @@ def test_tensor_parallelism_is_rejected_for_formats_of_transformers(tmp_path, mo
             check_method(config, LlamaConfig(quantization_config=settings), tmp_path, device)
     check_method(config, LlamaConfig(quantization_config={"quant_method": "awq", "bits": 4}), tmp_path, cpu)
     check_method(config, LlamaConfig(quantization_config={"quant_method": "fp8"}), tmp_path, cuda)
+
+
+def test_weights_that_transformers_widens_are_logged(tmp_path, caplog):
+    model = save_tiny(CONFIG, tmp_path)
+    stored_weights.log_dequantized(tmp_path, model.bfloat16())
+    assert "all quantized weights are widened to bfloat16 on cpu, which takes -" in caplog.text  # here they were wider

@@ -55,7 +55,7 @@ def test_gguf_file_loads(tmp_path, format, caplog):
         reference, PROMPT, 12
     )
     stays_quantized = format != "F16" and bool(native.levels())
-    assert ("with the GGUF file's weights" in caplog.text) == stays_quantized
+    assert ("with the GGUF weights of the files" in caplog.text) == stays_quantized
 
 
 @pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
