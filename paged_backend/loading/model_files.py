@@ -240,10 +240,9 @@ def check_config(model_path: Path, config: PretrainedConfig) -> None:
     quantization = getattr(config, "quantization_config", None)
     if quantization is None or model_path.suffix == GGUF:
         return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-    loads_in_bits = isinstance(quantization, dict) and (
-        quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
-    )
+    is_dict = isinstance(quantization, dict)
+    method = quantization.get("quant_method") if is_dict else getattr(quantization, "quant_method", None)
+    loads_in_bits = is_dict and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit"))
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING and not loads_in_bits:
         shown = json.dumps(method, default=str)
         raise ConfigError(f"{model_path / CONFIG}: quantization_config.quant_method={shown}: unknown")

@@ -79,6 +79,8 @@ def format_of(hf_config: PretrainedConfig, path: Path, device: torch.device) -> 
         return FORMATS[settings["quant_method"]](settings)
     except ConfigError as error:
         raise ConfigError(f"{path / model_files.CONFIG}: {error}") from error
+    except (AttributeError, TypeError) as error:  # a value of another type
+        raise ConfigError(f"{path / model_files.CONFIG}: {FIELD} is invalid: {error}") from error
 
 
 def check_method(config: EngineConfig, hf_config: PretrainedConfig, path: Path, device: torch.device) -> None:

@@ -36,7 +36,6 @@ def load_weights(
     """
     if config.load_format == "dummy":
         return _random_weights(config, hf_config, dtype, device)
-    model_config = as_decoder(hf_config) if is_classifier(hf_config) else hf_config
     common = {
         "dtype": dtype,
         "attn_implementation": "eager",
@@ -44,6 +43,7 @@ def load_weights(
         "output_loading_info": True,
     } | distributed_arguments(config)
     try:
+        model_config = as_decoder(hf_config) if is_classifier(hf_config) else hf_config
         with weights_reported():
             if checkpoint is not None:
                 model, info = _from_checkpoint(config, model_config, path, checkpoint, dtype, common)

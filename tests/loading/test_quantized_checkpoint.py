@@ -154,6 +154,7 @@ INVALID = {
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, r"quantization_config\.sparsity_config: sparse weights"),
         ({"transform_config": {"config_groups": {}, "x": 1}}, r"quantization_config\.transform_config: transformed"),
         ({"config_groups": {"group_0": {"weights": {"num_bits": 3}}}}, r"group_0\.weights\.num_bits=3: must be 4 or 8"),
+        ({"config_groups": {"group_0": 1}}, r"quantization_config is invalid"),
         ({"config_groups": {"group_0": {"format": "x"}}}, r'config_groups\.group_0\.format="x": must be one of'),
     ],
     "fp8-deepseek": [
