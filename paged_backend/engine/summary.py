@@ -85,7 +85,7 @@ def _weights_type(config: EngineConfig, loaded: LoadedModel) -> str:
     quantization = getattr(loaded.model.config, "quantization_config", None)
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     method = method or getattr(quantization, "quant_method", None)
-    quantized = config.quantization or getattr(method, "value", method)
+    quantized = config.quantization or loaded.spec.weight_format or getattr(method, "value", method)
     name = _name_of(loaded.spec.dtype)
     return f"{quantized} (activations {name})" if quantized else name
 

@@ -6,49 +6,12 @@ for the formats in "K", whose blocks have a float16 scale for the scales of 16 o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-
-class Blocks(NamedTuple):
-    """A quantized weight: scale * code + minimum."""
-
-    codes: Tensor  # [out_features, in_features] int8
-    scales: Tensor  # [out_features, in_features / block_inputs] float32
-    mins: Tensor | None  # the same; None: zeros
-    block_inputs: int  # number of inputs that share a scale
-    bits: int  # 4: all codes are -8..7; otherwise 8
-
-    def dequantize(self) -> Tensor:
-        """Return the weight [out_features, in_features] in float32."""
-        blocks = self.codes.unflatten(1, (-1, self.block_inputs)) * self.scales[..., None]
-        return (blocks if self.mins is None else blocks + self.mins[..., None]).flatten(1)
-
-    def select(self, rows: Tensor) -> Blocks:
-        """Return the weight of these outputs."""
-        mins = None if self.mins is None else self.mins[rows]
-        return self._replace(codes=self.codes[rows], scales=self.scales[rows], mins=mins)
-
-
-def join(parts: Sequence[Blocks]) -> Blocks:
-    """Return the weight with the outputs of all parts. Its blocks are the smallest, and its codes the widest."""
-    size, bits = min(part.block_inputs for part in parts), max(part.bits for part in parts)
-    has_mins = any(part.mins is not None for part in parts)
-
-    def spread(part: Blocks, values: Tensor | None) -> Tensor:
-        values = torch.zeros_like(part.scales) if values is None else values
-        return values.repeat_interleave(part.block_inputs // size, 1)
-
-    return Blocks(
-        torch.cat([part.codes for part in parts]),
-        torch.cat([spread(part, part.scales) for part in parts]),
-        torch.cat([spread(part, part.mins) for part in parts]) if has_mins else None,
-        size,
-        bits,
-    )
+from paged_backend.loading.quantized_blocks import Blocks
 
 
 def decode(data: Tensor, name: str) -> Blocks | None:

@@ -26,6 +26,7 @@ from paged_backend.utils.machine import available_memory
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
+QUANTIZATION = "quantization_config"  # field of config.json
 WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 SUFFIX, GGUF, TEMPLATE = ".safetensors", ".gguf", ".jinja"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -127,6 +128,11 @@ def read_tensor(model_path: Path, name: str) -> torch.Tensor | None:
             with safe_open(path, framework="pt") as file:
                 return file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118 (not a mapping)
     return None
+
+
+def open_weights(model_path: Path) -> dict[Path, Any]:
+    """Return the weight files that `check_weights` has checked, opened by safetensors."""
+    return {path: safe_open(path, framework="pt").__enter__() for path, _ in _weight_files(model_path)}
 
 
 def _no_weights(model_path: Path) -> str:
@@ -234,10 +240,9 @@ def check_config(model_path: Path, config: PretrainedConfig) -> None:
     quantization = getattr(config, "quantization_config", None)
     if quantization is None or model_path.suffix == GGUF:
         return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-    loads_in_bits = isinstance(quantization, dict) and (
-        quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
-    )
+    is_dict = isinstance(quantization, dict)
+    method = quantization.get("quant_method") if is_dict else getattr(quantization, "quant_method", None)
+    loads_in_bits = is_dict and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit"))
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING and not loads_in_bits:
         shown = json.dumps(method, default=str)
         raise ConfigError(f"{model_path / CONFIG}: quantization_config.quant_method={shown}: unknown")

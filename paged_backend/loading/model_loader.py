@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
@@ -17,7 +17,7 @@ from paged_backend.api.limits import ClassificationSpec, EmbeddingSpec, Sampling
 from paged_backend.loading import model_files
 from paged_backend.loading.classifier import is_classifier, load_classifier
 from paged_backend.loading.generation_config import read_sampling_defaults
-from paged_backend.loading.gguf_weights import GgufQuantizer
+from paged_backend.loading.gguf_weights import GgufWeights
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_options import (
     check_quantization,
@@ -28,6 +28,15 @@ from paged_backend.loading.model_options import (
     quantization_spec,
 )
 from paged_backend.loading.model_source import find_files, read_config
+from paged_backend.loading.quantized_checkpoint import (
+    QuantizedCheckpoint,
+    check_method,
+    format_of,
+    is_dequantized,
+    method_of,
+    settings_of,
+)
+from paged_backend.loading.stored_weights import StoredQuantizer, StoredWeights, log_dequantized
 from paged_backend.loading.tokenizer_loader import load_tokenizer
 from paged_backend.loading.verification import verify_model
 from paged_backend.loading.weights import is_quantized, load_weights
@@ -59,6 +68,7 @@ class ModelSpec:
     embedding: EmbeddingSpec | None = None  # None: the model does not support embeddings
     classification: ClassificationSpec | None = None  # None: the model does not classify
     generates: bool = True  # False: the model only classifies
+    weight_format: str | None = None  # of weights that stay quantized as in the files: "AWQ"; None: others
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +97,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     hf_config = read_config(config, path)
     tensor_parallel.check_model(config, hf_config)
     model_files.check_config(path, hf_config)
+    check_method(config, hf_config, path, device)
     check_quantization(config, hf_config, path, device)
     text_config = hf_config.get_text_config()
     model_dtype = torch.bfloat16 if path.suffix == GGUF else text_config.dtype
@@ -97,7 +108,9 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     dummy = config.load_format == "dummy"
     totals = None if dummy else model_files.check_weights(path, quantized=is_quantized(hf_config))
     model_files.check_sizes(path, hf_config, totals, dtype=dtype, trust_remote_code=config.trust_remote_code)
-    model = load_weights(config, hf_config, path, dtype, device)
+    form = None if dummy else format_of(hf_config, path, device)
+    checkpoint = QuantizedCheckpoint(path, form) if form else None
+    model = load_weights(config, hf_config, path, dtype, device, checkpoint)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # some are freed later
     if config.tensor_parallel_size > 1:
         tensor_parallel.replace_dtensors(model)
@@ -106,8 +119,12 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     embedding = pick_embedding(hf_config, hidden_size(model))
     classification = load_classifier(config, hf_config, path, model, tokenizer)
     adaptable = find_adaptable_layers(model) if config.enable_lora else None  # must precede `verify_model`
+    stored = checkpoint or (GgufWeights(path, model.config) if path.suffix == GGUF and not dummy else None)
+    layers, weight_format = _verify(config, path, model, kv_dtype, stored)
+    if stored is None and is_dequantized(hf_config, path) and not dummy:
+        log_dequantized(path, model)
     spec = ModelSpec(
-        layers=_verify(config, path, model, kv_dtype),
+        layers=layers,
         dtype=dtype,
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,
@@ -119,8 +136,9 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         classification=classification,
         generates=not is_classifier(hf_config),
         sampling_defaults=sampling_defaults,
+        weight_format=weight_format,
     )
-    lora = _create_lora(config, model, adaptable) if adaptable is not None else None
+    lora = _create_lora(config, hf_config, model, adaptable) if adaptable is not None else None
     draft = _load_draft(config, root, device, spec) if config.speculative_model else None
     return LoadedModel(path, model, tokenizer, spec, draft, lora)
 
@@ -131,32 +149,34 @@ def check_model(config: EngineConfig, root: Path) -> None:
     tensor_parallel.check_model(config, hf_config)
 
 
-def _verify(config: EngineConfig, path: Path, model: PreTrainedModel, kv_dtype: torch.dtype) -> tuple[LayerShape, ...]:
+def _verify(
+    config: EngineConfig, path: Path, model: PreTrainedModel, kv_dtype: torch.dtype, stored: StoredWeights | None
+) -> tuple[tuple[LayerShape, ...], str | None]:
+    """Verify the model with the weights that it will run with: rounded if requested, otherwise on a CPU the quantized
+    ones of its files.
+
+    Returns the KV cache shapes of its layers, and the format of weights that stay quantized as in the files.
+    """
+    quantizer: Quantizer | None = None
+    keeper = StoredQuantizer(stored, model, *tensor_parallel.rank_and_size()) if stored else None
+    if spec := quantization_spec(config):
+        quantizer, keeper = WeightQuantizer(spec, model), None
+    elif keeper and model.device.type == "cpu" and native.levels():
+        quantizer = keeper
     try:
-        return verify_model(
-            model,
-            block_size=config.block_size,
-            kv_dtype=kv_dtype,
-            quantizer=_quantizer(config, path, model),
-        )
+        layers = verify_model(model, block_size=config.block_size, kv_dtype=kv_dtype, quantizer=quantizer)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from error
+    return layers, keeper.log_widened() if keeper else None
 
 
-def _quantizer(config: EngineConfig, path: Path, model: PreTrainedModel) -> Quantizer | None:
-    """Return what quantizes the model's weights: the rounding that is requested, or on a CPU the GGUF file that holds
-    them."""
-    if spec := quantization_spec(config):
-        return WeightQuantizer(spec, model)
-    is_unsupported = model.device.type != "cpu" or config.tensor_parallel_size > 1
-    if path.suffix != GGUF or is_unsupported or not native.levels():
-        return None
-    return GgufQuantizer(path, model)
-
-
-def _create_lora(config: EngineConfig, model: PreTrainedModel, adaptable: dict[str, tuple[int, int]]) -> Lora:
+def _create_lora(
+    config: EngineConfig, hf_config: PretrainedConfig, model: PreTrainedModel, adaptable: dict[str, tuple[int, int]]
+) -> Lora:
     if not adaptable:
-        raise ConfigError(f"enable_lora=true: {type(model).__name__} has no linear layer that can be adapted")
+        settings = settings_of(hf_config)
+        of = f" with weights of {json.dumps(method_of(settings))}" if settings else ""
+        raise ConfigError(f"enable_lora=true: {type(model).__name__}{of} has no linear layer that can be adapted")
     return Lora(model, adaptable, slots=config.max_loras, rank=config.max_lora_rank)
 
 

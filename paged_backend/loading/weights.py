@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GgufConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_accelerate_available
 
 from paged_backend.api.config import EngineConfig
@@ -17,52 +18,78 @@ from paged_backend.loading.classifier import as_decoder, is_classifier, without_
 from paged_backend.loading.load_progress import weights_reported
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_source import source_arguments
+from paged_backend.loading.quantized_checkpoint import QuantizedCheckpoint, is_dequantized
 from paged_backend.models.tensor_parallel import distributed_arguments
 
 
 def load_weights(
-    config: EngineConfig, hf_config: PretrainedConfig, path: Path, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    hf_config: PretrainedConfig,
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    checkpoint: QuantizedCheckpoint | None = None,
 ) -> PreTrainedModel:
-    """Load the model, or this rank's shards of it, in `dtype`. Raises ConfigError."""
+    """Load the model, or this rank's shards of it, in `dtype`. Raises ConfigError.
+
+    checkpoint: the quantized weights of the files, which are converted to `dtype`; None: transformers reads the files.
+    """
     if config.load_format == "dummy":
         return _random_weights(config, hf_config, dtype, device)
+    common = {
+        "dtype": dtype,
+        "attn_implementation": "eager",
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
+    } | distributed_arguments(config)
     try:
+        model_config = as_decoder(hf_config) if is_classifier(hf_config) else hf_config
         with weights_reported():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                **source_arguments(path),
-                config=as_decoder(hf_config) if is_classifier(hf_config) else hf_config,
-                dtype=dtype,
-                attn_implementation="eager",
-                trust_remote_code=config.trust_remote_code,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **_format_arguments(config, hf_config, path, device),
-                **distributed_arguments(config),
-            )
+            if checkpoint is not None:
+                model, info = _from_checkpoint(config, model_config, path, checkpoint, dtype, common)
+            else:
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    **source_arguments(path),
+                    config=model_config,
+                    trust_remote_code=config.trust_remote_code,
+                    **_format_arguments(config, hf_config, path, device),
+                    **common,
+                )
+    except ConfigError:
+        raise
     except Exception as error:  # e.g. a truncated file, a missing shard, not a decoder
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"model={json.dumps(config.model)}: cannot be loaded from {path}: {reason}") from error
     if is_classifier(hf_config):
         info = without_head(info)
-    model_files.check_loading_info(path, info, quantized=is_quantized(hf_config))
+    model_files.check_loading_info(path, info, quantized=is_quantized(hf_config) and checkpoint is None)
     if is_dequantized(hf_config, path):
         vars(model.config).pop("quantization_config", None)  # otherwise marks the model as quantized
     return model
 
 
+def _from_checkpoint(
+    config: EngineConfig,
+    model_config: PretrainedConfig,
+    path: Path,
+    checkpoint: QuantizedCheckpoint,
+    dtype: torch.dtype,
+    common: dict[str, Any],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the model with the checkpoint's weights in `dtype`, and transformers' loading info."""
+    plain = copy.deepcopy(model_config)
+    vars(plain).pop(model_files.QUANTIZATION, None)
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(plain, trust_remote_code=config.trust_remote_code))
+    model, info = kind.from_pretrained(None, config=plain, state_dict=checkpoint.state_dict(dtype), **common)
+    if (path / model_files.GENERATION).exists():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model, info
+
+
 def is_quantized(hf_config: PretrainedConfig) -> bool:
     """Return whether the files hold quantized weights."""
     return getattr(hf_config, "quantization_config", None) is not None
-
-
-def is_dequantized(hf_config: PretrainedConfig, path: Path) -> bool:
-    """Return whether quantized weights are converted to `dtype` while loading, which applies to GGUF and fp8.
-
-    transformers multiplies these formats in quantized form only with the PyPI package `kernels`, which is not a
-    requirement of the engine.
-    """
-    quantization = getattr(hf_config, "quantization_config", None)
-    return path.suffix == GGUF or (isinstance(quantization, dict) and quantization.get("quant_method") == "fp8")
 
 
 def _format_arguments(

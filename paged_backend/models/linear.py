@@ -15,12 +15,13 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -84,6 +85,28 @@ COPIES: Mapping[str, type[OneDnnCopy | GroupedCopy]] = {"onednn": OneDnnCopy, "g
 
 
 @dataclass(frozen=True, eq=False)
+class PermutedWeight:
+    """A weight whose inputs are in another order than those of the layer."""
+
+    weight: GroupedCopy
+    order: Tensor  # [in_features], the layer's input for each input of the weight
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.weight(x[..., self.order], bias)
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedWeight:
+    """Weights of the same inputs, whose outputs are joined, in different formats or with different orders of inputs."""
+
+    parts: Sequence[Weight]
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        product = torch.cat([project(x, part, None) for part in self.parts], -1)
+        return product if bias is None else product + bias
+
+
+@dataclass(frozen=True, eq=False)
 class MixedWeight:
     """A weight and a packed copy, each used for the numbers of rows for which it is faster."""
 
@@ -143,6 +166,22 @@ def groups_are_fastest(dtype: torch.dtype) -> bool:
     """Return whether the kernel over groups is the fastest method for any number of rows: it is, except for bfloat16 on
     a CPU with AMX, which oneDNN uses and the kernel does not."""
     return GroupedCopy.supports(dtype) and not (dtype == torch.bfloat16 and native.level() == "amx")
+
+
+@dataclass(frozen=True, eq=False)
+class RowParallelForward:
+    """The `forward` of a linear layer whose inputs are split over the ranks of a tensor parallel group.
+
+    Each rank multiplies its inputs, and the products are summed.
+    """
+
+    module: nn.Linear  # its weight is [out_features, in_features of this rank]
+    weight: Weight | None = None  # in the place of the module's
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product = project(x, self.module.weight if self.weight is None else self.weight, None)
+        dist.all_reduce(product)
+        return product if self.module.bias is None else product + self.module.bias
 
 
 class WeightPacker:
@@ -235,11 +274,12 @@ def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> Callable[[], N
 
 
 def plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
-    """Yield the plain linear layers on a CPU whose own forward runs, which excludes those inside fused layers."""
+    """Yield the plain linear layers on a CPU whose own forward runs, or `RowParallelForward`, which excludes those
+    inside fused layers."""
     modules = [model]
     while modules:
         module = modules.pop()
-        if has_custom_forward(module):
+        if has_custom_forward(module) and not isinstance(module.forward, RowParallelForward):
             continue
         modules += module.children()
         if type(module) is nn.Linear and type(module.weight.data) is Tensor and module.weight.device.type == "cpu":
@@ -253,12 +293,19 @@ def has_custom_forward(module: nn.Module) -> bool:
 
 def replace_forwards(modules: list[nn.Linear], convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
     """Make linear layers multiply by converted weights. Returns a function that undoes it."""
-    for module in modules:
-        forward = partial(project, weight=convert(module.weight.data), bias=module.bias)
-        module.forward = forward
+    originals = [vars(module).get("forward") for module in modules]
+    for module, original in zip(modules, originals, strict=True):
+        weight = convert(module.weight.data)
+        if isinstance(original, RowParallelForward):
+            module.forward = replace(original, weight=weight)
+        else:
+            module.forward = partial(project, weight=weight, bias=module.bias)
 
     def undo() -> None:
-        for module in modules:
-            del module.forward
+        for module, original in zip(modules, originals, strict=True):
+            if original is None:
+                del module.forward
+            else:
+                module.forward = original
 
     return undo

@@ -70,6 +70,7 @@ def model_variants(
         if quantizer.replaced:
             yield ModelVariant(f"{shape}, with {quantizer.description}", quantizer.replaced)
         undo()
+        quantizer.replaced.clear()
     if isinstance(fused, FusedModel):
         on_gpu = model.device.type == "cuda" and model.dtype in few_rows.DTYPES
         if on_gpu and fused.install_few_rows(few_rows.measure_on_gpu):

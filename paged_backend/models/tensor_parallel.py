@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.models.linear import RowParallelForward
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # time for the slowest rank to load its weights or run a step
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -110,6 +111,11 @@ def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:
             raise ConfigError(f"tensor_parallel_size={size}: must divide {heads}, the model's {name}")
 
 
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks of its group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def distributed_arguments(config: EngineConfig) -> dict[str, object]:
     """Return the arguments with which `from_pretrained` loads this rank's shards. Call after `join`."""
     if config.tensor_parallel_size == 1:
@@ -122,8 +128,8 @@ def distributed_arguments(config: EngineConfig) -> dict[str, object]:
 def replace_dtensors(model: PreTrainedModel) -> None:
     """Replace the DTensors of linear layers and embeddings by this rank's shards as plain tensors.
 
-    A column-parallel linear layer becomes an ordinary layer with fewer outputs. A row-parallel layer keeps the hook of
-    transformers that reduces over the ranks, and the output layer the hook that gathers. Other sharded modules
+    A column-parallel linear layer becomes an ordinary layer with fewer outputs. A row-parallel layer gets a
+    `RowParallelForward`, and the output layer keeps the hook of transformers that gathers. Other sharded modules
     (experts) keep their DTensors.
     """
     shards: dict[Tensor, nn.Parameter] = {}  # shards by DTensor, so that tied weights stay tied
@@ -132,9 +138,13 @@ def replace_dtensors(model: PreTrainedModel) -> None:
             _replace_embedding(module, shards)
         elif type(module) is nn.Linear and isinstance(module.weight, DTensor):
             _replace_parameters(module, shards)
-            if model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) == "colwise":
+            plan = model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+            if plan == "colwise":
                 vars(module).pop("forward", None)
                 module.out_features = module.weight.shape[0]
+            elif plan == "rowwise":
+                module.in_features = module.weight.shape[1]
+                module.__dict__["forward"] = RowParallelForward(module)
 
 
 def _replace_parameters(module: nn.Module, shards: dict[Tensor, nn.Parameter]) -> None:

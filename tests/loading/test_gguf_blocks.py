@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from paged_backend.loading.gguf_blocks import FORMATS, Blocks, decode, join
+from paged_backend.loading.gguf_blocks import FORMATS, decode
 
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
 HALVES |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -32,17 +32,3 @@ def test_weights_are_those_of_the_gguf_package(name):
 
 def test_unknown_formats_are_not_decoded():
     assert decode(torch.zeros(2, 66, dtype=torch.uint8), "IQ2_XXS") is None
-
-
-def test_parts_of_different_formats_are_joined():
-    parts = [decode(torch.from_numpy(random_rows(name)), name) for name in ("Q4_K", "Q6_K")]
-    joined = join(parts)
-    assert (joined.block_inputs, joined.bits) == (16, 8)
-    assert_close(joined.dequantize(), torch.cat([part.dequantize() for part in parts]))
-
-
-def test_rows_are_selected():
-    blocks = decode(torch.from_numpy(random_rows("Q4_1")), "Q4_1")
-    rows = torch.tensor([3, 0])
-    assert isinstance(blocks.select(rows), Blocks)
-    assert torch.equal(blocks.select(rows).dequantize(), blocks.dequantize()[rows])

@@ -55,7 +55,21 @@ def test_gguf_file_loads(tmp_path, format, caplog):
         reference, PROMPT, 12
     )
     stays_quantized = format != "F16" and bool(native.levels())
-    assert ("with the GGUF file's weights" in caplog.text) == stays_quantized
+    assert ("with the GGUF weights of the files" in caplog.text) == stays_quantized
+
+
+@pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
+def test_gguf_weights_stay_quantized_with_tensor_parallelism(tmp_path, caplog):
+    caplog.set_level("INFO", "paged_llm")
+    model = save_tiny(CONFIG, tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    write_gguf(tmp_path / "tiny.gguf", model, "Q4_0")
+    options = {"tokenizer": str(tmp_path / "tokenizer")}
+    expected = generate(tmp_path / "tiny.gguf", **options)
+    caplog.clear()
+    assert generate(tmp_path / "tiny.gguf", tensor_parallel_size=2, **options) == expected
+    # The output layer is gathered by a hook, and the embedding is looked up.
+    assert "2 of 16 quantized weights are widened to float32, which takes" in caplog.text
 
 
 def config_of(path, **options):

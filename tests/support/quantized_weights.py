@@ -2,17 +2,25 @@
 
 import torch
 
-from paged_kernels.cpu.packed_linear import pack_quantized
+from paged_kernels.cpu.packed_linear import E2M1, pack_quantized
 
 
-def make_quantized(out_features, in_features, bits, block_inputs, has_mins):
-    """Return a random quantized weight, packed, and as float64."""
-    blocks = -(-in_features // block_inputs)
-    codes = torch.randint(-8, 8, (out_features, in_features), dtype=torch.int8)
-    if bits == 8:
-        codes = torch.randint(-127, 128, (out_features, in_features), dtype=torch.int8)
-    scales = (torch.rand(out_features, blocks) / 2**bits).half()
-    mins = torch.randn(out_features, blocks).half() if has_mins else None
+def make_quantized(out_features, in_features, bits, block_inputs, has_mins, kind="int", scale_dtype=torch.float16):
+    """Return a random quantized weight, packed, and as float64. kind: "int" or "float" codes."""
+    blocks, shape = -(-in_features // block_inputs), (out_features, in_features)
+    if kind == "float" and bits == 4:
+        codes = torch.randint(16, shape, dtype=torch.uint8)
+        values = E2M1.double()[codes.long()]
+    elif kind == "float":
+        codes = torch.randint(256, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        codes = torch.where(codes.float().isnan(), 0, codes.float()).to(torch.float8_e4m3fn)
+        values = codes.double()
+    else:
+        codes = torch.randint(-8, 8, shape) if bits == 4 else torch.randint(-128, 128, shape)
+        codes = codes.to(torch.int8)
+        values = codes.double()
+    scales = (torch.rand(out_features, blocks) / 2**bits).to(scale_dtype)
+    mins = torch.randn(out_features, blocks).to(scale_dtype) if has_mins else None
     spread = torch.arange(in_features) // block_inputs
-    plain = codes * scales.double()[:, spread] + (mins.double()[:, spread] if has_mins else 0)
+    plain = values * scales.double()[:, spread] + (mins.double()[:, spread] if has_mins else 0)
     return pack_quantized(codes, scales, mins, block_inputs, bits), plain

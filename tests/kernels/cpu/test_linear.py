@@ -45,23 +45,29 @@ def test_product_for_any_number_of_rows(level, shape, dtype):
             assert_close(found, expected.to(dtype), **NEAR[dtype])
 
 
-QUANTIZED = [  # bits, number of inputs that share a scale, whether there are minima
+QUANTIZED = [  # bits, number of inputs that share a scale, whether there are minima, kind of codes, type of scales
     (8, 576, False),
     (8, 32, False),
     (8, 16, True),
     (4, 32, False),
     (4, 32, True),
     (4, 128, True),
+    (8, 128, False, "int", torch.float32),
+    (4, 32, True, "int", torch.float32),
+    (8, 128, False, "float", torch.float32),
+    (8, 16, True, "float"),
+    (4, 32, False, "float"),
+    (4, 8, True, "float", torch.float32),
 ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("bits", "block_inputs", "has_mins"), QUANTIZED)
+@pytest.mark.parametrize("quantized", QUANTIZED, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 33), (70, 47), (129, 576)], ids=str)
 @pytest.mark.parametrize("level", native.levels())
-def test_product_of_a_quantized_weight(level, shape, bits, block_inputs, has_mins, dtype):
+def test_product_of_a_quantized_weight(level, shape, quantized, dtype):
     torch.manual_seed(0)
-    packed, plain = make_quantized(*shape, bits, block_inputs, has_mins)
+    packed, plain = make_quantized(*shape, *quantized)
     bias = torch.randn(shape[0]).to(dtype)
     for rows in ROWS:
         x = torch.randn(rows, shape[1]).to(dtype)
@@ -106,6 +112,7 @@ def test_mismatched_types_and_sizes_are_rejected():
         (x, codes._replace(scales=codes.scales.bfloat16()), None, "scales must be 144"),
         (x, codes._replace(scales=None), None, "a quantized weight without scales"),
         (x, codes._replace(mins=codes.scales[:2]), None, "mins must be 144"),
+        (x, codes._replace(mins=codes.scales.float()), None, "mins must be 144"),
         (x, codes._replace(block_inputs=12), None, "block_inputs=12: must be a multiple of 8"),
         (x.to(torch.int8), codes, None, "rows must be float32, float16 or bfloat16"),
         (x.to(torch.float8_e4m3fn), codes, None, "rows must be float32, float16 or bfloat16"),

@@ -101,14 +101,17 @@ struct SwiGlu {
   int64_t width;
 };
 
-enum class Format : int { plain, int8, int4 };  // of a weight; plain: the type of x
+enum class Format : int { plain, int8, int4, fp8, fp4 };  // of a weight; plain: the type of x; fp8: e4m3fn, fp4: e2m1
+
+static constexpr bool has_4_bits(Format format) { return format == Format::int4 || format == Format::fp4; }
 
 struct Linear {
   Type type;  // type of x, bias and out
   Format format;
   const void *x, *weight, *bias;  // x [rows, in_features]; weight in groups; bias [out_features] or null
-  // Of a quantized weight: a weight is scale * code, plus a minimum if there are any. fp16 [groups, blocks, 16 outputs].
-  const uint16_t *scales, *mins;
+  // Of a quantized weight: a weight is scale * code, plus a minimum if there are any. [groups, blocks, 16 outputs].
+  const void *scales, *mins;
+  bool wide_scales;      // scales and mins are fp32, otherwise fp16
   int64_t block_inputs;  // inputs that share a scale, a multiple of 8
   int64_t x_stride;
   void* out;  // [rows, out_features], dense; with swiglu [rows, out_features / 2]
@@ -121,14 +124,14 @@ struct Linear {
 
 // The number of inputs, rounded up to whole steps. A step is what a group of weights stores together.
 static constexpr int64_t padded_inputs(const Linear& call) {
-  const int64_t step = call.format == Format::int4 ? 8 : 2;
+  const int64_t step = has_4_bits(call.format) ? 8 : 2;
   return (call.in_features + step - 1) / step * step;
 }
 
 // The size of a group of weights.
 static constexpr int64_t group_bytes(const Linear& call) {
   const int64_t elements = linear_group * padded_inputs(call);
-  return call.format == Format::int4 ? elements / 2 : call.format == Format::int8 ? elements : elements * bytes(call.type);
+  return has_4_bits(call.format) ? elements / 2 : call.format == Format::plain ? elements * bytes(call.type) : elements;
 }
 
 // The kernels for one instruction set. Each runs in the calling thread.

@@ -113,6 +113,10 @@ __attribute__((noinline)) void finish(const Linear& call, const Panel& panel, co
   }
 }
 
+INLINE vf scale_at(const Linear& call, const void* scales, int64_t index) {
+  return call.wide_scales ? load<vf>((const float*)scales + index) : widen<Type::f16>((const uint16_t*)scales + index);
+}
+
 // Adds the products of some steps of inputs, of ROWS rows and V vectors of weights.
 template <class Weights, int ROWS, int V>
 INLINE void add_steps(const char* weights, int64_t group_bytes, const float* units, int64_t steps, int64_t ahead, vf (&sums)[V][ROWS]) {
@@ -153,11 +157,11 @@ void multiply_tile(const Linear& call, const Panel& panel, int64_t group) {
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) {
         const int64_t at = ((group + v / vectors) * blocks + block) * linear_group + v % vectors * W;
-        const vf scale = widen<Type::f16>(call.scales + at);
+        const vf scale = scale_at(call, call.scales, at);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) sums[v][row] = fma(products[v][row], scale, sums[v][row]);
         if (!call.mins) continue;
-        const vf minimum = widen<Type::f16>(call.mins + at);
+        const vf minimum = scale_at(call, call.mins, at);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) sums[v][row] = fma(splat(block_sums[block * ROWS + row]), minimum, sums[v][row]);
       }
@@ -187,8 +191,12 @@ INLINE void multiply_panel(const Linear& call, const Panel& panel, int64_t group
 
 template <bool DOT>
 INLINE void multiply_quantized(const Linear& call, const Panel& panel, int64_t group, int64_t last) {
-  if (call.format == Format::int4) multiply_panel<Int4<DOT>>(call, panel, group, last);
-  else multiply_panel<Int8<DOT>>(call, panel, group, last);
+  switch (call.format) {
+    case Format::int4: return multiply_panel<FourBits<Format::int4, DOT>>(call, panel, group, last);
+    case Format::fp4: return multiply_panel<FourBits<Format::fp4, DOT>>(call, panel, group, last);
+    case Format::fp8: return multiply_panel<EightBits<Type::fp8, DOT>>(call, panel, group, last);
+    default: return multiply_panel<EightBits<Type::int8, DOT>>(call, panel, group, last);
+  }
 }
 
 INLINE void multiply_any(const Linear& call, const Panel& panel, int64_t group, int64_t last) {

@@ -84,6 +84,8 @@ struct Weight {  // of a linear layer, in groups
 inline Format format_of(const Weight& weight, Type type) {
   if (weight.groups.scalar_type() == ScalarType::Int) return Format::int4;
   if (weight.groups.scalar_type() == ScalarType::Char) return Format::int8;
+  if (weight.groups.scalar_type() == ScalarType::Float8_e4m3fn) return Format::fp8;
+  if (weight.groups.scalar_type() == ScalarType::Float4_e2m1fn_x2) return Format::fp4;
   if (type_of(weight.groups) != type) throw std::runtime_error("linear: the weight and x have different types");
   return Format::plain;
 }
@@ -100,19 +102,22 @@ inline Linear linear_call(Type type, const void* x, int64_t rows, int64_t x_stri
   call.x = x, call.x_stride = x_stride;
   call.rows = rows, call.in_features = in_features, call.out_features = out_features;
   const int64_t groups = ceil_div<int64_t>(out_features, linear_group);
-  if (weight.groups.numel() * (call.format == Format::int4 ? 8 : 1) != groups * linear_group * padded_inputs(call))
+  const int codes = call.format == Format::int4 ? 8 : call.format == Format::fp4 ? 2 : 1;  // of an element
+  if (weight.groups.numel() * codes != groups * linear_group * padded_inputs(call))
     throw std::runtime_error("linear: a weight of " + std::to_string(weight.groups.numel()) + " elements for " + std::to_string(in_features) + " inputs and " + std::to_string(out_features) + " outputs");
   if (call.format != Format::plain) {
     call.block_inputs = weight.block_inputs;
     if (call.block_inputs < 8 || call.block_inputs % 8) throw std::runtime_error("linear: block_inputs=" + std::to_string(call.block_inputs) + ": must be a multiple of 8");
     if (!weight.scales) throw std::runtime_error("linear: a quantized weight without scales");
     const int64_t scales = groups * ceil_div(in_features, call.block_inputs) * linear_group;
-    check_elements("scales", *weight.scales, ScalarType::Half, scales);
-    if (weight.mins) check_elements("mins", *weight.mins, ScalarType::Half, scales);
+    call.wide_scales = weight.scales->scalar_type() == ScalarType::Float;
+    const ScalarType type = call.wide_scales ? ScalarType::Float : ScalarType::Half;
+    check_elements("scales", *weight.scales, type, scales);
+    if (weight.mins) check_elements("mins", *weight.mins, type, scales);
   }
   if (weight.bias) check_elements("bias", *weight.bias, scalar_of(type), out_features);
   call.weight = weight.groups.data_ptr();
-  call.scales = (const uint16_t*)data_of(weight.scales), call.mins = (const uint16_t*)data_of(weight.mins);
+  call.scales = data_of(weight.scales), call.mins = data_of(weight.mins);
   call.bias = data_of(weight.bias);
   call.out = out;
   return call;

@@ -3,9 +3,11 @@
 // Weights are stored in groups of 16 outputs, so that a group is read sequentially, and a group in steps of some inputs:
 //   plain     [2 inputs][16 outputs]; bf16 in pairs, [16 outputs][2 inputs]
 //   int8      [2 inputs][16 outputs]
+//   fp8       the same, with codes in e4m3fn
 //   int4      [16 outputs][2][4] codes of 4 bits: the first four are the even inputs of a step of 8, the others the odd
 //             ones, so that a shift moves a pair of inputs to the lowest bits of both halves of 32 bits. A code
 //             stands for itself minus 8.
+//   fp4       the same, with codes in e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives
 // Operands, the weights of W outputs, are fp32 for one input, or with DOT bf16 for a pair of inputs, which some
 // instruction sets multiply as they are. All codes are exact in bf16.
 #pragma once
@@ -39,8 +41,8 @@ struct Plain {
   const char* step;
 };
 
-template <bool DOT>
-struct Int8 {
+template <Type T, bool DOT>  // int8 or fp8
+struct EightBits {
   static constexpr bool is_quantized = true;
   static constexpr int inputs = 2, operands = DOT ? 1 : 2, bytes = inputs * linear_group, vector_bytes = W;
 
@@ -49,13 +51,13 @@ struct Int8 {
     if constexpr (DOT) return as_bits(code(0)) >> 16 | (as_bits(code(1)) & 0xFFFF0000u);  // exact in bf16
     else return code(i);
   }
-  INLINE vf code(int i) const { return widen<Type::int8>(step + i * linear_group); }
+  INLINE vf code(int i) const { return widen<T>(step + i * linear_group); }
 
   const char* step;
 };
 
-template <bool DOT>
-struct Int4 {
+template <Format F, bool DOT>  // int4 or fp4
+struct FourBits {
   static constexpr bool is_quantized = true;
   static constexpr int inputs = 8, operands = DOT ? 4 : 8, bytes = inputs * linear_group / 2, vector_bytes = W * 4;
 
@@ -64,9 +66,13 @@ struct Int4 {
     if constexpr (DOT) {
 #if defined(__AVX512BW__)
       typedef uint16_t halves __attribute__((vector_size(64)));  // of every value of the lowest 5 bits; the fifth is ignored
-      const halves numbers = {0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
-                              0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
-                              0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
+      const halves integers = {0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
+                               0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
+                               0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
+      const halves floats = {0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, 0x8000, 0xBF00, 0xBF80,
+                             0xBFC0, 0xC000, 0xC040, 0xC080, 0xC0C0, 0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040,
+                             0x4080, 0x40C0, 0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040, 0xC080, 0xC0C0};
+      const halves& numbers = F == Format::int4 ? integers : floats;
       return (vu)_mm512_permutexvar_epi16((__m512i)((halves)words >> (uint16_t)(4 * i)), (__m512i)numbers);
 #else
       return as_bits(code(2 * i)) >> 16 | (as_bits(code(2 * i + 1)) & 0xFFFF0000u);
@@ -78,10 +84,15 @@ struct Int4 {
   INLINE vf code(int input) const {
     const vu shifted = words >> (uint32_t)(input / 2 * 4 + input % 2 * 16);
 #if defined(__AVX512F__)
-    const vf numbers = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};  // the permutation ignores higher bits
-    return (vf)_mm512_permutexvar_ps((__m512i)shifted, (__m512)numbers);
+    const vf integers = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};  // the permutation ignores higher bits
+    const vf floats = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    return (vf)_mm512_permutexvar_ps((__m512i)shifted, (__m512)(F == Format::int4 ? integers : floats));
 #else
-    return __builtin_convertvector((vi)(shifted & 15u) - 8, vf);
+    if constexpr (F == Format::int4) return __builtin_convertvector((vi)(shifted & 15u) - 8, vf);
+    const vu magnitude = shifted & 7u;
+    const vf number = as_float((magnitude << 22) + (126u << 23));
+    const vf small = __builtin_convertvector((vi)magnitude, vf) * 0.5f;
+    return as_float(as_bits(select((vi)(magnitude < 2u), small, number)) | (shifted & 8u) << 28);
 #endif
   }
 

@@ -1,0 +1,207 @@
+"""Quantized weights of a model's files, which the CPU kernels multiply as they are.
+
+The model is built with weights in a floating-point type. This module finds the stored weight of each linear layer and
+of each expert, or the shard of this rank, and compares both: some conversions of transformers reorder rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paged_backend.api.sizes import MIB
+from paged_backend.loading.model_files import SUFFIX
+from paged_backend.loading.quantized_blocks import Blocks, pack_joined
+from paged_backend.models.linear import JoinedWeight, Weight, WeightPacker
+
+log = logging.getLogger("paged_llm")
+
+# Maximum difference between the stored weights and the model's, relative to the largest of a row. bfloat16 rounds by
+# 0.004.
+MAX_DIFFERENCE = 0.01
+NUM_SHOWN = 3  # weights that a message names
+
+# Names of the projections of an expert in files, joined in transformers.
+EXPERTS: Mapping[str, Sequence[tuple[str, ...]]] = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",), ("w1",)),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+EXPERT_MODULES = (".mlp.experts", ".block_sparse_moe.experts")  # in the model, and in the files of Mixtral
+
+
+class StoredWeights(Protocol):
+    """The quantized weights of a model's files."""
+
+    format: str  # "GGUF"
+
+    @property
+    def sizes(self) -> Mapping[str, tuple[int, int]]:
+        """The number of elements and bytes of each quantized weight, by its name in the files."""
+        ...
+
+    def find(self, name: str) -> str | None:
+        """Return the name of a weight in the files, or None if it is not quantized there."""
+        ...
+
+    def read(self, name: str) -> Iterator[Blocks]:
+        """Yield a weight of the files, with its rows in all orders that the model may have."""
+        ...
+
+
+class Found(NamedTuple):
+    """A stored weight, and where the model has it."""
+
+    name: str  # in the files
+    parameter: nn.Parameter
+    blocks: Blocks  # of this rank
+
+
+class StoredQuantizer:
+    """Replaces a model's weights by the quantized ones of its files."""
+
+    bits: int | None = None
+
+    def __init__(self, stored: StoredWeights, model: PreTrainedModel, rank: int = 0, ranks: int = 1) -> None:
+        self.description = f"the {stored.format} weights of the files"
+        self._stored, self._model = stored, model
+        self._rank, self._ranks = rank, ranks
+        self._packer = WeightPacker()
+        self._kept: dict[str, nn.Parameter] = {}  # by the name in the files
+        self._reasons: dict[str, str] = {}
+        self.replaced = self._packer.replaced
+
+    def __call__(self, weight: Tensor) -> Weight:
+        """Return the stored weight in the layout of the CPU kernels.
+
+        A weight that is not stored in quantized form is packed as it is.
+        """
+        found = self._find_linears(weight) or self._find_expert(weight)
+        stored = [one for one in found if isinstance(one, Found)]
+        if not stored:
+            return self._packer(weight)
+        self.replaced.append(weight)
+        self._kept |= {one.name: one.parameter for one in stored}
+        if len(stored) == len(found):
+            return pack_joined([one.blocks for one in stored])
+        # Clones, because a view of the weight would keep all of it in memory.
+        return JoinedWeight(
+            [one.blocks.pack() if isinstance(one, Found) else self._packer(one.clone()) for one in found]
+        )
+
+    def log_widened(self) -> str | None:
+        """Log the quantized weights that are in memory in the model's data type, and the memory that this adds.
+
+        Returns the format of the others, if there are any.
+        """
+        extra, names = 0, []
+        for name, (elements, nbytes) in self._stored.sizes.items():
+            parameter = self._kept.get(name)
+            if parameter is None or parameter.numel() or not self.replaced:
+                extra += elements * self._model.dtype.itemsize - nbytes
+                names.append(f"{name} ({self._reasons[name]})" if name in self._reasons else name)
+        if not names:
+            log.info("all %d quantized weights stay quantized", len(self._stored.sizes))
+            return self._stored.format
+        more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
+        log.warning(
+            "%d of %d quantized weights are widened to %s, which takes %.1f MiB more%s: %s%s",
+            len(names), len(self._stored.sizes), str(self._model.dtype).removeprefix("torch."), extra / MIB,
+            " in all ranks together" if self._ranks > 1 else "", ", ".join(names[:NUM_SHOWN]), more,
+        )  # fmt: skip
+        return self._stored.format if len(names) < len(self._stored.sizes) else None
+
+    @cached_property
+    def _linears(self) -> dict[int, list[tuple[str, nn.Linear]]]:
+        """The linear layers by the address of their weight's memory, in the order of their rows."""
+        linears: dict[int, list[tuple[str, nn.Linear]]] = {}
+        for name, layer in self._model.named_modules():
+            if type(layer) is nn.Linear and type(layer.weight.data) is Tensor:
+                linears.setdefault(layer.weight.data.untyped_storage().data_ptr(), []).append((name, layer))
+        for layers in linears.values():
+            layers.sort(key=lambda pair: pair[1].weight.data.storage_offset())
+        return linears
+
+    def _find_linears(self, weight: Tensor) -> list[Found | Tensor]:
+        """Return the stored weights of the linear layers whose weights are this one or parts of it, in the order of its
+        rows, or the layer's own weight if it is not stored."""
+        begin = weight.storage_offset()
+        inside = [
+            (name, layer)
+            for name, layer in self._linears.get(weight.untyped_storage().data_ptr(), [])
+            if begin <= layer.weight.data.storage_offset() < begin + weight.numel()
+        ]
+        parts: list[Found | Tensor] = []
+        for name, layer in inside:
+            stored = self._name_of(name, layer)
+            found = None if stored is None else self._match(stored, layer.weight, layer.weight.data)
+            parts.append(found or layer.weight.data)
+        return parts
+
+    def _name_of(self, name: str, layer: nn.Linear) -> str | None:
+        stored = self._stored.find(f"{name}.weight")
+        if stored is None and layer is self._model.get_output_embeddings():
+            shared = self._model.get_input_embeddings()
+            embedding = next(name for name, module in self._model.named_modules() if module is shared)
+            return self._stored.find(f"{embedding}.weight")
+        return stored
+
+    def _find_expert(self, weight: Tensor) -> list[Found]:
+        """Return the stored weights of one linear layer of an expert; none if they are not stored."""
+        for name, parameter in self._model.named_parameters():
+            memory = parameter.data
+            if memory.dim() != 3 or memory.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
+                continue
+            index = weight.storage_offset() // memory.stride(0)
+            module, _, projection = name.rpartition(".")
+            if (stored := self._stored.find(name)) is not None:
+                found = self._match(stored, parameter, weight, index)
+                return [found] if found else []
+            places = [module.replace(EXPERT_MODULES[0], place) for place in EXPERT_MODULES]
+            for prefix, parts in ((place, parts) for place in places for parts in EXPERTS.get(projection, ())):
+                names = [self._stored.find(f"{prefix}.{index}.{part}.weight") for part in parts]
+                rows = weight.chunk(len(names))
+                if all(names):
+                    matches = [self._match(str(n), parameter, part) for n, part in zip(names, rows, strict=True)]
+                    found_all = [one for one in matches if one]
+                    return found_all if len(found_all) == len(matches) else []
+        return []
+
+    def _match(self, name: str, parameter: nn.Parameter, weight: Tensor, expert: int | None = None) -> Found | None:
+        """Return the stored weight whose values are those of `weight`, or None."""
+        tolerance = MAX_DIFFERENCE * weight.float().abs().amax(1, keepdim=True)
+        reason = "its format is not supported"
+        for whole in self._stored.read(name):
+            blocks = self._shard(whole if expert is None else whole.select(expert), weight)
+            if blocks is None:
+                reason = "its blocks are split by tensor parallelism"
+            elif blocks.codes.shape == weight.shape and ((blocks.dequantize() - weight).abs() <= tolerance).all():
+                return Found(name, parameter, blocks)
+            else:
+                reason = "differs from the model's weight"
+        self._reasons[name] = reason
+        return None
+
+    def _shard(self, blocks: Blocks, weight: Tensor) -> Blocks | None:
+        """Return the part of this rank, which has the shape of `weight`. Weights are split as in `torch.chunk`."""
+        ranges = []
+        for whole, part in zip(blocks.codes.shape, weight.shape, strict=True):
+            first = 0 if whole == part else self._rank * -(-whole // self._ranks)
+            ranges.append(range(first, min(first + part, whole)))
+        return blocks.shard(*ranges)
+
+
+def log_dequantized(path: Path, model: PreTrainedModel) -> None:
+    """Log that transformers has widened all quantized weights of a model directory, and the memory that this adds."""
+    stored = sum(file.stat().st_size for file in path.glob(f"*{SUFFIX}"))
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    log.warning(
+        "all quantized weights are widened to %s on %s, which takes %.1f MiB more",
+        str(model.dtype).removeprefix("torch."), model.device.type, (held - stored) / MIB,
+    )  # fmt: skip
