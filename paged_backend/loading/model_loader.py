@@ -38,6 +38,7 @@ from paged_backend.models.hidden_states import hidden_size
 from paged_backend.models.linear import WeightQuantizer
 from paged_backend.models.lora import Lora, find_adaptable_layers
 from paged_backend.models.quantization import Quantizer
+from paged_backend.models.recurrent import state_shapes
 from paged_kernels.cpu import native
 
 log = logging.getLogger("paged_llm")
@@ -133,12 +134,15 @@ def check_model(config: EngineConfig, root: Path) -> None:
 
 def _verify(config: EngineConfig, path: Path, model: PreTrainedModel, kv_dtype: torch.dtype) -> tuple[LayerShape, ...]:
     try:
-        return verify_model(
+        layers = verify_model(
             model,
             block_size=config.block_size,
             kv_dtype=kv_dtype,
             quantizer=_quantizer(config, path, model),
         )
+        if state_shapes(model):
+            raise UnsupportedModel(f"{type(model).__name__} has recurrent layers, whose states are not scheduled yet")
+        return layers
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from error
 

@@ -16,6 +16,8 @@ from transformers import AttentionInterface
 
 from paged_backend.api.errors import ConfigError
 from paged_backend.memory.kv_cache import KVCache
+from paged_backend.memory.state_cache import StateCache
+from paged_backend.models.state_rows import StateRows
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.ops import kv_write, paged_attention
 from paged_kernels.paging import Paging
@@ -35,10 +37,13 @@ class UnsupportedModel(ConfigError):
 
 @dataclass(frozen=True, eq=False)
 class AttentionMeta:
-    """The slots and block tables of a step's packed tokens, and the cache they refer to."""
+    """The slots and block tables of a step's packed tokens, and the cache they refer to. For models with recurrent
+    layers also the state slots, and the states."""
 
     paging: Paging
     kv: KVCache
+    state_rows: StateRows | None = None
+    states: StateCache | None = None
 
 
 @dataclass(frozen=True, eq=False)

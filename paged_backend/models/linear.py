@@ -239,7 +239,7 @@ def plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
     modules = [model]
     while modules:
         module = modules.pop()
-        if has_custom_forward(module):
+        if has_custom_forward(module) and not getattr(vars(module).get("forward"), "runs_own_forward", False):
             continue
         modules += module.children()
         if type(module) is nn.Linear and type(module.weight.data) is Tensor and module.weight.device.type == "cpu":
