@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.models.adapter_rows import AdapterRows, adapter_rows
+from paged_backend.models.state_rows import StateRows, state_rows
 from paged_backend.sampling.logprobs import LogprobRows, PromptLogprobRows
 from paged_backend.sampling.sampler import SamplingBatch, prepare, resolve_tokens
 from paged_backend.scheduling.plan import Chunk, Plan
@@ -62,6 +63,7 @@ class PackedBatch:
     hidden_rows: Tensor | None = None  # [num_hidden] int64: the rows whose hidden states are needed
     hidden_chunks: tuple[int, ...] = ()  # chunks of hidden_rows
     adapters: AdapterRows | None = None  # None: no row uses a LoRA adapter
+    state_rows: StateRows | None = None  # None: the model has no recurrent layers
 
     @property
     def is_replayable(self) -> bool:
@@ -123,6 +125,7 @@ def pack(
         hidden_rows=torch.tensor([row_ends[index] - 1 for index in hidden_chunks]) if hidden_chunks else None,
         hidden_chunks=hidden_chunks,
         adapters=_adapter_rows(plan, rows.lengths) if plan.adapters else None,
+        state_rows=_state_rows(chunks),
     )
 
 
@@ -193,6 +196,13 @@ def _adapter_rows(plan: Plan, lengths: np.ndarray) -> AdapterRows:
     adapters = [chunk.sequence.request.adapter for chunk in plan.chunks]
     slots = np.array([plan.adapters[adapter.digest] if adapter else -1 for adapter in adapters], dtype=np.int64)
     return adapter_rows(np.repeat(slots, lengths))
+
+
+def _state_rows(chunks: tuple[Chunk, ...]) -> StateRows | None:
+    slots = [chunk.sequence.state_slot for chunk in chunks if chunk.sequence.state_slot is not None]
+    if not slots:
+        return None
+    return state_rows(slots, [chunk.start for chunk in chunks], [chunk.length for chunk in chunks])
 
 
 def shared_prefixes(

@@ -47,6 +47,7 @@ from paged_backend.models.hidden_states import hidden_size
 from paged_backend.models.linear import WeightQuantizer
 from paged_backend.models.lora import Lora, find_adaptable_layers
 from paged_backend.models.quantization import Quantizer
+from paged_backend.models.recurrent import state_shapes
 from paged_kernels.cpu import native
 
 log = logging.getLogger("paged_llm")
@@ -165,6 +166,8 @@ def _verify(
         quantizer = keeper
     try:
         layers = verify_model(model, block_size=config.block_size, kv_dtype=kv_dtype, quantizer=quantizer)
+        if state_shapes(model):
+            raise UnsupportedModel(f"{type(model).__name__} has recurrent layers, whose states are not scheduled yet")
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from error
     return layers, keeper.log_widened() if keeper else None

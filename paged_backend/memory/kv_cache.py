@@ -34,10 +34,13 @@ class LayerShape:
     window: int | None = None  # tokens that a query sees; None: all
 
 
+NO_ATTENTION = LayerShape(0, 0)  # the shape of a layer that stores no keys and values
+
+
 @dataclass(frozen=True, eq=False)
 class KVCache:
     """The keys and values of every layer, in pages; see `CacheLayout`. Without sliding windows a block is one page, and
-    one block table serves the whole model."""
+    one block table serves the whole model. The tensors of a layer without attention are empty."""
 
     layers: tuple[LayerCache, ...]  # layers in different pages of a block share their tensors
     pages: tuple[int, ...] = ()  # page of a block that holds each layer; empty: all are in the first
@@ -98,13 +101,13 @@ class KVCache:
     @property
     def device(self) -> torch.device:
         """The device of the tensors."""
-        return self.tensors[0].device
+        return self.layers[0].keys.device
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of all layers. The first dimension of each is the block."""
+        """All tensors of all layers with attention. The first dimension of each is the block."""
         distinct = {id(layer): layer for layer in self.layers}.values()
-        return tuple(tensor for layer in distinct for tensor in layer.tensors)
+        return tuple(tensor for layer in distinct for tensor in layer.tensors if tensor.numel())
 
     def layer_range(self, start: int, end: int) -> KVCache:
         """Return a view of some of the layers, in the same memory."""
@@ -135,9 +138,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Return zeros, because attention multiplies slots that were never written by a weight of 0, which NaN would
     survive. On a CPU, NumPy's zeros come from calloc: the pages are provided later, by page_population.py or by the
     first use of a block."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not nbytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
     zeros = torch.from_numpy(np.zeros(nbytes, dtype=np.uint8))
     request_huge_pages(zeros)
     return zeros.view(dtype).view(shape)

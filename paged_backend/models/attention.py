@@ -17,6 +17,8 @@ from transformers import AttentionInterface
 
 from paged_backend.api.errors import ConfigError
 from paged_backend.memory.kv_cache import KVCache
+from paged_backend.memory.state_cache import StateCache
+from paged_backend.models.state_rows import StateRows
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.ops import kv_write, paged_attention
 from paged_kernels.paging import PageAddresses, Paging
@@ -36,11 +38,14 @@ class UnsupportedModel(ConfigError):
 
 @dataclass(frozen=True, eq=False)
 class AttentionMeta:
-    """The slots and block tables of a step's packed tokens, and the cache they refer to."""
+    """The slots and block tables of a step's packed tokens, and the cache they refer to. For models with recurrent
+    layers also the state slots, and the states."""
 
     paging: Paging  # of the first page of each block
     kv: KVCache
     more_pages: tuple[PageAddresses, ...] = ()  # of the other pages
+    state_rows: StateRows | None = None
+    states: StateCache | None = None
 
     def paging_of(self, layer: int) -> Paging:
         """Return the slots and block tables of the page that holds a layer."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paged_backend.memory import kv_cache
-from paged_backend.memory.kv_cache import KVCache, LayerShape
+from paged_backend.memory.kv_cache import NO_ATTENTION, KVCache, LayerShape
 from paged_backend.memory.transfers import Transfers
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.scheduling.block_manager import Copy
@@ -172,3 +172,13 @@ def test_model_degraded_by_8_bit_kv_cache_is_rejected(tiny, monkeypatch, kv_cach
     tiny_assembly(tiny[0])
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* keys and values \(kv_cache_dtype\), logits at"):
         tiny_assembly(tiny[0], kv_cache_dtype=kv_cache_dtype)
+
+
+def test_layer_without_attention_takes_no_memory_and_keeps_its_index():
+    layers, cpu = [LayerShape(2, 8), NO_ATTENTION, LayerShape(1, 4)], torch.device("cpu")
+    pool = KVCache.allocate(layers, num_blocks=3, block_size=4, dtype=torch.int8, device=cpu)
+    assert [layer.keys.shape[1] for layer in pool.layers] == [2, 0, 1]
+    assert len(pool.tensors) == 8
+    assert sum(tensor.nbytes for tensor in pool.tensors) == 3 * kv_cache.bytes_per_block(layers, 4, torch.int8)
+    without = KVCache.allocate([NO_ATTENTION], num_blocks=3, block_size=4, dtype=torch.float32, device=cpu)
+    assert without.tensors == () and without.device == cpu
