@@ -82,15 +82,13 @@ class _Probe:
         layer = getattr(module, "layer_idx", None)
         if layer is None or layer in self.shapes:
             raise UnsupportedModel(f"{type(module).__name__}: layer_idx={layer} does not name one attention layer")
-        if key.shape != value.shape:
-            raise UnsupportedModel(
-                f"{type(module).__name__}: keys of size {key.shape[-1]} but values of size {value.shape[-1]}"
-            )
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], window=sliding_window)
+        value_dim = None if value.shape[3] == key.shape[3] else value.shape[3]
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value_dim, window=sliding_window)
         arguments = dict(sliding_window=sliding_window, **rest)
         self.specs[layer] = AttentionSpec.of(module, query.shape[3], attention_mask, **arguments)
         self.layer_windows.add(sliding_window)
-        return query.transpose(1, 2), None  # any values, since only the shape matters
+        # Any values, since only the shape matters.
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def mask(self, *, mask_function: Callable[..., Tensor], **rest: Any) -> None:
         """Record the window of a mask, as the mask function of the model."""

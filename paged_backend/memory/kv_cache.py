@@ -24,14 +24,32 @@ SCALE = torch.float32
 DEFAULT_SWAP_SPACE = 4  # size in GiB of the host pool with a GPU
 ALIGNMENT = 16  # bytes that a copy kernel moves at a time
 
+TensorShape = tuple[tuple[int, ...], torch.dtype]
+
 
 @dataclass(frozen=True)
 class LayerShape:
     """The shape of the keys and values that one attention layer stores for a token."""
 
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # elements of a key
+    value_dim: int | None = None  # elements of a value; None: head_dim
+    latent: bool = False  # whether values are the first elements of keys, and are not stored a second time
     window: int | None = None  # tokens that a query sees; None: all
+
+    def tensors(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[TensorShape]:
+        """Return shapes and types of the tensors of a pool, in the order of `LayerCache.tensors`."""
+        slots = (num_blocks, self.num_kv_heads, block_size)
+        sizes = [self.head_dim] if self.latent else [self.head_dim, self.value_dim or self.head_dim]
+        stored: list[TensorShape] = [((*slots, size), dtype) for size in sizes]
+        scales: list[TensorShape] = [(slots, SCALE)] * len(sizes) if dtype in FORMATS else []
+        return stored + scales
+
+    def cache(self, tensors: Sequence[Tensor]) -> LayerCache:
+        """Return the cache of these tensors."""
+        if self.latent:
+            return LayerCache.latent(tensors[0], self.value_dim or self.head_dim, *tensors[1:])
+        return LayerCache(*tensors)
 
 
 NO_ATTENTION = LayerShape(0, 0)  # the shape of a layer that stores no keys and values
@@ -82,13 +100,11 @@ class KVCache:
             )
             return cls(tuple(cache.layers[index] for _, index in places), pages)
 
-        def shapes(layer: LayerShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
-            slots = (num_blocks, layer.num_kv_heads, block_size)
-            return [((*slots, layer.head_dim), dtype)] * 2 + ([(slots, SCALE)] * 2 if dtype in FORMATS else [])
-
+        shapes = [layer.tensors(num_blocks, block_size, dtype) for layer in layers]
         if not pinned:
-            return cls(tuple(LayerCache(*(_zeros(*shape, device) for shape in shapes(layer))) for layer in layers))
-        all_shapes = [shape for layer in layers for shape in shapes(layer)]
+            pools = [[_zeros(*shape, device) for shape in of_layer] for of_layer in shapes]
+            return cls(tuple(layer.cache(pool) for layer, pool in zip(layers, pools, strict=True)))
+        all_shapes = [shape for of_layer in shapes for shape in of_layer]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in all_shapes]
         ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
         memory = pinned_zeros(ends[-1])
@@ -96,7 +112,8 @@ class KVCache:
             memory[start : start + size].view(dtype).view(shape)
             for (shape, dtype), size, start in zip(all_shapes, sizes, [0, *ends], strict=False)
         )
-        return cls(tuple(LayerCache(*islice(tensors, len(shapes(layer)))) for layer in layers))
+        parts = (tuple(islice(tensors, len(of_layer))) for of_layer in shapes)
+        return cls(tuple(layer.cache(part) for layer, part in zip(layers, parts, strict=True)))
 
     @property
     def device(self) -> torch.device:
@@ -148,8 +165,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block in all layers: keys, values, and the scales of a quantized `dtype`."""
-    scale = SCALE.itemsize if dtype in FORMATS else 0
-    return sum(2 * layer.num_kv_heads * (layer.head_dim * dtype.itemsize + scale) for layer in layers) * block_size
+    tensors = (tensor for layer in layers for tensor in layer.tensors(1, block_size, dtype))
+    return sum(math.prod(shape) * stored.itemsize for shape, stored in tensors)
 
 
 def num_blocks(

@@ -32,6 +32,29 @@ LONGROPE = {
 }
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
+
+
+LATENT = COMMON | {  # multi-head latent attention, and a mixture of experts from the second layer on
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}
+
+
 FAMILIES = {
     "llama": lambda: hf.LlamaConfig(**COMMON),
     "llama_mha_odd_head": lambda: hf.LlamaConfig(**COMMON | {"num_key_value_heads": 4, "head_dim": 40}),
@@ -77,6 +100,11 @@ FAMILIES = {
     "mixtral": lambda: hf.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(
         **COMMON, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
+    "deepseek_v2": lambda: hf.DeepseekV2Config(**LATENT, q_lora_rank=None, topk_method="greedy", n_group=None),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(**LATENT, q_lora_rank=24, n_group=2, topk_group=1),
+    "deepseek_v3_yarn": lambda: hf.DeepseekV3Config(
+        **LATENT, q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=dict(YARN)
     ),
     "gpt_oss": lambda: hf.GptOssConfig(
         **COMMON, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=7, layer_types=MIXED
