@@ -50,7 +50,7 @@ class PackedSteps:
         """Return a copy of a sequence, with copies of its blocks and of its state."""
         copy = self.sequence(sequence.tokens)
         for source, destination in zip(sequence.blocks, copy.blocks, strict=True):
-            self.kv.write_block(destination, self.kv.read_block(source))
+            self.kv.write_block([destination], self.kv.read_block([source]))
         assert sequence.state_slot is not None and copy.state_slot is not None
         self.states.copy_slots([(sequence.state_slot, copy.state_slot)])
         copy.computed = sequence.computed
