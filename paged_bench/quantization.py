@@ -9,6 +9,7 @@ activations to 8 bits; the engine does not.
 from __future__ import annotations
 
 import math
+import os
 import random
 import statistics
 import sys
@@ -210,6 +211,7 @@ def main(argv: Sequence[str]) -> int:
     add("--peers", type=_peers, default=[PEER], metavar="A", help=f'"{PEER}" (default), or "none"')
     args = arguments(made, argv, {"windows": 4, "length": 128, "rounds": 1, "formats": list(QUICK), "peers": []})
     torch.set_num_threads(args.threads)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # limits the threads of the engine
     model = Path(resolve_model(args.model))
     if args.formats is None:
         args.formats = [name for name in FORMATS if name not in GGUF or args.model == "demo"]
