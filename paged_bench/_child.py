@@ -52,6 +52,10 @@ class Child:
         """Load the model and return the settings that the child uses. Raises ChildError."""
         return self._command("load", options, LOAD_SECONDS)
 
+    def quantize(self, **options: Any) -> None:
+        """Write a model file with other weights, if the child can. Raises ChildError."""
+        self._command("quantize", options, RUN_SECONDS)
+
     def __call__(self, jobs: Sequence[Job]) -> Run:
         """Run jobs. Raises ChildError."""
         encoded = [{"prompt": job.prompt, "output": job.output, "arrival": job.arrival, "n": job.n} for job in jobs]

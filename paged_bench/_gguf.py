@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from paged_client.serving import demo_model
@@ -24,6 +25,18 @@ def demo_gguf(kind: str) -> Path:
 
     if not file.exists():
         create_atomically(file, make)
+    return file
+
+
+def quantized_gguf(kind: str, quantize: Callable[[Path, Path], None]) -> Path:
+    """Return the file with the bfloat16 weights rounded by llama.cpp to a kind such as Q4_0.
+
+    quantize: creates a file from another one, if necessary. Raises DemoModelError.
+    """
+    file = cache_directory() / "models" / f"{demo_model.NAME}.{kind}.gguf"
+    if not file.exists():
+        source = demo_gguf("bfloat16")
+        create_atomically(file, lambda made: quantize(source, made))
     return file
 
 

@@ -41,6 +41,7 @@ TESTED_THROUGH = {
     "paged_backend.api.guide": "tests/guided/test_compiler.py",
     "paged_backend.engine.rank": "tests/engine/test_workers.py",
     "paged_backend.guided.sandbox_process": "tests/guided/test_sandbox.py",
+    "paged_bench._quantization_models": "tests/bench/test_quantization.py",
     "paged_bench._checkpoints": "tests/loading/test_quantized_checkpoint.py",
     "paged_backend.loading.awq": "tests/loading/test_quantized_checkpoint.py",
     "paged_backend.loading.checkpoint_formats": "tests/loading/test_quantized_checkpoint.py",

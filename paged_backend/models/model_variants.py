@@ -25,6 +25,7 @@ class ModelVariant(NamedTuple):
     name: str
     unused: Sequence[Tensor] = ()  # weights that have been replaced by packed or quantized copies
     weight_bits: int | None = None  # bits to which this variant rounds weights
+    is_stored: bool = False  # whether weights are those of the files, which the model's are rounded from
     is_intermediate: bool = False  # whether it is to be verified, but not used
 
     def release_unused(self, model: PreTrainedModel) -> Callable[[], None]:
@@ -68,7 +69,7 @@ def model_variants(
     if quantizer:
         undo = use(quantizer)
         if quantizer.replaced:
-            yield ModelVariant(f"{shape}, with {quantizer.description}", quantizer.replaced)
+            yield ModelVariant(f"{shape}, with {quantizer.description}", quantizer.replaced, is_stored=True)
         undo()
         quantizer.replaced.clear()
     if isinstance(fused, FusedModel):

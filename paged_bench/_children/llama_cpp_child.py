@@ -32,6 +32,16 @@ def load(path: str, num_threads: int, kv_dtype: str) -> dict[str, Any]:
     return {"kv_dtype": kv_dtype, "system": llama_cpp.llama_print_system_info().decode()}
 
 
+def quantize(source: str, target: str, kind: str, num_threads: int) -> dict[str, Any]:
+    """Write a GGUF file with weights of another kind: "Q4_0"."""
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    options.nthread = num_threads
+    if code := llama_cpp.llama_model_quantize(source.encode(), target.encode(), options):
+        raise ValueError(f"llama_model_quantize returned {code}")
+    return {}
+
+
 def run(jobs: list[Job]) -> dict[str, Any]:
     assert all(job["n"] == 1 and job["arrival"] == 0 for job in jobs), "one sample of each request, all at once"
     context = context_for(jobs)
@@ -94,4 +104,4 @@ def step(context: Any, batch: Any, rows: list[Row], vocabulary: int, clock: Cloc
     return sampled
 
 
-serve({"load": load, "run": run})
+serve({"load": load, "quantize": quantize, "run": run})

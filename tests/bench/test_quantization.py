@@ -1,21 +1,72 @@
-"""The benchmark of weight data types."""
+"""The benchmark of quantized weights."""
+
+from functools import partial
 
 import pytest
 import torch
 
+from paged_bench import quantization
+from paged_bench._workload import Run
+from paged_bench.engine import run_paged
 from paged_client.cli import main
+from paged_kernels.cpu import native
+from tests.support.in_process import tiny_assembly
 from tests.support.records import records_of
+
+pytestmark = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 
 
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs AVX512-VNNI")
 def test_quantization_benchmark(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("paged_backend.models.linear.MIN_ELEMENTS", 0)
-    file = tmp_path / "figures.json"
+    file, formats = tmp_path / "figures.json", ["bfloat16", "int8", "AWQ", "FP8 channel"]
     arguments = ["--quick", "--model", str(tiny[0]), "--windows", "2", "--length", "40", "--json", str(file)]
-    assert main(["bench", "quantization", *arguments]) == 0
+    assert main(["bench", "quantization", *arguments, "--formats", ",".join(formats)]) == 0
     value = {name: record["value"] for name, record in records_of(file).items()}
     assert value["KL divergence float32"] == 0
-    assert 0 < value["KL divergence bfloat16"] < value["KL divergence int8"]
+    for name in formats[1:]:
+        assert 0 < value["KL divergence bfloat16"] < value[f"KL divergence {name}"]
+        assert value[f"1 stream {name}"] > 0 and value[f"8 streams {name}"] > 0
     assert value["same top token float32"] == 100
     assert value["step of 16 int8"] > 0
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_streams_are_compared_with_llama_cpp(tiny):
+    """A second contestant with the same outputs takes the place of llama.cpp."""
+    run = partial(run_paged, assembly := tiny_assembly(tiny[0], enable_prefix_caching=False))
+    records = quantization.speed({"GGUF Q4_0": assembly}, {"GGUF Q4_0": run}, streams=1, rounds=2)
+    found = {record.name: record for record in records}
+    assert list(found) == [
+        "1 stream GGUF Q4_0",
+        "1 stream GGUF Q4_0: times llama.cpp",
+        "1 stream GGUF Q4_0: tokens as llama.cpp",
+    ]
+    assert found["1 stream GGUF Q4_0"].peers["llama.cpp"] > 0
+    assert found["1 stream GGUF Q4_0: times llama.cpp"].target == 1.0
+    assert found["1 stream GGUF Q4_0: tokens as llama.cpp"].value == 100
+
+
+def test_tokens_count_up_to_the_first_difference():
+    ours = [Run(1.0, 2, outputs=[[1, 2, 3, 4], [5, 6, 7, 8]])]
+    theirs = [Run(1.0, 2, outputs=[[1, 2, 9, 4], [5, 6, 7, 8]])]
+    assert quantization.same_tokens(ours, theirs) == 6 / 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--formats", "Q3"], "'Q3': must be one of float32; bfloat16"),
+        (["--peers", "vllm"], "'vllm': must be \"llama.cpp\" or \"none\""),
+        (["--formats", "GGUF Q4_0"], "GGUF Q4_0: only the demo model is available as a GGUF file"),
+        (["--quick", "--length", "300"], "argument --length: 300: must be at most 256"),
+    ],
+)  # fmt: skip
+def test_invalid_arguments(tiny, arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "quantization", "--model", str(tiny[0]), *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_formats_whose_names_have_commas():
+    assert quantization.names("int4, groups of 128,AWQ, int4") == ["int4, groups of 128", "AWQ", "int4"]

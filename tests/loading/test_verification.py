@@ -87,3 +87,27 @@ def test_quantized_activations_use_quantization_tolerance(tmp_path):
 def round_activations(module, arguments):
     scale = arguments[0].abs().amax() / 127  # over all rows, so that a row depends on the others
     return ((arguments[0] / scale).round() * scale,)
+
+
+class NoisyWeights:
+    """A quantizer whose weights of files differ from the model's by some noise."""
+
+    description, bits = "noisy weights", None
+
+    def __init__(self, noise):
+        self.noise, self.replaced = noise, []
+
+    def __call__(self, weight):
+        self.replaced.append(weight)
+        generator = torch.Generator().manual_seed(len(self.replaced))
+        return weight * (1 + self.noise * torch.randn(weight.shape, generator=generator)).to(weight.dtype)
+
+
+@pytest.mark.parametrize(("noise", "is_used"), [(0.0003, True), (0.002, False)])
+def test_stored_weights_may_differ_from_rounded_ones(tmp_path, caplog, noise, is_used):
+    """The model's weights are rounded to its data type. A model that differs too much runs with its own weights."""
+    caplog.set_level("INFO", "paged_llm")
+    model = save_tiny(CONFIG, tmp_path)
+    verify_model(model, block_size=4, kv_dtype=torch.float32, quantizer=NoisyWeights(noise))
+    assert ("LlamaForCausalLM runs fused, with noisy weights" in caplog.text) == is_used
+    assert ("fused, with noisy weights: logits at position" in caplog.text) != is_used
