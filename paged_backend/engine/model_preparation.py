@@ -7,6 +7,12 @@ from pathlib import Path
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.engine.recurrent_models import (
+    blocks_without_memory,
+    log_restrictions,
+    restrict_options,
+    state_bytes,
+)
 from paged_backend.engine.runner_builder import build_runner, cache_layout, capture_graphs, graph_shapes_of
 from paged_backend.engine.warm_up import measure_costs, measure_decode, warm_up
 from paged_backend.execution.cpu_threads import count_threads
@@ -48,11 +54,18 @@ def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> Prepar
     except ValueError as error:  # an environment variable
         raise ConfigError(str(error)) from None
     loaded = model_loader.load(config, ROOT, device)
+    config = restrict_options(config, loaded)
+    log_restrictions(loaded)
     kv_dtype = loaded.spec.kv_dtype
+    states = state_bytes(config, loaded, kv_cache.free_bytes(config, device))
     warmed = warm_up(config, loaded, device)
+    states = state_bytes(config, loaded, kv_cache.free_bytes(config, device, warmed.gpu_bytes))
     layout = cache_layout(config, loaded)
-    pages = layout.blocks.pages
-    num_blocks = kv_cache.num_blocks(config, layout.shapes, kv_dtype, device, warmed.gpu_bytes, pages=pages)
+    if kv_cache.bytes_per_block(layout.shapes, config.block_size, kv_dtype):
+        reserved, pages = warmed.gpu_bytes + states, layout.blocks.pages
+        num_blocks = kv_cache.num_blocks(config, layout.shapes, kv_dtype, device, reserved, pages=pages)
+    else:
+        num_blocks = blocks_without_memory(config, loaded.spec.max_model_len)
     num_blocks = tp_group.all_reduce_min(num_blocks)
     num_host_blocks = tp_group.all_reduce_min(kv_cache.num_host_blocks(config, layout.shapes, kv_dtype, device))
     runner = build_runner(
@@ -61,6 +74,7 @@ def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> Prepar
         device,
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
+        num_state_slots=config.max_num_seqs,
         broadcast_tokens=tp_group.broadcast_tokens,
     )
     capture_graphs(config, loaded, runner, graph_shapes_of(config, runner), report=True)

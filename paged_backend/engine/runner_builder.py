@@ -17,6 +17,7 @@ from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory.cache_layout import CacheLayout
 from paged_backend.memory.kv_cache import KVCache
 from paged_backend.memory.page_population import populate_in_background
+from paged_backend.memory.state_cache import StateCache
 from paged_backend.models.native_decoder import runs_natively
 from paged_backend.utils.startup import Progress
 
@@ -38,10 +39,12 @@ def build_runner(
     *,
     num_blocks: int,
     num_host_blocks: int = 0,
+    num_state_slots: int = 0,
     broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
 ) -> Runner:
     """Allocate the pools and return a runner of the model, with its draft model and adapter slots if it has them.
-    broadcast_tokens: overwrites a tensor of sampled tokens with those of rank 0."""
+    num_state_slots: slots for the states of recurrent layers, if the model has any. broadcast_tokens: overwrites a
+    tensor of sampled tokens with those of rank 0."""
 
     layout = cache_layout(config, loaded)
 
@@ -58,7 +61,9 @@ def build_runner(
 
     kv, drafter = cache(num_blocks, device), None
     host = cache(num_host_blocks, torch.device("cpu"), pinned=device.type == "cuda") if num_host_blocks else None
-    threads = None
+    states, threads = None, None
+    if loaded.spec.states:
+        states = StateCache.allocate(loaded.spec.states, num_slots=num_state_slots, device=device)
     if device.type == "cpu":
         populate_in_background(kv)
         threads = CpuThreads(config.tensor_parallel_size, is_native=runs_natively(loaded.model))
@@ -71,6 +76,7 @@ def build_runner(
         max_sampled=config.max_num_seqs + config.max_num_batched_tokens,  # one more per draft token
         drafter=drafter,
         lora=loaded.lora,
+        states=states,
         threads=threads,
         broadcast_tokens=broadcast_tokens,
     )
@@ -91,7 +97,7 @@ def capture_graphs(
 ) -> None:
     """Capture graphs of these shapes if the device supports graphs and the options allow them. report: whether to log
     the progress."""
-    capture = None if config.enforce_eager else graph_capture(runner.kv.device)
+    capture = None if config.enforce_eager or loaded.spec.states else graph_capture(runner.kv.device)
     if capture:
         if report:
             total = len(shapes) + (len(draft_shapes(shapes)) if runner.drafter else 0)

@@ -74,8 +74,8 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     layout = cache_layout(config, loaded).blocks
     pages = layout.pages_for([length] * count, [length] * count, 0)
     blocks = BlockManager(pages, config.block_size, layout=layout)
-    plan = _largest_plan(config, blocks, count, length)
-    runner = build_runner(config, loaded, device, num_blocks=blocks.num_blocks)
+    plan = _largest_plan(config, blocks, count, length, has_states=bool(spec.states))
+    runner = build_runner(config, loaded, device, num_blocks=blocks.num_blocks, num_state_slots=config.max_num_seqs)
 
     def step() -> None:
         runner.launch(largest()).result()
@@ -100,8 +100,14 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     return WarmUpResult(seconds / plan.num_tokens, activations + graph_bytes(config, loaded, runner))
 
 
-def _largest_plan(config: EngineConfig, blocks: BlockManager, count: int, length: int) -> Plan:
-    scheduler = Scheduler(blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=count * length)
+def _largest_plan(config: EngineConfig, blocks: BlockManager, count: int, length: int, *, has_states: bool) -> Plan:
+    scheduler = Scheduler(
+        blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=count * length,
+        preemption="recompute",
+        state_slots=config.max_num_seqs if has_states else 0,
+    )
     for key in range(count):
         scheduler.add(GenerateRequest(key, (0,) * length, SamplingParams(max_tokens=1), 0, frozenset()))
     plan = scheduler.schedule()
@@ -174,6 +180,7 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
         request = GenerateRequest(0, tokens, params, 0, frozenset(), logprobs=params.logprobs, allowed=allowed)
         sequence = Group(request).leader
         sequence.blocks = [0] * -(-len(tokens) // config.block_size)
+        sequence.state_slot = 0
         return Chunk(sequence, start, length, sampled_sequences=(sequence,))
 
     # One sequence stands for several in a step, which have the same block.
@@ -263,12 +270,13 @@ def measure_costs(runner: Runner, seconds_per_token: float, num_host_blocks: int
     """Measure the costs that decide between swapping and recomputing. Called before any request, as it overwrites the
     first blocks."""
     move = copy = 0.0
-    count = min(MEASURED_BLOCKS, num_host_blocks, len(runner.kv.tensors[0]))
+    num_blocks = len(runner.kv.layers[0].keys)
+    count = min(MEASURED_BLOCKS, num_host_blocks, num_blocks)
     if count:
         moves = tuple(BlockTransfer(block, block, None) for block in range(count))
         swap = Plan((), moves_out=moves, moves_in=moves)
         move = _median_seconds(lambda: runner.move(swap), runner.kv.device) / 2 / count
-    count = min(MEASURED_BLOCKS, len(runner.kv.tensors[0]) // 2)
+    count = min(MEASURED_BLOCKS, num_blocks // 2)
     if count:
         copies = tuple(Copy(block, count + block) for block in range(count))
         copy = _median_seconds(lambda: runner.move(Plan((), copies=copies)), runner.kv.device) / count

@@ -178,15 +178,12 @@ def num_blocks(
     *,
     pages: int = 1,
 ) -> int:
-    """Return the size of the device pool in pages of these layers. reserved: bytes of GPU memory for other purposes.
+    """Return the size of the device pool in pages of these layers. reserved: bytes of the device for other purposes.
     pages: pages of a block. Raises ConfigError if no block fits or the requested pool does not fit."""
     page = bytes_per_block(layers, config.block_size, dtype)
     block = page * pages
     wanted = _wanted_bytes(config, block)
-    if device.type == "cuda":
-        free = max(0, _free_on_gpu(config.gpu_memory_utilization, device) - reserved)
-    else:
-        free = available_memory() // config.tensor_parallel_size
+    free = free_bytes(config, device, reserved)
     if wanted is not None and wanted > free:
         asked = "num_gpu_blocks_override" if config.num_gpu_blocks_override else "kv_cache_memory_bytes"
         raise ConfigError(
@@ -218,7 +215,15 @@ def num_host_blocks(
         raise ConfigError(
             f"swap_space={wanted}: one block of {config.block_size} tokens takes {block} bytes; give it more, or 0"
         )
-    return int(wanted * GIB) // config.tensor_parallel_size // block
+    return int(wanted * GIB) // config.tensor_parallel_size // block if block else 0
+
+
+def free_bytes(config: EngineConfig, device: torch.device, reserved: int = 0) -> int:
+    """Return the bytes that a rank may allocate on the device, within the allowed share of a GPU, beside `reserved`
+    bytes."""
+    if device.type == "cuda":
+        return max(0, _free_on_gpu(config.gpu_memory_utilization, device) - reserved)
+    return max(0, available_memory() // config.tensor_parallel_size - reserved)
 
 
 def _wanted_bytes(config: EngineConfig, block: int) -> int | None:

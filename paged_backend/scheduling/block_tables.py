@@ -10,15 +10,17 @@ from paged_backend.scheduling.plan import NO_BLOCKS, Allocation, Costs
 from paged_backend.scheduling.plan_builder import PlanBuilder
 from paged_backend.scheduling.prefix_cache import CacheHit
 from paged_backend.scheduling.sequence import Group, Sequence
+from paged_backend.scheduling.state_slots import StateSlots
 
 
 class BlockTables:
     """Changes the block tables of groups. Nothing else updates `block_usage`. The scheduler decides which group gets
     blocks."""
 
-    def __init__(self, blocks: BlockManager, costs: Costs, preemption: str):
+    def __init__(self, blocks: BlockManager, costs: Costs, preemption: str, states: StateSlots):
         """preemption: "swap", "recompute", or "auto" for the cheaper one."""
         self._blocks = blocks
+        self._states = states
         self._pool = blocks.pool
         self._costs = costs
         self._preemption = preemption
@@ -109,18 +111,19 @@ class BlockTables:
             sequence.window_start = leader.window_start
             sequence.computed, sequence.committed = leader.computed, leader.committed
             sequence.chain = leader.chain.head(leader.num_prompt // self._blocks.block_size)
+            self._states.fork(leader, sequence)
         group.forked = True
 
     def branch(self, group: Group, continuations: Iterable[Continuation]) -> None:
         """Replace the live beams by their continuations. The first continuation of a beam takes over its block table,
         the others share it. Beams without continuations are freed."""
-        parents, beams = group.sequences, []
+        parents, beams, chosen = group.sequences, [], list(continuations)
+        for index in set(range(len(parents))) - {one.beam for one in chosen}:  # first, since forks need their slots
+            self.free_sequence(parents[index])
         left = dict(enumerate(parents))
-        for continuation in continuations:
+        for continuation in chosen:
             beam = left.pop(continuation.beam, None) or self._fork_beam(parents[continuation.beam])
             beams.append((beam, continuation.token))
-        for beam in left.values():
-            self._blocks.free(beam.blocks, beam.window_start)
         for index, (beam, token) in enumerate(beams):
             beam.index = index
             beam.tokens.append(token)
@@ -130,6 +133,7 @@ class BlockTables:
         child = Sequence(parent.request, list(parent.tokens), parent.chain.copy())
         child.blocks, child.computed = self._blocks.fork(parent.blocks, parent.window_start), parent.computed
         child.committed, child.window_start = parent.committed, parent.window_start
+        self._states.fork(parent, child)
         return child
 
     def swap_out(self, group: Group) -> bool:
@@ -179,6 +183,7 @@ class BlockTables:
 
     def free_sequence(self, sequence: Sequence) -> None:
         self._blocks.free(sequence.blocks, sequence.window_start)
+        self._states.release(sequence)
         if sequence.host_blocks:
             assert self._blocks.host
             self._blocks.host.free_table(sequence.host_blocks)
