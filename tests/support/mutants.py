@@ -387,7 +387,7 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "a dropped beam keeps its blocks": (
         TABLES,
-        "            self._blocks.free(beam.blocks, beam.window_start)\n",
+        "            self.free_sequence(parents[index])\n",
         "            pass\n",
     ),
     "beams do not wait for each other": (BEAM_COMMIT, "if len(beams.candidates) < len(group.sequences):", "if False:"),
