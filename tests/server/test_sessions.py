@@ -263,8 +263,8 @@ def test_max_tenant_sessions_applies_per_tenant(served):
     assert turn(2, 0, sequence_start=True).all()
 
 
-def test_models_with_recurrent_layers_compute_earlier_turns_again(tmp_path):
-    """A turn gets the reply to the whole conversation, and nothing is kept in the pool between turns."""
+def test_sessions_of_models_with_recurrent_layers(tmp_path):
+    """A turn gets the reply to the whole conversation, and continues from the state that the session has kept."""
     save_tiny(HYBRID_FAMILIES["lfm2"](), tmp_path)
     letters = byte_tokenizer()("abcdefghijklmnopqrstuvwxyz")["input_ids"]
     sampling = json.dumps({"temperature": 0, "max_tokens": 6, "allowed_token_ids": letters})
@@ -278,6 +278,8 @@ def test_models_with_recurrent_layers_compute_earlier_turns_again(tmp_path):
 
     with serving(tmp_path, max_model_len=64) as server:
         first = ask("abc", sequence_id=7, sequence_start=True)
+        pinned = server.service._assembly.scheduler.stats
+        assert pinned.blocks_used == pinned.blocks_pinned == 2
         second = ask("def", sequence_id=7)
-        assert server.service._assembly.scheduler.blocks.num_used == 0
+        assert server.service._assembly.scheduler.stats.cached_tokens == 8
         assert (ask("abc"), ask(f"abc{first}def")) == (first, second)
