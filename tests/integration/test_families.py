@@ -11,9 +11,11 @@ from tests.support.families import REJECTED_FAMILIES
 from tests.support.in_process import running, save_tiny, tiny_assembly
 from tests.support.tiny_family import MATRIX_FAMILIES, MAX_TOKENS, TinyFamily, describe_layers
 
-# A pool just large enough for the longest request, which is 56 tokens.
-SWAPPED = {"block_size": 8, "num_gpu_blocks_override": 8, "swap_space": 0.001, "preemption_mode": "swap"}
-RECOMPUTED = {"block_size": 16, "num_gpu_blocks_override": 5, "preemption_mode": "recompute"}
+# A pool just large enough for the longest request, which is 56 tokens. Without prefix caching, because the blocks of a
+# preempted request would still be found in the pool, so that none came back from the host.
+UNCACHED = {"enable_prefix_caching": False}
+SWAPPED = UNCACHED | {"block_size": 8, "num_gpu_blocks_override": 8, "swap_space": 0.001, "preemption_mode": "swap"}
+RECOMPUTED = UNCACHED | {"block_size": 16, "num_gpu_blocks_override": 5, "preemption_mode": "recompute"}
 LOOKUP = {"num_speculative_tokens": 4, "prompt_lookup_min": 1}
 FEW_TOKENS = [11, 12, 13, 14]  # with so few, prompt lookup often finds the next one
 
@@ -97,6 +99,7 @@ def test_preemption(family, support_matrix, feature, counter, options):
         assert engine.generate(family.prompts, max_tokens=MAX_TOKENS) == family.outputs
         stats = engine.history[-1].stats
         assert getattr(stats, counter) == stats.preemptions > 0
+        assert (stats.moves_in > 0) == (feature == "swap")
     support_matrix.record(family.name, feature, "tested")
 
 
