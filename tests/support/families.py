@@ -99,6 +99,12 @@ FAMILIES = {
 }
 
 
+def is_fused(model):
+    """Return whether the layers are fused: all of them or none."""
+    (answer,) = {isinstance(vars(layer).get("forward"), fusion.FusedLayer) for layer in model.model.layers}
+    return answer
+
+
 # Models that the verification at load rejects.
 REJECTED_FAMILIES = {
     "bloom": lambda: hf.BloomConfig(vocab_size=320, hidden_size=64, n_layer=2, n_head=4),
@@ -123,9 +129,3 @@ REJECTED_FAMILIES = {
     "nemotron": lambda: hf.NemotronConfig(**COMMON),
     "stablelm": lambda: hf.StableLmConfig(**COMMON),
 }
-
-
-def is_fused(model):
-    """Return whether the layers are fused: all of them or none."""
-    (answer,) = {isinstance(vars(layer).get("forward"), fusion.FusedLayer) for layer in model.model.layers}
-    return answer
