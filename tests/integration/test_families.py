@@ -96,7 +96,7 @@ def test_beam_search(family, assembly, support_matrix):
 )
 def test_preemption(family, support_matrix, feature, counter, options):
     with running(family.assembly(**options)) as engine:
-        assert engine.generate(family.prompts, max_tokens=MAX_TOKENS) == family.outputs
+        assert engine.generate(family.prompts[::-1] * 3, max_tokens=MAX_TOKENS) == family.outputs[::-1] * 3
         stats = engine.history[-1].stats
         assert getattr(stats, counter) == stats.preemptions > 0
         assert (stats.moves_in > 0) == (feature == "swap")
