@@ -2,7 +2,7 @@
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: help serve test nightly bench-gpu lint reference demo-model setup lock clean
+.PHONY: help serve test nightly bench-gpu lint reference matrix demo-model setup lock clean
 
 MODEL ?= demo
 OPTIONS ?=
@@ -33,6 +33,7 @@ help:
 	@echo "make bench-gpu   check and time kernels and engine on a GPU, without network; ARGS='--minutes 30 --only ...'"
 	@echo "make lint        run ruff and mypy"
 	@echo "make reference   write docs/reference from the code"
+	@echo "make matrix      write docs/reference/models.md from the tests of all model families"
 	@echo "make demo-model  prepare the demo model"
 	@echo "make setup       create .venv"
 	@echo "make lock        update constraints.txt from pyproject.toml, and the clients.txt of the tests (needs uv)"
@@ -66,6 +67,14 @@ lint: setup
 
 reference: setup
 	$(BIN)/python -m paged_backend.server.reference --write docs/reference
+
+# Runs the tests of tensor parallelism, too, which are nightly.
+matrix: setup
+	@mkdir -p .cache
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m 'nightly or not nightly' \
+	  --support-matrix .cache/support_matrix.json $(ARGS) \
+	  tests/integration/test_families.py tests/integration/test_family_options.py
+	$(BIN)/python -m tests.support.support_matrix .cache/support_matrix.json --write docs/reference/models.md
 
 demo-model: setup
 	@$(BIN)/python -m paged_client.serving.demo_model

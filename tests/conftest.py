@@ -1,7 +1,9 @@
 """Shared by all tests: no network access, reports of long tests, and the tiny models that most engine tests use."""
 
+import json
 import os
 import time
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -10,8 +12,10 @@ from transformers import LlamaConfig
 
 from tests.support.in_process import TINY, save_tiny
 from tests.support.stress import table
+from tests.support.support_matrix import PAGE, Records, SupportMatrix, read_page
 
 FIGURES = pytest.StashKey[list[str]]()
+MATRIX = pytest.StashKey[Records]()
 
 
 @pytest.fixture
@@ -25,6 +29,15 @@ def print_line(pytestconfig):
     """A function that prints a line at once. With several test processes it is not shown."""
     reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
     return lambda text: reporter and reporter.write_line(f"    {text}")
+
+
+@pytest.fixture(scope="session")
+def support_matrix(pytestconfig):
+    """What the tests of model families record their results with."""
+    is_recorded = pytestconfig.getoption("--support-matrix") is not None
+    matrix = SupportMatrix(None if is_recorded else read_page(PAGE.read_text()))
+    pytestconfig.stash[MATRIX] = matrix.records
+    return matrix
 
 
 @pytest.fixture
@@ -57,11 +70,17 @@ def pytest_addoption(parser):
     parser.addoption("--stress", "--storm", default="", help=sizes)
     longest = "time limit of each long test, in hours"
     parser.addoption("--hours", type=float, default=1.0, help=longest)
+    recorded = "write the results of the support matrix to this JSON file instead of comparing them with the page"
+    parser.addoption("--support-matrix", type=Path, metavar="FILE", help=recorded)
 
 
 def pytest_sessionfinish(session):
+    stash = session.config.stash
     if (report := getattr(session.config, "workeroutput", None)) is not None:
-        report["figures"], report["table"] = session.config.stash.get(FIGURES, []), table.state()
+        report["figures"], report["table"] = stash.get(FIGURES, []), table.state()
+        report["matrix"] = stash.get(MATRIX, Records()).dump()
+    elif file := session.config.getoption("--support-matrix"):
+        file.write_text(json.dumps(stash.get(MATRIX, Records()).dump()))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -69,6 +88,7 @@ def pytest_testnodedown(node):
     """Collect the reports of a test process that has ended."""
     if report := getattr(node, "workeroutput", None):
         node.config.stash.setdefault(FIGURES, []).extend(report["figures"])
+        node.config.stash.setdefault(MATRIX, Records()).add(Records.parse(report["matrix"]))
         table.add(report["table"])
 
 

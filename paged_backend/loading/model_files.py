@@ -268,8 +268,9 @@ def check_sizes(
     layers = MAX_LAYERS if totals is None else totals.num_tensors
     _check_number(name, text, "num_hidden_layers", layers)
     _check_number(name, text, "max_position_embeddings", MAX_POSITIONS, minimum=2)  # one prompt, one output token
-    for field in _SIZES:
-        _check_number(name, text, field, limit)
+    for layer in _layer_configs(text):
+        for field in _SIZES:
+            _check_number(name, layer, field, limit)
     _check_rope(name, text)
     described = _num_weights(name, config, trust_remote_code)
     if totals is None:
@@ -278,6 +279,11 @@ def check_sizes(
             raise ConfigError(f"{name}: describes {described} weights in {dtype}; available memory is {memory} bytes")
     elif described > (limit if packed else SLACK * limit):
         raise ConfigError(f"{name}: describes {described} weights; the files contain {totals.num_elements}")
+
+
+def _layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Return the configuration of each layer if sizes differ between layers, as in Gemma 4, else the model's."""
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
 
 def _check_number(file: Path, config: PretrainedConfig, field: str, maximum: int, *, minimum: int = 1) -> None:

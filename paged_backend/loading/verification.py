@@ -94,8 +94,11 @@ class _Probe:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def mask(self, *, mask_function: Callable[..., Tensor], **rest: Any) -> None:
-        """Record the window of a mask, as the mask function of the model."""
-        self.mask_windows.add(_window_of(mask_function))
+        """Record the window of a mask, as the mask function of the model. A mask that hides all tokens is ignored,
+        because no layer can use it: Qwen2-MoE without sliding windows builds one."""
+        window = _window_of(mask_function)
+        if window != 0:
+            self.mask_windows.add(window)
 
 
 def _window_of(mask_function: Callable[..., Tensor]) -> int | None:

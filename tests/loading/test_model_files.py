@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.loading import model_files, model_loader
+from tests.support.families import COMMON
 from tests.support.gguf import CONFIG, write_gguf
 from tests.support.in_process import TINY, byte_tokenizer, save_tiny
 
@@ -342,6 +343,18 @@ def test_invalid_sizes_are_rejected_before_allocation(model, monkeypatch, sizes,
     monkeypatch.setattr(model_loader, "load_weights", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=CONFIG_JSON):
         load(model, load_format=load_format)
+
+
+def test_sizes_of_each_layer_are_checked(tmp_path):
+    """In Gemma 4, heads of layers without a window have another size."""
+    sizes = {"head_dim": 16, "global_head_dim": 32, "tie_word_embeddings": False}
+    layer_types = ["sliding_attention", "full_attention"]
+    config = Gemma4TextConfig(**COMMON | sizes | {"num_hidden_layers": 2}, layer_types=layer_types, sliding_window=7)
+    save_tiny(config, tmp_path)
+    assert [layer.self_attn.head_dim for layer in load(tmp_path).model.layers] == [16, 32]
+    set_json(CONFIG_JSON, per_layer_config={"1": {"head_dim": 10**9}})(tmp_path)
+    with pytest.raises(ConfigError, match=rf"{CONFIG_JSON}: head_dim=1000000000: must be 1\.\."):
+        load(tmp_path)
 
 
 def test_any_value_in_config_json_loads_or_is_rejected(model):

@@ -18,6 +18,13 @@ COMMON = {
 }
 
 
+SMALL = {"vocab_size": 320, "n_positions": 256, "n_embd": 64, "n_layer": 3, "n_head": 4}  # names of GPT-2
+
+
+# With tied and scaled embeddings, a random model repeats its last token, whatever attention computes.
+UNTIED = {"tie_word_embeddings": False}
+
+
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -65,16 +72,22 @@ FAMILIES = {
     "mistral_window": lambda: hf.MistralConfig(**COMMON, sliding_window=7),
     "smollm3": lambda: hf.SmolLM3Config(**COMMON, no_rope_layers=[1, 0, 1]),
     "gemma2": lambda: hf.Gemma2Config(
-        **COMMON, head_dim=32, sliding_window=7, query_pre_attn_scalar=32, attn_logit_softcapping=5.0
+        **COMMON,
+        **UNTIED,
+        head_dim=32,
+        sliding_window=7,
+        query_pre_attn_scalar=32,
+        attn_logit_softcapping=5.0,
     ),
     "gemma3": lambda: hf.Gemma3TextConfig(
-        **COMMON, head_dim=32, sliding_window=7, query_pre_attn_scalar=32, layer_types=MIXED
+        **COMMON, **UNTIED, head_dim=32, sliding_window=7, query_pre_attn_scalar=32, layer_types=MIXED
     ),
     "llama_dynamic_rope": lambda: hf.LlamaConfig(
         **COMMON | {"max_position_embeddings": 56}, rope_parameters=dict(DYNAMIC)
     ),
     "gemma3_dynamic_rope": lambda: hf.Gemma3TextConfig(
         **COMMON | {"max_position_embeddings": 56},
+        **UNTIED,
         head_dim=32,
         query_pre_attn_scalar=32,
         sliding_window=7,
@@ -86,18 +99,20 @@ FAMILIES = {
     ),
     "phi3": lambda: hf.Phi3Config(**COMMON),
     "phi3_window": lambda: hf.Phi3Config(**COMMON, sliding_window=7),
-    "gpt2": lambda: hf.GPT2Config(
-        vocab_size=320, n_positions=256, n_embd=64, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2
-    ),
+    "gpt2": lambda: hf.GPT2Config(**SMALL, bos_token_id=1, eos_token_id=2),
     "opt": lambda: hf.OPTConfig(
         **{k: v for k, v in COMMON.items() if k != "num_key_value_heads"}, ffn_dim=96, word_embed_proj_dim=64
     ),
     "olmo2": lambda: hf.Olmo2Config(**COMMON),
+    "olmo3": lambda: hf.Olmo3Config(**COMMON, sliding_window=7, layer_types=MIXED),
     "starcoder2": lambda: hf.Starcoder2Config(**COMMON, sliding_window=7),
     "granite": lambda: hf.GraniteConfig(**COMMON, attention_multiplier=0.2, logits_scaling=2.0),
     "cohere2": lambda: hf.Cohere2Config(**COMMON, sliding_window=7, layer_types=MIXED),
     "gpt_neox": lambda: hf.GPTNeoXConfig(**{k: v for k, v in COMMON.items() if k != "num_key_value_heads"}),
     "mixtral": lambda: hf.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(
+        **COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=48
+    ),
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(
         **COMMON, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
     ),
@@ -213,3 +228,29 @@ def is_fused(model):
     """Return whether the layers are fused: all of them or none."""
     (answer,) = {isinstance(vars(layer).get("forward"), fusion.FusedLayer) for layer in model.model.layers}
     return answer
+
+
+# Models that the verification at load rejects.
+REJECTED_FAMILIES = {
+    "bloom": lambda: hf.BloomConfig(vocab_size=320, hidden_size=64, n_layer=2, n_head=4),
+    "codegen": lambda: hf.CodeGenConfig(**SMALL, rotary_dim=8),
+    "falcon": lambda: hf.FalconConfig(
+        vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256
+    ),
+    "gpt_neo": lambda: hf.GPTNeoConfig(
+        vocab_size=320,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=4,
+        max_position_embeddings=256,
+    ),
+    "gptj": lambda: hf.GPTJConfig(**SMALL, rotary_dim=8),
+    "llama4": lambda: hf.Llama4TextConfig(
+        **COMMON, intermediate_size_mlp=96, num_local_experts=4, attention_chunk_size=8
+    ),
+    "mpt": lambda: hf.MptConfig(vocab_size=320, d_model=64, n_layers=2, n_heads=4),
+    "nemotron": lambda: hf.NemotronConfig(**COMMON),
+    "stablelm": lambda: hf.StableLmConfig(**COMMON),
+}

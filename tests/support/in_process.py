@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,16 +54,18 @@ class EngineHarness:
         prompt: Sequence[int],
         bad_words: tuple[tuple[int, ...], ...] = (),
         guides: Sequence[Guide] = (),
+        session: Hashable = None,
         **sampling: Any,
     ) -> int:
-        """Submit a generation request and return its key. bad_words: as token ids. guides: one per sample."""
+        """Submit a generation request and return its key. bad_words: as token ids. guides: one per sample. session:
+        name of the session whose blocks it continues and keeps."""
         params = SamplingParams.parse({"temperature": 0, "ignore_eos": True} | sampling, self.assembly.limits)
         key, self.next_key = self.next_key, self.next_key + 1
         eos = self.assembly.loaded.spec.eos_ids
         limits = self.assembly.limits
         request = GenerateRequest.from_prompt(key, list(prompt), params, params.seed or 0, eos, limits, bad_words)
         self.outputs[key] = Output()
-        self.engine.submit(replace(request, logprobs=params.logprobs, guides=tuple(guides)))
+        self.engine.submit(replace(request, logprobs=params.logprobs, guides=tuple(guides), session=session))
         return key
 
     def embed(self, prompt: Sequence[int], **sampling: Any) -> int:
@@ -158,11 +160,12 @@ def tiny_assembly(directory: Path, *, adapters: Path | None = None, **options: A
     return assemble(EngineConfig.from_options({"model": str(directory)} | TINY | options), adapters)
 
 
-def generate_with_transformers(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Return the greedy output of transformers for one prompt, past any end-of-sequence token."""
+def generate_with_transformers(
+    model: PreTrainedModel, prompt: Sequence[int], max_tokens: int, **options: Any
+) -> list[int]:
+    """Return the greedy output of transformers for one prompt, past any end-of-sequence token. options: of `generate`;
+    with `num_beams` the best beam is returned."""
     model.generation_config.eos_token_id = None
-    ids = torch.tensor([list(prompt)])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
-    )
+    ids, fixed = torch.tensor([list(prompt)]), {"do_sample": False, "pad_token_id": 0}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, **fixed, **options)
     return out[0, len(prompt) :].tolist()

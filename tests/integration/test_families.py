@@ -1,0 +1,130 @@
+"""Every model family generates the greedy tokens of transformers, whatever happens to the blocks of its requests."""
+
+from dataclasses import replace
+
+import pytest
+
+from paged_backend.models.attention import UnsupportedModel
+from tests.support.beams import MAX_TOKENS as NUM_BEAM_TOKENS
+from tests.support.beams import beams
+from tests.support.families import REJECTED_FAMILIES
+from tests.support.in_process import running, save_tiny, tiny_assembly
+from tests.support.tiny_family import MATRIX_FAMILIES, MAX_TOKENS, TinyFamily, describe_layers
+
+# A pool just large enough for the longest request, which is 56 tokens. Without prefix caching, because the blocks of a
+# preempted request would still be found in the pool, so that none came back from the host.
+UNCACHED = {"enable_prefix_caching": False}
+SWAPPED = UNCACHED | {"block_size": 8, "num_gpu_blocks_override": 8, "swap_space": 0.001, "preemption_mode": "swap"}
+RECOMPUTED = UNCACHED | {"block_size": 16, "num_gpu_blocks_override": 5, "preemption_mode": "recompute"}
+LOOKUP = {"num_speculative_tokens": 4, "prompt_lookup_min": 1}
+FEW_TOKENS = [11, 12, 13, 14]  # with so few, prompt lookup often finds the next one
+
+
+@pytest.fixture(scope="module", params=MATRIX_FAMILIES)
+def family(request, tmp_path_factory):
+    return TinyFamily.create(request.param, tmp_path_factory.mktemp("family"))
+
+
+@pytest.mark.parametrize("name", REJECTED_FAMILIES)
+def test_other_families_are_rejected_at_load(name, tmp_path, support_matrix):
+    model = save_tiny(REJECTED_FAMILIES[name](), tmp_path)
+    with pytest.raises(UnsupportedModel) as caught:
+        tiny_assembly(tmp_path, max_model_len=64)
+    message = str(caught.value).removeprefix(f"{tmp_path}: ")
+    assert message.startswith(f"{type(model).__name__} cannot be served with paged attention: ")
+    support_matrix.record(name, "load", "rejected", message)
+
+
+@pytest.fixture(scope="module")
+def assembly(family):
+    """Steps have room for 16 tokens. Tests use cache salts of their own."""
+    return family.assembly()
+
+
+def salted(text):
+    """Return the options of requests that find only blocks of each other in the prefix cache."""
+    return {"max_tokens": MAX_TOKENS, "cache_salt": text}
+
+
+def test_class_and_layers_are_in_the_table(family, support_matrix):
+    support_matrix.describe(family.name, type(family.model).__name__, describe_layers(family.model))
+
+
+def test_mixed_batch_with_chunked_prefill(family, assembly, support_matrix):
+    for overlap in (False, True):
+        with running(replace(assembly, overlap=overlap)) as engine:
+            assert engine.generate(family.prompts, **salted(f"mixed {overlap}")) == family.outputs
+            stats = [step.stats for step in engine.history]
+            assert any(one.context_requests and one.generation_requests for one in stats)
+            assert max(one.context_tokens for one in stats) <= 16 < max(map(len, family.prompts))
+            assert stats[-1].cached_tokens == stats[0].cached_tokens
+    support_matrix.record(family.name, "mixed batch", "tested")
+
+
+def test_prefix_hit(family, assembly, support_matrix):
+    with running(assembly) as engine:
+        assert engine.generate(family.prompts, **salted("prefix")) == family.outputs
+        before = engine.history[-1].stats.cached_tokens
+        assert engine.generate(family.prompts, **salted("prefix")) == family.outputs
+        assert engine.history[-1].stats.cached_tokens - before > 0.5 * sum(map(len, family.prompts))
+    support_matrix.record(family.name, "prefix cache", "tested")
+
+
+def test_samples_share_their_prompt(family, assembly, support_matrix):
+    """Prompts do not end at the end of a block, so that the samples copy their last block."""
+    with running(assembly) as engine:
+        copies = assembly.scheduler.stats.copies
+        for prompt, output in zip(family.prompts[1:4], family.outputs[1:4], strict=True):
+            samples, _ = beams(engine, prompt, None, n=2, cache_salt="samples")
+            assert samples == [output[:NUM_BEAM_TOKENS]] * 2
+        assert assembly.scheduler.stats.copies > copies
+    support_matrix.record(family.name, "samples", "tested")
+
+
+def test_beam_search(family, assembly, support_matrix):
+    prompt = family.prompts[2]
+    with running(assembly) as engine:
+        found = engine.generate([prompt, family.prompts[3]], beam_width=2, **salted("beams"))
+        assert found == [family.generate(one, num_beams=2) for one in (prompt, family.prompts[3])]
+    support_matrix.record(family.name, "beam search", "tested")
+
+
+@pytest.mark.parametrize(
+    ("feature", "counter", "options"),
+    [("swap", "swapped", SWAPPED), ("recompute", "recomputed", RECOMPUTED)],
+    ids=["swap", "recompute"],
+)
+def test_preemption(family, support_matrix, feature, counter, options):
+    with running(family.assembly(**options)) as engine:
+        assert engine.generate(family.prompts[::-1] * 3, max_tokens=MAX_TOKENS) == family.outputs[::-1] * 3
+        stats = engine.history[-1].stats
+        assert getattr(stats, counter) == stats.preemptions > 0
+        assert (stats.moves_in > 0) == (feature == "swap")
+    support_matrix.record(family.name, feature, "tested")
+
+
+def test_speculation(family, support_matrix):
+    few = family.generate(family.prompts[2], suppress_tokens=sorted(set(range(320)) - set(FEW_TOKENS)))
+    with running(family.assembly(**LOOKUP)) as engine:
+        assert engine.generate(family.prompts, max_tokens=MAX_TOKENS) == family.outputs
+        assert engine.generate([family.prompts[2]], max_tokens=MAX_TOKENS, allowed_token_ids=FEW_TOKENS) == [few]
+        stats = engine.history[-1].stats
+        assert 0 < stats.accepted_tokens < stats.draft_tokens
+    support_matrix.record(family.name, "speculation", "tested")
+
+
+def test_session(family, assembly, support_matrix):
+    """The second turn computes only its own tokens, and the last one of the first turn."""
+    with running(assembly) as engine:
+        first, output = family.prompts[2], family.outputs[2]
+        (turn,) = engine.wait(engine.submit(first, session="chat", **salted("session")))
+        assert turn.tokens == output
+        stats = assembly.scheduler.stats
+        assert stats.blocks_pinned > 0
+        prompt = first + output + family.random_tokens(7)
+        (turn,) = engine.wait(engine.submit(prompt, session="chat", **salted("session")))
+        assert turn.tokens == family.generate(prompt)
+        assert assembly.scheduler.stats.cached_tokens - stats.cached_tokens >= len(first + output) - 1
+        engine.engine.unpin("chat")
+        engine.generate([first], max_tokens=1)
+    support_matrix.record(family.name, "session", "tested")
