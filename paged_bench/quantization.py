@@ -2,8 +2,8 @@
 
 Accuracy is relative to float32, with the method and the texts of `paged bench kv_dtype`. Checkpoints are made from the
 model by rounding to the nearest code, so they are less accurate than those that are calibrated. Speed is that of
-streams that start together, with greedy sampling; for one stream, from its first token on. llama.cpp runs each GGUF file with its own defaults, which round
-activations to 8 bits; the engine does not.
+streams that start together, with greedy sampling; for one stream, from its first token on. llama.cpp runs each GGUF
+file with its own defaults, which round activations to 8 bits; the engine does not.
 """
 
 from __future__ import annotations
