@@ -1,4 +1,4 @@
-"""Measure what paging does for memory: wasted slots, capacity, savings by sharing, and the cost of bookkeeping.
+"""Measure what paging does for memory: wasted slots, capacity, savings by sharing and by sliding windows, bookkeeping.
 
 All parts but the last run the scheduler and block manager without a model, because block allocation depends only on
 lengths. Lengths are log-normal, with the means that the paper reports for ShareGPT (161 in, 338 out) and Alpaca (19
@@ -22,6 +22,7 @@ from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.step_result import StepResult
 from paged_bench._pool_simulation import POOL_SLOTS, RESERVATION, requests, simulate, utilisation
 from paged_bench._report import Record, arguments, count, parser, publish
+from paged_bench._window_simulation import windows
 from paged_bench._workload import DATASETS
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -197,6 +198,7 @@ def main(argv: Rows[str]) -> int:
     records, curves = pages(count)
     records += capacity(count)
     records += sharing(count, widths)
+    records += windows()
     records += bookkeeping(min(count, 200))
     records += attention_speed(10 if args.quick else 50)
     records += system_prompt(args.model, 2 if args.quick else count // 10)

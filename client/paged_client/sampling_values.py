@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.errors import RequestError
 from paged_backend.api.limits import EngineLimits, InputLimits
 from paged_backend.api.sampling_params import SamplingParams
@@ -11,7 +12,7 @@ from paged_backend.api.sampling_params import SamplingParams
 _MOST = 2**31 - 1
 # The highest limits, as those of the server are not known.
 _OWN = {spec.name: _MOST for spec in fields(InputLimits) if spec.name not in ("min_priority", "max_prompt_chars")}
-_LIMITS = EngineLimits(_MOST, _MOST, _MOST, _MOST, _MOST, input_limits=InputLimits(**_OWN))
+_LIMITS = EngineLimits(_MOST, _MOST, _MOST, BlockLayout(1), _MOST, input_limits=InputLimits(**_OWN))
 _PARSERS = {spec.name: spec.metadata["parse"] for spec in fields(SamplingParams)}
 NAMES = tuple(_PARSERS)
 

@@ -55,6 +55,12 @@ SAMPLING = ("threshold", "best", "greedy", "first_best")
 SMALL_KERNELS = (*SAMPLING, "block_copy", "step_inputs")  # kernels with few configurations
 # Variants of attention: small tiles, small tiles with splits, large and small tiles, shared prefixes.
 ATTENTION = ("decode", "split", "prefill", "prefix")
+# Multi-head latent attention of DeepSeek-V3: expanded keys and values, the latents of a step, those of one rank of 8.
+LATENT_SIZES: tuple[dict[str, Any], ...] = (
+    dict(head_dim=192, value_dim=128, group=1),
+    dict(head_dim=576, value_dim=512, group=128, latent=True),
+    dict(head_dim=576, value_dim=512, group=16, latent=True),
+)
 HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
 
 # Bytes per thread. To increase occupancy, ptxas spills a few values that are set before the loop and read after it;
@@ -70,6 +76,8 @@ class Case:
     kernel: str  # name from ATTENTION or SMALL_KERNELS, or of a module
     dtype: str = "bf16"
     head_dim: int = 128
+    value_dim: int | None = None  # None: head_dim
+    latent: bool = False  # whether values are the first elements of keys
     group: int = 4
     block_size: int = 16
     window: bool = False
@@ -100,9 +108,12 @@ def full_grid(chip: str) -> Iterator[Case]:
         attends = kernel in ("decode", "prefill")
         variants = every if attends and name is None else [*none, (True, True, True)] if attends else none
         for window, softcap, sinks in variants:
-            yield Case(chip, kernel, dtype, head_dim, 4, 16, window, softcap, sinks, format=name)
+            features = dict(window=window, softcap=softcap, sinks=sinks)
+            yield Case(chip, kernel, dtype, head_dim, group=4, **features, format=name)
     for dtype, group, kernel, name in itertools.product(DTYPES, (1, 3, 8, 16, 32, 71), kernels, names):
-        yield from (Case(chip, kernel, dtype, head_dim, group, format=name) for head_dim in (64, 128, 256))
+        yield from (Case(chip, kernel, dtype, head_dim, group=group, format=name) for head_dim in (64, 128, 256))
+    for dtype, kernel, name in itertools.product(DTYPES, (*kernels, "kv_write"), names):
+        yield from (Case(chip, kernel, dtype, **sizes, format=name) for sizes in LATENT_SIZES)
     for block_size, kernel, name in itertools.product((1, 8, 32, 64, 256), kernels, names):
         yield Case(chip, kernel, block_size=block_size, format=name)
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
@@ -131,7 +142,7 @@ def table_grid(chip: str) -> Iterator[Case]:
         group = 4 if key.rows == 16 else key.rows
         for name in FORMATS.values() if key.quantized else (None,):
             for kernel in ("prefill", "prefix"):
-                yield Case(chip, kernel, dtype, key.block_d, group, format=name, length=key.length)
+                yield Case(chip, kernel, dtype, key.block_d, group=group, format=name, length=key.length)
 
 
 def _row_cases(chip: str, key: RowTuningKey) -> Iterator[Case]:
@@ -156,6 +167,10 @@ def small_grid(chip: str) -> Iterator[Case]:
         yield Case(chip, "decode", "bf16", 128, sinks=True, format=name)
         yield Case(chip, "prefix", "fp16", 64, group=3, format=name)
         yield from (Case(chip, "kv_write", dtype, format=name) for dtype in ("bf16", "fp32"))
+    expanded, latents = LATENT_SIZES[:2]
+    yield from (Case(chip, "split", **latents, format=name) for name in (None, *FORMATS.values()))
+    yield from (Case(chip, kernel, **latents) for kernel in ("prefill", "kv_write"))
+    yield Case(chip, "prefill", **expanded)
     yield Case(chip, "prefill", "bf16", 128, **features)
     yield from (Case(chip, "prefill", "fp32", 256, **features, format=name) for name in (None, "int8"))
     yield Case(chip, "split", "fp32", 256, **features)
@@ -227,12 +242,14 @@ def _launch(case: Case) -> Launch:
     num_kv_heads = -(-num_heads // case.group) if rotates else num_heads if writes else 2
     slots_of_pool = (64, num_kv_heads, case.block_size)
     stored = next((stored for stored, name in FORMATS.items() if name == case.format), dtype)
-    parts = [tensor(*slots_of_pool, case.head_dim, dtype=stored)] * 2
-    parts += [tensor(*slots_of_pool, dtype=torch.float32)] * 2 if case.format else []
-    cache = LayerCache(*parts)
+    value_dim = case.value_dim or case.head_dim
+    keys, values = (tensor(*slots_of_pool, size, dtype=stored) for size in (case.head_dim, value_dim))
+    scales = tensor(*slots_of_pool, dtype=torch.float32) if case.format else None
+    cache = LayerCache.latent(keys, value_dim, scales) if case.latent else LayerCache(keys, values, scales, scales)
     slots, key = tensor(case.length, dtype=torch.int64), tensor(case.length, num_kv_heads, case.head_dim)
     if case.kernel == "kv_write":
-        return kv_write.plan_launch(key, key, cache, slots, device=device)
+        value = None if case.latent else tensor(case.length, num_kv_heads, value_dim)
+        return kv_write.plan_launch(key, value, cache, slots, device=device)
     if rotates:
         query = tensor(case.length, num_heads, case.head_dim)
         angles, weight = tensor(case.length, case.head_dim), tensor(case.head_dim) if case.norm else None
@@ -252,8 +269,9 @@ def _launch(case: Case) -> Launch:
         max_query_len=chunk, max_context_len=context_len, shared=shared,
     )  # fmt: skip
     query = tensor(num_seqs * chunk, num_kv_heads * case.group, case.head_dim)
+    out = tensor(num_seqs * chunk, num_kv_heads * case.group, value_dim)
     return paged_attention.plan_launch(
-        query, query, cache, paging,
+        out, query, cache, paging,
         scale=0.1, sliding_window=100 if case.window else None, softcap=50.0 if case.softcap else None,
         sinks=tensor(num_kv_heads * case.group) if case.sinks else None, device=device,
     )[0]  # fmt: skip

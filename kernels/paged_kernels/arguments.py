@@ -4,6 +4,8 @@ from torch import Tensor
 
 from paged_kernels.layer_cache import LayerCache
 
+MAX_HEAD_DIM = 576  # elements of a key or value: the latent and the shared key of DeepSeek's attention
+
 
 def check_paged_attention(
     query: Tensor, cache: LayerCache, sliding_window: int | None, softcap: float | None, sinks: Tensor | None
@@ -18,19 +20,22 @@ def check_paged_attention(
         raise ValueError(f"num_heads={num_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
     if block_size & (block_size - 1) or not 1 <= block_size <= 256:
         raise ValueError(f"block_size={block_size}: must be a power of two in 1..256")
-    if head_dim > 256:
-        raise ValueError(f"head_dim={head_dim}: must be 1..256")
+    for name, size in (("head_dim", head_dim), ("value_dim", cache.value_dim)):
+        if size > MAX_HEAD_DIM:
+            raise ValueError(f"{name}={size}: must be 1..{MAX_HEAD_DIM}")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window={sliding_window}: must be at least 1, or None for no window")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap}: must be above 0, or None for no cap")
 
 
-def check_kv_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+def check_kv_write(key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
     """Assert that the shapes and types match."""
     num_kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
-    assert key.shape == value.shape == (slots.shape[0], num_kv_heads, head_dim), (key.shape, cache.keys.shape)
-    assert key.dtype == value.dtype, (key.dtype, value.dtype)
+    assert key.shape == (slots.shape[0], num_kv_heads, head_dim), (key.shape, cache.keys.shape)
+    assert (value is None) == cache.shares_memory, "no values for a cache that stores them, or values for one without"
+    assert value is None or value.shape == (*key.shape[:2], cache.value_dim), (value.shape, cache.values.shape)
+    assert value is None or key.dtype == value.dtype, (key.dtype, value.dtype)
     assert cache.format or key.dtype == cache.keys.dtype, (key.dtype, cache.keys.dtype)
 
 
@@ -50,6 +55,7 @@ def check_rope_kv_write(
     num_tokens, _, head_dim = query.shape
     assert num_tokens == key.shape[0] and head_dim == key.shape[2], (query.shape, key.shape)
     assert query.dtype == key.dtype, (query.dtype, key.dtype)
+    assert cache.value_dim == head_dim, (cache.value_dim, head_dim)
     assert cos.shape == sin.shape == (num_tokens, head_dim), (cos.shape, sin.shape, query.shape)
     assert (query_weight is None) == (key_weight is None)
     for weight in (query_weight, key_weight):

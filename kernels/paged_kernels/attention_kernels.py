@@ -15,6 +15,21 @@ from paged_kernels.splits import is_last
 
 
 @triton.jit
+def _load_query(  # type: ignore[no-untyped-def]
+    query, offset, is_query, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """Load rows at `offset` [BLOCK_M] in two parts, as `attention_tile` loads keys."""
+    d = tl.arange(0, BLOCK_D)
+    rows = query + offset[:, None]
+    q = tl.load(rows + d[None, :], mask=is_query[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
+    q_rest = q
+    if BLOCK_R > 0:
+        r = BLOCK_D + tl.arange(0, BLOCK_R)
+        q_rest = tl.load(rows + r[None, :], mask=is_query[:, None] & (r[None, :] < HEAD_DIM), other=0.0)
+    return q, q_rest
+
+
+@triton.jit
 def _attend_tile(  # type: ignore[no-untyped-def]
     out, partials, logs, arrivals, query, key_cache, value_cache, key_scales, value_scales,
     block_tables, context_lens, query_starts, shared_lens, sinks,
@@ -24,9 +39,10 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
     STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr, FORMAT: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, SHARED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     ONE_LOOP: tl.constexpr, PARTIAL: tl.constexpr, MIN_SPLIT: tl.constexpr, PREFIX_N: tl.constexpr,
     MAX_SLOTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -57,11 +73,9 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         split_end = tl.minimum(split_begin + split_len, end)
         own = (tl.maximum(end - begin, 0) + split_len - 1) // split_len  # splits that have keys
     if split < tl.maximum(own, 1):  # without any keys the first program writes zeros
-        d = tl.arange(0, BLOCK_D)
-        mask = is_query[:, None] & (d[None, :] < HEAD_DIM)
         token = (query_start + q_index).to(tl.int64)
-        q = tl.load(
-            query + (token * stride_q_token + head * stride_q_head)[:, None] + d[None, :], mask=mask, other=0.0
+        q, q_rest = _load_query(
+            query, token * stride_q_token + head * stride_q_head, is_query, HEAD_DIM, BLOCK_D, BLOCK_R
         )  # fmt: skip
         # A sink is a key with this logit and value 0. With several partials it is added when they are merged.
         sink = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -76,11 +90,12 @@ def _attend_tile(  # type: ignore[no-untyped-def]
             first_position, last_position, begin, split_begin, split_end, window, HAS_WINDOW, BLOCK_N
         )  # fmt: skip
         found, log = attend_keys(
-            q, row_max, row_sum, position, first, split_begin, low, high, split_end, window, scale, softcap,
+            q, q_rest, row_max, row_sum, position, first, split_begin, low, high, split_end, window, scale, softcap,
             block_tables + stride_table.to(tl.int64) * seq, kv_head, key_cache, value_cache, key_scales, value_scales,
             STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
-            STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE,
-            BLOCK_D, BLOCK_M, BLOCK_N, STAGES, ONE_LOOP, PRECISION,
+            STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, HAS_WINDOW, HAS_SOFTCAP,
+            HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_R, BLOCK_V, SHARED,
+            BLOCK_M, BLOCK_N, STAGES, ONE_LOOP, PRECISION,
         )  # fmt: skip
         o_offset = token * stride_o_token + head * stride_o_head
         is_done = True
@@ -92,32 +107,34 @@ def _attend_tile(  # type: ignore[no-untyped-def]
                 parts += (prefix_len + prefix_split_len - 1) // prefix_split_len
             if parts > 1:
                 _store_partial(
-                    partials, logs, found, log, is_query, place + split * queries, head, NUM_HEADS, HEAD_DIM, BLOCK_D
+                    partials, logs, found, log, is_query, place + split * queries, head, NUM_HEADS, VALUE_DIM, BLOCK_V
                 )  # fmt: skip
                 is_done = False
                 if is_last(arrivals + seq * tl.num_programs(1) + tl.program_id(1), own):
                     found = _merge_partials(
                         partials, logs, sink, is_query, place * NUM_HEADS + head, own, parts, num_splits,
-                        queries * NUM_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, MAX_SLOTS,
+                        queries * NUM_HEADS, VALUE_DIM, BLOCK_M, BLOCK_V, MAX_SLOTS,
                     )  # fmt: skip
                     is_done = True
             elif HAS_SINKS:
                 found = tl.where(log > float("-inf"), 1.0 / (1.0 + tl.exp2(sink - log)), 0.0)[:, None] * found
         if is_done:
+            d = tl.arange(0, BLOCK_V)
+            mask = is_query[:, None] & (d[None, :] < VALUE_DIM)
             tl.store(out + o_offset[:, None] + d[None, :], found.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _merge_partials(  # type: ignore[no-untyped-def]
     partials, logs, sink, is_query, place, own, parts, num_splits, stride_slot,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, MAX_SLOTS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, MAX_SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the rows [BLOCK_M, BLOCK_D] of all parts: slots 0 to own - 1, and the prefix's from num_splits on.
+    """Return the rows [BLOCK_M, BLOCK_V] of all parts: slots 0 to own - 1, and the prefix's from num_splits on.
 
     Each partial is weighted by its part of the softmax's denominator, whose log2 is in `logs`. The loads bypass the L1
     cache, because other multiprocessors have written the values.
     """
-    STEP: tl.constexpr = max(1, 8192 // (BLOCK_M * BLOCK_D))  # partials loaded at once
+    STEP: tl.constexpr = max(1, 8192 // (BLOCK_M * BLOCK_V))  # partials loaded at once
     index = tl.arange(0, MAX_SLOTS)
     slot = place[None, :] + (tl.where(index < own, index, index - own + num_splits) * stride_slot)[:, None]
     used = (index < parts)[:, None] & is_query[None, :]
@@ -127,16 +144,16 @@ def _merge_partials(  # type: ignore[no-untyped-def]
     total = tl.sum(tl.exp2(log - top[None, :]), 0) + tl.exp2(sink - top)
     total = tl.where(total == 0.0, 1.0, total)
 
-    d = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    d = tl.arange(0, BLOCK_V)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     for done in range(0, parts, STEP):
         i = done + tl.arange(0, STEP)
         at = place[None, :] + (tl.where(i < own, i, i - own + num_splits) * stride_slot)[:, None]
         mask = (i < parts)[:, None] & is_query[None, :]
         weight = tl.exp2(tl.load(logs + at, mask=mask, other=float("-inf"), cache_modifier=".cg") - top[None, :])
-        values = partials + (at * HEAD_DIM)[:, :, None] + d[None, None, :]
+        values = partials + (at * VALUE_DIM)[:, :, None] + d[None, None, :]
         found = tl.load(
-            values, mask=mask[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg"
+            values, mask=mask[:, :, None] & (d < VALUE_DIM)[None, None, :], other=0.0, cache_modifier=".cg"
         )  # fmt: skip
         acc += tl.sum(found * weight[:, :, None], 0)
     return acc / total[:, None]
@@ -145,13 +162,13 @@ def _merge_partials(  # type: ignore[no-untyped-def]
 @triton.jit
 def _store_partial(  # type: ignore[no-untyped-def]
     partials, logs, found, log, is_query, place, head,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Store into partials [num_seqs, slots, queries, NUM_HEADS, HEAD_DIM] and logs, which lack the last dimension."""
-    d = tl.arange(0, BLOCK_D)
+    """Store into partials [num_seqs, slots, queries, NUM_HEADS, VALUE_DIM] and logs, which lack the last dimension."""
+    d = tl.arange(0, BLOCK_V)
     place = place * NUM_HEADS + head
     tl.store(
-        partials + place[:, None] * HEAD_DIM + d[None, :], found, mask=is_query[:, None] & (d[None, :] < HEAD_DIM)
+        partials + place[:, None] * VALUE_DIM + d[None, :], found, mask=is_query[:, None] & (d[None, :] < VALUE_DIM)
     )  # fmt: skip
     tl.store(logs + place, log, mask=is_query)
 
@@ -173,11 +190,12 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
     STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr, FORMAT: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, SHARED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     SMALL_M: tl.constexpr, SMALL_N: tl.constexpr, SMALL_STAGES: tl.constexpr,
     LARGE_M: tl.constexpr, LARGE_N: tl.constexpr, LARGE_STAGES: tl.constexpr,
-    BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr, MIN_SPLIT: tl.constexpr, PREFIX_N: tl.constexpr,
+    PARTIAL: tl.constexpr, MIN_SPLIT: tl.constexpr, PREFIX_N: tl.constexpr,
     MAX_SLOTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a mixed batch. Grid: (large_tiles + num_splits * num_seqs, KV heads * tiles of a group).
@@ -207,8 +225,9 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
                 scale, softcap,
                 stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
                 STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
-                STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, GROUP, NUM_HEADS, HEADS, HEAD_DIM, BLOCK_SIZE,
-                HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, LARGE_M, LARGE_N, LARGE_STAGES, BLOCK_D,
+                STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, GROUP, NUM_HEADS, HEADS,
+                HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_R, BLOCK_V, SHARED,
+                HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, LARGE_M, LARGE_N, LARGE_STAGES,
                 False, False, MIN_SPLIT, PREFIX_N, MAX_SLOTS, PRECISION,
             )  # fmt: skip
     else:
@@ -225,8 +244,9 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
                 slots, queries, window, scale, softcap,
                 stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
                 STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
-                STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, GROUP, NUM_HEADS, HEADS, HEAD_DIM, BLOCK_SIZE,
-                HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SMALL_M, SMALL_N, SMALL_STAGES, BLOCK_D,
+                STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, GROUP, NUM_HEADS, HEADS,
+                HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_R, BLOCK_V, SHARED,
+                HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SMALL_M, SMALL_N, SMALL_STAGES,
                 True, PARTIAL, MIN_SPLIT, PREFIX_N, MAX_SLOTS, PRECISION,
             )  # fmt: skip
 
@@ -244,9 +264,11 @@ def prefix_attention_kernel(  # type: ignore[no-untyped-def]
     STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
     STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr, FORMAT: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, SHARED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_D: tl.constexpr, MIN_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the shared-prefix part of decode rows.
 
@@ -272,7 +294,6 @@ def prefix_attention_kernel(  # type: ignore[no-untyped-def]
         end = tl.minimum(begin + split_len, shared_len)
         if begin < end:
             row = tl.arange(0, BLOCK_M)
-            d = tl.arange(0, BLOCK_D)
             index = first_member + row // HEADS
             head_of_group = first_head + row % HEADS
             head = kv_head * GROUP + head_of_group
@@ -280,19 +301,19 @@ def prefix_attention_kernel(  # type: ignore[no-untyped-def]
             seq = tl.load(members + group_start + index, mask=is_query, other=0)
             token = tl.load(query_starts + seq, mask=is_query, other=0).to(tl.int64)
             q_offset = token * stride_q_token + head * stride_q_head
-            mask = is_query[:, None] & (d[None, :] < HEAD_DIM)
-            q = tl.load(query + q_offset[:, None] + d[None, :], mask=mask, other=0.0)
+            q, q_rest = _load_query(query, q_offset, is_query, HEAD_DIM, BLOCK_D, BLOCK_R)
             row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
             row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
             found, log = attend_keys(
-                q, row_max, row_sum, tl.full([BLOCK_M], 0, tl.int32) + end, begin, begin, begin, end, end, 0,
+                q, q_rest, row_max, row_sum, tl.full([BLOCK_M], 0, tl.int32) + end, begin, begin, begin, end, end, 0,
                 scale, softcap, block_tables + stride_table.to(tl.int64) * leader, kv_head,
                 key_cache, value_cache, key_scales, value_scales,
                 STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
-                STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, False, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE,
-                BLOCK_D, BLOCK_M, BLOCK_N, STAGES, True, PRECISION,
+                STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, False, HAS_SOFTCAP,
+                HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_R, BLOCK_V, SHARED,
+                BLOCK_M, BLOCK_N, STAGES, True, PRECISION,
             )  # fmt: skip
             _store_partial(
                 partials, logs, found, log, is_query, (seq.to(tl.int64) * slots + first_slot + split) * queries, head,
-                NUM_HEADS, HEAD_DIM, BLOCK_D,
+                NUM_HEADS, VALUE_DIM, BLOCK_V,
             )  # fmt: skip

@@ -68,11 +68,17 @@ def _load_step(  # type: ignore[no-untyped-def]
     start, block, begin, end, key_head, value_head, key_scale_head, value_scale_head,
     STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
     STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_SLOT: tl.constexpr, STRIDE_S_BLOCK: tl.constexpr, FORMAT: tl.constexpr,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load keys [BLOCK_D, BLOCK_N], values [BLOCK_N, BLOCK_D] and their scales for positions from start on."""
+    """Load keys in two parts [BLOCK_D, BLOCK_N] and [BLOCK_R, BLOCK_N], values [BLOCK_N, BLOCK_V] and their scales for
+    positions from start on.
+
+    With BLOCK_R = 0 the second part is not used. With SHARED, the values are the first part of the keys.
+    """
     d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_V)
     n = start + tl.arange(0, BLOCK_N)
     # Memory outside [begin, end) may hold another request's data, even NaN: it is not loaded at all.
     in_context = (n >= begin) & (n < end)
@@ -84,15 +90,25 @@ def _load_step(  # type: ignore[no-untyped-def]
     v_scale = 1.0
     if MASKED:
         k_mask = (d[:, None] < HEAD_DIM) & in_context[None, :]
-        v_mask = (d[None, :] < HEAD_DIM) & in_context[:, None]
         k = tl.load(k_row[None, :] + d[:, None], mask=k_mask, other=0.0)
-        v = tl.load(v_row[:, None] + d[None, :], mask=v_mask, other=0.0)
-    elif BLOCK_D != HEAD_DIM:
+    elif BLOCK_D > HEAD_DIM:
         k = tl.load(k_row[None, :] + d[:, None], mask=d[:, None] < HEAD_DIM, other=0.0)
-        v = tl.load(v_row[:, None] + d[None, :], mask=d[None, :] < HEAD_DIM, other=0.0)
     else:
         k = tl.load(k_row[None, :] + d[:, None])
-        v = tl.load(v_row[:, None] + d[None, :])
+    if SHARED:
+        v = tl.trans(k)
+    elif MASKED:
+        v_mask = (e[None, :] < VALUE_DIM) & in_context[:, None]
+        v = tl.load(v_row[:, None] + e[None, :], mask=v_mask, other=0.0)
+    elif BLOCK_V > VALUE_DIM:
+        v = tl.load(v_row[:, None] + e[None, :], mask=e[None, :] < VALUE_DIM, other=0.0)
+    else:
+        v = tl.load(v_row[:, None] + e[None, :])
+    k_rest = k
+    if BLOCK_R > 0:
+        r = BLOCK_D + tl.arange(0, BLOCK_R)
+        r_mask = (r[:, None] < HEAD_DIM) & (in_context[None, :] if MASKED else True)
+        k_rest = tl.load(k_row[None, :] + r[:, None], mask=r_mask, other=0.0)
     if FORMAT is not None:
         s_row = block * STRIDE_S_BLOCK + slot
         if MASKED:
@@ -101,31 +117,36 @@ def _load_step(  # type: ignore[no-untyped-def]
         else:
             k_scale = tl.load(key_scale_head + s_row)
             v_scale = tl.load(value_scale_head + s_row)
-    return k, v, k_scale, v_scale
+    return k, k_rest, v, k_scale, v_scale
 
 
 @triton.jit
 def _softmax_step(  # type: ignore[no-untyped-def]
-    acc, row_max, row_sum, unit, q, start, block, begin, end, position, window, scale, softcap,
+    acc, row_max, row_sum, unit, q, q_rest, start, block, begin, end, position, window, scale, softcap,
     key_head, value_head, key_scale_head, value_scale_head,
     STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
     STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_SLOT: tl.constexpr, STRIDE_S_BLOCK: tl.constexpr, FORMAT: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one step of the running softmax, over the BLOCK_N keys from position `start` on."""
-    k, v, k_scale, v_scale = _load_step(
+    k, k_rest, v, k_scale, v_scale = _load_step(
         start, block, begin, end, key_head, value_head, key_scale_head, value_scale_head,
         STRIDE_K_BLOCK, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_SLOT, STRIDE_S_BLOCK, FORMAT,
-        MASKED, HEAD_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_N,
+        MASKED, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_R, BLOCK_V, SHARED, BLOCK_N,
     )  # fmt: skip
     CODE_UNIT: tl.constexpr = 256.0 if FORMAT == "fp8" else 1.0  # factor code / _widen(code)
     if FORMAT is not None:
         k = _widen(k, FORMAT, q.dtype)
+        k_rest = _widen(k_rest, FORMAT, q.dtype)
         v = _widen(v, FORMAT, q.dtype)
 
-    scores = tl.dot(q, k, input_precision=PRECISION) * scale
+    scores = tl.dot(q, k, input_precision=PRECISION)
+    if BLOCK_R > 0:
+        scores = tl.dot(q_rest, k_rest, scores, input_precision=PRECISION)
+    scores = scores * scale
     if FORMAT is not None:
         scores = scores * (k_scale * CODE_UNIT)[None, :]
     if HAS_SOFTCAP:
@@ -156,13 +177,15 @@ def _softmax_step(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def attend_keys(  # type: ignore[no-untyped-def]
-    q, row_max, row_sum, position, first, begin, low, high, end, window, scale, softcap,
+    q, q_rest, row_max, row_sum, position, first, begin, low, high, end, window, scale, softcap,
     table, kv_head, key_cache, value_cache, key_scales, value_scales,
     STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
     STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
     STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr, FORMAT: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     ONE_LOOP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the attention of rows [BLOCK_M] over keys [begin, end), and the log2 of the softmax's denominator.
@@ -173,7 +196,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
     if ONE_LOOP:
         low = begin
         high = end
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     unit = 1e-37  # unit of acc; below the smallest scale times 2**-14
     key_head = key_cache + kv_head.to(tl.int64) * STRIDE_K_HEAD
     value_head = value_cache + kv_head.to(tl.int64) * STRIDE_V_HEAD
@@ -187,10 +210,11 @@ def attend_keys(  # type: ignore[no-untyped-def]
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         next_block = _load_blocks(table, start + BLOCK_N, low, high, True, BLOCK_SIZE, BLOCK_N)
         acc, row_max, row_sum, unit = _softmax_step(
-            acc, row_max, row_sum, unit, q, start, block, first, end, position, window, scale, softcap,
+            acc, row_max, row_sum, unit, q, q_rest, start, block, first, end, position, window, scale, softcap,
             key_head, value_head, key_scale_head, value_scale_head,
             STRIDE_K_BLOCK, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_SLOT, STRIDE_S_BLOCK, FORMAT,
-            ONE_LOOP, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_N, PRECISION,
+            ONE_LOOP, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_R, BLOCK_V, SHARED,
+            BLOCK_N, PRECISION,
         )  # fmt: skip
         block = next_block
     if not ONE_LOOP:
@@ -198,11 +222,12 @@ def attend_keys(  # type: ignore[no-untyped-def]
         for done in tl.range(0, masked_before + end - high, BLOCK_N, num_stages=STAGES):
             start = tl.where(done < masked_before, begin + done, high - masked_before + done)
             acc, row_max, row_sum, unit = _softmax_step(
-                acc, row_max, row_sum, unit, q, start,
+                acc, row_max, row_sum, unit, q, q_rest, start,
                 _load_blocks(table, start, first, end, True, BLOCK_SIZE, BLOCK_N),
                 first, end, position, window, scale, softcap, key_head, value_head, key_scale_head, value_scale_head,
                 STRIDE_K_BLOCK, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_SLOT, STRIDE_S_BLOCK, FORMAT,
-                True, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_N, PRECISION,
+                True, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_R, BLOCK_V, SHARED,
+            BLOCK_N, PRECISION,
             )  # fmt: skip
 
     total = tl.where(row_sum == 0.0, 1.0, row_sum)

@@ -38,6 +38,6 @@ class BlockPair:
             tuple(sources),
             tuple(targets),
             table=torch.tensor(numbers, dtype=torch.int64).to(device),
-            largest=max(numbers[2]),
+            largest=max(numbers[2], default=0),
             aligned=math.gcd(16, *itertools.chain(*numbers)),
         )

@@ -55,10 +55,13 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]
     STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
     STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr,
     FORMAT: tl.constexpr, MAX_CODE: tl.constexpr, MIN_ROW_MAX: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of one token's heads. Grid: (num_tokens, tiles of heads). FORMAT as in `layer_cache`."""
+    """Write a tile of one token's heads. Grid: (num_tokens, tiles of heads). FORMAT as in `layer_cache`.
+
+    value is None if the values are part of the keys.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:
@@ -69,12 +72,15 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]
     is_head = head < NUM_KV_HEADS
     mask = is_head & (d < HEAD_DIM)
     k = tl.load(key + token * stride_key_token + head * stride_key_head + d, mask=mask, other=0.0)
-    v = tl.load(value + token * stride_value_token + head * stride_value_head + d, mask=mask, other=0.0)
     k_place = block * STRIDE_K_BLOCK + head * STRIDE_K_HEAD + offset * STRIDE_K_SLOT + d
-    v_place = block * STRIDE_V_BLOCK + head * STRIDE_V_HEAD + offset * STRIDE_V_SLOT + d
     s_place = block * STRIDE_S_BLOCK + head * STRIDE_S_HEAD + offset
     store_rows(k, key_cache, key_scales, k_place, s_place, mask, is_head, FORMAT, MAX_CODE, MIN_ROW_MAX)
-    store_rows(v, value_cache, value_scales, v_place, s_place, mask, is_head, FORMAT, MAX_CODE, MIN_ROW_MAX)
+    if value is not None:
+        e = tl.arange(0, BLOCK_V)[None, :]
+        mask = is_head & (e < VALUE_DIM)
+        v = tl.load(value + token * stride_value_token + head * stride_value_head + e, mask=mask, other=0.0)
+        v_place = block * STRIDE_V_BLOCK + head * STRIDE_V_HEAD + offset * STRIDE_V_SLOT + e
+        store_rows(v, value_cache, value_scales, v_place, s_place, mask, is_head, FORMAT, MAX_CODE, MIN_ROW_MAX)
 
 
 def cache_arguments(cache: LayerCache) -> dict[str, Any]:
@@ -100,43 +106,51 @@ def head_tile(device: Device, kind: str, *, num_heads: int, block_d: int, num_to
     return min(padded, max(1, tile.elements // block_d)), tile.num_warps
 
 
-def plan_launch(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, *, device: Device) -> Launch:
+def plan_launch(
+    key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, *, device: Device
+) -> Launch:  # fmt: skip
     """Return the launch of `kv_write`."""
     num_tokens, num_kv_heads, head_dim = key.shape
-    block_d = power_of_two(head_dim)
+    block_d, block_v = power_of_two(head_dim), power_of_two(cache.value_dim)
+    widest = block_d if value is None else max(block_d, block_v)
     block_h, num_warps = head_tile(
-        device, "kv_write", num_heads=num_kv_heads, block_d=block_d, num_tokens=num_tokens
+        device, "kv_write", num_heads=num_kv_heads, block_d=widest, num_tokens=num_tokens
     )  # fmt: skip
+    value_strides = (0, 0) if value is None else value.stride()[:2]
     arguments = dict(
         key=key, value=value, slots=slots,
         stride_key_token=key.stride(0), stride_key_head=key.stride(1),
-        stride_value_token=value.stride(0), stride_value_head=value.stride(1),
-        **cache_arguments(cache), NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_H=block_h, BLOCK_D=block_d, num_warps=num_warps,
+        stride_value_token=value_strides[0], stride_value_head=value_strides[1],
+        **cache_arguments(cache), NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, VALUE_DIM=cache.value_dim,
+        BLOCK_H=block_h, BLOCK_D=block_d, BLOCK_V=block_v, num_warps=num_warps,
     )  # fmt: skip
     return Launch(kv_write_kernel, (num_tokens, triton.cdiv(num_kv_heads, block_h)), arguments)
 
 
 def kv_write(
     key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    value: Tensor,  # shape and type of key
+    value: Tensor | None,  # [num_tokens, num_kv_heads, value_dim] of the type of key; None: see below
     cache: LayerCache,  # type of key, or quantized
     slots: Tensor,  # [num_tokens] int64: block * block_size + offset; -1: write nothing
 ) -> None:
-    """Write the key and value of token t into slot slots[t] of the cache, in place, quantized if the cache is."""
+    """Write the key and value of token t into slot slots[t] of the cache, in place, quantized if the cache is.
+
+    value must be None, and is not written, if the values of the cache share the memory of its keys.
+    """
     check_kv_write(key, value, cache, slots)
     key = key if key.stride(2) == 1 else key.contiguous()
-    value = value if value.stride(2) == 1 else value.contiguous()
+    value = value if value is None or value.stride(2) == 1 else value.contiguous()
     plan_launch(key, value, cache, slots, device=device_of(key.device)).run()
 
 
-def kv_write_reference(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+def kv_write_reference(key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
     """Write one token at a time. The definition of `kv_write` for tests; slow."""
     check_kv_write(key, value, cache, slots)
     for token, slot in enumerate(slots.tolist()):
-        for new, (pool, scales) in zip((key[token], value[token]), cache.pools, strict=True):
-            if slot < 0:
+        for rows, (pool, scales) in zip((key, value), cache.pools, strict=True):
+            if slot < 0 or rows is None:
                 continue
+            new = rows[token]
             place = slot // pool.shape[2], slice(None), slot % pool.shape[2]
             if scales is None:
                 pool[place] = new

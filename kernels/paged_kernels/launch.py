@@ -17,6 +17,7 @@ from paged_kernels.launch_table import Tile, TuningKey, decode_tile, find_tile, 
 MIN_SPLIT = 256  # minimum keys of a split; starting and merging a shorter one costs more than it saves
 MAX_SPLITS = 64  # maximum splits of a sequence, which the merge reads at once
 MAX_SPLIT_LEN = 16384  # maximum keys of a split, so that no program computes a long sequence alone
+WIDEST_SINGLE = 256  # elements of the widest key that is padded to a power of two
 MIN_RELATIVE_OCCUPANCY = 0.9  # share of the best occupancy that the number of splits must reach
 DEFAULT_MULTIPROCESSORS = 132  # multiprocessors of an H100 or H200, for runs without a GPU
 
@@ -105,19 +106,36 @@ class LaunchShape:
     num_warps: int
 
 
-def heads_per_tile(group: int, itemsize: int) -> int:
+def max_small_rows(itemsize: int, block_d: int) -> int:
+    """Return the maximum rows of a small tile. fp32 is multiplied in registers; wide rows would not fit them either."""
+    return 16 if itemsize == 4 or block_d > WIDEST_SINGLE else 64
+
+
+def heads_per_tile(group: int, itemsize: int, block_d: int) -> int:
     """Return how many query heads of a group one tile takes."""
-    return min(group, 16 if itemsize == 4 else 64)
+    return min(group, max_small_rows(itemsize, block_d))
 
 
-def rows_of_query(group: int, itemsize: int) -> int:
+def rows_of_query(group: int, itemsize: int, block_d: int) -> int:
     """Return the rows of a tile that one query takes, at least the 16 of a tensor core instruction."""
-    return max(16, power_of_two(heads_per_tile(group, itemsize)))
+    return max(16, power_of_two(heads_per_tile(group, itemsize, block_d)))
 
 
 def padded_head_dim(head_dim: int) -> int:
     """Return the head dimension of a tile, at least the 16 of a tensor core instruction."""
     return max(16, power_of_two(head_dim))
+
+
+def key_blocks(head_dim: int) -> tuple[int, int]:
+    """Return the sizes of the two parts in which a tile holds keys; the second is 0 if there is one part.
+
+    Padding 576 elements to a power of two would take almost twice the memory and the arithmetic, so that keys of more
+    than 256 elements are split: 576 into 512 and 64.
+    """
+    if head_dim <= WIDEST_SINGLE:
+        return padded_head_dim(head_dim), 0
+    first = 1 << (head_dim.bit_length() - 1)
+    return first, padded_head_dim(head_dim - first) if head_dim > first else 0
 
 
 def launch_shape(
@@ -137,8 +155,9 @@ def launch_shape(
     A decode row in a launch with large tiles keeps its small tile: in a tile of 128 rows it would compute 32 times as
     much as necessary. Its program still takes the registers and shared memory of the large tile's code.
     """
-    heads, rows, block_d = heads_per_tile(group, itemsize), rows_of_query(group, itemsize), padded_head_dim(head_dim)
-    one_tile = max_query_len * heads <= (16 if itemsize == 4 else 64)
+    block_d = key_blocks(head_dim)[0]
+    heads, rows = heads_per_tile(group, itemsize, block_d), rows_of_query(group, itemsize, block_d)
+    one_tile = max_query_len * heads <= max_small_rows(itemsize, block_d)
     if one_tile:
         rows = max(rows, power_of_two(max_query_len * heads))
     small = decode_tile(chip, block_d=block_d, itemsize=itemsize, rows=rows, quantized=quantized)
@@ -161,9 +180,10 @@ def launch_shape(
 
 def prefix_tile(*, chip: str, head_dim: int, itemsize: int, group: int, quantized: bool, num_seqs: int) -> Tile:
     """Choose the tile of the shared-prefix pass: a prefill tile whose rows are decode rows of several sequences."""
-    heads, rows = heads_per_tile(group, itemsize), rows_of_query(group, itemsize)
+    block_d = key_blocks(head_dim)[0]
+    heads, rows = heads_per_tile(group, itemsize, block_d), rows_of_query(group, itemsize, block_d)
     length = 4096 if num_seqs * heads > 64 else 1  # tokens of a chunk that fills as many rows, or one tile of 64
-    tile = find_tile(chip, TuningKey(padded_head_dim(head_dim), itemsize, rows, quantized, length))
+    tile = find_tile(chip, TuningKey(block_d, itemsize, rows, quantized, length))
     smaller = max(rows, min(tile.block_m, power_of_two(num_seqs * heads)))
     return replace(tile, block_m=max(smaller, 64 if tile.block_m >= 64 else 16))
 

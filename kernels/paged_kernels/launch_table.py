@@ -88,7 +88,7 @@ def decode_tile(chip: str, *, block_d: int, itemsize: int, rows: int, quantized:
     It is in no table: the loop waits for memory, and on an H100 the best ten tiles differ by 0.1%. It compiles without
     spilling, and fits into shared memory, as `default_tile` does.
     """
-    if itemsize == 4 or rows > 32:
+    if itemsize == 4 or rows > 32 or block_d > 256:
         return default_tile(chip, TuningKey(block_d, itemsize, rows, quantized, 1))
     stages = 2 if chip.startswith("gfx") else 4 if quantized and block_d <= 128 and rows == 16 else 3
     return Tile(rows, _default_block_n(block_d, quantized), 4, stages)
@@ -106,6 +106,8 @@ def default_tile(chip: str, key: TuningKey) -> Tile:
     fewer keys per step, or have fewer stages.
     """
     wide, hip = key.block_d > 128, chip.startswith("gfx")
+    if key.block_d > 256:  # latent attention: a step of 16 keys of 576 elements takes 18 KiB in 16 bits
+        return Tile(16, 16, 4, 1 if hip or key.itemsize == 4 or key.quantized else 2)
     if key.itemsize == 4:
         block_n = 32 if key.block_d <= 64 else 16
         return Tile(16, block_n, 8 if wide else 4, 1 if key.quantized else 2)

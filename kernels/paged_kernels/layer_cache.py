@@ -18,21 +18,37 @@ MIN_ROW_MAX = 2.0**-100  # lower bound of a row's largest magnitude: keeps its s
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
-    """Keys and values of one layer: unquantized, or with scales in one of FORMATS."""
+    """Keys and values of one layer: unquantized, or with scales in one of FORMATS.
+
+    Values may have another size than keys, or may be the first elements of the keys in the same memory (multi-head
+    latent attention): see `latent`.
+    """
 
     keys: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
-    values: Tensor  # shape and type of keys
+    values: Tensor  # [num_blocks, num_kv_heads, block_size, value_dim] of the type of keys
     key_scales: Tensor | None = None  # [num_blocks, num_kv_heads, block_size] fp32
     value_scales: Tensor | None = None  # shape and type of key_scales
+    shares_memory: bool = False  # whether values and their scales are views of keys and their scales
+
+    @classmethod
+    def latent(cls, keys: Tensor, value_dim: int, scales: Tensor | None = None) -> "LayerCache":
+        """Return a cache whose values are the first `value_dim` elements of its keys."""
+        return cls(keys, keys[..., :value_dim], scales, scales, shares_memory=True)
 
     def __post_init__(self) -> None:
-        assert self.keys.shape == self.values.shape, (self.keys.shape, self.values.shape)
+        assert self.keys.shape[:3] == self.values.shape[:3], (self.keys.shape, self.values.shape)
+        assert not self.shares_memory or self.values.shape[3] <= self.keys.shape[3]
         assert self.keys.dtype == self.values.dtype, (self.keys.dtype, self.values.dtype)
         assert self.keys.stride(3) == self.values.stride(3) == 1
         for scales in (self.key_scales, self.value_scales):
             assert (scales is None) == (self.format is None), self.keys.dtype
             assert scales is None or (scales.shape == self.keys.shape[:3] and scales.dtype == torch.float32)
             assert scales is None or scales.stride() == (*self.scale_strides, 1)
+
+    @property
+    def value_dim(self) -> int:
+        """Number of elements of a value."""
+        return self.values.shape[3]
 
     @property
     def format(self) -> str | None:
@@ -51,8 +67,11 @@ class LayerCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of the cache, with the block as first dimension. fp8 is viewed as int8, which can be copied."""
-        stored = (self.keys, self.values, self.key_scales, self.value_scales)
+        """All tensors of the cache, with the block as first dimension, and shared memory once. fp8 is viewed as int8,
+        which can be copied."""
+        stored: tuple[Tensor | None, ...] = (self.keys, self.values, self.key_scales, self.value_scales)
+        if self.shares_memory:
+            stored = (self.keys, self.key_scales)
         return tuple(as_bytes(tensor) for tensor in stored if tensor is not None)
 
 

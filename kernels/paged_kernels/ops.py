@@ -48,7 +48,7 @@ def paged_attention(
     return out
 
 
-def kv_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+def kv_write(key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
     """Write new keys and values into their slots; see `paged_kernels.kv_write.kv_write`."""
     _dispatch(key, "kv_write")(key, value, cache, slots)
 

@@ -55,7 +55,7 @@ def _plan(query: Tensor, cache: LayerCache, paging: Paging, device: Device, *, w
     num_kv_heads = cache.keys.shape[1]
     group = num_heads // num_kv_heads
     properties: dict[str, Any] = dict(
-        chip=device.chip, head_dim=head_dim, itemsize=query.element_size(), group=group,
+        chip=device.chip, head_dim=max(head_dim, cache.value_dim), itemsize=query.element_size(), group=group,
         quantized=cache.format is not None,
     )  # fmt: skip
     shape = launch_shape(
@@ -107,6 +107,10 @@ def _templates(
     num_heads, head_dim = query.shape[1:]
     keys, values = cache.keys, cache.values
     shape, shared = plan.shape, paging.shared if plan.prefix else None
+    block_d, block_r = launch.key_blocks(head_dim)
+    # Values that share the memory of the keys are taken from the first part of a tile of keys, if they are within it.
+    shared_v = cache.shares_memory and cache.value_dim <= block_d
+    block_v = block_d if shared_v else launch.padded_head_dim(cache.value_dim)
     named = dict(
         block_tables=paging.block_tables, context_lens=paging.context_lens, query_starts=paging.query_starts,
         shared_lens=shared.lens if shared else None, num_seqs=paging.num_seqs,
@@ -118,8 +122,9 @@ def _templates(
         STRIDE_K_BLOCK=keys.stride(0), STRIDE_K_HEAD=keys.stride(1), STRIDE_K_SLOT=keys.stride(2),
         STRIDE_V_BLOCK=values.stride(0), STRIDE_V_HEAD=values.stride(1), STRIDE_V_SLOT=values.stride(2),
         STRIDE_S_BLOCK=cache.scale_strides[0], STRIDE_S_HEAD=cache.scale_strides[1], FORMAT=cache.format,
-        GROUP=num_heads // keys.shape[1], NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_SIZE=keys.shape[2],
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        GROUP=num_heads // keys.shape[1], NUM_HEADS=num_heads, BLOCK_SIZE=keys.shape[2],
+        HEAD_DIM=head_dim, VALUE_DIM=cache.value_dim,
+        BLOCK_D=block_d, BLOCK_R=block_r, BLOCK_V=block_v, SHARED=shared_v,
         PARTIAL=plan.partial, MIN_SPLIT=launch.MIN_SPLIT, PREFIX_N=plan.prefix.block_n if plan.prefix else 1,
         MAX_SLOTS=launch.MAX_SPLITS * (2 if plan.prefix else 1),
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would drop 13 bits of fp32
@@ -151,8 +156,8 @@ def plan_launch(
     keys, values = cache.keys, cache.values
     flags = sliding_window is not None, softcap is not None, sinks is not None
     key = (
-        "triton", query.shape, query.stride(), query.dtype, keys.shape, keys.dtype, keys.stride(), values.stride(),
-        flags, device,
+        "triton", query.shape, query.stride(), query.dtype, keys.shape, keys.dtype, keys.stride(), values.shape[3],
+        values.stride(), cache.shares_memory, flags, device,
     )  # fmt: skip
     if key not in paging.derived:
         plan = _plan(query, cache, paging, device, windowed=flags[0])
@@ -163,7 +168,7 @@ def plan_launch(
     if plan.partial:
         arrivals = zeros(paging.num_seqs * plan.grid[1], query.device)
         rows = paging.num_seqs * plan.slots * plan.queries * query.shape[1]
-        first_log = triton.cdiv(rows * query.shape[2], ALIGNED) * ALIGNED
+        first_log = triton.cdiv(rows * cache.value_dim, ALIGNED) * ALIGNED
         workspace = torch.empty(first_log + rows, dtype=torch.float32, device=query.device)
         partials, logs = workspace[:first_log], workspace[first_log:]
     layer = dict(
@@ -185,7 +190,8 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [num_heads]
 ) -> Tensor:
-    """Return the causal attention of every packed query over its own sequence's pages, in shape and type of query.
+    """Return the causal attention of every packed query over its own sequence's pages: [num_tokens, num_heads,
+    value_dim] of query's type.
 
     Query i of a sequence is at position context_len - query_len + i and sees the positions up to its own, or the
     newest `sliding_window` of them. A softcap c replaces a score s by c * tanh(s / c) (Gemma 2, arXiv:2408.00118). A
@@ -194,7 +200,7 @@ def paged_attention(
     """
     check_paged_attention(query, cache, sliding_window, softcap, sinks)
     query = query if query.stride(2) == 1 else query.contiguous()
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    out = query.new_empty(*query.shape[:2], cache.value_dim)
     for planned in plan_launch(
         out, query, cache, paging,
         scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, device=device_of(query.device),
@@ -217,7 +223,7 @@ def paged_attention_reference(
     check_paged_attention(query, cache, sliding_window, softcap, sinks)
     num_kv_heads, block_size = cache.keys.shape[1:3]
     group = query.shape[1] // num_kv_heads
-    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    out = query.new_zeros(*query.shape[:2], cache.value_dim)
     starts = paging.query_starts.tolist()
     for seq, context_len in enumerate(paging.context_lens.tolist()):
         rows = slice(starts[seq], starts[seq + 1])

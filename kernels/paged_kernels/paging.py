@@ -71,3 +71,11 @@ class Paging:
         """Values that an implementation computes once per step and reuses for all layers. Each implementation has its
         own keys."""
         return {}
+
+
+@dataclass(frozen=True, eq=False)
+class PageAddresses:
+    """The addresses of a step's tokens in another page of each block; see `Paging` for the tensors."""
+
+    slots: Tensor  # [num_tokens] int64
+    tables: Tensor  # [num_seqs, max_blocks] int32

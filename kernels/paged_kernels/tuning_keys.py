@@ -78,9 +78,10 @@ def model_keys(config: Any, *, dtype: torch.dtype, kv_dtype: torch.dtype) -> lis
             widths[kind] = _size(config, "intermediate_size")
         else:
             widths[kind] = power_of_two(num_kv_heads if kind == "kv_write" else heads) * padded
-    rows = rows_of_query(heads // num_kv_heads, dtype.itemsize)
+    block_d = padded_head_dim(head_dim)
+    rows = rows_of_query(heads // num_kv_heads, dtype.itemsize, block_d)
     return [
-        *(TuningKey(padded_head_dim(head_dim), dtype.itemsize, rows, quantized, length) for length in LENGTHS),
+        *(TuningKey(block_d, dtype.itemsize, rows, quantized, length) for length in LENGTHS),
         *(key for kind in (*layer, "sampling", "block_copy") for key in _row_keys(kind, power_of_two(widths[kind]))),
     ]
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from paged_backend.api import parameter_parsers as parsers
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.errors import RequestError, closest_match
 from paged_backend.api.limits import UNBOUNDED_MAX_TOKENS, EngineLimits, SamplingDefaults
 from paged_backend.api.sampling_params import SamplingParams
@@ -18,7 +19,7 @@ MAX_TOKENS = "max_new_tokens"
 KEYS = (*SAMPLING_KEYS, "repetition_penalty", MAX_TOKENS)
 
 _FIELDS = {spec.name: spec for spec in fields(SamplingParams)}
-_ANY = EngineLimits(UNBOUNDED_MAX_TOKENS, 1, 1, 1, 1)  # the parsers of these keys use no limits
+_ANY = EngineLimits(UNBOUNDED_MAX_TOKENS, 1, 1, BlockLayout(1), 1)  # the parsers of these keys use no limits
 _parse_max_tokens = parsers.integer(1, UNBOUNDED_MAX_TOKENS)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.errors import invalid_argument
 from paged_backend.api.options import integer, option, validate
 from paged_backend.api.sizes import in_bytes
@@ -133,11 +134,15 @@ class EngineLimits:
 
     max_model_len: int
     vocab_size: int
-    num_blocks: int  # total blocks of the pool
-    block_size: int
+    num_blocks: int  # total blocks of the pool, or pages if the layout divides blocks into several
+    layout: BlockLayout
     max_num_seqs: int
     embedding: EmbeddingSpec | None = None  # None: the model has no embeddings
     classification: ClassificationSpec | None = None  # None: the model does not classify
     generates: bool = True  # False: the model only classifies
     input_limits: InputLimits = InputLimits()
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+
+    @property
+    def block_size(self) -> int:
+        return self.layout.block_size

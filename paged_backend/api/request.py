@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.guide import Guide
 from paged_backend.api.limits import UNBOUNDED_MAX_TOKENS, EngineLimits
@@ -158,7 +160,7 @@ def fit_max_tokens(prompt: int, sampling: SamplingParams, limits: EngineLimits) 
     if output != UNBOUNDED_MAX_TOKENS and output > room:
         raise invalid_argument("max_tokens", output, f"must be 1..{room} after a prompt of {prompt} tokens"
                       f" (max_model_len is {limits.max_model_len})")  # fmt: skip
-    at_once = max_blocks_needed(prompt, 1, count, limits.block_size)
+    at_once = max_blocks_needed(prompt, 1, count, limits.layout)
     if at_once > limits.num_blocks:
         raise invalid_argument("prompt_tokens", prompt, f"needs {at_once} blocks of the KV cache, which has"
                       f" {limits.num_blocks}")  # fmt: skip
@@ -167,7 +169,7 @@ def fit_max_tokens(prompt: int, sampling: SamplingParams, limits: EngineLimits) 
         sampling = replace(sampling, max_tokens=min(room, max_output_tokens(prompt, count, limits), default))
         sampling.check_min_tokens()
         return sampling
-    needed = max_blocks_needed(prompt, output, count, limits.block_size)
+    needed = max_blocks_needed(prompt, output, count, limits.layout)
     if needed > limits.num_blocks:
         kind = "samples" if sampling.beam_width == 1 else "beams"
         of = f" of {count} {kind}" if count > 1 else ""
@@ -188,20 +190,21 @@ def check_prompt_length(count: int, max_tokens: int, limits: EngineLimits) -> No
                       f" {limits.max_model_len}{generates})")  # fmt: skip
 
 
-def max_blocks_needed(prompt: int, output: int, n: int, block_size: int) -> int:
-    """Return the blocks that a request holds at its end: full prompt blocks once, all others for each of `n` samples.
+def max_blocks_needed(prompt: int, output: int, n: int, layout: BlockLayout) -> int:
+    """Return the blocks that a request needs at most: full prompt blocks once, all others for each of `n` samples.
 
-    The keys and values of the last token are never computed.
+    They are pages if the layout divides blocks. The keys and values of the last token are never computed.
     """
-    shared = prompt // block_size if n > 1 else 0
-    return shared + n * (-(-(prompt + output - 1) // block_size) - shared)
+    length = prompt + output - 1
+    return layout.pages_for([length] * n, [length] * n, prompt // layout.block_size if n > 1 else 0)
 
 
 def max_output_tokens(prompt: int, n: int, limits: EngineLimits) -> int:
-    """Return the longest output for which `max_blocks_needed` is at most the number of blocks."""
-    shared = prompt // limits.block_size if n > 1 else 0
-    each = shared + (limits.num_blocks - shared) // n
-    return each * limits.block_size - prompt + 1
+    """Return the longest output, within the context, for which `max_blocks_needed` is at most the number of blocks."""
+    outputs = range(1, limits.max_model_len - prompt + 1)
+    return bisect_right(
+        outputs, limits.num_blocks, key=lambda output: max_blocks_needed(prompt, output, n, limits.layout)
+    )
 
 
 class Usage(NamedTuple):

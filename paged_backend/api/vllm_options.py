@@ -89,7 +89,7 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
         {"attention_backend": ("auto",), "attention_config": _EMPTY, "disable_cascade_attn": _OFF},
     ),
     (
-        "all layers keep the keys and values of all tokens, in blocks of one size; leave it out",
+        "layers keep the keys and values that their attention can see, in one pool; leave it out",
         {
             "disable_hybrid_kv_cache_manager": _EITHER,
             "disable_sliding_window": _OFF,

@@ -21,6 +21,8 @@ from paged_backend.engine.engine import Engine
 from paged_backend.engine.model_preparation import ROOT, PreparedModel, prepare_model
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import ParallelRunner
+from paged_backend.engine.recurrent_models import restrict_options
+from paged_backend.engine.runner_builder import cache_layout
 from paged_backend.engine.summary import log_startup
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.runner import Runner
@@ -31,11 +33,11 @@ from paged_backend.memory.block_file import fingerprint
 from paged_backend.memory.disk import DiskTier
 from paged_backend.models.tensor_parallel import TensorParallelGroup, check_devices
 from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.block_pool import BlockPool
 from paged_backend.scheduling.cache_events import DEVICE, HOST, CacheEvents
 from paged_backend.scheduling.prefill_budget import PrefillBudget
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup, Proposer, propose_placeholders
+from paged_backend.scheduling.windowed_pool import make_pool
 from paged_backend.utils.machine import MemoryUsage, release_openmp_threads, resident_memory, trim_memory
 from paged_kernels.compilations import after_ready
 
@@ -148,6 +150,7 @@ def _build(
     publisher: CacheEventPublisher | None,
 ) -> Assembly:
     loaded, device = prepared.loaded, prepared.runner.kv.device
+    config = restrict_options(config, loaded)
     blocks = _block_manager(config, prepared, publisher.events if publisher else None)
     limits = _limits(config, loaded, blocks)
     runner = ParallelRunner(prepared.runner, workers) if workers else prepared.runner
@@ -157,12 +160,13 @@ def _build(
         max_num_batched_tokens=config.max_num_batched_tokens,
         costs=prepared.costs,
         preemption=config.preemption_mode,
-        session_blocks=int(blocks.num_blocks * config.session_memory),
+        session_blocks=0 if loaded.spec.states else int(blocks.num_blocks * config.session_memory),
         proposer=_proposer(config),
         max_draft_tokens=config.num_speculative_tokens,
         prefill_budget=_prefill_budget(config, prepared),
         max_loras=config.max_loras if config.enable_lora else 0,
         fair_tenants=config.fair_tenants,
+        state_slots=config.max_num_seqs if loaded.spec.states else 0,
     )
     if device.type == "cuda":
         after_ready.watch()
@@ -179,16 +183,18 @@ def _build(
 def _block_manager(config: EngineConfig, prepared: PreparedModel, events: CacheEvents | None) -> BlockManager:
     """Return the block manager of the device pool and the host pool. Raises ConfigError if the device pool cannot hold
     max_model_len tokens."""
-    size, caching = config.block_size, config.enable_prefix_caching
-    host = None
+    layout, caching, host = prepared.layout.blocks, config.enable_prefix_caching, None
     if prepared.num_host_blocks:
-        host = BlockPool(prepared.num_host_blocks, caching=caching, listener=events.listener(HOST) if events else None)
+        host_listener = events.listener(HOST) if events else None
+        host = make_pool(prepared.num_host_blocks, layout, caching=caching, listener=host_listener)
     listener = events.listener(DEVICE) if events else None
-    blocks = BlockManager(prepared.num_blocks, size, caching=caching, host=host, listener=listener)
-    slots = blocks.num_blocks * blocks.block_size
-    if config.max_model_len is not None and slots < config.max_model_len:
+    blocks = BlockManager(
+        prepared.num_blocks, config.block_size, layout=layout, caching=caching, host=host, listener=listener
+    )
+    longest = config.max_model_len
+    if longest is not None and layout.pages_for([longest], [longest], 0) > blocks.num_blocks:
         raise ConfigError(
-            f"max_model_len={config.max_model_len}: the KV cache holds only {slots} tokens"
+            f"max_model_len={longest}: the KV cache holds only {layout.max_tokens(blocks.num_blocks)} tokens"
             f" ({blocks.num_blocks} blocks of {blocks.block_size}); shorten it or give the pool more memory"
         )
     return blocks
@@ -199,7 +205,7 @@ def _limits(config: EngineConfig, loaded: LoadedModel, blocks: BlockManager) -> 
         max_model_len=loaded.spec.max_model_len,
         vocab_size=loaded.spec.vocab_size,
         num_blocks=blocks.num_blocks,
-        block_size=blocks.block_size,
+        layout=blocks.layout,
         max_num_seqs=config.max_num_seqs,
         embedding=loaded.spec.embedding,
         classification=loaded.spec.classification,
@@ -249,10 +255,12 @@ def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner | ParallelRu
     if config.disk_cache_dir is None or runner.host is None:
         return None
     paths = [loaded.path, *([loaded.draft.path] if loaded.draft else [])]
-    name = fingerprint(config, paths, loaded.spec.dtype, loaded.spec.kv_dtype)
+    layout = cache_layout(config, loaded).blocks
+    name = fingerprint(config, layout, paths, loaded.spec.dtype, loaded.spec.kv_dtype)
     return DiskTier(
         Path(config.disk_cache_dir).expanduser(),
         name,
         int(config.disk_cache_gib * GIB),
-        runner.host.read_block(0),
+        runner.host.read_block(range(layout.pages)),
+        num_base=layout.base_pages * len(runner.host.tensors) or None,
     )

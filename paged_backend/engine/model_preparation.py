@@ -7,13 +7,20 @@ from pathlib import Path
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.engine.runner_builder import build_runner, capture_graphs, graph_shapes_of
+from paged_backend.engine.recurrent_models import (
+    blocks_without_memory,
+    log_restrictions,
+    restrict_options,
+    state_bytes,
+)
+from paged_backend.engine.runner_builder import build_runner, cache_layout, capture_graphs, graph_shapes_of
 from paged_backend.engine.warm_up import measure_costs, measure_decode, warm_up
 from paged_backend.execution.cpu_threads import count_threads
 from paged_backend.execution.runner import Runner
 from paged_backend.loading import model_loader
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
+from paged_backend.memory.cache_layout import CacheLayout
 from paged_backend.models.tensor_parallel import TensorParallelGroup
 from paged_backend.scheduling.plan import Costs
 from paged_backend.utils.machine import limit_torch_threads
@@ -29,7 +36,8 @@ class PreparedModel:
 
     loaded: LoadedModel
     runner: Runner
-    num_blocks: int
+    layout: CacheLayout
+    num_blocks: int  # or pages, if the layout divides blocks
     num_host_blocks: int
     costs: Costs
     decode_seconds: float  # time of a decode step of a few sequences; 0 on a CPU
@@ -46,17 +54,27 @@ def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> Prepar
     except ValueError as error:  # an environment variable
         raise ConfigError(str(error)) from None
     loaded = model_loader.load(config, ROOT, device)
+    config = restrict_options(config, loaded)
+    log_restrictions(loaded)
     kv_dtype = loaded.spec.kv_dtype
+    states = state_bytes(config, loaded, kv_cache.free_bytes(config, device))
     warmed = warm_up(config, loaded, device)
-    num_blocks = kv_cache.num_blocks(config, loaded.layers, kv_dtype, device, warmed.gpu_bytes)
+    states = state_bytes(config, loaded, kv_cache.free_bytes(config, device, warmed.gpu_bytes))
+    layout = cache_layout(config, loaded)
+    if kv_cache.bytes_per_block(layout.shapes, config.block_size, kv_dtype):
+        reserved, pages = warmed.gpu_bytes + states, layout.blocks.pages
+        num_blocks = kv_cache.num_blocks(config, layout.shapes, kv_dtype, device, reserved, pages=pages)
+    else:
+        num_blocks = blocks_without_memory(config, loaded.spec.max_model_len)
     num_blocks = tp_group.all_reduce_min(num_blocks)
-    num_host_blocks = tp_group.all_reduce_min(kv_cache.num_host_blocks(config, loaded.layers, kv_dtype, device))
+    num_host_blocks = tp_group.all_reduce_min(kv_cache.num_host_blocks(config, layout.shapes, kv_dtype, device))
     runner = build_runner(
         config,
         loaded,
         device,
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
+        num_state_slots=config.max_num_seqs,
         broadcast_tokens=tp_group.broadcast_tokens,
     )
     capture_graphs(config, loaded, runner, graph_shapes_of(config, runner), report=True)
@@ -64,4 +82,4 @@ def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> Prepar
         runner.release_graphs()
     decode_seconds = measure_decode(config, loaded, runner) if device.type == "cuda" else 0.0
     costs = measure_costs(runner, warmed.seconds_per_token, num_host_blocks)
-    return PreparedModel(loaded, runner, num_blocks, num_host_blocks, costs, decode_seconds)
+    return PreparedModel(loaded, runner, layout, num_blocks, num_host_blocks, costs, decode_seconds)

@@ -66,7 +66,10 @@ class PoolMap:
     def of(cls, scheduler: Scheduler, stats: SchedulerStats) -> PoolMap:
         """Return the map of the scheduler's pool."""
         states = scheduler.blocks.pool.states(scheduler.pins.counts)
-        held = len(states) - sum(map(states.count, (FREE, CACHED, PINNED)))
+        if scheduler.blocks.layout.pages > 1:
+            held = len({block for group in scheduler.running for one in group.sequences for block in one.blocks})
+        else:
+            held = len(states) - sum(map(states.count, (FREE, CACHED, PINNED)))
         return cls(time.time(), states, held * stats.block_size - scheduler.empty_slots, stats)
 
     def dispatch(self, handler: OutputHandler) -> None:

@@ -91,15 +91,17 @@ class PrefixDisk:
         chain = Chain(request.origin)
         for index, content in prefetched:
             entry = self._blocks.cache.entry(chain, request.prompt_token_ids, index)
-            block = self._blocks.offload.add_host_block(entry)
+            tensors_per_page = len(self._host_cache.tensors)
+            trimmed = len(content) < self._blocks.layout.pages * tensors_per_page
+            block = self._blocks.offload.add_host_block(entry, trimmed=trimmed)
             if block is not None:
-                self._host_cache.write_block(block, content)
+                self._host_cache.write_block(self._host_blocks.pages_of(block), content)
 
     def write_moved_out(self, plan: Plan) -> None:
         """Also write the blocks that a step moved to the host pool to disk. Called after the step."""
         for move in plan.moves_out:
             if move.entry and self._disk.should_write(move.entry):
-                self._disk.put(move.entry, self._host_cache.read_block(move.target))
+                self._disk.put(move.entry, self._host_cache.read_block(move.target_pages))
 
     def mark_changed(self) -> None:
         """Record that a step ran, so there may be cached blocks that are not on disk."""

@@ -14,10 +14,22 @@ from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, graph
 from paged_backend.execution.graphs import GraphCapture, graph_capture
 from paged_backend.execution.runner import Runner
 from paged_backend.loading.model_loader import LoadedModel
+from paged_backend.memory.cache_layout import CacheLayout
 from paged_backend.memory.kv_cache import KVCache
 from paged_backend.memory.page_population import populate_in_background
+from paged_backend.memory.state_cache import StateCache
 from paged_backend.models.native_decoder import runs_natively
 from paged_backend.utils.startup import Progress
+
+
+def cache_layout(config: EngineConfig, loaded: LoadedModel) -> CacheLayout:
+    """Return where the pool holds the layers of the model and of its draft model."""
+    return CacheLayout.of(
+        loaded.layers,
+        config.block_size,
+        max_model_len=loaded.spec.max_model_len,
+        max_pending=2 * config.max_num_batched_tokens,  # a step may be planned while another is in flight
+    )
 
 
 def build_runner(
@@ -27,24 +39,31 @@ def build_runner(
     *,
     num_blocks: int,
     num_host_blocks: int = 0,
+    num_state_slots: int = 0,
     broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
 ) -> Runner:
     """Allocate the pools and return a runner of the model, with its draft model and adapter slots if it has them.
-    broadcast_tokens: overwrites a tensor of sampled tokens with those of rank 0."""
+    num_state_slots: slots for the states of recurrent layers, if the model has any. broadcast_tokens: overwrites a
+    tensor of sampled tokens with those of rank 0."""
+
+    layout = cache_layout(config, loaded)
 
     def cache(num_blocks: int, device: torch.device, *, pinned: bool = False) -> KVCache:
         return KVCache.allocate(
-            loaded.layers,
+            layout.shapes,
             num_blocks=num_blocks,
             block_size=config.block_size,
             dtype=loaded.spec.kv_dtype,
             device=device,
             pinned=pinned,
+            places=layout.places if layout.blocks.window_pages else None,
         )
 
     kv, drafter = cache(num_blocks, device), None
     host = cache(num_host_blocks, torch.device("cpu"), pinned=device.type == "cuda") if num_host_blocks else None
-    threads = None
+    states, threads = None, None
+    if loaded.spec.states:
+        states = StateCache.allocate(loaded.spec.states, num_slots=num_state_slots, device=device)
     if device.type == "cpu":
         populate_in_background(kv)
         threads = CpuThreads(config.tensor_parallel_size, is_native=runs_natively(loaded.model))
@@ -57,6 +76,7 @@ def build_runner(
         max_sampled=config.max_num_seqs + config.max_num_batched_tokens,  # one more per draft token
         drafter=drafter,
         lora=loaded.lora,
+        states=states,
         threads=threads,
         broadcast_tokens=broadcast_tokens,
     )
@@ -77,7 +97,7 @@ def capture_graphs(
 ) -> None:
     """Capture graphs of these shapes if the device supports graphs and the options allow them. report: whether to log
     the progress."""
-    capture = None if config.enforce_eager else graph_capture(runner.kv.device)
+    capture = None if config.enforce_eager or loaded.spec.states else graph_capture(runner.kv.device)
     if capture:
         if report:
             total = len(shapes) + (len(draft_shapes(shapes)) if runner.drafter else 0)
@@ -89,6 +109,7 @@ def capture_graphs(
             block_size=config.block_size,
             max_blocks=-(-max_len // config.block_size),
             max_context_len=max_len,
+            num_pages=cache_layout(config, loaded).blocks.pages,
         )
 
 

@@ -165,6 +165,7 @@ class StepLoop:
                 draft=runner.drafter is not None,
                 gqa_group=runner.gqa_group,
                 uniform=runner.uniform,
+                page_tables=self._scheduler.blocks.page_tables,
             )
             return runner.launch(packed)
         except Exception as error:

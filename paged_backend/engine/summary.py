@@ -102,12 +102,19 @@ def _context_length(loaded: LoadedModel) -> str:
 
 def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
     loaded, size = prepared.loaded, config.block_size
-    block = kv_cache.bytes_per_block(loaded.layers, size, loaded.spec.kv_dtype)
+    layout = prepared.layout
+    block = kv_cache.bytes_per_block(layout.shapes, size, loaded.spec.kv_dtype)
 
     def pool(blocks: int) -> str:
-        return f"{blocks * size} tokens in {blocks} blocks, {blocks * block / GIB:.2f} GiB"
+        held = f"{blocks * size} tokens in {blocks} blocks"
+        if layout.blocks.window_pages:
+            held = f"{blocks} pages of {size} tokens in {len(layout.shapes)} layers"
+        return f"{held}, {blocks * block / GIB:.2f} GiB"
 
     parts = [pool(prepared.num_blocks)]
+    if layout.blocks.window_pages:
+        windowed = sum(page >= layout.blocks.base_pages for page, _ in layout.places)
+        parts.append(f"{windowed} of {len(layout.places)} layers keep {layout.blocks.window} tokens")
     if prepared.num_host_blocks:
         parts.append(f"host memory {pool(prepared.num_host_blocks)}")
     if config.disk_cache_dir and prepared.num_host_blocks:

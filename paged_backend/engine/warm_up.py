@@ -21,7 +21,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
 from paged_backend.api.request import GenerateRequest, bitmask
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine.runner_builder import build_runner, capture_graphs, graph_shapes_of
+from paged_backend.engine.runner_builder import build_runner, cache_layout, capture_graphs, graph_shapes_of
 from paged_backend.execution.batch import PackedBatch, pack
 from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, largest_shapes
 from paged_backend.execution.runner import Runner
@@ -71,18 +71,23 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     spec = loaded.spec
     length = min(config.max_num_batched_tokens, spec.max_model_len - 1)
     count = min(config.max_num_seqs, -(-config.max_num_batched_tokens // length))
-    blocks = BlockManager(count * -(-length // config.block_size), config.block_size)
-    plan = _largest_plan(config, blocks, count, length)
-    runner = build_runner(config, loaded, device, num_blocks=blocks.num_blocks)
+    layout = cache_layout(config, loaded).blocks
+    pages = layout.pages_for([length] * count, [length] * count, 0)
+    blocks = BlockManager(pages, config.block_size, layout=layout)
+    plan = _largest_plan(config, blocks, count, length, has_states=bool(spec.states))
+    runner = build_runner(config, loaded, device, num_blocks=blocks.num_blocks, num_state_slots=config.max_num_seqs)
 
     def step() -> None:
-        runner.launch(pack(plan, block_size=blocks.block_size)).result()
+        runner.launch(largest()).result()
+
+    def largest() -> PackedBatch:
+        return pack(plan, block_size=blocks.block_size, page_tables=blocks.page_tables)
 
     def all_steps(advance: Callable[[], object]) -> None:
         step()
         advance()
         if runner.lora:
-            runner.launch(_with_adapters(pack(plan, block_size=blocks.block_size), runner.lora)).result()
+            runner.launch(_with_adapters(largest(), runner.lora)).result()
             advance()
         if device.type == "cuda":
             run_warm_up_steps(config, spec, runner, advance)
@@ -95,8 +100,14 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     return WarmUpResult(seconds / plan.num_tokens, activations + graph_bytes(config, loaded, runner))
 
 
-def _largest_plan(config: EngineConfig, blocks: BlockManager, count: int, length: int) -> Plan:
-    scheduler = Scheduler(blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=count * length)
+def _largest_plan(config: EngineConfig, blocks: BlockManager, count: int, length: int, *, has_states: bool) -> Plan:
+    scheduler = Scheduler(
+        blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=count * length,
+        preemption="recompute",
+        state_slots=config.max_num_seqs if has_states else 0,
+    )
     for key in range(count):
         scheduler.add(GenerateRequest(key, (0,) * length, SamplingParams(max_tokens=1), 0, frozenset()))
     plan = scheduler.schedule()
@@ -127,9 +138,18 @@ def run_warm_up_steps(config: EngineConfig, spec: ModelSpec, runner: Runner, adv
             stack.enter_context(distinct_layers(model))
         for step in warm_up_steps(config, spec.max_model_len, spec.vocab_size):
             for gqa_group in _gqa_groups(runner):
+                packed = pack(
+                    step.plan, block_size=config.block_size, gqa_group=gqa_group, page_tables=block_zero(runner)
+                )
                 with step.forced():
-                    runner.launch(pack(step.plan, block_size=config.block_size, gqa_group=gqa_group)).result()
+                    runner.launch(packed).result()
                 advance()
+
+
+def block_zero(runner: Runner) -> np.ndarray | None:
+    """Return page tables in which block 0 has the first pages."""
+    pages = runner.kv.pages
+    return np.arange(max(pages) + 1, dtype=np.int32)[None] if pages else None
 
 
 class WarmUpStep(NamedTuple):
@@ -160,6 +180,7 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
         request = GenerateRequest(0, tokens, params, 0, frozenset(), logprobs=params.logprobs, allowed=allowed)
         sequence = Group(request).leader
         sequence.blocks = [0] * -(-len(tokens) // config.block_size)
+        sequence.state_slot = 0
         return Chunk(sequence, start, length, sampled_sequences=(sequence,))
 
     # One sequence stands for several in a step, which have the same block.
@@ -240,7 +261,7 @@ def measure_decode(config: EngineConfig, loaded: LoadedModel, runner: Runner) ->
     plan = next(warm_up_steps(config, loaded.spec.max_model_len, loaded.spec.vocab_size)).plan
 
     def step() -> None:
-        runner.launch(pack(plan, block_size=config.block_size)).result()
+        runner.launch(pack(plan, block_size=config.block_size, page_tables=block_zero(runner))).result()
 
     return _median_seconds(step, runner.kv.device)
 
@@ -249,12 +270,13 @@ def measure_costs(runner: Runner, seconds_per_token: float, num_host_blocks: int
     """Measure the costs that decide between swapping and recomputing. Called before any request, as it overwrites the
     first blocks."""
     move = copy = 0.0
-    count = min(MEASURED_BLOCKS, num_host_blocks, len(runner.kv.tensors[0]))
+    num_blocks = len(runner.kv.layers[0].keys)
+    count = min(MEASURED_BLOCKS, num_host_blocks, num_blocks)
     if count:
         moves = tuple(BlockTransfer(block, block, None) for block in range(count))
         swap = Plan((), moves_out=moves, moves_in=moves)
         move = _median_seconds(lambda: runner.move(swap), runner.kv.device) / 2 / count
-    count = min(MEASURED_BLOCKS, len(runner.kv.tensors[0]) // 2)
+    count = min(MEASURED_BLOCKS, num_blocks // 2)
     if count:
         copies = tuple(Copy(block, count + block) for block in range(count))
         copy = _median_seconds(lambda: runner.move(Plan((), copies=copies)), runner.kv.device) / count

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from paged_backend.models.adapter_rows import AdapterRows, adapter_rows
+from paged_backend.models.state_rows import StateRows, state_rows
 from paged_backend.sampling.logprobs import LogprobRows, PromptLogprobRows
 from paged_backend.sampling.sampler import SamplingBatch, prepare, resolve_tokens
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_kernels.cascade import find_prefix_groups
-from paged_kernels.paging import Paging, SharedPrefixes
+from paged_kernels.paging import PageAddresses, Paging, SharedPrefixes
 
 
 class UniformBatch(NamedTuple):
@@ -55,12 +56,14 @@ class PackedBatch:
     logit_rows: Tensor | None  # [num_sampled] int64: row of the logits per sampled token; None: one each, in order
     sampling: SamplingBatch
     uses_previous_step: bool  # whether there are placeholders for tokens of the previous step
+    more_pages: tuple[PageAddresses, ...] = ()  # of the pages of a block after the first, which `paging` is of
     checks: tuple[DraftCheck, ...] = ()
     drafting: Drafting | None = None  # None: no draft model proposes tokens
     prompt_chunks: tuple[tuple[int, int], ...] = ()  # (chunk, number of rows) with prompt log probabilities
     hidden_rows: Tensor | None = None  # [num_hidden] int64: the rows whose hidden states are needed
     hidden_chunks: tuple[int, ...] = ()  # chunks of hidden_rows
     adapters: AdapterRows | None = None  # None: no row uses a LoRA adapter
+    state_rows: StateRows | None = None  # None: the model has no recurrent layers
 
     @property
     def is_replayable(self) -> bool:
@@ -80,16 +83,18 @@ def pack(
     draft: bool = False,
     gqa_group: int | None = None,
     uniform: UniformBatch | None = None,
+    page_tables: np.ndarray | None = None,
 ) -> PackedBatch:
     """Pack a plan into tensors on the host.
 
     draft: whether a draft model will propose the plan's draft tokens. gqa_group: query heads per KV head if attention
     can read a shared prefix once for several sequences, else None. uniform: pad steps with draft tokens to this batch
-    if they fit and share no prefixes. Padding rows hold tokens that were computed before; they write no keys and
+    if they fit and share no prefixes. page_tables: [num_blocks, pages] int32, the pages of each block; None: blocks are
+    pages. Padding rows hold tokens that were computed before; they write no keys and
     values, and their logits are not used.
     """
     chunks = plan.chunks
-    rows = _pack_rows(chunks, block_size, gqa_group, uniform)
+    rows = _pack_rows(chunks, block_size, gqa_group, uniform, page_tables)
     row_ends = rows.query_starts[1:].tolist()
     sample_rows, logit_rows, sampling = _sampling(plan, row_ends)
     hidden_chunks = tuple(index for index, chunk in enumerate(chunks) if not chunk.sampled_sequences and chunk.embeds)
@@ -98,8 +103,8 @@ def pack(
         input_ids=torch.from_numpy(rows.tokens)[None],
         position_ids=torch.from_numpy(rows.positions)[None],
         paging=Paging(
-            slots=torch.from_numpy(rows.slots),
-            block_tables=torch.from_numpy(rows.block_tables),
+            slots=torch.from_numpy(rows.slots[0]),
+            block_tables=torch.from_numpy(rows.tables[0]),
             context_lens=torch.from_numpy(rows.context_lens.astype(np.int32)),
             query_starts=torch.from_numpy(rows.query_starts.astype(np.int32)),
             max_query_len=int(rows.lengths.max()),
@@ -110,12 +115,17 @@ def pack(
         logit_rows=None if logit_rows is None else torch.from_numpy(logit_rows),
         sampling=sampling,
         uses_previous_step=bool((rows.tokens < 0).any()),
+        more_pages=tuple(
+            PageAddresses(torch.from_numpy(slots), torch.from_numpy(tables))
+            for slots, tables in zip(rows.slots[1:], rows.tables[1:], strict=True)
+        ),
         checks=_checks(chunks, row_ends),
         drafting=_drafting(chunks, row_ends) if draft else None,
         prompt_chunks=tuple((index, len(chunk.scored)) for index, chunk in prompt_chunks if chunk.scored),
         hidden_rows=torch.tensor([row_ends[index] - 1 for index in hidden_chunks]) if hidden_chunks else None,
         hidden_chunks=hidden_chunks,
         adapters=_adapter_rows(plan, rows.lengths) if plan.adapters else None,
+        state_rows=_state_rows(chunks),
     )
 
 
@@ -124,8 +134,8 @@ class _Rows(NamedTuple):
 
     tokens: np.ndarray  # [num_tokens] int64
     positions: np.ndarray  # [num_tokens] int64
-    slots: np.ndarray  # [num_tokens] int64; -1 for padding rows
-    block_tables: np.ndarray  # [num_seqs, max_blocks] int32
+    slots: list[np.ndarray]  # for each page of a block [num_tokens] int64; -1 for padding rows
+    tables: list[np.ndarray]  # for each page of a block [num_seqs, max_blocks] int32
     context_lens: np.ndarray  # [num_seqs] int64
     lengths: np.ndarray  # [num_seqs] int64: rows of each sequence
     query_starts: np.ndarray  # [num_seqs + 1] int64
@@ -133,7 +143,11 @@ class _Rows(NamedTuple):
 
 
 def _pack_rows(
-    chunks: tuple[Chunk, ...], block_size: int, gqa_group: int | None, uniform: UniformBatch | None
+    chunks: tuple[Chunk, ...],
+    block_size: int,
+    gqa_group: int | None,
+    uniform: UniformBatch | None,
+    page_tables: np.ndarray | None,
 ) -> _Rows:
     firsts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
     ends = np.fromiter((chunk.start + chunk.length for chunk in chunks), np.int64, len(chunks))
@@ -146,9 +160,13 @@ def _pack_rows(
     query_starts = np.concatenate(([0], np.cumsum(lengths)))
     positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
     owner = np.repeat(np.arange(len(chunks)), lengths)
-    slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    slots[positions < firsts[owner]] = -1
-    return _Rows(_tokens(chunks, starts.tolist()), positions, slots, tables, ends, lengths, query_starts, shared)
+    pages = [tables] if page_tables is None else list(np.ascontiguousarray(page_tables[tables].transpose(2, 0, 1)))
+    slots, is_padding = [], positions < firsts[owner]
+    for of_page in pages:
+        written = of_page[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        written[is_padding] = -1
+        slots.append(written)
+    return _Rows(_tokens(chunks, starts.tolist()), positions, slots, pages, ends, lengths, query_starts, shared)
 
 
 def _sampling(plan: Plan, row_ends: list[int]) -> tuple[np.ndarray, np.ndarray | None, SamplingBatch]:
@@ -178,6 +196,13 @@ def _adapter_rows(plan: Plan, lengths: np.ndarray) -> AdapterRows:
     adapters = [chunk.sequence.request.adapter for chunk in plan.chunks]
     slots = np.array([plan.adapters[adapter.digest] if adapter else -1 for adapter in adapters], dtype=np.int64)
     return adapter_rows(np.repeat(slots, lengths))
+
+
+def _state_rows(chunks: tuple[Chunk, ...]) -> StateRows | None:
+    slots = [chunk.sequence.state_slot for chunk in chunks if chunk.sequence.state_slot is not None]
+    if not slots:
+        return None
+    return state_rows(slots, [chunk.start for chunk in chunks], [chunk.length for chunk in chunks])
 
 
 def shared_prefixes(

@@ -19,7 +19,7 @@ from paged_backend.execution.batch import Drafting, PackedBatch
 from paged_backend.execution.forward import paged_logits
 from paged_backend.memory.kv_cache import KVCache
 from paged_backend.sampling.sampler import sample
-from paged_kernels.paging import Paging
+from paged_kernels.paging import PageAddresses, Paging
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,8 @@ def _propose_round(
         max_query_len=1,
         max_context_len=paging.max_context_len,
     )
+    more_pages = tuple(PageAddresses(page.slots[rows], page.tables[seqs]) for page in batch.more_pages)
     all_rows = one_each.query_starts[:-1].long()
-    step = PackedBatch(ids[:, rows], positions, one_each, all_rows, None, drafting.sampling[number], False)
+    step = PackedBatch(ids[:, rows], positions, one_each, all_rows, None, drafting.sampling[number], False, more_pages)
     # Sampling gives -1 for logits that are not finite. Any token is fine there, because the model verifies it.
     ids[0, rows + 1] = sample(forward(step), step.sampling).clamp(min=0)

@@ -8,18 +8,20 @@ from transformers import PreTrainedModel
 
 from paged_backend.execution.batch import PackedBatch
 from paged_backend.memory.kv_cache import KVCache
+from paged_backend.memory.state_cache import StateCache
 from paged_backend.models.attention import AttentionMeta
 
 
 @torch.inference_mode()
-def paged_logits(model: PreTrainedModel, batch: PackedBatch, kv: KVCache) -> Tensor:
-    """Run one forward pass over a packed batch and return the logits [num_samples, vocab] of the rows that sample."""
+def paged_logits(model: PreTrainedModel, batch: PackedBatch, kv: KVCache, states: StateCache | None = None) -> Tensor:
+    """Run one forward pass over a packed batch and return the logits [num_samples, vocab] of the rows that sample.
+    states: those of the recurrent layers, if the model has any."""
     logits = model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         use_cache=False,
         logits_to_keep=batch.sample_rows,
-        paged=AttentionMeta(batch.paging, kv),
+        paged=AttentionMeta(batch.paging, kv, batch.more_pages, batch.state_rows, states),
     ).logits[0]
     # A model without the parameter logits_to_keep projects every row.
     return logits if len(logits) == len(batch.sample_rows) else logits[batch.sample_rows]

@@ -12,6 +12,7 @@ beams are sampled again from its logits.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,7 @@ from paged_backend.execution.upload import DeviceUpload
 from paged_backend.sampling.sampler import SamplingBatch, pad_metadata, resolve_tokens
 from paged_kernels.cascade import MAX_GROUPS
 from paged_kernels.ops import sample, step_inputs
-from paged_kernels.paging import Paging, SharedPrefixes
+from paged_kernels.paging import PageAddresses, Paging, SharedPrefixes
 from paged_kernels.sampling_metadata import SamplingMetadata
 
 log = logging.getLogger("paged_llm")
@@ -47,13 +48,15 @@ class _StaticInputs:
 
     input_ids: Tensor  # [1, rows] int64; -1 - i is a placeholder for sample i of the previous step
     position_ids: Tensor  # [1, rows] int64
-    slots: Tensor  # [rows] int64
+    slots: tuple[Tensor, ...]  # for each page of a block [rows] int64
     context_lens: Tensor  # [seqs] int32
     query_starts: Tensor  # [seqs + 1] int32
     shared: SharedPrefixes | None
     sampling: SamplingMetadata | None  # of every row; None: the graph does not sample
     table_width: Tensor  # [1] int32
-    block_tables: Tensor  # [up to seqs * max_blocks] int32: rows of table_width entries; last, as its size varies
+    # [up to pages * seqs * max_blocks] int32: rows of table_width entries, for each page those of all sequences; last,
+    # as its size varies
+    block_tables: Tensor
 
     @classmethod
     def padded(cls, batch: PackedBatch, shape: GraphShape, sampling: SamplingMetadata | None) -> _StaticInputs:
@@ -61,6 +64,7 @@ class _StaticInputs:
         paging = batch.paging
         rows, seqs, shared = len(paging.slots), paging.num_seqs, paging.shared
         more_rows, more_seqs = (0, shape.rows - rows), (0, shape.seqs - seqs)
+        pages = PageAddresses(paging.slots, paging.block_tables), *batch.more_pages
         if shared:
             shared = replace(shared, lens=pad(shared.lens, more_seqs), members=pad(shared.members, more_seqs))
         starts = paging.query_starts
@@ -68,23 +72,26 @@ class _StaticInputs:
         return cls(
             pad(batch.input_ids, more_rows),
             pad(batch.position_ids, more_rows),
-            pad(paging.slots, more_rows, value=-1),
+            tuple(pad(page.slots, more_rows, value=-1) for page in pages),
             pad(paging.context_lens, more_seqs),
             torch.cat((starts, ends.clamp(max=shape.rows))),
             shared,
             sampling,
             starts.new_full((1,), paging.block_tables.shape[1]),
-            paging.block_tables.flatten(),
+            torch.cat([pad(page.tables, (0, 0, *more_seqs)) for page in pages]).flatten(),
         )
 
     @classmethod
-    def all_padding(cls, shape: GraphShape, *, samples: bool) -> _StaticInputs:
+    def all_padding(cls, shape: GraphShape, num_pages: int, *, samples: bool) -> _StaticInputs:
         """Return inputs that consist of padding, without block tables."""
         ids, none = torch.empty(1, 0, dtype=torch.int64), NO_ROWS
         shared = NO_SHARED_PREFIXES if shape.shared else None
         paging = Paging(ids[0], none[:, None], none, NO_ROWS.new_zeros(1), 1, 0, shared)
         sampling = pad_metadata(None, shape.rows, device=ids.device) if samples else None
-        return cls.padded(PackedBatch(ids, ids, paging, ids[0], None, SamplingBatch(), False), shape, sampling)
+        more_pages = (PageAddresses(ids[0], none[:, None]),) * (num_pages - 1)
+        batch = PackedBatch(ids, ids, paging, ids[0], None, SamplingBatch(), False, more_pages)
+        padded = cls.padded(batch, shape, sampling)
+        return replace(padded, block_tables=NO_ROWS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,22 +134,26 @@ class Graphs:
         block_size: int,
         max_blocks: int,
         max_context_len: int,
+        num_pages: int = 1,
         broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
     ):
         """Capture every shape.
 
         forward: returns the logits of a packed batch. previous: [max_sampled] int64, the tokens that the previous step
         sampled. shapes: the largest first. samples: whether decode steps sample, into `previous`. max_blocks: maximum
-        blocks in a block table. broadcast_tokens: called with the sampled tokens. Raises what `forward` or `capture`
-        raises for a model that cannot be captured.
+        blocks in a block table. num_pages: pages of a block. broadcast_tokens: called with the sampled tokens. Raises
+        what `forward` or `capture` raises for a model that cannot be captured.
         """
         self._samples, self._previous, self._broadcast_tokens = samples, previous, broadcast_tokens
         self._block_size, self._max_context_len = block_size, max_context_len
         max_seqs, device = max(shape.seqs for shape in shapes), previous.device
-        self._tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
+        self._num_pages = num_pages
+        self._tables = torch.zeros(num_pages * max_seqs, max_blocks, dtype=torch.int32, device=device)
         self._all_rows = torch.arange(max(shape.rows for shape in shapes), device=device)
         self._shapes = sorted(shapes)
-        paddings = {shape: _StaticInputs.all_padding(shape, samples=self._samples_in(shape)) for shape in shapes}
+        paddings = {
+            shape: _StaticInputs.all_padding(shape, num_pages, samples=self._samples_in(shape)) for shape in shapes
+        }
         size = max(DeviceUpload.size_of(padding) for padding in paddings.values()) + self._tables.nbytes
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
         self._replays: dict[GraphShape, Callable[[], Tensor]] = {}
@@ -156,7 +167,7 @@ class Graphs:
 
     def _views(self, padding: _StaticInputs, shape: GraphShape) -> _StaticInputs:
         """Return a shape's inputs in the buffer, with block tables of the maximum size."""
-        tables = NO_ROWS.new_empty(shape.seqs * self._tables.shape[1])
+        tables = NO_ROWS.new_empty(self._num_pages * shape.seqs * self._tables.shape[1])
         return DeviceUpload.views(replace(padding, block_tables=tables), self._buffer)
 
     def _upload(self, step: _StepUpload, upload: DeviceUpload) -> _StepUpload:
@@ -167,31 +178,38 @@ class Graphs:
         self, forward: Callable[[PackedBatch], Tensor], inputs: _StaticInputs, shape: GraphShape
     ) -> Callable[[], Tensor]:
         # The closure keeps alive every tensor that the graph reads, which the graph itself does not.
-        tables, all_rows, previous = self._tables[: shape.seqs], self._all_rows[: shape.rows], self._previous
+        num_pages, all_rows, previous = self._num_pages, self._all_rows[: shape.rows], self._previous
+        tables = self._tables[: num_pages * shape.seqs]  # the tables of all sequences for each page
+        of_page = tables.split(shape.seqs)
         sampled, metadata = previous[: shape.rows], inputs.sampling
         block_size, max_context_len, broadcast_tokens = self._block_size, self._max_context_len, self._broadcast_tokens
 
         def run() -> Tensor:
             shared = inputs.shared and replace(inputs.shared, max_len=max_context_len)
             paging = Paging(
-                inputs.slots,
-                tables,
+                inputs.slots[0],
+                of_page[0],
                 inputs.context_lens,
                 inputs.query_starts,
                 shape.queries,
                 max_context_len,
                 shared,
             )
+            context_lens = inputs.context_lens
+            if num_pages > 1:
+                context_lens = context_lens.repeat(num_pages)
             ids = step_inputs(
                 inputs.input_ids,
                 previous,
                 tables,
                 inputs.block_tables,
                 inputs.table_width,
-                inputs.context_lens,
+                context_lens,
                 block_size=block_size,
             )
-            logits = forward(PackedBatch(ids, inputs.position_ids, paging, all_rows, None, SamplingBatch(), False))
+            more = tuple(itertools.starmap(PageAddresses, zip(inputs.slots[1:], of_page[1:], strict=True)))
+            batch = PackedBatch(ids, inputs.position_ids, paging, all_rows, None, SamplingBatch(), False, more)
+            logits = forward(batch)
             if metadata:
                 broadcast_tokens(sample(logits, metadata, out=sampled))
             return logits

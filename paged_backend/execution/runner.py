@@ -21,6 +21,7 @@ from paged_backend.execution.graphs import ForwardOutput, GraphCapture, Graphs
 from paged_backend.execution.launched_step import LaunchedStep
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.memory.kv_cache import KVCache
+from paged_backend.memory.state_cache import StateCache
 from paged_backend.memory.transfers import Transfers
 from paged_backend.models.hidden_states import record_hidden_states
 from paged_backend.models.lora import Lora
@@ -84,16 +85,19 @@ class Runner:
         max_sampled: int,
         drafter: Drafter | None = None,
         lora: Lora | None = None,
+        states: StateCache | None = None,
         threads: CpuThreads | None = None,
         broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
     ):
         """kv: the model's layers, then the drafter's. host: the host pool. max_sampled: maximum sampled tokens.
-        broadcast_tokens: under tensor parallelism, overwrites a tensor of sampled tokens with those of rank 0."""
+        states: those of the model's recurrent layers, if it has any. broadcast_tokens: under tensor parallelism,
+        overwrites a tensor of sampled tokens with those of rank 0."""
         self.model = model
         self.kv = kv
         self.host = host
         self.drafter = drafter
         self.lora = lora
+        self.states = states
         self._threads = threads
         self.gqa_group = _gqa_group(model, kv.device)
         self.transfers = Transfers(kv, host)
@@ -112,9 +116,11 @@ class Runner:
         block_size: int,
         max_blocks: int,
         max_context_len: int,
+        num_pages: int = 1,
     ) -> None:
         """Capture graphs of steps, the largest first, which later steps replay. A model that cannot be captured runs
-        eagerly, with a warning in the log. max_blocks: maximum blocks in a block table."""
+        eagerly, with a warning in the log. max_blocks: maximum blocks in a block table. num_pages: pages of a
+        block."""
 
         graphs = partial(
             Graphs,
@@ -123,6 +129,7 @@ class Runner:
             block_size=block_size,
             max_blocks=max_blocks,
             max_context_len=max_context_len,
+            num_pages=num_pages,
             broadcast_tokens=self._broadcast_tokens,
         )
         try:
@@ -156,6 +163,8 @@ class Runner:
     def move(self, plan: Plan) -> None:
         """Enqueue the block transfers and the adapter loads of a plan. Before `launch`."""
         self.transfers.move(plan.moves_out, plan.moves_in, plan.copies)
+        if self.states:
+            self.states.copy_slots((copy.source, copy.target) for copy in plan.state_copies)
         for slot, adapter in plan.loads:
             assert self.lora
             self.lora.load_slot(slot, adapter)
@@ -237,7 +246,7 @@ class Runner:
         if self.drafter:
             self.drafter.update_kv(batch)
         if batch.adapters is None:
-            return paged_logits(self.model, batch, self.kv)
+            return paged_logits(self.model, batch, self.kv, self.states)
         assert self.lora
         with self.lora.applied(batch.adapters):
             return paged_logits(self.model, batch, self.kv)
@@ -256,5 +265,5 @@ def _gqa_group(model: PreTrainedModel, device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
     config = model.config.get_text_config()
-    heads = int(config.num_attention_heads)
+    heads = int(getattr(config, "num_attention_heads", None) or 1)  # none in a model without attention
     return heads // (getattr(config, "num_key_value_heads", None) or heads)

@@ -41,12 +41,14 @@ from paged_backend.loading.tokenizer_loader import load_tokenizer
 from paged_backend.loading.verification import verify_model
 from paged_backend.loading.weights import is_quantized, load_weights
 from paged_backend.memory.kv_cache import LayerShape
+from paged_backend.memory.state_cache import StateShape
 from paged_backend.models import rope, tensor_parallel
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.hidden_states import hidden_size
 from paged_backend.models.linear import WeightQuantizer
 from paged_backend.models.lora import Lora, find_adaptable_layers
 from paged_backend.models.quantization import Quantizer
+from paged_backend.models.recurrent import state_shapes
 from paged_kernels.cpu import native
 
 log = logging.getLogger("paged_llm")
@@ -69,6 +71,7 @@ class ModelSpec:
     classification: ClassificationSpec | None = None  # None: the model does not classify
     generates: bool = True  # False: the model only classifies
     weight_format: str | None = None  # of weights that stay quantized as in the files: "AWQ"; None: others
+    states: tuple[StateShape, ...] = ()  # of the recurrent layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +140,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         generates=not is_classifier(hf_config),
         sampling_defaults=sampling_defaults,
         weight_format=weight_format,
+        states=state_shapes(model),
     )
     lora = _create_lora(config, hf_config, model, adaptable) if adaptable is not None else None
     draft = _load_draft(config, root, device, spec) if config.speculative_model else None
@@ -202,6 +206,8 @@ def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: Mo
         draft = load(options, root, device)
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from error
+    if draft.spec.states:
+        raise ConfigError(f"{field}: {type(draft.model).__name__} has recurrent layers; a draft model must have none")
     if draft.spec.vocab_size != spec.vocab_size:
         raise ConfigError(f"{field}: has {draft.spec.vocab_size} tokens; must have the model's {spec.vocab_size}")
     return draft

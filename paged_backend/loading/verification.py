@@ -18,7 +18,7 @@ such a cache, with a tolerance for 8-bit quantization.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,8 +32,9 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
 from paged_backend.execution.upload import DeviceUpload
-from paged_backend.memory.kv_cache import KVCache, LayerShape
-from paged_backend.models import rope
+from paged_backend.memory.kv_cache import NO_ATTENTION, KVCache, LayerShape
+from paged_backend.memory.state_cache import StateCache
+from paged_backend.models import recurrent, rope
 from paged_backend.models.attention import ATTENTION, AttentionSpec, UnsupportedModel
 from paged_backend.models.model_variants import ModelVariant, model_variants
 from paged_backend.models.quantization import Quantizer
@@ -84,15 +85,13 @@ class _Probe:
         layer = getattr(module, "layer_idx", None)
         if layer is None or layer in self.shapes:
             raise UnsupportedModel(f"{type(module).__name__}: layer_idx={layer} does not name one attention layer")
-        if key.shape != value.shape:
-            raise UnsupportedModel(
-                f"{type(module).__name__}: keys of size {key.shape[-1]} but values of size {value.shape[-1]}"
-            )
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3])
+        value_dim = None if value.shape[3] == key.shape[3] else value.shape[3]
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value_dim, window=sliding_window)
         arguments = dict(sliding_window=sliding_window, **rest)
         self.specs[layer] = AttentionSpec.of(module, query.shape[3], attention_mask, **arguments)
         self.layer_windows.add(sliding_window)
-        return query.transpose(1, 2), None  # any values, since only the shape matters
+        # Any values, since only the shape matters.
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def mask(self, *, mask_function: Callable[..., Tensor], **rest: Any) -> None:
         """Record the window of a mask, as the mask function of the model."""
@@ -129,10 +128,13 @@ def verify_model(
     """
     progress = Progress("verifying", 3)
     try:
-        layers, specs = _probe(model)
+        mixers = recurrent.recurrent_mixers(model)
+        with recurrent.record_states(mixers) as states:
+            layers, specs = _probe(model, mixers)
         progress.advance()
         expected = _expected(model)
         progress.advance()
+        recurrent.install(model, mixers, [states[index] for index in range(len(mixers))])
         rope.freeze_rope(model)
         failure: UnsupportedModel | None = None
         for variant in model_variants(model, specs, quantizer=quantizer):
@@ -184,8 +186,11 @@ def _release_unused(model: PreTrainedModel, variant: ModelVariant, compare: Call
 
 
 @torch.inference_mode()
-def _probe(model: PreTrainedModel) -> tuple[tuple[LayerShape, ...], tuple[AttentionSpec, ...]]:
-    """Return the KV cache shape and the attention parameters of each layer."""
+def _probe(model: PreTrainedModel, mixers: list[nn.Module]) -> tuple[tuple[LayerShape, ...], tuple[AttentionSpec, ...]]:
+    """Return the KV cache shape of each layer, and the attention parameters of those with attention.
+
+    mixers: the model's recurrent mixers.
+    """
     probe = _Probe()
     AttentionInterface.register(PROBE, probe.attend)
     AttentionMaskInterface.register(PROBE, probe.mask)
@@ -198,15 +203,40 @@ def _probe(model: PreTrainedModel) -> tuple[tuple[LayerShape, ...], tuple[Attent
     except Exception as error:
         raise UnsupportedModel(f"its forward pass fails: {type(error).__name__}: {error}") from error
     layers = range(model.config.get_text_config().num_hidden_layers)
-    if sorted(probe.shapes) != list(layers):
-        raise UnsupportedModel(
-            f"{len(probe.shapes)} of {len(layers)} layers call the attention interface; the others keep another state"
-        )
+    _check_layers(model, layers, probe.shapes.keys(), mixers)
     if probe.layer_windows - {None} != probe.mask_windows - {None}:
         raise UnsupportedModel(
             f"its masks have windows {_shown(probe.mask_windows)}, but its layers pass {_shown(probe.layer_windows)}"
         )
-    return tuple(probe.shapes[layer] for layer in layers), tuple(probe.specs[layer] for layer in layers)
+    shapes = tuple(probe.shapes.get(layer, NO_ATTENTION) for layer in layers)
+    return shapes, tuple(probe.specs[layer] for layer in layers if layer in probe.specs)
+
+
+def _check_layers(model: PreTrainedModel, layers: range, attention: Set[int], mixers: list[nn.Module]) -> None:
+    """Raise UnsupportedModel unless every layer calls the attention interface, has a recurrent mixer or keeps nothing.
+
+    attention: the indices of the layers that call the attention interface.
+    """
+    known = attention | {mixer.layer_idx for mixer in mixers}
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == len(layers))
+    modules = next(lists, None)
+    others = [layer for layer in layers if layer not in known]
+    if modules is not None:
+        others = [layer for layer in others if not recurrent.is_stateless(modules[layer])]
+    if others or not attention <= set(layers):
+        names = sorted({name for layer in others for name in _stateful_names(modules[layer])}) if modules else []
+        raise UnsupportedModel(
+            f"{len(attention)} of {len(layers)} layers call the attention interface; the others keep another state"
+            + (f" ({', '.join(names)})" if names else "")
+        )
+
+
+def _stateful_names(layer: nn.Module) -> set[str]:
+    """Return the classes of the modules in a layer that know its index, or else that of the layer."""
+    inner = {
+        type(module).__name__ for module in layer.modules() if module is not layer and hasattr(module, "layer_idx")
+    }
+    return inner or {type(layer).__name__}
 
 
 def _shown(windows: set[int | None]) -> str:
@@ -291,6 +321,10 @@ def _paged_logits_of(
     kv = KVCache.allocate(layers, num_blocks=2 * width + 1, block_size=block_size, dtype=dtype, device=model.device)
     long, short = (_greedy_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))
     long.blocks, short.blocks = list(range(2 * width, 0, -2)), list(range(1, 2 * width, 2))
+    states = None
+    if shapes := recurrent.state_shapes(model):
+        states = StateCache.allocate(shapes, num_slots=3, device=model.device)
+        long.state_slot, short.state_slot = 2, 1
     found: dict[tuple[int, int], Tensor] = {}
     stage = DeviceUpload(model.device)
 
@@ -298,7 +332,7 @@ def _paged_logits_of(
         chunks = tuple(
             Chunk(seq, seq.computed, n, sampled_sequences=(seq,) if n == seq.pending else ()) for seq, n in lengths
         )
-        logits = iter(paged_logits(model, stage(pack(Plan(chunks), block_size=block_size)), kv))
+        logits = iter(paged_logits(model, stage(pack(Plan(chunks), block_size=block_size)), kv, states))
         for chunk in chunks:
             chunk.sequence.computed += chunk.length
             if chunk.sampled_sequences:

@@ -20,6 +20,7 @@ import transformers
 from safetensors.torch import load, save
 from torch import Tensor
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import Origin
 from paged_backend.scheduling.content import Chain, Contents, Entry, Key
@@ -44,9 +45,11 @@ class CorruptFile(Exception):
 class BlockFormat:
     """Encodes and decodes blocks of one layout."""
 
-    def __init__(self, layout: Sequence[Tensor]):
-        """layout: tensors with the shapes and types of those of a block."""
+    def __init__(self, layout: Sequence[Tensor], num_base: int | None = None):
+        """layout: tensors with the shapes and types of those of a block. num_base: how many of them, the first ones, a
+        block has that has left the sliding window; by default all."""
         self._layout = [(tensor.shape, tensor.dtype) for tensor in layout]
+        self._counts = {len(layout), num_base or len(layout)}
         self._max_bytes = MAX_HEADER_BYTES + MAX_PREFIX_BYTES + sum(tensor.nbytes for tensor in layout)
 
     def encode(self, entry: Entry, tensors: Sequence[Tensor]) -> bytes:
@@ -65,13 +68,14 @@ class BlockFormat:
         if len(data) > self._max_bytes:
             raise CorruptFile("is larger than a block")
         metadata, held = _metadata(data), load(data)
-        tensors = [held[str(index)] for index in range(len(self._layout))]
-        origin, tokens = Origin(metadata["salt"], bytes.fromhex(metadata["adapter"])), held[TOKENS].tolist()
+        origin, tokens = Origin(metadata["salt"], bytes.fromhex(metadata["adapter"])), held.pop(TOKENS).tolist()
+        tensors = [held[str(index)] for index in range(len(held))]
         if (origin, tokens) != entry.prefix:
             if _key(origin, tokens, len(entry.tokens)) != entry.key:
                 raise CorruptFile("holds other tokens than its name says")
             return None
-        if [(tensor.shape, tensor.dtype) for tensor in tensors] != self._layout:
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if len(shapes) not in self._counts or shapes != self._layout[: len(shapes)]:
             raise CorruptFile("holds tensors of other shapes or types")
         if _digest(tensors) != metadata["digest"]:
             raise CorruptFile("its bytes have changed")
@@ -124,7 +128,9 @@ def _files(model: Path) -> list[Path]:
     return [model] if model.is_file() else [file for name in MODEL_FILES for file in sorted(model.glob(name))]
 
 
-def fingerprint(config: EngineConfig, models: Sequence[Path], dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+def fingerprint(
+    config: EngineConfig, layout: BlockLayout, models: Sequence[Path], dtype: torch.dtype, kv_dtype: torch.dtype
+) -> str:
     """Return a digest of everything that keys and values depend on besides the tokens. A model is represented by the
     names, sizes and modification times of its files, so touching a file invalidates the cache."""
     files = [file for model in models for file in _files(model)]
@@ -132,7 +138,7 @@ def fingerprint(config: EngineConfig, models: Sequence[Path], dtype: torch.dtype
         "files": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files],
         "transformers": transformers.__version__,
         "options": [config.load_format, config.seed if config.load_format == "dummy" else None],
-        "layout": [str(dtype), str(kv_dtype), config.quantization, config.block_size],
+        "layout": [str(dtype), str(kv_dtype), config.quantization, config.block_size, layout.base_pages, layout.pages],
         "code": FORMAT_VERSION,
     }
     return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

@@ -105,13 +105,14 @@ class FileIndex:
 class DiskTier:
     """Cached blocks on disk: reads on the caller's thread, writes on its own. Safe to use from any thread."""
 
-    def __init__(self, directory: Path, fingerprint: str, budget: int, layout: Sequence[Tensor]):
-        """budget: maximum bytes in the whole directory. layout: tensors with the shapes and types of those of a
-        block."""
+    def __init__(
+        self, directory: Path, fingerprint: str, budget: int, layout: Sequence[Tensor], num_base: int | None = None
+    ):
+        """budget: maximum bytes in the whole directory. layout, num_base: see `BlockFormat`."""
         self._directory = directory
         self._fingerprint = fingerprint
         self._budget = budget
-        self._format = BlockFormat(layout)
+        self._format = BlockFormat(layout, num_base)
         self._index = FileIndex(fingerprint)
         self._lock = threading.Lock()
         self._up = True

@@ -24,21 +24,44 @@ SCALE = torch.float32
 DEFAULT_SWAP_SPACE = 4  # size in GiB of the host pool with a GPU
 ALIGNMENT = 16  # bytes that a copy kernel moves at a time
 
+TensorShape = tuple[tuple[int, ...], torch.dtype]
+
 
 @dataclass(frozen=True)
 class LayerShape:
     """The shape of the keys and values that one attention layer stores for a token."""
 
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # elements of a key
+    value_dim: int | None = None  # elements of a value; None: head_dim
+    latent: bool = False  # whether values are the first elements of keys, and are not stored a second time
+    window: int | None = None  # tokens that a query sees; None: all
+
+    def tensors(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[TensorShape]:
+        """Return shapes and types of the tensors of a pool, in the order of `LayerCache.tensors`."""
+        slots = (num_blocks, self.num_kv_heads, block_size)
+        sizes = [self.head_dim] if self.latent else [self.head_dim, self.value_dim or self.head_dim]
+        stored: list[TensorShape] = [((*slots, size), dtype) for size in sizes]
+        scales: list[TensorShape] = [(slots, SCALE)] * len(sizes) if dtype in FORMATS else []
+        return stored + scales
+
+    def cache(self, tensors: Sequence[Tensor]) -> LayerCache:
+        """Return the cache of these tensors."""
+        if self.latent:
+            return LayerCache.latent(tensors[0], self.value_dim or self.head_dim, *tensors[1:])
+        return LayerCache(*tensors)
+
+
+NO_ATTENTION = LayerShape(0, 0)  # the shape of a layer that stores no keys and values
 
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """The keys and values of every layer, in blocks. A block has the same number in all layers, so one block table
-    serves the whole model."""
+    """The keys and values of every layer, in pages; see `CacheLayout`. Without sliding windows a block is one page, and
+    one block table serves the whole model. The tensors of a layer without attention are empty."""
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[LayerCache, ...]  # layers in different pages of a block share their tensors
+    pages: tuple[int, ...] = ()  # page of a block that holds each layer; empty: all are in the first
 
     @classmethod
     def allocate(
@@ -50,17 +73,38 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         pinned: bool = False,
+        places: Sequence[tuple[int, int]] | None = None,
     ) -> KVCache:
-        """Return a cache filled with zeros. dtype: a quantized type, or the type of the model's keys and values.
-        pinned: whether to allocate host memory that a GPU can access directly."""
+        """Return a cache filled with zeros.
 
-        def shapes(layer: LayerShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
-            slots = (num_blocks, layer.num_kv_heads, block_size)
-            return [((*slots, layer.head_dim), dtype)] * 2 + ([(slots, SCALE)] * 2 if dtype in FORMATS else [])
+        Args:
+            layers: shapes of the layers in a page.
+            num_blocks: number of pages.
+            block_size: tokens of a page.
+            dtype: a quantized type, or the type of the model's keys and values.
+            device: where to allocate it.
+            pinned: whether to allocate host memory that a GPU can access directly.
+            places: for each layer of the model, its page of a block and its index in `layers`; by default all layers
+                are in one page. If there are several pages, one is added, which stays zero: the null page of
+                `WindowedPool`.
+        """
+        if places is not None:
+            pages = tuple(page for page, _ in places)
+            cache = cls.allocate(
+                layers,
+                num_blocks=num_blocks + 1,
+                block_size=block_size,
+                dtype=dtype,
+                device=device,
+                pinned=pinned,
+            )
+            return cls(tuple(cache.layers[index] for _, index in places), pages)
 
+        shapes = [layer.tensors(num_blocks, block_size, dtype) for layer in layers]
         if not pinned:
-            return cls(tuple(LayerCache(*(_zeros(*shape, device) for shape in shapes(layer))) for layer in layers))
-        all_shapes = [shape for layer in layers for shape in shapes(layer)]
+            pools = [[_zeros(*shape, device) for shape in of_layer] for of_layer in shapes]
+            return cls(tuple(layer.cache(pool) for layer, pool in zip(layers, pools, strict=True)))
+        all_shapes = [shape for of_layer in shapes for shape in of_layer]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in all_shapes]
         ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
         memory = pinned_zeros(ends[-1])
@@ -68,30 +112,37 @@ class KVCache:
             memory[start : start + size].view(dtype).view(shape)
             for (shape, dtype), size, start in zip(all_shapes, sizes, [0, *ends], strict=False)
         )
-        return cls(tuple(LayerCache(*islice(tensors, len(shapes(layer)))) for layer in layers))
+        parts = (tuple(islice(tensors, len(of_layer))) for of_layer in shapes)
+        return cls(tuple(layer.cache(part) for layer, part in zip(layers, parts, strict=True)))
 
     @property
     def device(self) -> torch.device:
         """The device of the tensors."""
-        return self.tensors[0].device
+        return self.layers[0].keys.device
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of all layers. The first dimension of each is the block."""
-        return tuple(tensor for layer in self.layers for tensor in layer.tensors)
+        """All tensors of all layers with attention. The first dimension of each is the block."""
+        distinct = {id(layer): layer for layer in self.layers}.values()
+        return tuple(tensor for layer in distinct for tensor in layer.tensors if tensor.numel())
 
     def layer_range(self, start: int, end: int) -> KVCache:
         """Return a view of some of the layers, in the same memory."""
-        return KVCache(self.layers[start:end])
+        return KVCache(self.layers[start:end], self.pages[start:end])
 
-    def read_block(self, number: int) -> list[Tensor]:
-        """Return a copy of one block on the host: a tensor for each of `tensors`."""
-        return [tensor[number].to("cpu", copy=True) for tensor in self.tensors]
+    def page_of(self, layer: int) -> int:
+        """Return the page of a block that holds a layer."""
+        return self.pages[layer] if self.pages else 0
 
-    def write_block(self, number: int, content: Sequence[Tensor]) -> None:
-        """Overwrite one block with what `read_block` returned."""
-        for tensor, value in zip(self.tensors, content, strict=True):
-            tensor[number] = value
+    def read_block(self, pages: Sequence[int]) -> list[Tensor]:
+        """Return a copy of a block on the host: for each of its pages a tensor for each of `tensors`."""
+        return [tensor[page].to("cpu", copy=True) for page in pages for tensor in self.tensors]
+
+    def write_block(self, pages: Sequence[int], content: Sequence[Tensor]) -> None:
+        """Overwrite a block with what `read_block` returned."""
+        targets = [tensor[page] for page in pages for tensor in self.tensors]
+        for target, value in zip(targets, content, strict=True):
+            target.copy_(value)
 
 
 def pinned_zeros(nbytes: int) -> Tensor:
@@ -104,9 +155,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Return zeros, because attention multiplies slots that were never written by a weight of 0, which NaN would
     survive. On a CPU, NumPy's zeros come from calloc: the pages are provided later, by page_population.py or by the
     first use of a block."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     nbytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not nbytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
     zeros = torch.from_numpy(np.zeros(nbytes, dtype=np.uint8))
     request_huge_pages(zeros)
     return zeros.view(dtype).view(shape)
@@ -114,21 +165,25 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block in all layers: keys, values, and the scales of a quantized `dtype`."""
-    scale = SCALE.itemsize if dtype in FORMATS else 0
-    return sum(2 * layer.num_kv_heads * (layer.head_dim * dtype.itemsize + scale) for layer in layers) * block_size
+    tensors = (tensor for layer in layers for tensor in layer.tensors(1, block_size, dtype))
+    return sum(math.prod(shape) * stored.itemsize for shape, stored in tensors)
 
 
 def num_blocks(
-    config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, reserved: int = 0
+    config: EngineConfig,
+    layers: Sequence[LayerShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    reserved: int = 0,
+    *,
+    pages: int = 1,
 ) -> int:
-    """Return the size of the device pool in blocks. reserved: bytes of GPU memory for other purposes. Raises
-    ConfigError if no block fits or the requested pool does not fit."""
-    block = bytes_per_block(layers, config.block_size, dtype)
+    """Return the size of the device pool in pages of these layers. reserved: bytes of the device for other purposes.
+    pages: pages of a block. Raises ConfigError if no block fits or the requested pool does not fit."""
+    page = bytes_per_block(layers, config.block_size, dtype)
+    block = page * pages
     wanted = _wanted_bytes(config, block)
-    if device.type == "cuda":
-        free = max(0, _free_on_gpu(config.gpu_memory_utilization, device) - reserved)
-    else:
-        free = available_memory() // config.tensor_parallel_size
+    free = free_bytes(config, device, reserved)
     if wanted is not None and wanted > free:
         asked = "num_gpu_blocks_override" if config.num_gpu_blocks_override else "kv_cache_memory_bytes"
         raise ConfigError(
@@ -141,7 +196,7 @@ def num_blocks(
             f"kv_cache_memory_bytes={budget}: one block of {config.block_size} tokens takes {block} bytes;"
             " give the pool more memory"
         )
-    return budget // block
+    return budget // page
 
 
 def num_host_blocks(
@@ -160,7 +215,15 @@ def num_host_blocks(
         raise ConfigError(
             f"swap_space={wanted}: one block of {config.block_size} tokens takes {block} bytes; give it more, or 0"
         )
-    return int(wanted * GIB) // config.tensor_parallel_size // block
+    return int(wanted * GIB) // config.tensor_parallel_size // block if block else 0
+
+
+def free_bytes(config: EngineConfig, device: torch.device, reserved: int = 0) -> int:
+    """Return the bytes that a rank may allocate on the device, within the allowed share of a GPU, beside `reserved`
+    bytes."""
+    if device.type == "cuda":
+        return max(0, _free_on_gpu(config.gpu_memory_utilization, device) - reserved)
+    return max(0, available_memory() // config.tensor_parallel_size - reserved)
 
 
 def _wanted_bytes(config: EngineConfig, block: int) -> int | None:

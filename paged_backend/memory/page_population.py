@@ -36,7 +36,7 @@ def _populate(reference: weakref.ref[KVCache]) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
     start = 0  # bytes of each tensor that are done
     while (cache := reference()) is not None:
-        if start >= max(tensor.nbytes for tensor in cache.tensors):
+        if start >= max((tensor.nbytes for tensor in cache.tensors), default=0):
             return
         for tensor in cache.tensors:
             populate_pages(tensor, start, min(start + HUGE_PAGE, tensor.nbytes))

@@ -21,7 +21,7 @@ import torch
 
 from paged_backend.memory.kv_cache import KVCache
 from paged_backend.scheduling.block_manager import Copy
-from paged_backend.scheduling.host_offload import BlockTransfer
+from paged_backend.scheduling.host_offload import BlockTransfer, copied_pages
 from paged_kernels import ops
 from paged_kernels.block_pair import BlockPair
 
@@ -90,8 +90,9 @@ class SynchronousTransfers:
         pass
 
 
-def _list(moves: Blocks) -> torch.Tensor:  # [num_moves, 2] int64
-    return torch.tensor([(move.source, move.target) for move in moves], dtype=torch.int64)
+def _list(moves: Blocks) -> torch.Tensor:  # [num_pages, 2] int64
+    pages = [pair for move in moves for pair in copied_pages(move)]
+    return torch.tensor(pages, dtype=torch.int64).view(-1, 2)
 
 
 class Transfers:

@@ -8,7 +8,8 @@ call `attend_pages`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,9 +17,11 @@ from transformers import AttentionInterface
 
 from paged_backend.api.errors import ConfigError
 from paged_backend.memory.kv_cache import KVCache
+from paged_backend.memory.state_cache import StateCache
+from paged_backend.models.state_rows import StateRows
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.ops import kv_write, paged_attention
-from paged_kernels.paging import Paging
+from paged_kernels.paging import PageAddresses, Paging
 
 ATTENTION = "paged_llm"  # name of `attend` in the registry of transformers
 
@@ -35,10 +38,23 @@ class UnsupportedModel(ConfigError):
 
 @dataclass(frozen=True, eq=False)
 class AttentionMeta:
-    """The slots and block tables of a step's packed tokens, and the cache they refer to."""
+    """The slots and block tables of a step's packed tokens, and the cache they refer to. For models with recurrent
+    layers also the state slots, and the states."""
 
-    paging: Paging
+    paging: Paging  # of the first page of each block
     kv: KVCache
+    more_pages: tuple[PageAddresses, ...] = ()  # of the other pages
+    state_rows: StateRows | None = None
+    states: StateCache | None = None
+
+    def paging_of(self, layer: int) -> Paging:
+        """Return the slots and block tables of the page that holds a layer."""
+        return self._pagings[self.kv.page_of(layer)]
+
+    @cached_property
+    def _pagings(self) -> tuple[Paging, ...]:
+        others = (replace(self.paging, slots=page.slots, block_tables=page.tables) for page in self.more_pages)
+        return (self.paging, *others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +101,9 @@ def attend(
     `paged` is required, so a model that does not pass it on fails with an error.
     """
     spec = AttentionSpec.of(module, query.shape[-1], attention_mask, **arguments)
-    cache = paged.kv.layers[module.layer_idx]
-    kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, paged.paging.slots)
-    return attend_pages(query[0].transpose(0, 1), cache, paged.paging, spec)[None], None
+    cache, paging = paged.kv.layers[module.layer_idx], paged.paging_of(module.layer_idx)
+    kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, paging.slots)
+    return attend_pages(query[0].transpose(0, 1), cache, paging, spec)[None], None
 
 
 def attend_pages(query: Tensor, cache: LayerCache, paging: Paging, spec: AttentionSpec) -> Tensor:

@@ -124,14 +124,14 @@ class FusedLayer:
         return replace(self, pre_arguments=pre_arguments, post_arguments=post_arguments)
 
     def _attend(self, qkv: Tensor, angles: tuple[Tensor, Tensor], paged: AttentionMeta) -> Tensor:
-        cache, slots = paged.kv.layers[self.attention.layer_idx], paged.paging.slots
+        cache, paging = paged.kv.layers[self.attention.layer_idx], paged.paging_of(self.attention.layer_idx)
         heads = qkv.view(len(qkv), sum(self.head_counts), -1)
         query, key, value = heads.split(self.head_counts, dim=1)
         if getattr(self.attention, "use_rope", True):
-            query = rope_kv_write(query, key, value, angles[0][0], angles[1][0], cache, slots, **self.head_norms)
+            query = rope_kv_write(query, key, value, angles[0][0], angles[1][0], cache, paging.slots, **self.head_norms)
         else:
-            kv_write(key, value, cache, slots)
-        return attend_pages(query, cache, paged.paging, self.spec)
+            kv_write(key, value, cache, paging.slots)
+        return attend_pages(query, cache, paging, self.spec)
 
 
 @dataclass(frozen=True, eq=False)

@@ -178,6 +178,8 @@ class RowParallelForward:
     module: nn.Linear  # its weight is [out_features, in_features of this rank]
     weight: Weight | None = None  # in the place of the module's
 
+    runs_own_forward = True  # so its weight may be converted
+
     def __call__(self, x: Tensor) -> Tensor:
         product = project(x, self.module.weight if self.weight is None else self.weight, None)
         dist.all_reduce(product)
@@ -274,12 +276,14 @@ def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> Callable[[], N
 
 
 def plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
-    """Yield the plain linear layers on a CPU whose own forward runs, or `RowParallelForward`, which excludes those
-    inside fused layers."""
+    """Yield the plain linear layers on a CPU whose own forward runs, which excludes those inside fused layers.
+
+    The `forward` of a module that was replaced by one with the attribute `runs_own_forward` counts as its own.
+    """
     modules = [model]
     while modules:
         module = modules.pop()
-        if has_custom_forward(module) and not isinstance(module.forward, RowParallelForward):
+        if has_custom_forward(module) and not getattr(vars(module).get("forward"), "runs_own_forward", False):
             continue
         modules += module.children()
         if type(module) is nn.Linear and type(module.weight.data) is Tensor and module.weight.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Computes how many blocks a request needs."""
+"""Computes how many blocks a request needs. The results are numbers of pages if the layout divides blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class BlockDemand:
 
     def reserved(self, group: Group) -> int:
         """Return how many more blocks a running group needs for the tokens that it has."""
-        return max(0, self._total(group) - self._held(group))
+        layout = self._blocks.layout
+        base = layout.base_pages * max(0, self._total(group) - self._held(group))
+        return base + max(0, self._window_total(group) - layout.window_pages * self._held_in_window(group))
 
     def demand(self, group: Group) -> Demand:
         """Return the demand of a waiting group for all of its tokens."""
@@ -35,7 +37,8 @@ class BlockDemand:
         hit = self._blocks.match(group.leader.chain, group.leader.tokens[: group.max_cacheable_tokens])
         on_device = hit.device_blocks
         cached = sum(map(self._blocks.pool.is_cached, on_device))
-        return Demand(hit, self._total(group) - len(on_device) + cached)
+        base = self._blocks.layout.base_pages * (self._total(group) - len(on_device) + cached)
+        return Demand(hit, base + self._window_total(group))
 
     def fit(self, demand: Demand, reserved: int) -> CacheHit | None:
         """Return the hit to use if the demand fits beside the blocks that are reserved for others, else None.
@@ -50,9 +53,10 @@ class BlockDemand:
         if hit.partial is not None:
             source, on_host = hit.partial
             cost = self._costs.move if on_host else self._costs.copy
-            locked = not on_host and self._blocks.pool.is_cached(source)
+            is_locked = not on_host and self._blocks.pool.is_cached(source)
+            locked = self._blocks.layout.pages * is_locked
             if needed + locked > available or cost > hit.partial_tokens * self._costs.token:
-                return CacheHit(hit.blocks)
+                return self._blocks.cache.without_partial(hit)
         return hit
 
     def _total(self, group: Group) -> int:
@@ -62,6 +66,19 @@ class BlockDemand:
     def _held(self, group: Group) -> int:
         return sum(len(one.blocks) for one in group.sequences) - (self._shared(group) if group.forked else 0)
 
+    def _window_total(self, group: Group) -> int:
+        """Return the window pages that a group needs at most for the tokens that it has."""
+        layout, sequences = self._blocks.layout, group.sequences
+        if not layout.window_pages:
+            return 0
+        blocks = [layout.blocks_for(len(one.tokens)) for one in sequences]
+        pending = [len(one.tokens) - one.committed for one in sequences]
+        return layout.window_pages_for(blocks, pending, group.leader.num_prompt // layout.block_size)
+
+    def _held_in_window(self, group: Group) -> int:
+        """Return how many blocks of a group have window pages that it references."""
+        return len({block for one in group.sequences for block in one.blocks[one.window_start :]})
+
     def _shared(self, group: Group) -> int:
         """Return how often shared prompt blocks are counted too much if each sample's blocks are summed."""
         return (len(group.sequences) - 1) * (group.leader.num_prompt // self._blocks.block_size)
@@ -70,7 +87,10 @@ class BlockDemand:
         """Return the blocks that a swapped-out group needs: one per block on the host, blocks for its further tokens,
         and a copy for each sequence that would write into a shared block."""
         size = self._blocks.block_size
+        assert self._blocks.host
+        layout = self._blocks.layout
         held = {block for sequence in group.sequences for block in sequence.host_blocks}
+        in_window = {block for one in group.sequences for block in one.host_blocks[one.window_start :]}
         more = sum(self._blocks.blocks_for(len(one.tokens)) - len(one.host_blocks) for one in group.active)
         next_index = [one.computed // size for one in group.active]
         written = [
@@ -78,4 +98,6 @@ class BlockDemand:
             for one, index in zip(group.active, next_index, strict=True)
             if index < len(one.host_blocks)
         ]
-        return len(held) + more + len(written) - len(set(written))
+        copied = len(written) - len(set(written))
+        window = layout.window_pages * (len(in_window) + copied)
+        return layout.base_pages * (len(held) + more + copied) + max(window, self._window_total(group))

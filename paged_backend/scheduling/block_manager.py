@@ -15,10 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from paged_backend.scheduling.block_pool import BlockPool
+import numpy as np
+
+from paged_backend.api.block_layout import BlockLayout
+from paged_backend.scheduling.block_pool import BlockPool, allocate_counted
 from paged_backend.scheduling.content import Chain, IndexListener
-from paged_backend.scheduling.host_offload import BlockTransfer, HostOffload
-from paged_backend.scheduling.prefix_cache import BlockLocation, CacheHit, PrefixCache
+from paged_backend.scheduling.host_offload import BlockTransfer, HostOffload, PagePairs, page_pairs
+from paged_backend.scheduling.prefix_cache import NO_PAGES, BlockLocation, CacheHit, PrefixCache
+from paged_backend.scheduling.windowed_pool import WindowedPool, make_pool
 
 
 class Copy(NamedTuple):
@@ -26,6 +30,7 @@ class Copy(NamedTuple):
 
     source: int
     target: int
+    pages: PagePairs | None = None  # the pages to copy; None: those with the numbers of the blocks
 
 
 class BlockManager:
@@ -36,26 +41,36 @@ class BlockManager:
         num_blocks: int,
         block_size: int,
         *,
+        layout: BlockLayout | None = None,
         caching: bool = False,
         host: BlockPool | None = None,
         listener: IndexListener | None = None,
     ):
-        """caching: whether prefixes are cached. host: the pool on the host, if there is one. listener: receives
+        """num_blocks: blocks of the pool, or pages with a layout that divides blocks. layout: by default one page per
+        block. caching: whether prefixes are cached. host: the pool on the host, if there is one. listener: receives
         every content that is cached on the device, or dropped there."""
         assert num_blocks >= 1 and block_size >= 1, (num_blocks, block_size)
         self.num_blocks = num_blocks
         self.block_size: int = block_size
+        self.layout = layout or BlockLayout(block_size)
         self.caching = caching
         self.num_copies = 0  # copy-on-write copies since the start
         self.host = host
-        self.pool = BlockPool(num_blocks, caching=caching, on_evict=self._offload_evicted, listener=listener)
-        self.cache = PrefixCache(self.pool, host, block_size)
+        self.pool = make_pool(
+            num_blocks, self.layout, caching=caching, on_evict=self._offload_evicted, listener=listener
+        )
+        self.cache = PrefixCache(self.pool, host, self.layout)
         self.offload = HostOffload(self.pool, host)
 
     @property
     def num_available(self) -> int:
         """Blocks that can be allocated: free and cached ones."""
         return self.pool.num_available
+
+    @property
+    def page_tables(self) -> np.ndarray | None:
+        """The pages of each block [num_blocks, pages] int32; None if blocks are single pages."""
+        return self.pool.page_tables if isinstance(self.pool, WindowedPool) else None
 
     @property
     def num_used(self) -> int:
@@ -77,15 +92,17 @@ class BlockManager:
         table.extend(blocks)
         return True
 
-    def free(self, table: list[int]) -> None:
-        """Free a block table and clear it. Raises ValueError for a block that is not in use."""
-        self.pool.free_table(table)
+    def free(self, table: list[int], start: int = 0) -> None:
+        """Free a block table and clear it. start: the first block whose window pages the table references. Raises
+        ValueError for a block that is not in use."""
+        self.pool.free_table(table, start)
 
-    def fork(self, table: Sequence[int]) -> list[int]:
-        """Return a second block table of the same blocks, including a partial last block."""
+    def fork(self, table: Sequence[int], start: int = 0) -> list[int]:
+        """Return a second block table of the same blocks, including a partial last block. start: the first block whose
+        window pages both tables reference."""
         assert all(map(self.pool.is_used, table)), "a fork of blocks that are not in use"
-        for block in table:
-            self.pool.touch(block)
+        for index, block in enumerate(table):
+            self.pool.touch(block, index >= start)
         return list(table)
 
     def make_writable(self, table: list[int], index: int) -> Copy | None:
@@ -99,8 +116,7 @@ class BlockManager:
         source, table[index] = table[index], blocks[0]
         self.pool.lock(source)
         self.pool.free(source)  # drops the table's reference; the copy's lock keeps one
-        self.num_copies += 1
-        return Copy(source, blocks[0])
+        return self._copy(source, blocks[0])
 
     def finish_copies(self, copies: Iterable[Copy]) -> None:
         """Unlock the sources of copies that are done or dropped."""
@@ -112,22 +128,28 @@ class BlockManager:
         return self.cache.match(chain, tokens)
 
     def adopt(self, hit: CacheHit) -> tuple[list[int], list[BlockTransfer], list[Copy]]:
-        """Return a block table of a hit's blocks, and the moves and the copy that fill it.
+        """Return a block table of a hit's blocks, and the moves and the copy that fill it. The table references window
+        pages from block `hit.window_start` on.
 
         Full blocks on the device are shared. Blocks on the host are moved in. The partial block is copied, as the
         sequence will write into it. The pool must have room for the new blocks.
         """
-        for location in hit.blocks:  # locks all blocks of the hit first: allocating below may evict
+        for index, location in enumerate(hit.blocks):  # locks all blocks first: allocating below may evict
+            if location is NO_PAGES:
+                continue
             if location.on_host:
                 self._lock(location)
             else:
-                self.pool.touch(location.block)
+                self.pool.touch(location.block, index >= hit.window_start)
         if hit.partial:
             self._lock(hit.partial)
         table, moves, copies = [], [], []
-        for block, on_host in hit.blocks:
-            if on_host:
-                moves.append(self.offload.move_in(block))
+        for index, location in enumerate(hit.blocks):
+            block, on_host = location
+            if location is NO_PAGES:
+                block = allocate_counted(self.pool, 1, trimmed=1)[0]
+            elif on_host:
+                moves.append(self.offload.move_in(block, trimmed=index < hit.window_start))
                 block = moves[-1].target
             table.append(block)
         if hit.partial:
@@ -136,15 +158,24 @@ class BlockManager:
                 moves.append(self.offload.move_in(source)._replace(entry=None))
                 table.append(moves[-1].target)
             else:
-                copies.append(Copy(source, self.pool.allocate_counted(1)[0]))
+                copies.append(self._copy(source, allocate_counted(self.pool, 1)[0]))
                 table.append(copies[-1].target)
-                self.num_copies += 1
         return table, moves, copies
 
     def cache_block(self, block: int, chain: Chain, tokens: Sequence[int], index: int) -> None:
         """Add a block that holds a sequence's full block `index` to the prefix cache."""
+        replaced = self.cache.find_trimmed(block, chain, tokens, index)
+        if replaced is not None:
+            self.offload.block_removed(replaced)
+            self.cache.remove_trimmed(replaced)
         if self.cache.add(block, chain, tokens, index):
             self.offload.block_cached(block)
+
+    def trim(self, table: Sequence[int], start: int, end: int) -> None:
+        """Drop a table's references to the window pages of its blocks `start` to `end`."""
+        assert isinstance(self.pool, WindowedPool)
+        for index in range(start, end):
+            self.pool.release_window(table[index])
 
     def invalidate(self, table: Sequence[int]) -> None:
         """Remove the contents of these blocks from the prefix cache, on the host too. The table keeps the blocks."""
@@ -152,15 +183,33 @@ class BlockManager:
             if self.cache.remove(block):
                 self.offload.block_removed(block)
 
-    def check(self, tables: Iterable[Sequence[int]], host_tables: Iterable[Sequence[int]] = ()) -> None:
-        """Assert every invariant of both pools, given all live block tables. For tests and idle moments."""
+    def check(
+        self,
+        tables: Iterable[Sequence[int]],
+        host_tables: Iterable[Sequence[int]] = (),
+        starts: Iterable[int] | None = None,
+    ) -> None:
+        """Assert every invariant of both pools, given all live block tables. For tests and idle moments.
+
+        starts: for each table the first block whose window pages it references; by default 0.
+        """
+        tables = list(tables)
         self.pool.check(tables)
+        if isinstance(self.pool, WindowedPool):
+            firsts = starts if starts is not None else [0] * len(tables)
+            self.pool.check_windows(
+                block for table, first in zip(tables, firsts, strict=True) for block in table[first:]
+            )
         if self.host:
             self.host.check(host_tables)
         self.cache.check()
 
     def _offload_evicted(self, block: int) -> None:
         self.offload.evict(block)
+
+    def _copy(self, source: int, target: int) -> Copy:
+        self.num_copies += 1
+        return Copy(source, target, page_pairs(self.pool, source, self.pool, target))
 
     def _lock(self, location: BlockLocation) -> None:
         pool = self.host if location.on_host else self.pool

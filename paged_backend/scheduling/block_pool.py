@@ -20,8 +20,19 @@ FREE, CACHED, HELD, HELD_BY_MORE, PINNED = ".", "c", "123456789", "+", "p"
 _MARK_OF_COUNT = (FREE + HELD).encode().ljust(256, HELD_BY_MORE.encode())
 
 
+def allocate_counted(pool: BlockPool, count: int, trimmed: int = 0) -> list[int]:
+    """Allocate `count` blocks of a pool. The caller has checked that they are available."""
+    blocks = pool.allocate(count, trimmed)
+    assert blocks is not None, "blocks that were counted available are not"
+    return blocks
+
+
 class BlockPool:
-    """A fixed number of blocks, each free, cached or in use."""
+    """A fixed number of blocks, each free, cached or in use.
+
+    Blocks of this class are single pages. `WindowedPool` divides them into pages, some of which can be freed before the
+    block. The numbers of blocks that are free, cached, available or used are numbers of pages there.
+    """
 
     def __init__(
         self,
@@ -39,6 +50,7 @@ class BlockPool:
         self.index = PrefixIndex(listener)
         self.num_shared = 0  # blocks with more than one reference
         self.num_evictions = 0
+        self.trimmed: set[int] = set()  # blocks whose window pages were freed
         self._on_evict = on_evict
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -58,16 +70,17 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that can be allocated: free and cached ones."""
-        return len(self._free) + len(self._cached)
+        return self.num_free + self.num_cached
 
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
 
-    def allocate(self, count: int) -> list[int] | None:
+    def allocate(self, count: int, trimmed: int = 0) -> list[int] | None:
         """Allocate `count` blocks, each with one reference. None, with nothing changed, if fewer are available.
 
-        Free blocks go first; then the least recently used cached blocks are evicted.
+        Free blocks go first; then the least recently used cached blocks are evicted. trimmed: number of blocks, the
+        first ones, that get no window pages.
         """
         assert count >= 0, count
         if count > self.num_available:
@@ -77,20 +90,18 @@ class BlockPool:
             self._references[block] = 1
         return blocks
 
-    def allocate_counted(self, count: int) -> list[int]:
-        """Allocate `count` blocks. The caller has checked that they are available."""
-        blocks = self.allocate(count)
-        assert blocks is not None, "blocks that were counted available are not"
-        return blocks
+    def touch(self, block: int, windowed: bool | None = None) -> None:
+        """Add a reference; a cached block is then in use again.
 
-    def touch(self, block: int) -> None:
-        """Add a reference; a cached block is then in use again."""
+        windowed: whether the reference includes the window pages; by default if the block has them. It is dropped with
+        the same argument.
+        """
         self._cached.pop(block, None)
         self._references[block] += 1
         if self._references[block] == 2:
             self.num_shared += 1
 
-    def free(self, block: int) -> None:
+    def free(self, block: int, windowed: bool | None = None) -> None:
         """Drop a reference. When the last reference is dropped, a block with known content becomes cached and any other
         becomes free.
 
@@ -108,12 +119,17 @@ class BlockPool:
             else:
                 self._free.append(block)
 
-    def free_table(self, table: list[int]) -> None:
+    def free_table(self, table: list[int], start: int | None = None) -> None:
         """Free and clear a block table. Its tail is freed first, and so evicted before its head, which more requests
-        can share. Raises ValueError for a block that is not in use."""
+        can share. start: the first block whose window pages the table references; by default all that have some.
+        Raises ValueError for a block that is not in use."""
         for block in reversed(table):
             self.free(block)
         table.clear()
+
+    def pages_of(self, block: int) -> tuple[int, ...]:
+        """Return the pages of a block: base pages, then its window pages if it has them."""
+        return (block,)
 
     def lock(self, block: int) -> None:
         """Add the reference of a copy or move, until `unlock`."""

@@ -10,15 +10,17 @@ from paged_backend.scheduling.plan import NO_BLOCKS, Allocation, Costs
 from paged_backend.scheduling.plan_builder import PlanBuilder
 from paged_backend.scheduling.prefix_cache import CacheHit
 from paged_backend.scheduling.sequence import Group, Sequence
+from paged_backend.scheduling.state_slots import StateSlots
 
 
 class BlockTables:
     """Changes the block tables of groups. Nothing else updates `block_usage`. The scheduler decides which group gets
     blocks."""
 
-    def __init__(self, blocks: BlockManager, costs: Costs, preemption: str):
+    def __init__(self, blocks: BlockManager, costs: Costs, preemption: str, states: StateSlots):
         """preemption: "swap", "recompute", or "auto" for the cheaper one."""
         self._blocks = blocks
+        self._states = states
         self._pool = blocks.pool
         self._costs = costs
         self._preemption = preemption
@@ -27,6 +29,7 @@ class BlockTables:
         """Begin the leader's block table with the blocks of a cache hit."""
         leader, usage = group.leader, group.block_usage
         leader.blocks, moves, copies = self._blocks.adopt(hit)
+        leader.window_start = hit.window_start
         builder.add_moves_in(group.key, moves)
         builder.add_copies(group.key, copies)
         usage.reused += len(hit.device_blocks)
@@ -54,7 +57,7 @@ class BlockTables:
         if not shared and num_tokens <= len(table) * size:
             return NO_BLOCKS
         more = self._blocks.blocks_for(num_tokens) - len(table)
-        if shared + more > self._pool.num_available:
+        if (shared + more) * self._blocks.layout.pages > self._pool.num_available:
             return None
         if shared:
             copy = self._blocks.make_writable(table, index)
@@ -77,11 +80,16 @@ class BlockTables:
         group.block_usage.copied += allocated.copied
 
     def commit(self, sequence: Sequence, end: int) -> None:
-        """Record that keys and values are written up to `end`, and cache the blocks that are full."""
+        """Record that keys and values are written up to `end`, cache the blocks that are full, and free the window
+        pages that no later query sees."""
         size = self._blocks.block_size
         first, sequence.committed = sequence.committed // size, end
         for index in range(first, sequence.committed // size):
             self._blocks.cache_block(sequence.blocks[index], sequence.chain, sequence.tokens, index)
+        start = self._blocks.layout.kept_from(end)
+        if start > sequence.window_start:
+            self._blocks.trim(sequence.blocks, sequence.window_start, start)
+            sequence.window_start = start
 
     def accept(self, group: Group, sequence: Sequence, tokens: list[int]) -> None:
         """Replace the draft tokens by the accepted ones and the bonus token.
@@ -92,28 +100,30 @@ class BlockTables:
         sequence.computed = sequence.committed + len(tokens) - 1
         self.commit(sequence, sequence.computed)
         while len(sequence.blocks) > self._blocks.blocks_for(sequence.computed):
-            self._pool.free(sequence.blocks.pop())
+            self._pool.free(sequence.blocks.pop(), True)
             group.block_usage.new -= 1
 
     def fork(self, group: Group) -> None:
         """Share the blocks of the prompt, which the leader has computed, with all other samples."""
         leader = group.leader
         for sequence in group.sequences[1:]:
-            sequence.blocks = self._blocks.fork(leader.blocks)
+            sequence.blocks = self._blocks.fork(leader.blocks, leader.window_start)
+            sequence.window_start = leader.window_start
             sequence.computed, sequence.committed = leader.computed, leader.committed
             sequence.chain = leader.chain.head(leader.num_prompt // self._blocks.block_size)
+            self._states.fork(leader, sequence)
         group.forked = True
 
     def branch(self, group: Group, continuations: Iterable[Continuation]) -> None:
         """Replace the live beams by their continuations. The first continuation of a beam takes over its block table,
         the others share it. Beams without continuations are freed."""
-        parents, beams = group.sequences, []
+        parents, beams, chosen = group.sequences, [], list(continuations)
+        for index in set(range(len(parents))) - {one.beam for one in chosen}:  # first, since forks need their slots
+            self.free_sequence(parents[index])
         left = dict(enumerate(parents))
-        for continuation in continuations:
+        for continuation in chosen:
             beam = left.pop(continuation.beam, None) or self._fork_beam(parents[continuation.beam])
             beams.append((beam, continuation.token))
-        for beam in left.values():
-            self._blocks.free(beam.blocks)
         for index, (beam, token) in enumerate(beams):
             beam.index = index
             beam.tokens.append(token)
@@ -121,8 +131,9 @@ class BlockTables:
 
     def _fork_beam(self, parent: Sequence) -> Sequence:
         child = Sequence(parent.request, list(parent.tokens), parent.chain.copy())
-        child.blocks, child.computed = self._blocks.fork(parent.blocks), parent.computed
-        child.committed = parent.committed
+        child.blocks, child.computed = self._blocks.fork(parent.blocks, parent.window_start), parent.computed
+        child.committed, child.window_start = parent.committed, parent.window_start
+        self._states.fork(parent, child)
         return child
 
     def swap_out(self, group: Group) -> bool:
@@ -135,7 +146,9 @@ class BlockTables:
         tokens = sum(sequence.computed for sequence in group.sequences) - shared
         if self._preemption == "auto" and 2 * len(blocks) * self._costs.move >= tokens * self._costs.token:
             return False
-        tables = self._blocks.offload.swap_out([sequence.blocks for sequence in group.sequences])
+        tables = self._blocks.offload.swap_out(
+            [sequence.blocks for sequence in group.sequences], [sequence.window_start for sequence in group.sequences]
+        )
         if tables is None:
             return False
         for sequence, table in zip(group.sequences, tables, strict=True):
@@ -144,7 +157,10 @@ class BlockTables:
 
     def swap_in(self, group: Group, builder: PlanBuilder) -> None:
         """Swap all blocks of a group back in."""
-        tables, moves = self._blocks.offload.swap_in([sequence.host_blocks for sequence in group.sequences])
+        tables, moves = self._blocks.offload.swap_in(
+            [sequence.host_blocks for sequence in group.sequences],
+            [sequence.window_start for sequence in group.sequences],
+        )
         for sequence, table in zip(group.sequences, tables, strict=True):
             sequence.blocks = table
         builder.add_moves_in(group.key, moves)
@@ -163,10 +179,11 @@ class BlockTables:
         """Free all blocks of a group, on the device and on the host."""
         for sequence in group.sequences:
             self.free_sequence(sequence)
-            sequence.computed = sequence.committed = 0
+            sequence.computed = sequence.committed = sequence.window_start = 0
 
     def free_sequence(self, sequence: Sequence) -> None:
-        self._blocks.free(sequence.blocks)
+        self._blocks.free(sequence.blocks, sequence.window_start)
+        self._states.release(sequence)
         if sequence.host_blocks:
             assert self._blocks.host
             self._blocks.host.free_table(sequence.host_blocks)

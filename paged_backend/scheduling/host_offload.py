@@ -3,12 +3,14 @@ copying cached blocks for the disk tier. Both pools work without tensors; `Block
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
-from paged_backend.scheduling.block_pool import BlockPool
+from paged_backend.scheduling.block_pool import BlockPool, allocate_counted
 from paged_backend.scheduling.content import Entry
+from paged_backend.scheduling.windowed_pool import WindowedPool
+
+PagePairs: TypeAlias = tuple[tuple[int, int], ...]  # (source, target) of pages
 
 
 class BlockTransfer(NamedTuple):
@@ -21,6 +23,32 @@ class BlockTransfer(NamedTuple):
     source: int
     target: int
     entry: Entry | None
+    pages: PagePairs | None = None  # the pages to copy; None: those with the numbers of the blocks
+
+    @property
+    def target_pages(self) -> Sequence[int]:
+        return [self.target] if self.pages is None else [target for _, target in self.pages]
+
+
+class _Copied(Protocol):
+    @property
+    def source(self) -> int: ...
+    @property
+    def target(self) -> int: ...
+    @property
+    def pages(self) -> PagePairs | None: ...
+
+
+def copied_pages(copy: _Copied) -> PagePairs:
+    """Return the pages of a copy or move, as (source, target)."""
+    return ((copy.source, copy.target),) if copy.pages is None else copy.pages
+
+
+def page_pairs(source_pool: BlockPool, source: int, target_pool: BlockPool, target: int) -> PagePairs | None:
+    """Return the pages to copy from one block to another: those that both have. None for blocks that are pages."""
+    if not isinstance(source_pool, WindowedPool):
+        return None
+    return tuple(zip(source_pool.pages_of(source), target_pool.pages_of(target), strict=False))
 
 
 class HostOffload:
@@ -87,8 +115,8 @@ class HostOffload:
         while self._host and self._unspilled and left:
             block = next(iter(self._unspilled))
             entry = self._pool.index.entry(block)
-            assert entry
-            if self._host.index.find(entry) is None and wanted(entry):
+            # A block whose pages have all left the window has no content any more.
+            if entry and self._host.index.find(entry) is None and wanted(entry):
                 target = self._move_out(block)
                 if target is None:
                     break
@@ -97,21 +125,31 @@ class HostOffload:
             del self._unspilled[block]
         return self.take_moves_out()
 
-    def add_host_block(self, entry: Entry) -> int | None:
+    def add_host_block(self, entry: Entry, *, trimmed: bool = False) -> int | None:
         """Allocate a cached block of the host for this content; the caller fills it at once. None if the host already
-        has the content, or has no room."""
+        has the content, or has no room. trimmed: whether the content lacks window pages."""
         assert self._host
-        if self._host.index.find(entry) is not None or not self._host.num_available:
+        if self._host.index.find(entry) is not None:
             return None
-        block = self._host.allocate_counted(1)[0]
+        blocks = self._host.allocate(1, trimmed=int(trimmed))
+        if blocks is None:
+            return None
+        block = blocks[0]
         self._host.index.add(block, entry)
         self._host.free(block)
         return block
 
-    def swap_out(self, tables: Sequence[list[int]]) -> list[list[int]] | None:
+    def swap_out(self, tables: Sequence[list[int]], starts: Sequence[int] | None = None) -> list[list[int]] | None:
         """Move block tables to the host and free them. Return the tables of the host's blocks, in the same order; None,
-        with nothing changed, if the host lacks room for all of them."""
-        if self._host is None or len({block for table in tables for block in table}) > self._host.num_available:
+        with nothing changed, if the host lacks room for all of them.
+
+        starts: for each table the first block whose window pages it references; by default 0.
+        """
+        if self._host is None:
+            return None
+        if sum(len(self._pool.pages_of(block)) for block in {block for table in tables for block in table}) > (
+            self._host.num_available
+        ):
             return None
         targets: dict[int, int] = {}
         for block in (block for table in tables for block in table):
@@ -122,62 +160,75 @@ class HostOffload:
                 assert target is not None, "not enough blocks, although they were checked to be available"
                 targets[block] = target
         swapped = [[targets[block] for block in table] for table in tables]
-        for table in tables:
-            self._pool.free_table(table)
+        for table, start in zip(tables, starts or [0] * len(tables), strict=True):
+            self._pool.free_table(table, start)
         return swapped
 
-    def swap_in(self, tables: Sequence[list[int]]) -> tuple[list[list[int]], list[BlockTransfer]]:
+    def swap_in(
+        self, tables: Sequence[list[int]], starts: Sequence[int] | None = None
+    ) -> tuple[list[list[int]], list[BlockTransfer]]:
         """Move block tables back from the host and free them there. Return the device's tables and the moves.
 
-        Content that is still cached on the device is not moved. The device must have room for the rest.
+        Content that is still cached on the device is not moved. The device must have room for the rest. starts: for
+        each table the first block whose window pages it references; by default 0.
         """
         assert self._host
-        blocks = list(dict.fromkeys(block for table in tables for block in table))
+        starts = starts or [0] * len(tables)
+        places = [
+            (block, index >= start)
+            for table, start in zip(tables, starts, strict=True)
+            for index, block in enumerate(table)
+        ]
+        windowed = {block for block, in_window in places if in_window}
         targets: dict[int, int] = {}
-        for block in blocks:  # references cached blocks first: allocating below may evict
+        for block in dict.fromkeys(block for block, _ in places):  # cached ones first: allocating below may evict
             entry = self._host.index.entry(block)
             cached = self._pool.index.find(entry) if entry else None
-            if cached is not None:
-                self._pool.touch(cached)
+            if cached is not None and (block not in windowed or cached not in self._pool.trimmed):
+                self._pool.touch(cached, block in windowed)
                 targets[block] = cached
         moves = []
-        for block in blocks:
+        for block, _ in places:
             if block not in targets:
                 self._host.lock(block)
-                moves.append(self.move_in(block))
+                moves.append(self.move_in(block, trimmed=block not in windowed))
                 targets[block] = moves[-1].target
-        references = Counter(block for table in tables for block in table)
-        for block, count in references.items():
-            for _ in range(count - 1):
-                self._pool.touch(targets[block])
+        for block, in_window in places:
+            self._pool.touch(targets[block], in_window)
+        for block, target in targets.items():  # the references from above; the tables have theirs
+            self._pool.free(target, block in windowed)
         swapped = [[targets[block] for block in table] for table in tables]
         for table in tables:
             self._host.free_table(table)
         return swapped, moves
 
-    def move_in(self, block: int) -> BlockTransfer:
-        """Move a locked block of the host to a new block of the device."""
+    def move_in(self, block: int, *, trimmed: bool = False) -> BlockTransfer:
+        """Move a locked block of the host to a new block of the device. trimmed: whether it needs no window pages."""
         assert self._host
         self.num_moves_in += 1
-        target = self._pool.allocate_counted(1)[0]
+        target = allocate_counted(self._pool, 1, trimmed=int(trimmed))[0]
         self._pool.lock(target)
-        return BlockTransfer(block, target, self._host.index.entry(block))
+        pages = page_pairs(self._host, block, self._pool, target)
+        return BlockTransfer(block, target, self._host.index.entry(block), pages)
 
     def _move_out(self, block: int) -> int | None:
         """Return a block of the host with this block's content and one reference: the cached one, or the target of a
         new move. None if there is no room."""
         assert self._host
         entry = self._pool.index.entry(block)
-        cached = self._host.index.find(entry) if entry else None
-        if cached is not None:
+        cached, trimmed = self._host.index.find(entry) if entry else None, block in self._pool.trimmed
+        if cached is not None and (trimmed or cached not in self._host.trimmed):
             self._host.touch(cached)
             return cached
-        blocks = self._host.allocate(1)
+        blocks = self._host.allocate(1, trimmed=int(trimmed))
         if blocks is None:
             return None
+        if entry and cached is not None:
+            self._host.forget(entry)  # the new block has the window pages as well
         if entry and self._host.caching:
             self._host.index.add(blocks[0], entry)
         self._host.lock(blocks[0])
-        self._moves_out.append(BlockTransfer(block, blocks[0], entry))
+        pages = page_pairs(self._pool, block, self._host, blocks[0])
+        self._moves_out.append(BlockTransfer(block, blocks[0], entry, pages))
         self.num_moves_out += 1
         return blocks[0]

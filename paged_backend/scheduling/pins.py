@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 from paged_backend.scheduling.block_manager import BlockManager
+
+
+class _Pinned(NamedTuple):
+    table: list[int]
+    start: int  # the first block whose window pages are pinned
 
 
 class Pins:
@@ -16,15 +22,18 @@ class Pins:
     """
 
     def __init__(self, blocks: BlockManager, limit: int):
-        """limit: maximum number of pinned blocks, each counted once."""
+        """limit: maximum number of pinned blocks, each counted once, or of pages if the layout divides blocks."""
         self._blocks = blocks
         self._limit = limit
-        self._tables: OrderedDict[Hashable, list[int]] = OrderedDict()
+        self._tables: OrderedDict[Hashable, _Pinned] = OrderedDict()
         self._pinned: Counter[int] = Counter()
+        self._pinned_windows: Counter[int] = Counter()  # the same for window pages
 
     @property
     def num_blocks(self) -> int:
-        return len(self._pinned)
+        """The number of pinned blocks, or of pages if the layout divides blocks."""
+        layout = self._blocks.layout
+        return layout.base_pages * len(self._pinned) + layout.window_pages * len(self._pinned_windows)
 
     @property
     def counts(self) -> Mapping[int, int]:
@@ -33,25 +42,33 @@ class Pins:
 
     @property
     def tables(self) -> list[list[int]]:
-        return list(self._tables.values())
+        return [pinned.table for pinned in self._tables.values()]
 
-    def pin(self, name: Hashable, table: Sequence[int]) -> None:
-        """Pin these blocks for a session, in place of those that it had."""
-        pinned = self._blocks.fork(table)
+    @property
+    def starts(self) -> list[int]:
+        """For each table, the first block whose window pages it references."""
+        return [pinned.start for pinned in self._tables.values()]
+
+    def pin(self, name: Hashable, table: Sequence[int], start: int = 0) -> None:
+        """Pin these blocks for a session, in place of those that it had. start: the first block whose window pages are
+        pinned."""
+        pinned = self._blocks.fork(table, start)
         self.drop(name)
-        self._tables[name] = pinned
+        self._tables[name] = _Pinned(pinned, start)
         self._pinned.update(pinned)
+        self._pinned_windows.update(pinned[start:])
         while self.num_blocks > self._limit:
             self.drop_oldest()
 
     def drop(self, name: Hashable) -> None:
         """Unpin the blocks of a session, if it has any."""
-        table = self._tables.pop(name, [])
-        for block in table:
-            self._pinned[block] -= 1
-            if not self._pinned[block]:
-                del self._pinned[block]
-        self._blocks.free(table)
+        table, start = self._tables.pop(name, _Pinned([], 0))
+        for counts, blocks in ((self._pinned, table), (self._pinned_windows, table[start:])):
+            for block in blocks:
+                counts[block] -= 1
+                if not counts[block]:
+                    del counts[block]
+        self._blocks.free(table, start)
 
     def drop_oldest(self) -> bool:
         """Unpin the blocks of the least recently used session. False if there is none."""

@@ -11,6 +11,7 @@ from paged_backend.scheduling.adapter_slots import AdapterLoad
 from paged_backend.scheduling.block_manager import Copy
 from paged_backend.scheduling.host_offload import BlockTransfer
 from paged_backend.scheduling.sequence import Sequence
+from paged_backend.scheduling.state_slots import StateCopy
 
 
 class Allocation(NamedTuple):
@@ -98,6 +99,7 @@ class Plan:
     adapters: Mapping[bytes, int] = field(default_factory=dict)  # slots of the adapters in use, by digest
     has_prompt_outputs: bool = False  # whether any chunk has `scored` or `ends_request` set
     traced: tuple[TracedWork, ...] = ()
+    state_copies: tuple[StateCopy, ...] = ()  # before the chunks
 
     @property
     def num_tokens(self) -> int:

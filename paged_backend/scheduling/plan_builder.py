@@ -10,6 +10,7 @@ from paged_backend.scheduling.block_manager import BlockManager, Copy
 from paged_backend.scheduling.host_offload import BlockTransfer
 from paged_backend.scheduling.plan import Allocation, Chunk, Plan, TracedWork
 from paged_backend.scheduling.sequence import Group, Sequence
+from paged_backend.scheduling.state_slots import StateSlots
 
 MAX_SCORED = 256  # prompt positions with log probabilities in a step: each needs the logits of the whole vocabulary
 
@@ -80,10 +81,13 @@ class PlanBuilder:
         self.chunks = [chunk for chunk in self.chunks if chunk.sequence.request is not group.request]
         return self._copies.pop(group.key, []), self._moves_in.pop(group.key, [])
 
-    def build(self, blocks: BlockManager, slots: AdapterSlots) -> Plan | None:
-        """Return the plan with all pending moves and adapter loads; None if it has no chunk."""
+    def build(self, blocks: BlockManager, slots: AdapterSlots, states: StateSlots) -> Plan | None:
+        """Return the plan with all pending moves, adapter loads and copies of states; None if it has no chunk. Every
+        sequence that computes gets a state slot."""
         if not self.chunks:
             return None
+        for one in self.chunks:
+            states.assign(one.sequence)
         return Plan(
             chunks=tuple(self.chunks),
             moves_out=blocks.offload.take_moves_out(),
@@ -96,6 +100,7 @@ class PlanBuilder:
             adapters=slots.slots_of(chunk.sequence.request for chunk in self.chunks),
             has_prompt_outputs=self._has_prompt_outputs,
             traced=(*self._moved, *self._traced_chunks()),
+            state_copies=states.take_copies(),
         )
 
     def _traced_chunks(self) -> Iterator[TracedWork]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.scheduling.block_pool import BlockPool
 from paged_backend.scheduling.content import Chain, Contents, Entry, PrefixParent
 
@@ -17,6 +18,9 @@ class BlockLocation(NamedTuple):
     on_host: bool
 
 
+NO_PAGES = BlockLocation(-1, False)  # a block whose pages have all left the window, so nothing of it is needed
+
+
 @dataclass(frozen=True)
 class CacheHit:
     """Cached blocks that hold the first tokens of a sequence. They are not referenced until `BlockManager.adopt`."""
@@ -24,11 +28,12 @@ class CacheHit:
     blocks: tuple[BlockLocation, ...]  # full blocks
     partial: BlockLocation | None = None  # block whose first `partial_tokens` tokens match
     partial_tokens: int = 0
+    window_start: int = 0  # the first block whose window pages are needed, and present
 
     @property
     def device_blocks(self) -> list[int]:
         """The full blocks that are on the device."""
-        return [location.block for location in self.blocks if not location.on_host]
+        return [location.block for location in self.blocks if not location.on_host and location is not NO_PAGES]
 
 
 NO_HIT = CacheHit(())
@@ -37,11 +42,12 @@ NO_HIT = CacheHit(())
 class PrefixCache:
     """Finds and indexes contents in the device's pool, and in the host's if there is one."""
 
-    def __init__(self, pool: BlockPool, host: BlockPool | None, block_size: int):
+    def __init__(self, pool: BlockPool, host: BlockPool | None, layout: BlockLayout):
         self.contents = Contents()
         self._pool = pool
         self._host = host
-        self._block_size = block_size
+        self._layout = layout
+        self._block_size = layout.block_size
 
     def match(self, chain: Chain, tokens: Sequence[int]) -> CacheHit:
         """Return the longest cached prefix of `tokens`. Changes nothing in the pools.
@@ -63,11 +69,43 @@ class PrefixCache:
                 entries.append(entry)
             location = self.find(entries[index])
             if location is None:
-                break
+                if self._layout.base_pages:
+                    break
+                location = NO_PAGES
             locations.append(location)
+        if self._layout.window_pages:
+            locations = self._with_window(locations, entries)
         start = len(locations) * size
         rest = tuple(tokens[start : min(start + size, limit)])
-        return CacheHit(tuple(locations), *self._nearest(chain.parent_of(len(locations)), rest))
+        partial, length = self._nearest(chain.parent_of(len(locations)), rest)
+        return CacheHit(tuple(locations), partial, length, self._layout.window_start(start + length))
+
+    def without_partial(self, hit: CacheHit) -> CacheHit:
+        """Return the full blocks of a hit alone. A query after them can see more blocks than one after the partial
+        block; `match` has checked that they have window pages."""
+        start = self._layout.window_start(len(hit.blocks) * self._block_size)
+        return CacheHit(hit.blocks, window_start=start)
+
+    def _with_window(self, locations: list[BlockLocation], entries: Sequence[Entry]) -> list[BlockLocation]:
+        """Return the longest beginning of `locations` whose last blocks, as far as the next query sees them, have
+        window pages. A block that has them on the host only is then taken from there."""
+        in_window = [self._find_with_window(entry) for entry, _ in zip(entries, locations, strict=False)]
+        streaks, streak = [0], 0  # by number of blocks, how many of the last ones have window pages
+        for found in in_window:
+            streak = 0 if found is None else streak + 1
+            streaks.append(streak)
+        for count in range(len(locations), 0, -1):
+            first = self._layout.window_start(count * self._block_size)
+            if count - first <= streaks[count]:
+                return locations[:first] + [found for found in in_window[first:count] if found is not None]
+        return []
+
+    def _find_with_window(self, entry: Entry) -> BlockLocation | None:
+        for pool, on_host in ((self._pool, False), (self._host, True)):
+            block = pool.index.find(entry) if pool else None
+            if pool and block is not None and block not in pool.trimmed:
+                return BlockLocation(block, on_host)
+        return None
 
     def find(self, entry: Entry) -> BlockLocation | None:
         """Return where this content is cached, the device first, or None. Thread-safe."""
@@ -89,6 +127,20 @@ class PrefixCache:
             return False
         return self._pool.index.add(block, self.entry(chain, tokens, index))
 
+    def find_trimmed(self, block: int, chain: Chain, tokens: Sequence[int], index: int) -> int | None:
+        """Return the indexed block with the content of a sequence's full block `index` that lacks the window pages,
+        while `block` has them. None if there is no such block."""
+        if not self._layout.window_pages or not self._pool.caching or block in self._pool.trimmed:
+            return None
+        found = self._pool.index.find(self.entry(chain, tokens, index))
+        return found if found in self._pool.trimmed else None
+
+    def remove_trimmed(self, block: int) -> None:
+        """Remove a block of the device from its index, so that another with the same content takes its place."""
+        entry = self._pool.index.entry(block)
+        assert entry
+        self._pool.forget(entry)
+
     def remove(self, block: int) -> bool:
         """Remove the content of a block of the device from the indexes of both pools; block tables keep the block.
         Return whether it was cached."""
@@ -107,7 +159,12 @@ class PrefixCache:
 
     def _nearest(self, parent: PrefixParent, tokens: tuple[int, ...]) -> tuple[BlockLocation | None, int]:
         """Return the child of `parent` with the longest common prefix with `tokens`, and its length."""
-        device = self._pool.index.nearest_child(parent, tokens) or (-1, 0)
-        host = (self._host.index.nearest_child(parent, tokens) if self._host else None) or (-1, 0)
+        device, host = (
+            (pool.index.nearest_child(parent, tokens) if pool else None) or (-1, 0) for pool in (self._pool, self._host)
+        )
+        if device[1] and device[0] in self._pool.trimmed:
+            device = (-1, 0)
+        if self._host and host[1] and host[0] in self._host.trimmed:
+            host = (-1, 0)
         block, length = max(device, host, key=lambda found: found[1])  # prefers the device if both are equal
         return (BlockLocation(block, host[1] > device[1]), length) if length else (None, 0)

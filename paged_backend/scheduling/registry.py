@@ -83,7 +83,7 @@ class RequestRegistry:
         one, and free the others."""
         if group.request.session is not None and sequence.blocks:
             full = sequence.committed // self._blocks.block_size
-            self._pins.pin(group.request.session, sequence.blocks[:full])
+            self._pins.pin(group.request.session, sequence.blocks[:full], sequence.window_start)
         self._tables.free_sequence(sequence)
         sequence.ended = True
         group.sequences.remove(sequence)
@@ -124,6 +124,7 @@ class RequestRegistry:
         self._blocks.check(
             [*(sequence.blocks for sequence in self.sequences()), *self._pins.tables],
             [sequence.host_blocks for sequence in self.sequences()],
+            [*(sequence.window_start for sequence in self.sequences()), *self._pins.starts],
         )
 
     def _stop_running(self, group: Group) -> None:

@@ -32,6 +32,7 @@ from paged_backend.scheduling.prefill_budget import PrefillBudget
 from paged_backend.scheduling.registry import RequestRegistry
 from paged_backend.scheduling.sequence import Group
 from paged_backend.scheduling.speculation import Proposer
+from paged_backend.scheduling.state_slots import StateSlots
 from paged_backend.scheduling.stats import SchedulerCounters, SchedulerStats
 from paged_backend.scheduling.step_commit import StepCommitter
 from paged_backend.scheduling.step_result import StepResult
@@ -60,12 +61,14 @@ class Scheduler:
         prefill_budget: PrefillBudget | None = None,
         max_loras: int = 0,
         fair_tenants: bool = False,
+        state_slots: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
         """preemption: "swap", "recompute", or "auto" for the cheaper one. session_blocks: maximum blocks pinned for
         sessions between turns. max_draft_tokens: maximum per sequence and step. prefill_budget: limits the prompt
         tokens of a step that decodes. max_loras: maximum adapters on the device. fair_tenants: within a priority, admit
-        the tenant that was served the fewest tokens instead of first come, first served. clock: returns seconds.
+        the tenant that was served the fewest tokens instead of first come, first served. state_slots: slots for the
+        states of recurrent layers; 0: the model has none. clock: returns seconds.
         """
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.blocks = blocks
@@ -77,7 +80,9 @@ class Scheduler:
         self.admitted: list[int] = []  # keys of requests that the last `schedule` admitted for the first time
         self._counters = SchedulerCounters()
         self._accounts = Accounts(by_tenant=fair_tenants)
-        self._tables = BlockTables(blocks, self.costs, preemption)
+        assert not state_slots or (state_slots >= max_num_seqs and not blocks.caching and preemption == "recompute")
+        self._states = StateSlots(state_slots)
+        self._tables = BlockTables(blocks, self.costs, preemption, self._states)
         self._requests = RequestRegistry(blocks, self._tables, self.slots, self.pins, self._accounts)
         self._preemption = Preemption(self._requests, blocks, self._tables, self._counters, clock)
         self._planner = ChunkPlanner(self._requests, self._tables, self.pins, self._preemption, self._counters)
@@ -236,7 +241,7 @@ class Scheduler:
         if self._proposer:
             self._planner.add_draft_tokens(builder, self._proposer, self._max_draft_tokens)
         self.admitted, self._blocked = builder.admitted, builder.blocked
-        plan = builder.build(self.blocks, self.slots)
+        plan = builder.build(self.blocks, self.slots, self._states)
         if plan is not None:
             self._advance(plan)
         return plan
@@ -290,7 +295,7 @@ class Scheduler:
             if any(lost.intersection(sequence.host_blocks) for sequence in group.sequences):
                 self._tables.restart(group)
         error = RequestError(ErrorCode.INTERNAL, message)
-        keys = dict.fromkeys(chunk.sequence.key for chunk in plan.chunks)
+        keys = dict.fromkeys((*(chunk.sequence.key for chunk in plan.chunks), *(one.key for one in plan.state_copies)))
         ended = [TokenDelta(key, error=error) for key in keys if self.abort(key)]
         self.slots.fail(plan.loads)
         return ended
@@ -306,3 +311,4 @@ class Scheduler:
                 assert min(sequence.tokens) >= 0, "a placeholder is left"
             assert sequence.computed <= len(sequence.blocks or sequence.host_blocks) * self.blocks.block_size
         self._requests.check()
+        self._states.check(self._requests.sequences())

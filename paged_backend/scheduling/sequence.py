@@ -23,7 +23,7 @@ class Sequence:
 
     __slots__ = (
         "blocks", "chain", "committed", "computed", "ended", "history", "host_blocks", "index", "num_prompt", "request",
-        "tokens",
+        "state_slot", "tokens", "window_start",
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest, tokens: list[int], chain: Chain, index: int = 0):
@@ -35,6 +35,8 @@ class Sequence:
         self.num_prompt = len(request.prompt_token_ids)
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []  # block table on the host, while the request is swapped out
+        self.window_start = 0  # the first block whose window pages are kept; 0 without sliding windows
+        self.state_slot: int | None = None  # slot of the recurrent layers' states; None: the model has no such layers
         self.computed = 0
         self.committed = 0
         self.ended = False

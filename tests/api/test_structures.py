@@ -2,11 +2,12 @@
 
 import pytest
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.limits import EngineLimits, InputLimits
 from paged_backend.api.sampling_params import SamplingParams
 
-LIMITS = EngineLimits(max_model_len=64, vocab_size=320, num_blocks=8, block_size=16, max_num_seqs=4)
+LIMITS = EngineLimits(max_model_len=64, vocab_size=320, num_blocks=8, layout=BlockLayout(16), max_num_seqs=4)
 
 
 def parse(**values):

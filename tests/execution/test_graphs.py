@@ -20,7 +20,8 @@ from paged_backend.engine import runner_builder, step_loop
 from paged_backend.execution import drafter, graph_shapes, graphs, runner
 from paged_backend.models import few_rows
 from paged_kernels import cascade
-from tests.support.in_process import WAIT, running, tiny_assembly
+from tests.support.families import FAMILIES
+from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = {"max_tokens": 12}
@@ -67,6 +68,27 @@ def test_replayed_steps_give_the_same_tokens_as_eager(tiny, prompts, plain, capt
         assert engine.generate(prompts, **SAMPLING) == plain
     assert set(capture.replays) <= set(graph_shapes.capture_batch_sizes(max_num_seqs))
     assert capture.replays
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """The directory of a model with two kinds of layers, whose blocks have several pages."""
+    directory = tmp_path_factory.mktemp("windowed")
+    save_tiny(FAMILIES["gemma3"](), directory)
+    return directory
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}, {"num_speculative_tokens": 3}], ids=str)
+def test_replayed_steps_of_a_model_with_sliding_windows(windowed, prompts, capture, monkeypatch, options):
+    """Outputs are longer than the window, so that blocks leave it."""
+    prompts = [prompt * 3 for prompt in prompts]
+    with running(tiny_assembly(windowed, **options)) as engine:
+        replayed = engine.generate(prompts, max_tokens=20)
+        assert engine.assembly.scheduler.blocks.layout.pages == 3
+    assert capture.replays
+    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: None)
+    with running(tiny_assembly(windowed, **options)) as engine:
+        assert replayed == engine.generate(prompts, max_tokens=20)
 
 
 @pytest.mark.usefixtures("async_scheduling")

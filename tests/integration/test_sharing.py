@@ -7,11 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.scheduler_stress import CONDITIONS, run_stress
+from tests.support.scheduler_stress import CONDITIONS, WINDOWED, run_stress
 
-CONDITION_STRATEGIES = {"seed": st.integers(0, 2**32)} | {
-    name: st.sampled_from(values) for name, values in CONDITIONS.items()
-}
 EVENTS = (  # each occurs in any run of the stress test
     "add", "abort while waiting", "abort while running", "abort in flight", "abort of unknown request",
     "end of a sample", "end of a session", "reset", "spill", "step", "failed step", "failed row",
@@ -22,12 +19,14 @@ EVENTS = (  # each occurs in any run of the stress test
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("examples", [700, pytest.param(20_000, marks=pytest.mark.nightly)])
-def test_random_load_gives_each_sample_its_isolated_output(examples, figures, until):
+@pytest.mark.parametrize("conditions", [CONDITIONS, WINDOWED], ids=["full attention", "sliding windows"])
+@pytest.mark.parametrize("examples", [500, pytest.param(20_000, marks=pytest.mark.nightly)])
+def test_random_load_gives_each_sample_its_isolated_output(examples, conditions, figures, until):
     seen = Counter()
+    strategies = {name: st.sampled_from(values) for name, values in conditions.items()}
 
     @settings(max_examples=examples, deadline=None)
-    @given(**CONDITION_STRATEGIES)
+    @given(seed=st.integers(0, 2**32), **strategies)
     def run(**conditions):
         if time.monotonic() < until:
             run_stress(seen, **conditions)

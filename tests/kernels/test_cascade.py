@@ -71,6 +71,8 @@ def with_shared_blocks(inputs, device: str, num_groups: int = 5) -> tuple[torch.
         (Case("shared", 1, 20, 32), torch.float32, 1),
         (Case("shared", 1, 4, sinks=True, format="int8"), torch.float32, 12),
         (Case("shared", 1, 4, sinks=True, format="fp8"), torch.float16, 12),
+        (Case("shared", 1, 4, head_dim=288, value_dim=256, latent=True), torch.float32, 12),
+        (Case("shared", 1, 4, head_dim=96, value_dim=40), torch.float32, 12),
     ],
     ids=str,
 )

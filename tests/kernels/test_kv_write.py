@@ -18,6 +18,9 @@ COMPILED = [partial(native.kv_write, level=level) for level in native.levels()]
 ANY_FORMAT = [None, *FORMATS.values()]
 
 
+LATENT = [(1, 576, 16), (2, 24, 4)]
+
+
 def make_inputs(
     num_kv_heads: int,
     head_dim: int,
@@ -43,10 +46,18 @@ def make_inputs(
     return key, value, make_cache(pool, format, strided=strided), slots.to(device)
 
 
-def check(write, shape: tuple[int, int, int], dtype: torch.dtype, device: str, strided: bool, format: str | None):
+def check(
+    write,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: str,
+    strided: bool,
+    format: str | None,
+    reference=kv_write_reference,
+):
     """Require the same bits: a block does not depend on the implementation that wrote it."""
     expected, actual = (make_inputs(*shape, dtype, device, strided, format) for _ in range(2))
-    kv_write_reference(*expected)
+    reference(*expected)
     write(*actual)
     assert expected[2].keys.float().any()
     for one, other in zip(actual[2].tensors, expected[2].tensors, strict=True):
@@ -69,6 +80,43 @@ def test_triton_matches_reference(shape, dtype, strided, format, device):
 def test_cpu_matches_reference(shape, dtype, strided, format):
     for write in (kv_write_cpu, *COMPILED):
         check(write, shape, dtype, "cpu", strided, format)
+
+
+def without_values(write, value_dim: int):
+    """Return a write of keys only, to a cache whose values are the first `value_dim` elements of its keys."""
+
+    def write_keys(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        shared = LayerCache.latent(cache.keys, value_dim, cache.key_scales)
+        assert len(shared.tensors) == len(cache.tensors) / 2
+        write(key, None, shared, slots)
+        assert shared.values.data_ptr() == cache.keys.data_ptr()
+
+    return write_keys
+
+
+def with_shorter_values(write, value_dim: int):
+    """Return a write of values of another size than keys."""
+
+    def write_both(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        values = cache.values[..., :value_dim].contiguous()
+        write(key, value[..., :value_dim], LayerCache(cache.keys, values, cache.key_scales, cache.value_scales), slots)
+        cache.values.zero_()
+        cache.values[..., :value_dim] = values
+
+    return write_both
+
+
+@pytest.mark.parametrize("format", ANY_FORMAT)
+@pytest.mark.parametrize("shape", LATENT, ids=str)
+@pytest.mark.parametrize("changed", [without_values, with_shorter_values])
+def test_other_values_match_reference(changed, shape, format, device):
+    """Values that are part of the keys, and values that are shorter than keys."""
+    value_dim = shape[1] * 8 // 9
+    reference = changed(kv_write_reference, value_dim)
+    for dtype in (torch.float32, torch.float16):
+        check(changed(kv_write, value_dim), shape, dtype, device, False, format, reference)
+        for write in (kv_write_cpu, *COMPILED):
+            check(changed(write, value_dim), shape, dtype, "cpu", False, format, reference)
 
 
 @pytest.mark.parametrize("format", ANY_FORMAT)

@@ -35,7 +35,10 @@ def save(config, directory):
             "layers",
         ),
         (hf.StableLmConfig(**COMMON), "its paged forward pass fails"),
-        (hf.JambaConfig(**COMMON, use_mamba_kernels=False, mamba_d_state=4, num_experts=1), "layers call"),
+        (
+            hf.MiniMaxConfig(**COMMON, head_dim=16, block_size=4, num_local_experts=2),
+            r"layers call .*\(MiniMaxLightningAttention\)",
+        ),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )

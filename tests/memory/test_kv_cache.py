@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paged_backend.memory import kv_cache
-from paged_backend.memory.kv_cache import KVCache, LayerShape
+from paged_backend.memory.kv_cache import NO_ATTENTION, KVCache, LayerShape
 from paged_backend.memory.transfers import Transfers
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.scheduling.block_manager import Copy
@@ -119,7 +119,7 @@ def test_bfloat16_tokens_are_likely_in_float32(tiny, prompts, kv_cache_dtype, mo
 def test_pinned_pool_is_one_allocation(monkeypatch, dtype):
     sizes = []
     monkeypatch.setattr(kv_cache, "pinned_zeros", lambda n: sizes.append(n) or torch.zeros(n, dtype=torch.uint8))
-    layers = [LayerShape(2, 8), LayerShape(1, 16)]
+    layers = [LayerShape(2, 8), LayerShape(1, 16), LayerShape(3, 12, 4), LayerShape(1, 12, 8, latent=True)]
     options = dict(num_blocks=3, block_size=4, dtype=dtype, device=torch.device("cpu"))
     pool, plain = KVCache.allocate(layers, pinned=True, **options), KVCache.allocate(layers, **options)
     assert sizes == [3 * kv_cache.bytes_per_block(layers, 4, dtype)]
@@ -131,6 +131,16 @@ def test_pinned_pool_is_one_allocation(monkeypatch, dtype):
         assert tensor.is_contiguous()
         tensor.fill_(value)
     assert [float(tensor.float().mean()) for tensor in pool.tensors] == list(range(1, 1 + len(pool.tensors)))
+
+
+def test_latents_of_deepseek_v3_take_a_seventieth_of_keys_and_values():
+    """576 elements per token and layer, in place of 128 heads with keys of 192 and values of 128."""
+    expanded, latent = LayerShape(128, 192, 128), LayerShape(1, 576, 512, latent=True)
+    sizes = [kv_cache.bytes_per_block([layer], 1, torch.bfloat16) for layer in (expanded, latent)]
+    assert sizes == [2 * 128 * (192 + 128), 2 * 576]
+    pool = KVCache.allocate([latent], num_blocks=3, block_size=4, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert sum(tensor.nbytes for tensor in pool.tensors) == 3 * 4 * sizes[1]
+    assert pool.layers[0].values.data_ptr() == pool.layers[0].keys.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.get)
@@ -172,3 +182,13 @@ def test_model_degraded_by_8_bit_kv_cache_is_rejected(tiny, monkeypatch, kv_cach
     tiny_assembly(tiny[0])
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* keys and values \(kv_cache_dtype\), logits at"):
         tiny_assembly(tiny[0], kv_cache_dtype=kv_cache_dtype)
+
+
+def test_layer_without_attention_takes_no_memory_and_keeps_its_index():
+    layers, cpu = [LayerShape(2, 8), NO_ATTENTION, LayerShape(1, 4)], torch.device("cpu")
+    pool = KVCache.allocate(layers, num_blocks=3, block_size=4, dtype=torch.int8, device=cpu)
+    assert [layer.keys.shape[1] for layer in pool.layers] == [2, 0, 1]
+    assert len(pool.tensors) == 8
+    assert sum(tensor.nbytes for tensor in pool.tensors) == 3 * kv_cache.bytes_per_block(layers, 4, torch.int8)
+    without = KVCache.allocate([NO_ATTENTION], num_blocks=3, block_size=4, dtype=torch.float32, device=cpu)
+    assert without.tensors == () and without.device == cpu

@@ -21,7 +21,7 @@ def make_cache(num_blocks: int, dtype: torch.dtype = torch.float32) -> KVCache:
 
 
 def write(cache: KVCache, block: int, number: int) -> None:
-    cache.write_block(block, [torch.full_like(tensor[0], number) for tensor in cache.tensors])
+    cache.write_block([block], [torch.full_like(tensor[0], number) for tensor in cache.tensors])
 
 
 def read(cache: KVCache) -> list[int]:

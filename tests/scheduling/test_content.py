@@ -129,5 +129,5 @@ def test_number_of_entries_is_bounded_by_blocks(host, matching, figures):
     blocks.free(blocks.allocate(128))
     blocks.offload.finish_moves_out(blocks.offload.take_moves_out())
     if behind:
-        behind.free_table(behind.allocate_counted(host))
+        behind.free_table(behind.allocate(host))
     assert len(blocks.cache.contents) == 0

@@ -8,6 +8,7 @@ from paged_backend.scheduling.host_offload import BlockTransfer
 from paged_backend.scheduling.plan import NO_BLOCKS
 from paged_backend.scheduling.plan_builder import PlanBuilder
 from paged_backend.scheduling.sequence import Group
+from paged_backend.scheduling.state_slots import StateSlots
 from tests.support.scheduler_stress import request
 
 
@@ -21,7 +22,7 @@ def add(plan, group, length):
 
 
 def build(plan):
-    return plan.build(BlockManager(4, 4), AdapterSlots(0))
+    return plan.build(BlockManager(4, 4), AdapterSlots(0), StateSlots(0))
 
 
 @pytest.mark.parametrize(("length", "sampled", "forks"), [(5, 0, 0), (6, 3, 2)])

@@ -36,6 +36,8 @@ class Case:
     sinks: bool = False
     strided: bool = False  # query is a slice of wider rows; each pool is half of a joint tensor
     format: str | None = None  # type of the pools; None: query's type
+    value_dim: int | None = None  # None: head_dim
+    latent: bool = False  # values are the first elements of keys
 
 
 AXES = {
@@ -55,6 +57,17 @@ CHOSEN = (
     Case(group=8, num_kv_heads=1),
     Case(group=71, num_kv_heads=1, head_dim=32),  # more heads than a tile of fp32 takes
     Case(batch="decode", group=20, head_dim=32),
+    *(Case(head_dim=48, value_dim=32, format=name, strided=name is None) for name in (None, *FORMATS.values())),
+    Case(batch="chunks", head_dim=24, value_dim=40, sinks=True),
+    Case(batch="padded", head_dim=192, value_dim=128, group=1, block_size=64),
+    *(
+        Case(batch, num_kv_heads=1, group=group, head_dim=576, value_dim=512, latent=True, format=name)
+        for batch, group, name in (("decode", 16, None), ("chunks", 5, "int8"), ("padded", 3, "fp8"))
+    ),
+    Case("mixed", num_kv_heads=1, group=9, head_dim=576, value_dim=512, latent=True),
+    Case("chunks", num_kv_heads=1, head_dim=48, value_dim=32, latent=True, strided=True),
+    Case("mixed", num_kv_heads=2, head_dim=300, value_dim=290, latent=True, block_size=1),
+    Case("decode", head_dim=320, value_dim=300, sliding_window=13),
     Case(batch="padded", sinks=True),
     Case(batch="prefill", head_dim=8, block_size=256),
     *(Case(batch, head_dim=72, sinks=True, format=name) for batch in ("padded", "chunks") for name in FORMATS.values()),
@@ -131,13 +144,26 @@ def replace_paging(paging: Paging, **changes: object) -> Paging:
     return Paging(**{**_fields(paging), **changes})
 
 
-def make_cache(pool: Tensor, format: str | None, *, strided: bool) -> LayerCache:
-    """Make a cache from keys and values in one tensor [num_blocks, 2, num_kv_heads, block_size, head_dim]."""
+def make_cache(
+    pool: Tensor,
+    format: str | None,
+    *,
+    strided: bool,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    latent: bool = False,
+) -> LayerCache:
+    """Make a cache from keys and values in one tensor [num_blocks, 2, num_kv_heads, block_size, size].
+
+    head_dim, value_dim: the elements that are used of a key and a value; None: all. latent: values are views of keys.
+    """
     joint = [pool]
     for dtype in (dtype for dtype, name in FORMATS.items() if name == format):
         joint = list(quantize(pool, dtype))
-    parts = [half if strided else half.contiguous() for tensor in joint for half in (tensor[:, 0], tensor[:, 1])]
-    return LayerCache(*parts)
+    parts = [half for tensor in joint for half in (tensor[:, 0], tensor[:, 1])]
+    parts[:2] = parts[0][..., :head_dim], parts[1][..., :value_dim]
+    parts = parts if strided else [part.contiguous() for part in parts]
+    return LayerCache.latent(parts[0], value_dim or pool.shape[-1], *parts[2:3]) if latent else LayerCache(*parts)
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Inputs:
@@ -149,16 +175,19 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int =
     generator = torch.Generator().manual_seed(seed)
     spans, heads = BATCHES[case.batch], case.num_kv_heads * case.group
     paging, num_blocks = make_paging(spans, case.block_size, seed)
-    shape = (num_blocks, 2, case.num_kv_heads, case.block_size, case.head_dim)
+    value_dim = case.value_dim or case.head_dim
+    size = max(case.head_dim, value_dim)
+    shape = (num_blocks, 2, case.num_kv_heads, case.block_size, size)
     pool = torch.full(shape, float("nan"))
     contexts = []
     for table, (_, context_len) in zip(paging.block_tables.long(), spans, strict=True):
         position = torch.arange(context_len)
-        context = torch.randn((context_len, 2, case.num_kv_heads, case.head_dim), generator=generator)
+        context = torch.randn((context_len, 2, case.num_kv_heads, size), generator=generator)
         pool[table[position // case.block_size], :, :, position % case.block_size] = context
         contexts.append(context)
     query = torch.randn((len(paging.slots), heads + 2, case.head_dim), generator=generator).to(device, dtype)
-    query, cache = query[:, :heads], make_cache(pool.to(device, dtype), case.format, strided=case.strided)
+    sizes = dict(head_dim=case.head_dim, value_dim=value_dim, latent=case.latent)
+    query, cache = query[:, :heads], make_cache(pool.to(device, dtype), case.format, strided=case.strided, **sizes)
     query = query if case.strided else query.contiguous()
     sinks = torch.randn(heads, generator=generator).to(device, dtype) if case.sinks else None
     return Inputs(
@@ -169,6 +198,6 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int =
             "softcap": case.softcap,
             "sinks": sinks,
         },
-        [context[:, 0] for context in contexts],
-        [context[:, 1] for context in contexts],
+        [context[:, 0, :, : case.head_dim] for context in contexts],
+        [context[:, 0 if case.latent else 1, :, :value_dim] for context in contexts],
     )

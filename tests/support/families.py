@@ -32,6 +32,29 @@ LONGROPE = {
 }
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
+
+
+LATENT = COMMON | {  # multi-head latent attention, and a mixture of experts from the second layer on
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}
+
+
 FAMILIES = {
     "llama": lambda: hf.LlamaConfig(**COMMON),
     "llama_mha_odd_head": lambda: hf.LlamaConfig(**COMMON | {"num_key_value_heads": 4, "head_dim": 40}),
@@ -78,9 +101,111 @@ FAMILIES = {
     "qwen3_moe": lambda: hf.Qwen3MoeConfig(
         **COMMON, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
     ),
+    "deepseek_v2": lambda: hf.DeepseekV2Config(**LATENT, q_lora_rank=None, topk_method="greedy", n_group=None),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(**LATENT, q_lora_rank=24, n_group=2, topk_group=1),
+    "deepseek_v3_yarn": lambda: hf.DeepseekV3Config(
+        **LATENT, q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=dict(YARN)
+    ),
     "gpt_oss": lambda: hf.GptOssConfig(
         **COMMON, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=7, layer_types=MIXED
     ),
+}
+
+
+HYBRID = COMMON | {"num_hidden_layers": 4}
+LINEAR = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+DELTA_NET = {
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": LINEAR,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_d_head": 16,
+    "mamba_chunk_size": 8,
+}
+SHARED_EXPERTS = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
+MAMBA_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+# Models with recurrent layers. Mamba models have no layer with attention.
+HYBRID_FAMILIES = {
+    "bamba": lambda: hf.BambaConfig(**HYBRID, **MAMBA2, attn_layer_indices=[1, 3]),
+    "falcon_h1": lambda: hf.FalconH1Config(**HYBRID, **MAMBA2 | {"mamba_d_ssm": 128}, ssm_out_multiplier=0.7),
+    "falcon_mamba": lambda: hf.FalconMambaConfig(
+        vocab_size=320, hidden_size=64, num_hidden_layers=3, state_size=4, **MAMBA_IDS
+    ),
+    "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(
+        **HYBRID,
+        **MAMBA2,
+        layer_types=LINEAR,
+        num_local_experts=4,
+        shared_intermediate_size=48,
+        attention_multiplier=0.2,
+        logits_scaling=2.0,
+    ),
+    "granitemoehybrid_rope": lambda: hf.GraniteMoeHybridConfig(
+        **HYBRID,
+        **MAMBA2,
+        layer_types=LINEAR,
+        num_local_experts=0,
+        shared_intermediate_size=96,
+        position_embedding_type="rope",
+    ),
+    "jamba": lambda: hf.JambaConfig(
+        **HYBRID, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4, num_experts=4, num_experts_per_tok=2
+    ),
+    "lfm2": lambda: hf.Lfm2Config(**HYBRID, layer_types=["conv", "full_attention", "conv", "conv"], conv_L_cache=3),
+    "lfm2_moe": lambda: hf.Lfm2MoeConfig(
+        **HYBRID,
+        **EXPERTS,
+        moe_intermediate_size=48,
+        num_dense_layers=1,
+        layer_types=["conv", "full_attention", "conv", "conv"],
+    ),
+    "mamba": lambda: hf.MambaConfig(vocab_size=320, hidden_size=64, num_hidden_layers=3, state_size=4, **MAMBA_IDS),
+    "mamba2": lambda: hf.Mamba2Config(
+        vocab_size=320,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_heads=8,
+        head_dim=16,
+        state_size=8,
+        n_groups=2,
+        chunk_size=8,
+        **MAMBA_IDS,
+    ),
+    "nemotron_h": lambda: hf.NemotronHConfig(
+        **{key: value for key, value in HYBRID.items() if key != "num_hidden_layers"},
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        head_dim=16,
+        ssm_state_size=8,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
+        chunk_size=8,
+        n_routed_experts=4,
+        moe_intermediate_size=48,
+        moe_shared_expert_intermediate_size=48,
+    ),
+    "olmo_hybrid": lambda: hf.OlmoHybridConfig(
+        **HYBRID, **{key: value for key, value in DELTA_NET.items() if key != "head_dim"}
+    ),
+    "qwen3_5": lambda: hf.Qwen3_5TextConfig(**HYBRID, **DELTA_NET),
+    "qwen3_5_moe": lambda: hf.Qwen3_5MoeTextConfig(
+        **{key: value for key, value in HYBRID.items() if key != "intermediate_size"},
+        **DELTA_NET,
+        **EXPERTS,
+        **SHARED_EXPERTS,
+    ),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(**HYBRID, **DELTA_NET, **EXPERTS, **SHARED_EXPERTS),
 }
 
 

@@ -46,6 +46,7 @@ OFFLOAD, PINS, PLANNER, POOL, REGISTRY, RESULT, SCHEDULER, SEQUENCE, TABLES, WAI
         "waiting_queue",
     )
 )
+WINDOWED, LAYOUT = "scheduling/windowed_pool.py", "api/block_layout.py"
 SESSIONS = "server/sessions.py"
 REQUEST, DISK = "api/request.py", "memory/block_file.py"
 POOL_MODULES = (BLOCKS, CACHE, CONTENT, OFFLOAD, POOL)  # those that the rules of the pool machine exercise as well
@@ -83,7 +84,7 @@ MUTANTS = {  # name: (file, source, replacement)
         POOL,
         "        if count > self.num_available:\n            return None\n",
         "        if count > self.num_available:\n"
-        "            self.free_table(self.allocate_counted(self.num_available))\n"
+        "            self.free_table(allocate_counted(self, self.num_available))\n"
         "            return None\n",
     ),
     # content
@@ -164,7 +165,8 @@ MUTANTS = {  # name: (file, source, replacement)
     "no block is ever shared": (POOL, " - self._transfers[block] > 1", " - self._transfers[block] > 99"),
     "a fork adds no references": (
         BLOCKS,
-        "        for block in table:\n            self.pool.touch(block)\n        return list(table)",
+        "        for index, block in enumerate(table):\n            self.pool.touch(block, index >= start)\n"
+        "        return list(table)",
         "        return list(table)",
     ),
     "a shared block is not copied on write": (
@@ -190,7 +192,7 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "a preempted group does not recompute its prompt": (
         TABLES,
-        "            sequence.computed = sequence.committed = 0\n",
+        "            sequence.computed = sequence.committed = sequence.window_start = 0\n",
         "",
     ),
     "a preempted group does not fork again": (TABLES, "        group.forked = len(group.sequences) == 1\n", ""),
@@ -301,7 +303,7 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "blocks of rejected draft tokens are kept": (
         TABLES,
-        "            self._pool.free(sequence.blocks.pop())\n            group.block_usage.new -= 1\n",
+        "            self._pool.free(sequence.blocks.pop(), True)\n            group.block_usage.new -= 1\n",
         "            break\n",
     ),
     "draft tokens go past max_tokens": (PLANNER, "sequence.generated - 1\n", "sequence.generated\n"),
@@ -320,8 +322,8 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "a block from disk is added twice": (
         OFFLOAD,
-        "if self._host.index.find(entry) is not None or not self._host.num_available:",
-        "if not self._host.num_available:",
+        "        if self._host.index.find(entry) is not None:\n            return None\n        blocks",
+        "        blocks",
     ),
     "content that the host has is spilled again": (OFFLOAD, "self._host.index.find(entry) is None and ", ""),
     "the source of a swap-in can be evicted": (
@@ -331,8 +333,8 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "swap-out ignores the host's room": (
         OFFLOAD,
-        "for block in table}) > self._host.num_available:",
-        "for block in table}) > self._host.num_blocks:",
+        "            self._host.num_available\n",
+        "            self._host.num_blocks\n",
     ),
     "evicted blocks are not offloaded": (OFFLOAD, "if self._host and self._host.caching and", "if False and"),
     "moves out are missing from the plan": (BUILDER, "moves_out=blocks.offload.take_moves_out()", "moves_out=()"),
@@ -355,9 +357,9 @@ MUTANTS = {  # name: (file, source, replacement)
     "the source of a partial hit is locked too late": (
         BLOCKS,
         "        if hit.partial:\n            self._lock(hit.partial)\n        table, moves, copies = [], [], []\n"
-        "        for block, on_host in hit.blocks:",
-        "        table, moves, copies = [], [], []\n        for block, on_host in hit.blocks:\n"
-        "            if hit.partial and block == hit.blocks[-1].block:\n                self._lock(hit.partial)",
+        "        for index, location in enumerate(hit.blocks):\n",
+        "        table, moves, copies = [], [], []\n        for index, location in enumerate(hit.blocks):\n"
+        "            if hit.partial and location is hit.blocks[-1]:\n                self._lock(hit.partial)\n",
     ),
     "the target of a move out can be evicted": (OFFLOAD, "        self._host.lock(blocks[0])\n", ""),
     "a shared block is swapped out twice": (
@@ -367,8 +369,8 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "a shared block is swapped in with one reference": (
         OFFLOAD,
-        "            for _ in range(count - 1):",
-        "            for _ in range(0):",
+        "        for block, in_window in places:\n            self._pool.touch",
+        "        for block, in_window in dict(places).items():\n            self._pool.touch",
     ),
     "blocks of a swapped-out request stay on the host": (
         TABLES,
@@ -385,7 +387,7 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "a dropped beam keeps its blocks": (
         TABLES,
-        "            self._blocks.free(beam.blocks)\n",
+        "            self._blocks.free(beam.blocks, beam.window_start)\n",
         "            pass\n",
     ),
     "beams do not wait for each other": (BEAM_COMMIT, "if len(beams.candidates) < len(group.sequences):", "if False:"),
@@ -399,6 +401,50 @@ MUTANTS = {  # name: (file, source, replacement)
         BEAM_SEARCH,
         "elif rank < width and not closed:",
         "elif not closed:",
+    ),
+    # sliding windows
+    "a block leaves the window one token early": (LAYOUT, "position + 1 - self.window", "position + 2 - self.window"),
+    "window pages are freed before their last reader has run": (
+        TABLES,
+        "layout.kept_from(end)",
+        "layout.kept_from(len(sequence.tokens))",
+    ),
+    "window pages are freed with their first reader": (
+        WINDOWED,
+        "        if not self._window_references[block]:\n            if self.index",
+        "        if True:\n            if self.index",
+    ),
+    "freed window pages are lost": (
+        WINDOWED,
+        "        self._free_pages += self._pages[block, base:].tolist()\n",
+        "",
+    ),
+    "window pages in use can be evicted": (WINDOWED, "                del self._cached[~block]\n", ""),
+    "a prefix without its window is a hit": (CACHE, "if count - first <= streaks[count]:", "if count:"),
+    "a partial hit needs no window pages": (
+        CACHE,
+        "        if device[1] and device[0] in self._pool.trimmed:\n",
+        "        if False:\n",
+    ),
+    "content without window pages keeps its place": (
+        BLOCKS,
+        "        if replaced is not None:\n",
+        "        if False:\n",
+    ),
+    "a block is swapped out without its window pages": (
+        OFFLOAD,
+        "(trimmed or cached not in self._host.trimmed)",
+        "True",
+    ),
+    "a block is swapped in without its window pages": (
+        OFFLOAD,
+        "(block not in windowed or cached not in self._pool.trimmed)",
+        "True",
+    ),
+    "window pages that will be needed are not counted": (
+        DEMAND,
+        "base + self._window_total(group)",
+        "base",
     ),
     # sessions
     "a session pins no blocks": (REGISTRY, "if group.request.session is not None and", "if False and"),
@@ -442,6 +488,9 @@ RARE = {
     "moves cost nothing",
     "hypotheses are not normalized",
     "any continuation may become a hypothesis",
+    "content without window pages keeps its place",
+    "a block is swapped in without its window pages",
+    "a block is swapped out without its window pages",
     "a session pins no blocks",
     "a second turn may run at the same time",
     "sessions never expire",
@@ -480,7 +529,8 @@ def found_by(mutant: str | None, first_seed: int = 0, num_seeds: int = 120) -> s
             try:
                 if mutant is None or MUTANTS[mutant][0] in POOL_MODULES:
                     rules.play_seeds(range(seed, seed + 1))
-                load.run_stress(**load.random_conditions(seed))
+                for conditions in (load.CONDITIONS, load.WINDOWED):
+                    load.run_stress(**load.random_conditions(seed, conditions))
             except Exception as error:
                 return f"seed {seed}: {error!r}"
     return None

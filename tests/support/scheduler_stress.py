@@ -6,15 +6,17 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import Adapter, GenerateRequest, max_blocks_needed
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.block_pool import PINNED, BlockPool
+from paged_backend.scheduling.block_pool import PINNED
 from paged_backend.scheduling.plan import Costs, Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup
 from paged_backend.scheduling.step_result import StepResult
+from paged_backend.scheduling.windowed_pool import make_pool
 from tests.support.pool_state import snapshot
 from tests.support.shadow import ShadowStore, expected_beams, expected_tokens
 
@@ -33,14 +35,23 @@ CONDITIONS = {  # each run takes one value of each
     "draft_tokens": (0, 0, 1, 4),
     "loras": (0, 0, 1, 2),
     "fair": (False, False, False, True),
+    "window": (0,),
+    "pages": ((1, 0),),
+}
+WINDOWED = CONDITIONS | {  # the same with sliding windows; pages: base pages and window pages of a block
+    "blocks": range(12, 60),
+    "host": (0, 0, 5, 20, 80),
+    "pinned": (0, 0, 12, 100),
+    "window": (1, 2, 3, 5, 9),
+    "pages": ((0, 1), (1, 1), (1, 1), (1, 3)),
 }
 ADAPTERS = [Adapter(name, name.encode(), 1, {}) for name in "xyz"]
 
 
-def random_conditions(seed: int) -> dict:
+def random_conditions(seed: int, conditions=CONDITIONS) -> dict:
     """Return the conditions of the run with this seed."""
     rnd = random.Random(seed)
-    return {"seed": seed} | {name: rnd.choice(values) for name, values in CONDITIONS.items()}
+    return {"seed": seed} | {name: rnd.choice(values) for name, values in conditions.items()}
 
 
 def scheduler(
@@ -56,9 +67,12 @@ def scheduler(
     draft_tokens=0,
     loras=0,
     fair=False,
+    window=0,
+    pages=(1, 0),
 ) -> Scheduler:
-    behind = BlockPool(host, caching=caching) if host else None
-    blocks = BlockManager(num_blocks, block_size, caching=caching, host=behind)
+    layout = BlockLayout(block_size, *pages, window, max_pending=2 * max_num_batched_tokens)
+    behind = make_pool(host, layout, caching=caching) if host else None
+    blocks = BlockManager(num_blocks, block_size, layout=layout, caching=caching, host=behind)
     return Scheduler(
         blocks,
         max_num_seqs=max_num_seqs,
@@ -93,12 +107,12 @@ class StressTest:
     overlap: plan and run a step before the one before is committed."""
 
     def __init__(self, seen, *, seed, blocks, size, seqs, extra, caching, vocab, host, disk, swap, pinned, overlap,
-                 draft_tokens, loras, fair):  # fmt: skip
+                 draft_tokens, loras, fair, window, pages):  # fmt: skip
         self.seen, self.rnd, self.vocab, self.size, self.num_blocks = seen, random.Random(seed), vocab, size, blocks
         self.disk, self.pinned, self.overlap, self.loras = disk and host, pinned, overlap, loras
         self.sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, session_blocks=pinned,
                                preemption="swap" if swap else "recompute", draft_tokens=draft_tokens, loras=loras,
-                               fair=fair)  # fmt: skip
+                               fair=fair, window=window, pages=pages)  # fmt: skip
         self.store = ShadowStore(self.sched, vocab)
         self.requests: dict[int, GenerateRequest] = {}
         self.outputs: dict[tuple[int, int], list[int]] = {}  # of open samples
@@ -125,7 +139,7 @@ class StressTest:
         self.left -= 1
         prompt, n = self.prompt(), self.rnd.randint(1, min(3, self.sched.max_num_seqs))
         longest = max(0, self.num_blocks * self.size - len(prompt) + 1)
-        while longest and max_blocks_needed(len(prompt), longest, n, self.size) > self.num_blocks:
+        while longest and max_blocks_needed(len(prompt), longest, n, self.sched.blocks.layout) > self.num_blocks:
             longest -= 1
         if not longest:
             return
@@ -248,7 +262,22 @@ class StressTest:
         held = [one for group in sched.running for one in group.sequences]
         assert all(fits(one.computed) <= len(one.blocks) <= fits(len(one.tokens)) for one in held)
         only_pinned = sched.blocks.pool.states(sched.pins.counts).count(PINNED)
+        if sched.blocks.layout.window_pages:
+            self.count_windows(held)
+            return
         assert (sched.blocks.num_used - only_pinned) * self.size - sched.empty_slots == tokens_held(sched)
+
+    def count_windows(self, held) -> None:
+        """Assert that no sequence keeps more window pages than its next query, or one after its last full block, can
+        see."""
+        layout = self.sched.blocks.layout
+        for one in held:
+            visible, kept = (
+                max(0, position + 1 - layout.window) // self.size
+                for position in (one.computed, one.computed // self.size * self.size)
+            )
+            assert kept <= one.window_start <= visible, (one.computed, one.window_start)
+        self.seen["blocks outside of windows"] += any(one.window_start for one in held)
 
     def fail_row(self, plan: Plan, result: StepResult) -> StepResult:
         """Return the result with an error in place of one sampled token, as for logits that are not finite."""
@@ -318,9 +347,11 @@ class StressTest:
 
 def empty(blocks: BlockManager) -> None:
     """Evict every cached block."""
-    table = blocks.allocate(blocks.num_available)
+    layout, available = blocks.layout, blocks.num_available
+    count = available // (layout.base_pages or layout.window_pages)
+    table = blocks.pool.allocate(count, trimmed=count if layout.base_pages else 0)
     assert table is not None
-    blocks.free(table)
+    blocks.free(table, count if layout.base_pages else 0)
 
 
 def tokens_held(sched: Scheduler) -> int:

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from paged_backend.api.request import GenerateRequest, Origin
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
 from paged_backend.scheduling.content import Chain, Key
+from paged_backend.scheduling.host_offload import copied_pages
 from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Sequence
@@ -98,12 +99,13 @@ class ShadowStore:
         tokens: list[list[int]] = []
         found: dict[int, list[Candidate]] = {}
         for chunk in plan.chunks:
-            digest, checked = self._read(chunk.sequence, chunk.start), []
+            digest, checked = self._read(chunk.sequence, chunk.start, chunk.start), []
             for position in range(chunk.start, chunk.start + chunk.length):
                 if position >= chunk.first_sampled:
                     checked.append(draw(digest, chunk.sequence.seed, self._vocab))
                 digest = extend(digest, self._token(chunk.sequence, position))
-                self.slots[self._slot(chunk.sequence, position)] = digest
+                for slot in self._slots(chunk.sequence, position):
+                    self.slots[slot] = digest
             for sequence in chunk.sampled_sequences:
                 if sequence.request.sampling.beam_width > 1:
                     found[len(tokens)] = candidates(digest, self._vocab)
@@ -112,7 +114,7 @@ class ShadowStore:
                 tokens.append(accept_draft_tokens(sampled, chunk.draft_tokens))
         # After all rows: none may read what another row of the same step has overwritten.
         for chunk in plan.chunks:
-            self._read(chunk.sequence, chunk.start + chunk.length)
+            self._read(chunk.sequence, chunk.start + chunk.length, chunk.start)
         self._last = rows
         return StepResult(tokens, candidates=found)
 
@@ -122,7 +124,8 @@ class ShadowStore:
         self._copy(plan)
         for move in plan.moves_out:
             if move.entry and move.entry.key not in self.disk:  # two blocks of one plan may have the same key
-                self.disk[move.entry.key] = move.entry.prefix, self.host[self._span(move.target)]
+                content = [slot for page in move.target_pages for slot in self.host[self._span(page)]]
+                self.disk[move.entry.key] = move.entry.prefix, content
         self._blocks.offload.finish_moves_out(plan.moves_out)
         return len(plan.moves_out)
 
@@ -139,10 +142,12 @@ class ShadowStore:
                 if prefix != entry.prefix:
                     self.key_collisions += prefix is not None
                     break
-                block = blocks.offload.add_host_block(entry)
+                trimmed = len(content) < blocks.layout.pages * blocks.block_size
+                block = blocks.offload.add_host_block(entry, trimmed=trimmed)
                 if block is None:
                     break
-                self.host[self._span(block)] = content
+                for index, page in enumerate(blocks.host.pages_of(block)):
+                    self.host[self._span(page)] = content[self._span(index)]
                 found += 1
         return found
 
@@ -159,24 +164,34 @@ class ShadowStore:
             (plan.moves_in, self.host, self.slots),
             (plan.copies, self.slots, self.slots),
         ):
-            targets = [move.target for move in moves]
+            pages = [pair for move in moves for pair in copied_pages(move)]
+            targets = [page for _, page in pages]
             assert len(set(targets)) == len(targets)
-            assert source is not target or not set(targets) & {move.source for move in moves}
-            for move in moves:
-                target[self._span(move.target)] = source[self._span(move.source)]
+            assert source is not target or not set(targets) & {page for page, _ in pages}
+            for page, to in pages:
+                target[self._span(to)] = source[self._span(page)]
 
-    def _span(self, block: int) -> slice:
+    def _span(self, page: int) -> slice:
         size = self._blocks.block_size
-        return slice(block * size, (block + 1) * size)
+        return slice(page * size, (page + 1) * size)
 
-    def _slot(self, sequence: Sequence, position: int) -> int:
+    def _slots(self, sequence: Sequence, position: int) -> list[int]:
+        """Return the slots of a token, in the base pages and then in the window pages of its block."""
         size = self._blocks.block_size
-        return sequence.blocks[position // size] * size + position % size
+        pages = self._blocks.pool.pages_of(sequence.blocks[position // size])
+        return [page * size + position % size for page in pages]
 
-    def _read(self, sequence: Sequence, length: int) -> bytes:
-        """Return the digest of the first `length` tokens, and assert that the block table's slots hold it."""
-        digest = start(sequence.request)
+    def _read(self, sequence: Sequence, length: int, query: int) -> bytes:
+        """Return the digest of the first `length` tokens, and assert that the slots that queries from position `query`
+        on can see hold it."""
+        digest, layout = start(sequence.request), self._blocks.layout
         for position in range(length):
             digest = extend(digest, self._token(sequence, position))
-            assert self.slots[self._slot(sequence, position)] == digest, (sequence.key, sequence.index, position)
+            slots = self._slots(sequence, position)
+            if position <= query - layout.window or not layout.window_pages:
+                slots = slots[: layout.base_pages]
+            else:
+                assert len(slots) == layout.pages, f"position {position}: its window pages are gone"
+            for slot in slots:
+                assert self.slots[slot] == digest, (sequence.key, sequence.index, position)
         return digest

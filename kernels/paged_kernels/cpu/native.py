@@ -139,7 +139,8 @@ def paged_attention(
     Raises RuntimeError if a sequence has more queries than context, or a block outside the pool.
     """
     check_paged_attention(query, cache, sliding_window, softcap, sinks)
-    out = _like(query)
+    same_size = cache.value_dim == query.shape[2]
+    out = _like(query) if same_size else query.new_empty(*query.shape[:2], cache.value_dim)
     _operator("paged_attention")(
         out, _dense(query), cache.keys, cache.values, cache.key_scales, cache.value_scales,
         paging.block_tables, paging.context_lens, paging.query_starts,
@@ -149,12 +150,12 @@ def paged_attention(
     return out
 
 
-def kv_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, *, level: str | None = None) -> None:
+def kv_write(key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, *, level: str | None = None) -> None:
     """Compute `paged_kernels.kv_write.kv_write`."""
     check_kv_write(key, value, cache, slots)
     _operator("kv_write")(
-        _dense(key), _dense(value), cache.keys, cache.values, cache.key_scales, cache.value_scales,
-        slots.contiguous(), _index(level),
+        _dense(key), None if value is None else _dense(value),
+        cache.keys, cache.values, cache.key_scales, cache.value_scales, slots.contiguous(), _index(level),
     )  # fmt: skip
 
 

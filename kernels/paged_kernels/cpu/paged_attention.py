@@ -51,7 +51,7 @@ class Call:
     unwritten: Tensor  # rows of the gathered [S * num_kv_heads * L] without a token of the sequence
     bias: Tensor  # [S, 1, Q, L]: 0 where visible, -inf elsewhere; query's type
     keys: Tensor  # [S, num_kv_heads, L, head_dim] scratch, shared by the calls of a plan, which run one after the other
-    values: Tensor
+    values: Tensor  # [S, num_kv_heads, L, value_dim] likewise
 
 
 def _spans(paging: Paging, block_size: int, window: int | None) -> Iterator[Span]:
@@ -88,7 +88,7 @@ def _groups(spans: list[Span], block_bytes: int) -> Iterator[list[Span]]:
 
 
 def _call(spans: list[Span], paging: Paging, shape: torch.Size, scratch: list[Tensor], window: int | None) -> Call:
-    _, num_kv_heads, block_size, head_dim = shape
+    _, num_kv_heads, block_size, _ = shape
     width = max(span.num_blocks for span in spans)
     blocks = torch.zeros((len(spans), width), dtype=torch.int64)
     for i, span in enumerate(spans):
@@ -104,30 +104,31 @@ def _call(spans: list[Span], paging: Paging, shape: torch.Size, scratch: list[Te
     bias = torch.zeros(hidden.shape, dtype=scratch[0].dtype).masked_fill_(hidden, float("-inf"))
     # Memory that this sequence has not written may hold another request's NaN, and 0 * NaN is NaN.
     unwritten = (key_position > position[:, -1:])[:, None, :].expand(-1, num_kv_heads, -1)
-    gathered = (len(spans), num_kv_heads, width * block_size, head_dim)
+    keys, values = (part[: pages.numel()].view(len(spans), num_kv_heads, width * block_size, -1) for part in scratch)
     return Call(
         rows=torch.cat([span.row + query for span in spans]),
         pages=pages.flatten(),
         unwritten=unwritten.reshape(-1).nonzero().flatten(),
         bias=bias[:, None],
-        keys=scratch[0][: pages.numel()].view(gathered),
-        values=scratch[1][: pages.numel()].view(gathered),
+        keys=keys,
+        values=values,
     )
 
 
-def _plan(paging: Paging, shape: torch.Size, dtype: torch.dtype, window: int | None) -> list[Call]:
-    """Return the step's calls for layers with pools of this shape, queries of this type and this window.
+def _plan(
+    paging: Paging, shape: torch.Size, value_dim: int, dtype: torch.dtype, window: int | None
+) -> list[Call]:  # fmt: skip
+    """Return the step's calls for layers with keys of this shape, values and queries of this type, and this window.
 
-    They are built for the first such layer of a step.
+    They are built for the first such layer of a step. value_dim: elements of a value that are stored apart from keys.
     """
     _, num_kv_heads, block_size, head_dim = shape
-    key = (num_kv_heads, block_size, head_dim, dtype, window)
+    key = (num_kv_heads, block_size, head_dim, value_dim, dtype, window)
     if key not in paging.derived:
-        page = block_size * head_dim
-        block_bytes = 2 * num_kv_heads * page * dtype.itemsize
+        block_bytes = num_kv_heads * block_size * (head_dim + value_dim) * dtype.itemsize
         groups = list(_groups(list(_spans(paging, block_size, window)), block_bytes))
         pages = max((len(g) * g[0].num_blocks * num_kv_heads for g in groups), default=0)
-        scratch = [torch.empty((pages, page), dtype=dtype) for _ in range(2)]
+        scratch = [torch.empty((pages, block_size * size), dtype=dtype) for size in (head_dim, value_dim)]
         paging.derived[key] = [_call(group, paging, shape, scratch, window) for group in groups]
     return paging.derived[key]
 
@@ -189,10 +190,14 @@ def paged_attention(
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = cache.keys.shape[1]
     group = num_heads // num_kv_heads
-    out = torch.zeros(query.shape, dtype=query.dtype)
-    for call in _plan(paging, cache.keys.shape, query.dtype, sliding_window):
+    value_dim, stored = cache.value_dim, 0 if cache.shares_memory else cache.value_dim
+    out = torch.zeros((*query.shape[:2], value_dim), dtype=query.dtype)
+    for call in _plan(paging, cache.keys.shape, stored, query.dtype, sliding_window):
         keys = _gather(cache.keys, cache.key_scales, call, call.keys)
-        values = _gather(cache.values, cache.value_scales, call, call.values)
+        if cache.shares_memory:
+            values = keys[..., :value_dim]
+        else:
+            values = _gather(cache.values, cache.value_scales, call, call.values)
         num_spans, query_len = len(keys), len(call.rows) // len(keys)
         q = query[call.rows].view(-1, num_kv_heads, group, head_dim)
         bias = call.bias
@@ -209,5 +214,5 @@ def paged_attention(
             attended = _softmax_attention(q, keys, values, bias, scale, softcap, sink)
         if query_len > 1:
             attended = attended.permute(2, 0, 1, 3)
-        out[call.rows] = attended.reshape(-1, num_heads, head_dim)
+        out[call.rows] = attended.reshape(-1, num_heads, value_dim)
     return out

@@ -2,7 +2,7 @@
 // with a running softmax (arXiv:1805.02867).
 //
 //   for each tile of keys:   keys -> panel [head_dim units][keys]      transposed in registers
-//                            values -> panel [key units][head_dim]
+//                            values -> panel [key units][value_dim]
 //     for each strip of rows:  scores = query x panel; weights; out += weights x panel
 //
 // Units are defined in tiles.h: pairs of bf16 for tile instructions, else fp32. The columns of a value panel are
@@ -33,8 +33,8 @@ struct Scratch {
   int query_stride, out_stride;
 };
 
-INLINE size_t layout_scratch(Scratch* s, char* memory, int rows, int head_dim) {
-  const int wide = round_up(head_dim, 32), all_rows = round_up(rows, strip_rows);
+INLINE size_t layout_scratch(Scratch* s, char* memory, int rows, const Cache& cache) {
+  const int wide = round_up(cache.head_dim, 32), value_wide = round_up(cache.value_dim, 32), all_rows = round_up(rows, strip_rows);
   size_t used = sizeof(Scratch);
   auto take = [&](size_t units) {
     used = (used + 63) / 64 * 64;
@@ -44,23 +44,23 @@ INLINE size_t layout_scratch(Scratch* s, char* memory, int rows, int head_dim) {
   };
   char* query = take((size_t)all_rows * wide);
   char* key_panel = take((size_t)wide * key_tile);
-  char* value_panel = take((size_t)wide * key_tile);
+  char* value_panel = take((size_t)value_wide * key_tile);
   char* weights = take(strip_rows * key_tile);
   char* scores = take(strip_rows * key_tile);
-  char* sums = take((size_t)all_rows * wide);
+  char* sums = take((size_t)all_rows * value_wide);
   char* maxima = take(all_rows);
   char* denominators = take(all_rows);
   if (s) {
     s->query = (uint32_t*)query, s->key_panel = (uint32_t*)key_panel, s->value_panel = (uint32_t*)value_panel;
     s->weights = (uint32_t*)weights, s->scores = (float*)scores, s->sums = (float*)sums;
     s->maxima = (float*)maxima, s->denominators = (float*)denominators;
-    s->out_stride = wide;
+    s->out_stride = value_wide;
   }
   return used;
 }
 
 size_t scratch_bytes(const Attention& call, int max_rows) {
-  return layout_scratch(nullptr, nullptr, max_rows, call.cache.head_dim);
+  return layout_scratch(nullptr, nullptr, max_rows, call.cache);
 }
 
 // --- a tile of keys -------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ INLINE float sink_of(const Attention& call, int head) {
 
 // Writes sums / denominator of one query head to `out`, with its sink added to the denominator.
 INLINE void finish(const Attention& call, int token, int head, const float* sums, float maximum, float denominator) {
-  const int head_dim = call.cache.head_dim;
+  const int value_dim = call.cache.value_dim;
   const float sink = sink_of(call, head), top = sink > maximum ? sink : maximum;
   float factor = 1;
   if (sink > -infinity) {
@@ -179,8 +179,8 @@ INLINE void finish(const Attention& call, int token, int head, const float* sums
   }
   factor = denominator == 0 ? 0 : factor / denominator;
   DISPATCH_FLOAT(call.type, T, {
-    void* out = at<T>(call.out, ((int64_t)token * call.num_heads + head) * head_dim);
-    for (int d = 0; d < head_dim; d += W) narrow<T>(at<T>(out, d), load<vf>(sums + d) * factor, head_dim - d);
+    void* out = at<T>(call.out, ((int64_t)token * call.num_heads + head) * value_dim);
+    for (int d = 0; d < value_dim; d += W) narrow<T>(at<T>(out, d), load<vf>(sums + d) * factor, value_dim - d);
   });
 }
 
@@ -206,12 +206,13 @@ INLINE void pack_query(const Attention& call, const Item& item, Scratch& s, int 
 template <Method METHOD, bool PAIRS>  // PAIRS: query, keys, weights and values are multiplied in pairs of bf16
 void attend_with(const Attention& call, const Item& item, const Item* next_item, char* memory) {
   Scratch& s = *(Scratch*)memory;
-  const int head_dim = call.cache.head_dim, group = call.num_heads / call.cache.num_kv_heads;
+  const int head_dim = call.cache.head_dim, value_dim = call.cache.value_dim, group = call.num_heads / call.cache.num_kv_heads;
   const int rows = item.queries * group;
-  layout_scratch(&s, memory, rows, head_dim);
-  const int width = round_up(head_dim, METHOD == Method::panels && !PAIRS ? W : 2 * W);
+  layout_scratch(&s, memory, rows, call.cache);
+  const int columns = METHOD == Method::panels && !PAIRS ? W : 2 * W;
+  const int query_width = round_up(head_dim, columns), width = round_up(value_dim, columns);
   const bool scaled = call.cache.keys.scales != nullptr;
-  const int row_bytes = head_dim * bytes(call.cache.type);
+  const int row_bytes = max_int(head_dim, value_dim) * bytes(call.cache.type);
   const Packers pack = packers<PAIRS>(call.cache.type);
   const Direct few = direct<METHOD == Method::direct && PAIRS>(call.cache.type);
   const bool paired = PAIRS || (METHOD == Method::direct && call.cache.type == Type::bf16);  // whether the columns of `sums` are deinterleaved
@@ -221,7 +222,7 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
     for (int d = 0; d < s.out_stride; d += W) store(s.sums + (int64_t)row * s.out_stride + d, vf{});
   }
   if (METHOD == Method::direct && !PAIRS && paired)
-    for (int row = 0; row < rows; row++) deinterleave_columns((float*)s.query + (int64_t)row * s.query_stride, width);
+    for (int row = 0; row < rows; row++) deinterleave_columns((float*)s.query + (int64_t)row * s.query_stride, query_width);
 #if PAGED_HAS_TILES
   if constexpr (METHOD == Method::tiles) {
     const TileConfig config;
@@ -241,7 +242,7 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
     Prefetcher prefetcher{s.rows[!buffer], s.rows[!buffer] + 2 * next_count, row_bytes};
     if constexpr (METHOD != Method::direct) {
       pack.keys(keys, count, head_dim, s.key_panel, prefetcher);
-      pack.values(keys + count, count, head_dim, s.out_stride, s.value_panel, prefetcher);
+      pack.values(keys + count, count, value_dim, s.out_stride, s.value_panel, prefetcher);
     }
     if (scaled) gather_scales(call, item, start, count, s.key_scales, s.value_scales);
     for (int row = 0; row < rows; row += strip_rows) {
@@ -266,7 +267,7 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
         softmax_row<PAIRS>(call, s, row + i, s.scores + i * key_tile, s.weights + i * stride, low, high, wide, width);
       }
       if constexpr (METHOD == Method::direct)
-        few.add(keys + count, count, head_dim, s.weights, sums, s.out_stride, strip, prefetcher);
+        few.add(keys + count, count, value_dim, s.weights, sums, s.out_stride, strip, prefetcher);
       if constexpr (METHOD == Method::panels)
         product<PAIRS>(s.weights, stride, s.value_panel, s.out_stride, sums, s.out_stride, strip, width, PAIRS ? wide / 2 : wide, true, prefetcher);
 #if PAGED_HAS_TILES
@@ -285,13 +286,13 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
 // The memory is that of attend.
 void write_attended(const Attention& call, const Item& item, const void* memory) {
   const Scratch& s = *(const Scratch*)memory;
-  const int head_dim = call.cache.head_dim, group = call.num_heads / call.cache.num_kv_heads, rows = item.queries * group;
+  const int value_dim = call.cache.value_dim, group = call.num_heads / call.cache.num_kv_heads, rows = item.queries * group;
   for (int row = 0; row < rows; row++) {
     const float* sums = s.sums + (int64_t)row * s.out_stride;
     if (item.partial) {
-      __builtin_memcpy(item.partial + (int64_t)row * head_dim, sums, 4 * head_dim);
-      item.partial[(int64_t)rows * head_dim + row] = s.maxima[row];
-      item.partial[(int64_t)rows * (head_dim + 1) + row] = s.denominators[row];
+      __builtin_memcpy(item.partial + (int64_t)row * value_dim, sums, 4 * value_dim);
+      item.partial[(int64_t)rows * value_dim + row] = s.maxima[row];
+      item.partial[(int64_t)rows * (value_dim + 1) + row] = s.denominators[row];
     } else {
       finish(call, item.first_query + row / group, item.kv_head * group + row % group, sums, s.maxima[row], s.denominators[row]);
     }
@@ -314,20 +315,20 @@ void attend(const Attention& call, const Item& item, const Item* next_item, void
 }
 
 void merge(const Attention& call, const Merge& merge) {
-  const int head_dim = call.cache.head_dim, group = call.num_heads / call.cache.num_kv_heads;
+  const int value_dim = call.cache.value_dim, group = call.num_heads / call.cache.num_kv_heads;
   const int rows = merge.item.queries * group;
-  const int64_t size = (int64_t)rows * (head_dim + 2);
+  const int64_t size = (int64_t)rows * (value_dim + 2);
   alignas(64) float sums[max_head_dim + W];
   for (int row = 0; row < rows; row++) {
-    const float* maxima = merge.item.partial + (int64_t)rows * head_dim + row;
+    const float* maxima = merge.item.partial + (int64_t)rows * value_dim + row;
     float top = -infinity, denominator = 0;
     for (int part = 0; part < merge.parts; part++) top = __builtin_fmaxf(top, maxima[part * size]);
-    for (int d = 0; d < head_dim; d++) sums[d] = 0;
+    for (int d = 0; d < value_dim; d++) sums[d] = 0;
     for (int part = 0; part < merge.parts; part++) {
       const float share = exp2(maxima[part * size] - (top == -infinity ? 0 : top));
-      const float* from = merge.item.partial + part * size + (int64_t)row * head_dim;
+      const float* from = merge.item.partial + part * size + (int64_t)row * value_dim;
       denominator += share * maxima[part * size + rows];
-      for (int d = 0; d < head_dim; d++) sums[d] += share * from[d];
+      for (int d = 0; d < value_dim; d++) sums[d] += share * from[d];
     }
     finish(call, merge.item.first_query + row / group, merge.item.kv_head * group + row % group, sums, top, denominator);
   }

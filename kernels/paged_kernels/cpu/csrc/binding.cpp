@@ -22,12 +22,13 @@ void paged_attention(Tensor out, Tensor query, Tensor keys, Tensor values, Optio
   run(std::move(program));
 }
 
-int64_t written_elements(const Cache& cache) { return 2 * (int64_t)cache.num_kv_heads * cache.head_dim; }
+int64_t written_elements(const Cache& cache) { return (int64_t)cache.num_kv_heads * (cache.head_dim + (cache.shared ? 0 : cache.value_dim)); }
 
-void kv_write(Tensor key, Tensor value, Tensor keys, Tensor values, OptionalTensor key_scales, OptionalTensor value_scales, Tensor slots,
+void kv_write(Tensor key, OptionalTensor value, Tensor keys, Tensor values, OptionalTensor key_scales, OptionalTensor value_scales, Tensor slots,
               int64_t level) {
   const Cache cache = cache_of(keys, values, key_scales, value_scales);
-  const Write call{type_of(key), rows_of(key), rows_of(value), cache, (const int64_t*)slots.data_ptr()};
+  if (!value && !cache.shared) throw std::runtime_error("kv_write: no values for a cache that stores them");
+  const Write call{type_of(key), rows_of(key), value ? rows_of(*value) : Rows{}, cache, (const int64_t*)slots.data_ptr()};
   run(token_task(rotations, level_of(level).write, call, slots.size(0), written_elements(cache)));
 }
 
@@ -104,7 +105,7 @@ STABLE_TORCH_LIBRARY(paged_cpu, m) {
       "Tensor? value_scales, Tensor block_tables, Tensor context_lens, Tensor query_starts, float scale, int window, "
       "float softcap, Tensor? sinks, int level) -> ()");
   m.def(
-      "kv_write(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor(c!)? key_scales, "
+      "kv_write(Tensor key, Tensor? value, Tensor(a!) keys, Tensor(b!) values, Tensor(c!)? key_scales, "
       "Tensor(d!)? value_scales, Tensor slots, int level) -> ()");
   m.def(
       "rope_kv_write(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(b!) keys, "

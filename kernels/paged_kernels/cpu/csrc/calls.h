@@ -10,7 +10,7 @@ enum class Type : int { f32, f16, bf16, int8, fp8 };  // fp8: e4m3fn
 static constexpr int bytes(Type type) { return type == Type::f32 ? 4 : type == Type::f16 || type == Type::bf16 ? 2 : 1; }
 
 inline constexpr int key_tile = 128;  // keys per step of the running softmax; a multiple of the tiles of every instruction set
-inline constexpr int max_head_dim = 256;
+inline constexpr int max_head_dim = 576;
 inline constexpr int linear_group = 16;  // outputs of a weight that are stored together
 inline constexpr int linear_rows = 64;  // rows of x that a thread processes at a time: in panels, they fit its cache
 
@@ -19,7 +19,7 @@ struct Rows {  // packed rows [num_tokens, heads, head_dim], head_dim dense; str
   int64_t token_stride, head_stride;
 };
 
-struct Pool {  // [num_blocks, num_kv_heads, block_size, head_dim] and scales [num_blocks, num_kv_heads, block_size]
+struct Pool {  // [num_blocks, num_kv_heads, block_size, head_dim or value_dim] and scales [num_blocks, num_kv_heads, block_size]
   void* data;
   int64_t block_stride, head_stride, slot_stride;
   float* scales;  // null if not quantized
@@ -28,14 +28,15 @@ struct Pool {  // [num_blocks, num_kv_heads, block_size, head_dim] and scales [n
 
 struct Cache {
   Type type;
-  int num_blocks, num_kv_heads, block_size, head_dim;
+  int num_blocks, num_kv_heads, block_size, head_dim, value_dim;  // head_dim: elements of a key
   Pool keys, values;
+  bool shared;  // values are the first elements of the keys, in the same memory
 };
 
 struct Attention {
   Type type;  // type of query, sinks and out
   Rows query;
-  void* out;  // [num_tokens, num_heads, head_dim], dense
+  void* out;  // [num_tokens, num_heads, value_dim], dense
   int num_heads;
   Cache cache;
   const int32_t* block_tables;
@@ -57,7 +58,7 @@ struct Item {
   int begin, end;
   bool is_part = false;      // of a split context: the result goes to `partial`
   size_t offset = 0;         // of `partial` in the memory of all partials, in floats
-  float* partial = nullptr;  // [rows, head_dim], then maxima [rows] and denominators [rows]
+  float* partial = nullptr;  // [rows, value_dim], then maxima [rows] and denominators [rows]
 };
 
 struct Merge {  // the partials of items that differ in their keys only, stored one after the other
@@ -67,7 +68,7 @@ struct Merge {  // the partials of items that differ in their keys only, stored 
 
 struct Write {
   Type type;  // type of key and value
-  Rows key, value;
+  Rows key, value;  // value: not read if the cache is shared
   Cache cache;
   const int64_t* slots;
 };

@@ -116,6 +116,7 @@ Tensor decoder_layers(std::vector<int64_t> layers, Tensor stream, Tensor cos, Te
   for (size_t i = 0; i < layers.size(); i++) {
     const OptionalTensor none;
     const Cache cache = cache_of(keys[i], values[i], key_scales.empty() ? none : OptionalTensor(key_scales[i]), value_scales.empty() ? none : OptionalTensor(value_scales[i]));
+    if (cache.value_dim != cache.head_dim) throw std::runtime_error("decoder_layers: keys of " + std::to_string(cache.head_dim) + " elements, values of " + std::to_string(cache.value_dim));
     add_layer(*program, *used[i], cache, step, input, outputs[i % 2]);
     input = outputs[i % 2];
   }

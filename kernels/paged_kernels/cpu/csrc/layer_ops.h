@@ -42,16 +42,16 @@ INLINE void write_codes(const float* row, int head_dim, Type format, char* to, f
 }
 
 template <Type T>
-INLINE void write_row(const float* row, const Cache& cache, const Pool& pool, int64_t slot, int head) {
+INLINE void write_row(const float* row, int size, const Cache& cache, const Pool& pool, int64_t slot, int head) {
   const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
   const int64_t place = block * pool.block_stride + head * pool.head_stride + offset * pool.slot_stride;
   if (pool.scales) {
-    write_codes(row, cache.head_dim, cache.type, (char*)pool.data + place,
+    write_codes(row, size, cache.type, (char*)pool.data + place,
                 pool.scales + block * pool.scale_block_stride + head * pool.scale_head_stride + offset);
     return;
   }
-  for (int d = 0; d < cache.head_dim; d += W)
-    narrow<T>(at<T>(pool.data, place + d), load<vf>(row + d), cache.head_dim - d);
+  for (int d = 0; d < size; d += W)
+    narrow<T>(at<T>(pool.data, place + d), load<vf>(row + d), size - d);
 }
 
 template <Type T>
@@ -61,18 +61,18 @@ INLINE void read_row(const Rows& rows, int64_t token, int head, int head_dim, fl
 }
 
 template <Type T>
-INLINE void copy_row(const Rows& rows, int64_t token, int head, const Cache& cache, const Pool& pool, int64_t slot) {
+INLINE void copy_row(const Rows& rows, int64_t token, int head, int size, const Cache& cache, const Pool& pool, int64_t slot) {
   const int64_t from = token * rows.token_stride + head * rows.head_stride;
   const int64_t to = slot / cache.block_size * pool.block_stride + head * pool.head_stride + slot % cache.block_size * pool.slot_stride;
-  __builtin_memcpy(at<T>(pool.data, to), at<T>(rows.data, from), (size_t)cache.head_dim * bytes_of<T>);
+  __builtin_memcpy(at<T>(pool.data, to), at<T>(rows.data, from), (size_t)size * bytes_of<T>);
 }
 
 template <Type T>
-INLINE void write_head(const Rows& rows, int64_t token, int head, const Cache& cache, const Pool& pool, int64_t slot) {
-  if (!pool.scales) return copy_row<T>(rows, token, head, cache, pool, slot);
+INLINE void write_head(const Rows& rows, int64_t token, int head, int size, const Cache& cache, const Pool& pool, int64_t slot) {
+  if (!pool.scales) return copy_row<T>(rows, token, head, size, cache, pool, slot);
   alignas(64) float row[max_head_dim + W];
-  read_row<T>(rows, token, head, cache.head_dim, row);
-  write_row<T>(row, cache, pool, slot, head);
+  read_row<T>(rows, token, head, size, row);
+  write_row<T>(row, size, cache, pool, slot, head);
 }
 
 void write(const Write& call, int64_t begin, int64_t end) {
@@ -80,8 +80,8 @@ void write(const Write& call, int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; token++) {
       if (call.slots[token] < 0) continue;
       for (int head = 0; head < call.cache.num_kv_heads; head++) {
-        write_head<T>(call.key, token, head, call.cache, call.cache.keys, call.slots[token]);
-        write_head<T>(call.value, token, head, call.cache, call.cache.values, call.slots[token]);
+        write_head<T>(call.key, token, head, call.cache.head_dim, call.cache, call.cache.keys, call.slots[token]);
+        if (!call.cache.shared) write_head<T>(call.value, token, head, call.cache.value_dim, call.cache, call.cache.values, call.slots[token]);
       }
     }
   });
@@ -131,8 +131,8 @@ void rotate(const Rotation& call, int64_t begin, int64_t end) {
         read_row<T>(write.key, token, head, head_dim, row);
         if (call.key_weight) normalize<T>(row, head_dim, call.key_weight, call.eps);
         rotate_row<T>(row, head_dim, cos, sin);
-        write_row<T>(row, write.cache, write.cache.keys, write.slots[token], head);
-        write_head<T>(write.value, token, head, write.cache, write.cache.values, write.slots[token]);
+        write_row<T>(row, head_dim, write.cache, write.cache.keys, write.slots[token], head);
+        write_head<T>(write.value, token, head, write.cache.value_dim, write.cache, write.cache.values, write.slots[token]);
       }
     }
   });

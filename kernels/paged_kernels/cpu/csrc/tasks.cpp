@@ -187,7 +187,7 @@ std::shared_ptr<const AttentionPlan> plan_attention(const Attention& call) {
       one.end = std::min(item.end, (first + part + 1) * size);
       one.is_part = true;
       one.offset = plan->partials;
-      plan->partials += (size_t)rows * (call.cache.head_dim + 2);
+      plan->partials += (size_t)rows * (call.cache.value_dim + 2);
       plan->items.push_back(one);
     }
   }

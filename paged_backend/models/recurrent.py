@@ -1,0 +1,229 @@
+"""Recurrent layers of transformers models, over a packed batch.
+
+A hybrid model has layers whose mixer keeps a fixed-size state instead of keys and values: Mamba, Mamba 2, a gated delta
+net, a short convolution. transformers' mixers read and write that state in a cache object. Here each mixer runs
+unchanged, with a cache object of transformers that holds the states of some slots:
+
+    packed batch    | a | b | c c c c c | d d d |      a, b decode; c continues a prompt; d starts one
+    calls           [a, b]    [c c c c c]  [d d d]     2 sequences of 1 row; 1 sequence of 5; 1 of 3
+    states          gathered  view of c's  zero, then
+                    and back  slot         d's slot
+
+The rows arrive in the keyword argument `paged` of the model, like those of attention. Not every model passes it on to
+its mixers, so they get it from the `forward` that `install` puts before the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
+
+from paged_backend.memory.state_cache import LayerState, StateShape, TensorShape
+from paged_backend.models.attention import AttentionMeta, UnsupportedModel
+
+# transformers.models.<key>.modeling_<key>.<value>
+MIXERS = {
+    "bamba": "BambaMixer",
+    "falcon_h1": "FalconH1Mixer",
+    "falcon_mamba": "FalconMambaMixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "jamba": "JambaMambaMixer",
+    "lfm2": "Lfm2ShortConv",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "mamba": "MambaMixer",
+    "mamba2": "Mamba2Mixer",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "qwen3_5": "Qwen3_5GatedDeltaNet",
+    "qwen3_5_moe": "Qwen3_5MoeGatedDeltaNet",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+}
+# Mixers whose scan over several tokens always starts from the zero state. They continue a prompt token by token.
+SINGLE_STEP = {"falcon_mamba", "jamba", "mamba"}
+# Layers that compute every token by itself, so keep nothing.
+STATELESS = {"nemotron_h": {"NemotronHMLP", "NemotronHMoE"}}
+
+
+def recurrent_mixers(model: nn.Module) -> list[nn.Module]:
+    """Return the recurrent mixers of a model, in the order of its layers."""
+    return [module for module in model.modules() if MIXERS.get(_family(module)) == type(module).__name__]
+
+
+def is_stateless(layer: nn.Module) -> bool:
+    """Return whether a decoder layer without attention and without a recurrent mixer keeps nothing for a sequence."""
+    return any(type(module).__name__ in STATELESS.get(_family(module), ()) for module in layer.modules())
+
+
+def _family(module: nn.Module) -> str:
+    """Return the name of a model family in transformers; "" for a class that is defined elsewhere."""
+    parts = type(module).__module__.split(".")
+    is_modeling = parts[:2] == ["transformers", "models"] and parts[-1] == f"modeling_{parts[2]}"
+    return parts[2] if is_modeling else ""
+
+
+@contextmanager
+def record_states(mixers: Sequence[Any]) -> Iterator[dict[int, StateShape]]:
+    """Collect the states that each mixer stores in forward passes inside the context, by its index in `mixers`."""
+    found: dict[int, StateShape] = {}
+
+    def recorder(index: int, mixer: Any) -> Any:
+        run = _Call(mixer)
+
+        def forward(hidden_states: Tensor, *args: Any, **rest: Any) -> Tensor:
+            layer = LinearAttentionLayer()
+            output = run(hidden_states, layer)
+            found[index] = _shape_of(layer, mixer)
+            return output
+
+        return forward
+
+    for index, mixer in enumerate(mixers):
+        mixer.forward = recorder(index, mixer)
+    try:
+        yield found
+    finally:
+        for mixer in mixers:
+            del mixer.forward
+
+
+def _shape_of(layer: LinearAttentionLayer, mixer: nn.Module) -> StateShape:
+    conv, recurrent = layer.conv_states[0], layer.recurrent_states[0]
+    if conv is None:
+        raise UnsupportedModel(f"{type(mixer).__name__}: keeps no convolution state")
+    return StateShape(_without_batch(conv), None if recurrent is None else _without_batch(recurrent))
+
+
+def _without_batch(state: Tensor) -> TensorShape:
+    return TensorShape(tuple(state.shape[1:]), state.dtype)
+
+
+class _Call:
+    """Calls a mixer's own `forward` with a cache object."""
+
+    def __init__(self, mixer: Any) -> None:
+        self._forward = mixer.forward
+        self._layer_idx = mixer.layer_idx
+        parameters = signature(mixer.forward).parameters
+        names = [name for name in ("cache_params", "past_key_values") if name in parameters]
+        if len(names) != 1:
+            raise UnsupportedModel(f"{type(mixer).__name__}: takes no cache as cache_params or past_key_values")
+        self._cache_name = names[0]
+
+    def __call__(self, hidden_states: Tensor, layer: LinearAttentionLayer) -> Tensor:
+        # The mixer only looks at its own layer.
+        cache = Cache(layers=[layer] * (self._layer_idx + 1))
+        output: Tensor = self._forward(hidden_states, **{self._cache_name: cache})
+        return output
+
+
+def _cache_layer(conv: Tensor, recurrent: Tensor | None, *, is_start: bool) -> LinearAttentionLayer:
+    """Return a layer of transformers' cache that updates these states in place. is_start: whether they are to be
+    overwritten without being read."""
+    layer = LinearAttentionLayer()
+    layer.dtype, layer.device = conv.dtype, conv.device
+    layer.conv_states[0], layer.is_conv_states_initialized[0] = conv, True
+    layer.conv_kernel_size[0] = conv.shape[-1]
+    if recurrent is not None:
+        layer.recurrent_states[0], layer.is_recurrent_states_initialized[0] = recurrent, True
+    layer.has_previous_state[0] = not is_start
+    return layer
+
+
+class RecurrentModel:
+    """The `forward` of a model with recurrent layers, which keeps `paged` for its mixers."""
+
+    runs_own_forward = True  # so the layers inside may be converted
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._forward = model.forward
+        self.paged: AttentionMeta | None = None  # that of the forward pass in progress
+
+    def __call__(self, *args: Any, paged: AttentionMeta, **rest: Any) -> Any:
+        """Run a forward pass over a packed batch."""
+        assert self.paged is None, "forward passes of a model do not nest"
+        self.paged = paged
+        try:
+            return self._forward(*args, paged=paged, **rest)
+        finally:
+            self.paged = None
+
+
+class RecurrentMixer:
+    """The `forward` of a recurrent mixer, over a packed batch."""
+
+    runs_own_forward = True
+
+    def __init__(self, mixer: Any, model: RecurrentModel, index: int, shape: StateShape) -> None:
+        """index: the number of the mixer in the state cache."""
+        self._call, self._model, self._index = _Call(mixer), model, index
+        self._name = type(mixer).__name__
+        self._single_step = _family(mixer) in SINGLE_STEP
+        self.shape = shape
+
+    def __call__(
+        self,
+        hidden_states: Tensor,  # [1, num_tokens, hidden]
+        *args: Any,
+        attention_mask: None = None,
+        **rest: Any,  # of transformers' own kernels, for batches that are not paged
+    ) -> Tensor:  # [1, num_tokens, hidden]
+        paged = self._model.paged
+        if paged is None or paged.states is None or paged.state_rows is None:
+            raise UnsupportedModel(f"{self._name}: the step has no state slots")
+        if attention_mask is not None:
+            raise UnsupportedModel(f"{self._name}: gets an attention mask")
+        state, rows = paged.states.layers[self._index], paged.state_rows
+        if rows.decode_rows is None:
+            return self._decode(hidden_states.transpose(0, 1), rows.decode_slots, state).transpose(0, 1)
+        outputs: Tensor | None = None
+        for first, length, slot, is_start in rows.chunks:
+            output = self._prefill(hidden_states[:, first : first + length], slot, state, is_start=is_start)
+            if outputs is None:
+                outputs = output.new_empty(1, hidden_states.shape[1], output.shape[2])
+            outputs[:, first : first + length] = output
+        assert outputs is not None
+        if len(rows.decode_rows):
+            decoded = self._decode(hidden_states[0, rows.decode_rows, None], rows.decode_slots, state)
+            outputs[0, rows.decode_rows] = decoded[:, 0]
+        return outputs
+
+    def _decode(self, hidden_states: Tensor, slots: Tensor, state: LayerState) -> Tensor:  # [num_decode, 1, hidden]
+        conv, recurrent = state.conv[slots], None if state.recurrent is None else state.recurrent[slots]
+        output = self._call(hidden_states, _cache_layer(conv, recurrent, is_start=False))
+        state.conv[slots] = conv
+        if state.recurrent is not None and recurrent is not None:
+            state.recurrent[slots] = recurrent
+        return output
+
+    def _prefill(self, hidden_states: Tensor, slot: int, state: LayerState, *, is_start: bool) -> Tensor:
+        """Compute one chunk, [1, length, hidden]. Updates the slot in place."""
+        one = slice(slot, slot + 1)
+        layer = _cache_layer(
+            state.conv[one], None if state.recurrent is None else state.recurrent[one], is_start=is_start
+        )
+        if is_start or not self._single_step:
+            return self._call(hidden_states, layer)
+        return torch.cat([self._call(token, layer) for token in hidden_states.split(1, dim=1)], dim=1)
+
+
+def install(model: PreTrainedModel, mixers: Sequence[Any], shapes: Sequence[StateShape]) -> None:
+    """Make a model's mixers run over packed batches. shapes: the states of each."""
+    if not mixers:
+        return
+    forward = RecurrentModel(model)
+    for index, (mixer, shape) in enumerate(zip(mixers, shapes, strict=True)):
+        mixer.forward = RecurrentMixer(mixer, forward, index, shape)
+    model.forward = forward
+
+
+def state_shapes(model: nn.Module) -> tuple[StateShape, ...]:
+    """Return the states that the recurrent layers of a model keep for a sequence, after `install`."""
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return tuple(forward.shape for forward in forwards if isinstance(forward, RecurrentMixer))

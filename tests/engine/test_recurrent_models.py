@@ -1,0 +1,146 @@
+"""Models with recurrent layers in the engine: the tokens of transformers, whatever runs beside them."""
+
+import random
+
+import pytest
+import torch
+import transformers as hf
+
+from paged_backend.api.errors import ConfigError, ErrorCode
+from paged_backend.memory import kv_cache
+from tests.support.families import HYBRID_FAMILIES
+from tests.support.in_process import WAIT, generate_with_transformers, running, save_tiny, tiny_assembly
+from tests.support.packed_steps import random_prompts
+
+LENGTHS = (1, 2, 5, 17, 24, 33)
+MAX_TOKENS = 16
+FEW_FAMILIES = ("falcon_h1", "jamba", "lfm2", "mamba2", "qwen3_next")  # one of each kind of mixer
+
+
+@pytest.fixture(scope="module", params=FEW_FAMILIES)
+def served(request, tmp_path_factory):
+    """(directory, prompts, their tokens by transformers) of a model."""
+    path = tmp_path_factory.mktemp(request.param)
+    model = save_tiny(HYBRID_FAMILIES[request.param](), path)
+    prompts = random_prompts(random.Random(request.param), LENGTHS)
+    return path, prompts, [generate_with_transformers(model, prompt, MAX_TOKENS) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def lfm2(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lfm2")
+    save_tiny(HYBRID_FAMILIES["lfm2"](), path)
+    return path
+
+
+def assembly_of(path, **options):
+    return tiny_assembly(path, **{"max_model_len": 64} | options)
+
+
+@pytest.mark.parametrize("family", HYBRID_FAMILIES)
+def test_tokens_match_generate(family, tmp_path):
+    """Prompts in chunks of a small budget, beside sequences that decode; the second time in slots that were used."""
+    model = save_tiny(HYBRID_FAMILIES[family](), tmp_path)
+    prompts = random_prompts(random.Random(family), LENGTHS)
+    expected = [generate_with_transformers(model, prompt, MAX_TOKENS) for prompt in prompts]
+    with running(assembly_of(tmp_path, max_num_batched_tokens=11)) as engine:
+        for _ in range(2):
+            assert engine.generate(prompts, max_tokens=MAX_TOKENS) == expected
+        assert engine.history[-1].stats.cached_tokens == 0
+
+
+def test_steps_ahead_match_generate(served):
+    """Steps that are planned before the results of the previous one are known."""
+    path, prompts, expected = served
+    with running(assembly_of(path, async_scheduling=True, max_num_batched_tokens=13)) as engine:
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == expected
+
+
+def test_preempted_requests_match_generate(served):
+    path, prompts, expected = served
+    with running(assembly_of(path, num_gpu_blocks_override=20, max_num_batched_tokens=16)) as engine:
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == expected
+        assert engine.history[-1].stats.preemptions > 0
+
+
+def test_samples_match_requests_of_their_own(served):
+    """The samples of a request continue from copies of the state after the prompt."""
+    path, prompts, _ = served
+    sampling = {"temperature": 1.0, "max_tokens": 8}
+    with running(assembly_of(path)) as engine:
+        alone = [[engine.generate([prompt], seed=5 + index, **sampling)[0] for index in range(3)] for prompt in prompts]
+        keys = [engine.submit(prompt, n=3, seed=5, **sampling) for prompt in prompts]
+        samples = {(key, index): [] for key in keys for index in range(3)}
+        while any(len(tokens) < 8 for tokens in samples.values()):
+            for delta in engine.steps.get(timeout=WAIT).deltas:
+                samples[delta.key, delta.sample] += delta.token_ids
+        assert [[samples[key, index] for index in range(3)] for key in keys] == alone
+
+
+def test_beams_match_transformers(served):
+    path, prompts, _ = served
+    model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([prompts[3]])
+    found = model.generate(ids, num_beams=3, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    with running(assembly_of(path)) as engine:
+        assert engine.generate([prompts[3]], beam_width=3, max_tokens=8) == [found[0, len(prompts[3]) :].tolist()]
+
+
+def test_failed_step_fails_its_requests_and_the_engine_continues(served):
+    path, prompts, expected = served
+    assembly = assembly_of(path)
+    launch, errors = assembly.runner.launch, iter([None, None, RuntimeError("device error")])
+
+    def fail_once(batch):
+        if error := next(errors, None):
+            raise error
+        return launch(batch)
+
+    assembly.runner.launch = fail_once
+    with running(assembly) as engine:
+        (output,) = engine.wait(engine.submit(prompts[0], max_tokens=9))
+        assert output.error.code is ErrorCode.INTERNAL
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_speculative_tokens": 2}, "num_speculative_tokens=2"),
+        ({"enable_lora": True}, "enable_lora=true"),
+        ({"swap_space": 0.01}, r"swap_space=0\.01"),
+        ({"preemption_mode": "swap"}, 'preemption_mode="swap"'),
+        ({"swap_space": 0.01, "disk_cache_dir": "cache"}, r"swap_space=0\.01"),
+    ],
+)
+def test_option_that_states_exclude_is_rejected(lfm2, options, named):
+    problem = f"{named}: not supported for Lfm2ForCausalLM, which has recurrent layers; leave it out"
+    with pytest.raises(ConfigError, match=problem):
+        assembly_of(lfm2, **options)
+
+
+def test_draft_model_with_states_is_rejected(tiny, lfm2):
+    with pytest.raises(ConfigError, match=r"speculative_model=.*Lfm2ForCausalLM has recurrent layers; a draft model"):
+        assembly_of(tiny[0], speculative_model=str(lfm2), num_speculative_tokens=2)
+
+
+def test_states_that_do_not_fit_are_an_error_at_load(lfm2, monkeypatch):
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 10_000)
+    problem = r"max_num_seqs=8: the recurrent layers keep 2304 bytes for each sequence, .* free; lower it"
+    with pytest.raises(ConfigError, match=problem):
+        assembly_of(lfm2, max_num_seqs=8)
+
+
+def test_states_are_part_of_the_memory_budget(lfm2, monkeypatch):
+    """On a CPU the pool takes half of what the states leave."""
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 8 * 2304 + 200_000)
+    assembly = assembly_of(lfm2, max_num_seqs=8, num_gpu_blocks_override=None)
+    assert assembly.runner.states.num_slots == 8
+    block = assembly.runner.kv.tensors[0][0].nbytes * 2
+    assert assembly.scheduler.blocks.num_blocks == 100_000 // block
+
+
+def test_restrictions_are_logged(lfm2, caplog):
+    assembly_of(lfm2)
+    assert "Lfm2ForCausalLM has recurrent layers: served without prefix caching" in caplog.text

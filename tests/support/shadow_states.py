@@ -1,0 +1,46 @@
+"""A stand-in for a model with recurrent layers: the slots of the shadow store, and a digest of all tokens per state.
+
+A sequence that continues from another state than that of its own tokens is detected.
+"""
+
+from __future__ import annotations
+
+from paged_backend.scheduling.plan import Plan
+from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.sequence import Sequence
+from paged_backend.scheduling.step_result import StepResult
+from tests.support.shadow import ShadowStore, extend, start
+
+
+class ShadowStates(ShadowStore):
+    """The slots of the pool and of the states, and a forward pass over them."""
+
+    def __init__(self, scheduler: Scheduler, vocab: int, num_slots: int):
+        super().__init__(scheduler, vocab)
+        self.states: list[bytes | None] = [None] * num_slots
+        self.num_copies = 0
+
+    def run(self, plan: Plan) -> StepResult:
+        targets = [copy.target for copy in plan.state_copies]
+        assert len(set(targets)) == len(targets)
+        copied = [self.states[copy.source] for copy in plan.state_copies]
+        for target, state in zip(targets, copied, strict=True):
+            self.states[target] = state
+        self.num_copies += len(copied)
+        used = [chunk.sequence.state_slot for chunk in plan.chunks]
+        assert len(set(used)) == len(used)
+        for chunk in plan.chunks:
+            sequence, slot = chunk.sequence, chunk.sequence.state_slot
+            assert slot is not None
+            state = self.states[slot] if chunk.start else start(sequence.request)
+            assert state == self._digest(sequence, chunk.start), (sequence.key, sequence.index, chunk.start)
+            for position in range(chunk.start, chunk.start + chunk.length):
+                state = extend(state, self._token(sequence, position))
+            self.states[slot] = state
+        return super().run(plan)
+
+    def _digest(self, sequence: Sequence, length: int) -> bytes:
+        digest = start(sequence.request)
+        for position in range(length):
+            digest = extend(digest, self._token(sequence, position))
+        return digest
