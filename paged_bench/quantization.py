@@ -216,7 +216,7 @@ def main(argv: Sequence[str]) -> int:
     add("--threads", type=count, default=cores, metavar="N", help=f"threads of each engine (default: {cores})")
     add("--formats", type=names, metavar="A,B", help=f"formats, of {'; '.join(FORMATS)} (default: all)")
     add("--peers", type=_peers, default=[PEER], metavar="A", help=f'"{PEER}" (default), or "none"')
-    args = arguments(made, argv, {"windows": 4, "length": 128, "rounds": 1, "formats": list(QUICK), "peers": []})
+    args = arguments(made, argv, {"windows": 2, "length": 128, "rounds": 1, "formats": list(QUICK), "peers": []})
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # limits the threads of the engine
     model = Path(resolve_model(args.model))
