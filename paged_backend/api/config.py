@@ -337,6 +337,13 @@ class EngineConfig:
         " its blocks.",
         0.5,
     )
+    max_state_checkpoints: int | None = option(
+        integer(0),
+        "For models with recurrent layers: number of positions whose state is kept for the prefix cache and for"
+        " sessions. Default: as many as `max_num_seqs`.",
+        None,
+        optional=True,
+    )
     disable_log_stats: bool = option(
         flag,
         "Report no metrics of the engine. The parameter `REPORT_CUSTOM_METRICS` of config.pbtxt, set to `false`, does"

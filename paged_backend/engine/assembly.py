@@ -21,7 +21,7 @@ from paged_backend.engine.engine import Engine
 from paged_backend.engine.model_preparation import ROOT, PreparedModel, prepare_model
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import ParallelRunner
-from paged_backend.engine.recurrent_models import restrict_options
+from paged_backend.engine.recurrent_models import num_state_slots, restrict_options
 from paged_backend.engine.runner_builder import cache_layout
 from paged_backend.engine.summary import log_startup
 from paged_backend.engine.workers import Workers
@@ -160,13 +160,13 @@ def _build(
         max_num_batched_tokens=config.max_num_batched_tokens,
         costs=prepared.costs,
         preemption=config.preemption_mode,
-        session_blocks=0 if loaded.spec.states else int(blocks.num_blocks * config.session_memory),
+        session_blocks=int(blocks.num_blocks * config.session_memory),
         proposer=_proposer(config),
         max_draft_tokens=config.num_speculative_tokens,
         prefill_budget=_prefill_budget(config, prepared),
         max_loras=config.max_loras if config.enable_lora else 0,
         fair_tenants=config.fair_tenants,
-        state_slots=config.max_num_seqs if loaded.spec.states else 0,
+        state_slots=num_state_slots(config) if loaded.spec.states else 0,
     )
     if device.type == "cuda":
         after_ready.watch()

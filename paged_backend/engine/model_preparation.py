@@ -10,6 +10,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.engine.recurrent_models import (
     blocks_without_memory,
     log_restrictions,
+    num_state_slots,
     restrict_options,
     state_bytes,
 )
@@ -74,7 +75,7 @@ def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> Prepar
         device,
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
-        num_state_slots=config.max_num_seqs,
+        num_state_slots=num_state_slots(config),
         broadcast_tokens=tp_group.broadcast_tokens,
     )
     capture_graphs(config, loaded, runner, graph_shapes_of(config, runner), report=True)

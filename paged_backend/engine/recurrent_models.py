@@ -1,7 +1,7 @@
 """Serves models with recurrent layers: the options that they exclude, and the memory of their states.
 
-A state belongs to one position of one sequence. It is not kept at the end of a prefix, so prefixes are not cached, and
-it cannot go back by a token, so there are no draft tokens. Preempted requests are computed again.
+A state belongs to one position of one sequence. It cannot go back by a token, so there are no draft tokens. It is not
+moved to the host: preempted requests are computed again, from their last checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ EXCLUDED: dict[str, Callable[[EngineConfig], bool]] = {
     "swap_space": lambda config: bool(config.swap_space),
     "preemption_mode": lambda config: config.preemption_mode == "swap",
     "disk_cache_dir": lambda config: config.disk_cache_dir is not None,
-    "kv_events_config": lambda config: config.kv_events_config.is_enabled,
     "tensor_parallel_size": lambda config: config.tensor_parallel_size > 1,
 }
 
@@ -43,26 +42,33 @@ def restrict_options(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
         if is_set(config):
             value = json.dumps(getattr(config, option), default=str)
             raise ConfigError(f"{option}={value}: not supported for {name}, which has recurrent layers; leave it out")
-    return replace(config, enable_prefix_caching=False, swap_space=0, preemption_mode="recompute")
+    return replace(config, swap_space=0, preemption_mode="recompute")
+
+
+def num_state_slots(config: EngineConfig) -> int:
+    """Return the number of state slots: one per sequence, and those of checkpoints if prefixes are cached."""
+    checkpoints = config.max_num_seqs if config.max_state_checkpoints is None else config.max_state_checkpoints
+    return config.max_num_seqs + checkpoints * config.enable_prefix_caching
 
 
 def log_restrictions(loaded: LoadedModel) -> None:
     """Log what a model with recurrent layers is served without."""
     if loaded.spec.states:
         log.warning(
-            "%s has recurrent layers: served without prefix caching, swapping and CUDA graphs",
+            "%s has recurrent layers: served without swapping, draft tokens and CUDA graphs",
             type(loaded.model).__name__,
         )
 
 
 def state_bytes(config: EngineConfig, loaded: LoadedModel, free: int) -> int:
-    """Return the bytes of the states of all sequences that may run. free: bytes that are available. Raises ConfigError
-    if the states take more."""
+    """Return the bytes of the states of all sequences that may run, and of checkpoints. free: bytes that are available.
+    Raises ConfigError if the states take more."""
     slot = bytes_per_slot(loaded.spec.states)
-    total = config.max_num_seqs * slot
+    total = num_state_slots(config) * slot if slot else 0
     if total > free:
         raise ConfigError(
-            f"max_num_seqs={config.max_num_seqs}: the recurrent layers keep {slot} bytes for each sequence,"
+            f"max_num_seqs={config.max_num_seqs}: the recurrent layers keep {slot} bytes for each sequence and for each"
+            f" of {num_state_slots(config) - config.max_num_seqs} checkpoints (max_state_checkpoints),"
             f" {total / GIB:.1f} GiB in all; must fit into the {free / GIB:.1f} GiB that are free; lower it"
         )
     return total

@@ -54,7 +54,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 # unrelated. Many formats of quantized weights round activations to 8 bits as well, which amplifies the smallest
 # differences (0.11 to 0.23 on the demo model with the int8 of bitsandbytes and torchao).
 QUANTIZATION_TOLERANCE = 0.5
-# Factor of TOLERANCE for quantized weights of files: the model's own weights are rounded to its data type, and so
+# Factor of TOLERANCE for quantized weights of files: the model's own weights are rounded to its data type, so they
 # differ a little. On the demo model in bfloat16 with weights in AWQ the error is 0.08.
 STORED_FACTOR = 3
 # Tolerance for weights rounded to 4 bits, whose error is 0.6 on the demo model. It detects weights that are unrelated

@@ -153,6 +153,7 @@ class BatchAdmission:
         length = min(group.prefill_len - leader.computed, builder.budget)
         if group.scores_prompt:
             length = builder.limit_scored(group, leader.computed, length)
+        length = self._tables.states.chunk_length(leader.computed, length, group.prefill_len)
         self._tables.grow(group, leader.computed + length)
         if is_new:
             builder.admitted.append(group.key)

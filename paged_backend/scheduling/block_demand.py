@@ -8,6 +8,7 @@ from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.plan import Costs
 from paged_backend.scheduling.prefix_cache import NO_HIT, CacheHit
 from paged_backend.scheduling.sequence import Group
+from paged_backend.scheduling.state_slots import StateSlots
 
 
 class Demand(NamedTuple):
@@ -20,9 +21,10 @@ class Demand(NamedTuple):
 class BlockDemand:
     """Computes how many blocks groups need for the tokens that they have. Changes nothing."""
 
-    def __init__(self, blocks: BlockManager, costs: Costs):
+    def __init__(self, blocks: BlockManager, costs: Costs, states: StateSlots):
         self._blocks = blocks
         self._costs = costs
+        self._states = states
 
     def reserved(self, group: Group) -> int:
         """Return how many more blocks a running group needs for the tokens that it has."""
@@ -34,7 +36,9 @@ class BlockDemand:
         """Return the demand of a waiting group for all of its tokens."""
         if group.is_swapped:
             return Demand(NO_HIT, self._to_swap_in(group))
-        hit = self._blocks.match(group.leader.chain, group.leader.tokens[: group.max_cacheable_tokens])
+        leader = group.leader
+        hit = self._blocks.match(leader.chain, leader.tokens[: group.max_cacheable_tokens])
+        hit = self._states.restrict(hit, leader.chain.entries)
         on_device = hit.device_blocks
         cached = sum(map(self._blocks.pool.is_cached, on_device))
         base = self._blocks.layout.base_pages * (self._total(group) - len(on_device) + cached)

@@ -20,7 +20,7 @@ class BlockTables:
     def __init__(self, blocks: BlockManager, costs: Costs, preemption: str, states: StateSlots):
         """preemption: "swap", "recompute", or "auto" for the cheaper one."""
         self._blocks = blocks
-        self._states = states
+        self.states = states
         self._pool = blocks.pool
         self._costs = costs
         self._preemption = preemption
@@ -30,6 +30,7 @@ class BlockTables:
         leader, usage = group.leader, group.block_usage
         leader.blocks, moves, copies = self._blocks.adopt(hit)
         leader.window_start = hit.window_start
+        self.states.adopt(leader, hit)
         builder.add_moves_in(group.key, moves)
         builder.add_copies(group.key, copies)
         usage.reused += len(hit.device_blocks)
@@ -111,7 +112,7 @@ class BlockTables:
             sequence.window_start = leader.window_start
             sequence.computed, sequence.committed = leader.computed, leader.committed
             sequence.chain = leader.chain.head(leader.num_prompt // self._blocks.block_size)
-            self._states.fork(leader, sequence)
+            self.states.fork(leader, sequence)
         group.forked = True
 
     def branch(self, group: Group, continuations: Iterable[Continuation]) -> None:
@@ -133,7 +134,7 @@ class BlockTables:
         child = Sequence(parent.request, list(parent.tokens), parent.chain.copy())
         child.blocks, child.computed = self._blocks.fork(parent.blocks, parent.window_start), parent.computed
         child.committed, child.window_start = parent.committed, parent.window_start
-        self._states.fork(parent, child)
+        self.states.fork(parent, child)
         return child
 
     def swap_out(self, group: Group) -> bool:
@@ -183,7 +184,7 @@ class BlockTables:
 
     def free_sequence(self, sequence: Sequence) -> None:
         self._blocks.free(sequence.blocks, sequence.window_start)
-        self._states.release(sequence)
+        self.states.release(sequence)
         if sequence.host_blocks:
             assert self._blocks.host
             self._blocks.host.free_table(sequence.host_blocks)

@@ -59,6 +59,7 @@ class ChunkPlanner:
             length = builder.limit_scored(group, sequence.computed, length)
         if length == 0:
             return
+        length = self._tables.states.chunk_length(sequence.computed, length, end)
         while (allocated := self._tables.allocate(sequence, sequence.computed + length, builder)) is None:
             if self._pins.drop_oldest():
                 continue

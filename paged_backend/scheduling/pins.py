@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.state_slots import StateSlots
 
 
 class _Pinned(NamedTuple):
@@ -21,10 +22,11 @@ class Pins:
     then cached and may be evicted.
     """
 
-    def __init__(self, blocks: BlockManager, limit: int):
+    def __init__(self, blocks: BlockManager, limit: int, states: StateSlots):
         """limit: maximum number of pinned blocks, each counted once, or of pages if the layout divides blocks."""
         self._blocks = blocks
         self._limit = limit
+        self._states = states
         self._tables: OrderedDict[Hashable, _Pinned] = OrderedDict()
         self._pinned: Counter[int] = Counter()
         self._pinned_windows: Counter[int] = Counter()  # the same for window pages
@@ -39,6 +41,10 @@ class Pins:
     def counts(self) -> Mapping[int, int]:
         """The number of sessions that pin each block."""
         return self._pinned
+
+    def __contains__(self, name: Hashable) -> bool:
+        """Return whether blocks of a session are pinned."""
+        return name in self._tables
 
     @property
     def tables(self) -> list[list[int]]:
@@ -69,6 +75,7 @@ class Pins:
                 if not counts[block]:
                     del counts[block]
         self._blocks.free(table, start)
+        self._states.unpin(name)
 
     def drop_oldest(self) -> bool:
         """Unpin the blocks of the least recently used session. False if there is none."""

@@ -87,6 +87,7 @@ class PlanBuilder:
         if not self.chunks:
             return None
         for one in self.chunks:
+            states.save(one.sequence)
             states.assign(one.sequence)
         return Plan(
             chunks=tuple(self.chunks),

@@ -75,6 +75,8 @@ class RequestRegistry:
                 self._blocks.invalidate(sequence.blocks)
         self.abort(group)
         for sequence in group.sequences:
+            if error.code is ErrorCode.INTERNAL:
+                self._tables.states.forget(sequence)
             sequence.ended = True
         return TokenDelta(group.key, error=error)
 
@@ -85,6 +87,8 @@ class RequestRegistry:
             full = sequence.committed // self._blocks.block_size
             self._pins.pin(group.request.session, sequence.blocks[:full], sequence.window_start)
         self._tables.free_sequence(sequence)
+        if group.request.session in self._pins:
+            self._tables.states.pin(group.request.session, sequence)
         sequence.ended = True
         group.sequences.remove(sequence)
         if not group.sequences:

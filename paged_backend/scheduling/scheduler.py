@@ -68,20 +68,26 @@ class Scheduler:
         sessions between turns. max_draft_tokens: maximum per sequence and step. prefill_budget: limits the prompt
         tokens of a step that decodes. max_loras: maximum adapters on the device. fair_tenants: within a priority, admit
         the tenant that was served the fewest tokens instead of first come, first served. state_slots: slots for the
-        states of recurrent layers; 0: the model has none. clock: returns seconds.
+        states of recurrent layers, at least max_num_seqs; 0: the model has none. clock: returns seconds.
         """
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.blocks = blocks
         self.costs = costs or Costs()
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.pins = Pins(blocks, session_blocks)
         self.slots = AdapterSlots(max_loras)
         self.admitted: list[int] = []  # keys of requests that the last `schedule` admitted for the first time
         self._counters = SchedulerCounters()
         self._accounts = Accounts(by_tenant=fair_tenants)
-        assert not state_slots or (state_slots >= max_num_seqs and not blocks.caching and preemption == "recompute")
-        self._states = StateSlots(state_slots)
+        assert not state_slots or (blocks.host is None and not max_draft_tokens)
+        self._states = StateSlots(
+            state_slots,
+            max_num_seqs,
+            contents=blocks.cache.contents,
+            block_size=blocks.block_size,
+            caching=blocks.caching,
+        )
+        self.pins = Pins(blocks, session_blocks, self._states)
         self._tables = BlockTables(blocks, self.costs, preemption, self._states)
         self._requests = RequestRegistry(blocks, self._tables, self.slots, self.pins, self._accounts)
         self._preemption = Preemption(self._requests, blocks, self._tables, self._counters, clock)
@@ -90,7 +96,7 @@ class Scheduler:
             self._requests,
             blocks,
             self._tables,
-            BlockDemand(blocks, self.costs),
+            BlockDemand(blocks, self.costs, self._states),
             self.slots,
             self.pins,
             self._accounts,
@@ -282,6 +288,7 @@ class Scheduler:
         self.blocks.offload.finish_moves_out(plan.moves_out)
         self.blocks.offload.finish_moves_in(plan.moves_in)
         self.blocks.finish_copies(plan.copies)
+        self._states.finish(plan.state_copies)
         return self._committer.commit(plan, result)
 
     def fail(self, plan: Plan, message: str) -> list[TokenDelta]:
@@ -290,12 +297,14 @@ class Scheduler:
         self.blocks.offload.finish_moves_out(plan.moves_out, done=False)
         self.blocks.offload.finish_moves_in(plan.moves_in, done=False)
         self.blocks.finish_copies(plan.copies)
+        self._states.finish(plan.state_copies, done=False)
         lost = {move.target for move in plan.moves_out}
         for group in self._requests.waiting:
             if any(lost.intersection(sequence.host_blocks) for sequence in group.sequences):
                 self._tables.restart(group)
         error = RequestError(ErrorCode.INTERNAL, message)
-        keys = dict.fromkeys((*(chunk.sequence.key for chunk in plan.chunks), *(one.key for one in plan.state_copies)))
+        forked = (copy.key for copy in plan.state_copies if copy.key is not None)
+        keys = dict.fromkeys((*(chunk.sequence.key for chunk in plan.chunks), *forked))
         ended = [TokenDelta(key, error=error) for key in keys if self.abort(key)]
         self.slots.fail(plan.loads)
         return ended

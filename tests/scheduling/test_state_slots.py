@@ -3,50 +3,28 @@
 from collections import Counter
 
 from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.content import Contents
+from paged_backend.scheduling.prefix_cache import BlockLocation, CacheHit
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Group
 from paged_backend.scheduling.state_slots import StateCopy, StateSlots
-from tests.support.scheduler_stress import StressTest, random_conditions, request
+from tests.support.scheduler_stress import request
 from tests.support.shadow import finish
 from tests.support.shadow_states import ShadowStates
-
-WITHOUT = {"caching": False, "host": 0, "disk": False, "swap": False, "pinned": 0, "draft_tokens": 0, "loras": 0}
-
-
-class StatesStressTest(StressTest):
-    """The stress test with as many state slots as sequences."""
-
-    def __init__(self, seen, **conditions):
-        super().__init__(seen, **conditions)
-        seqs = conditions["seqs"]
-        self.sched = scheduler(conditions["blocks"], conditions["size"], seqs, seqs + conditions["extra"])
-        self.store = ShadowStates(self.sched, self.vocab, seqs)
-
-    def drain(self):
-        super().drain()
-        self.seen["state copies"] += self.store.num_copies
-
-
-def scheduler(blocks, size, seqs, tokens):
-    return Scheduler(
-        BlockManager(blocks, size),
-        max_num_seqs=seqs,
-        max_num_batched_tokens=tokens,
-        preemption="recompute",
-        state_slots=seqs,
-    )
+from tests.support.states_stress import run_states_stress, scheduler_with_states
 
 
 def test_stress():
     seen = Counter()
-    for seed in range(60):
-        StatesStressTest(seen, **random_conditions(seed) | WITHOUT).run()
-    needed = ("state copies", "recomputed", "beam output", "failed step", "failed row", "abort in flight", "copies")
+    for seed in range(100):
+        run_states_stress(seed, seen)
+    needed = ("state copies", "recomputed", "beam output", "failed step", "failed row", "abort in flight", "copies",
+              "cached_tokens", "session output", "blocks_pinned")  # fmt: skip
     assert all(seen[name] for name in needed), seen
 
 
 def test_samples_continue_from_copies_of_the_prompts_state():
-    sched = scheduler(32, 4, 4, 8)
+    sched = scheduler_with_states(32, 4, 4, 8)
     store = ShadowStates(sched, 5, 4)
     finish(sched, store, request(0, range(13), n=3, max_tokens=5))
     assert store.num_copies == 2
@@ -54,7 +32,7 @@ def test_samples_continue_from_copies_of_the_prompts_state():
 
 def test_failed_copy_fails_the_request_that_forks():
     """A sequence whose state was not copied must not continue, even if the failed step did not compute it."""
-    sched = scheduler(32, 4, 4, 8)
+    sched = scheduler_with_states(32, 4, 4, 8)
     store = ShadowStates(sched, 5, 4)
     sched.add(request(0, range(5), n=2, max_tokens=5))
     plan = sched.schedule()
@@ -77,7 +55,7 @@ def test_model_without_states_gets_no_slots():
 
 def test_copy_to_a_freed_slot_is_not_made():
     """Its next owner may get a copy of its own in the same step."""
-    slots = StateSlots(3)
+    slots = StateSlots(3, 3, contents=Contents(), block_size=4, caching=False)
     parent, child, other, other_child = (sequence(key) for key in (0, 0, 1, 1))
     slots.assign(parent)
     slots.assign(other)
@@ -85,10 +63,38 @@ def test_copy_to_a_freed_slot_is_not_made():
     freed = child.state_slot
     slots.release(child)
     slots.fork(other, other_child)
-    assert slots.take_copies() == (StateCopy(1, other.state_slot, freed),)
+    copies = slots.take_copies()
+    assert copies == (StateCopy(other.state_slot, freed, key=1),)
     assert slots.take_copies() == ()
+    slots.finish(copies)
     slots.check([parent, other, other_child])
 
 
-def sequence(key):
-    return Group(request(key, [1, 2])).leader
+def test_checkpoint_is_found_after_its_copy():
+    slots, one = StateSlots(4, 2, contents=Contents(), block_size=4, caching=True), sequence(0, range(9))
+    slots.assign(one)
+    one.computed = one.committed = 8
+    hit = CacheHit((BlockLocation(0, False), BlockLocation(1, False)))
+    for done in (False, True):
+        slots.save(one)
+        assert slots.restrict(hit, one.chain.entries).blocks == ()
+        copies = slots.take_copies()
+        assert [copy.source for copy in copies] == [one.state_slot]
+        slots.finish(copies, done=done)
+        assert (slots.restrict(hit, one.chain.entries) == hit) == done
+    slots.check([one])
+
+
+def test_state_that_waits_for_its_copy_is_not_saved():
+    slots = StateSlots(8, 2, contents=Contents(), block_size=4, caching=True)
+    parent, child = sequence(0, range(9)), sequence(0, range(9))
+    slots.assign(parent)
+    for one in (parent, child):
+        one.computed = one.committed = 8
+    slots.fork(parent, child)
+    slots.save(child)
+    assert [copy.target for copy in slots.take_copies()] == [child.state_slot]
+
+
+def sequence(key, prompt=(1, 2)):
+    return Group(request(key, prompt)).leader

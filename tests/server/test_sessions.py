@@ -8,6 +8,8 @@ import pytest
 from paged_backend.api.errors import RequestError
 from paged_backend.server.sessions import SessionName, Sessions
 from tests.support.callers import Caller, serving
+from tests.support.families import HYBRID_FAMILIES
+from tests.support.in_process import byte_tokenizer, save_tiny
 
 NAME = SessionName("", 7)
 MANY = (1,) * 200_000  # tokens: 0.76 MiB
@@ -259,3 +261,23 @@ def test_max_tenant_sessions_applies_per_tenant(served):
         assert turn(1, 0, salt, sequence_start=True).all()  # again
     assert turn(1, 0, sequence_end=True).all()
     assert turn(2, 0, sequence_start=True).all()
+
+
+def test_models_with_recurrent_layers_compute_earlier_turns_again(tmp_path):
+    """A turn gets the reply to the whole conversation, and nothing is kept in the pool between turns."""
+    save_tiny(HYBRID_FAMILIES["lfm2"](), tmp_path)
+    letters = byte_tokenizer()("abcdefghijklmnopqrstuvwxyz")["input_ids"]
+    sampling = json.dumps({"temperature": 0, "max_tokens": 6, "allowed_token_ids": letters})
+
+    def ask(text, **parameters):
+        caller = Caller(text_input=text, sampling_parameters=sampling)
+        caller.parameters = lambda: json.dumps(parameters)
+        server.service.submit(caller)
+        (outputs,) = caller.all()
+        return outputs["text_output"][0].decode()[-6:]  # the output follows the prompt
+
+    with serving(tmp_path, max_model_len=64) as server:
+        first = ask("abc", sequence_id=7, sequence_start=True)
+        second = ask("def", sequence_id=7)
+        assert server.service._assembly.scheduler.blocks.num_used == 0
+        assert (ask("abc"), ask(f"abc{first}def")) == (first, second)

@@ -46,7 +46,7 @@ OFFLOAD, PINS, PLANNER, POOL, REGISTRY, RESULT, SCHEDULER, SEQUENCE, TABLES, WAI
         "waiting_queue",
     )
 )
-WINDOWED, LAYOUT = "scheduling/windowed_pool.py", "api/block_layout.py"
+WINDOWED, LAYOUT, STATES = "scheduling/windowed_pool.py", "api/block_layout.py", "scheduling/state_slots.py"
 SESSIONS = "server/sessions.py"
 REQUEST, DISK = "api/request.py", "memory/block_file.py"
 POOL_MODULES = (BLOCKS, CACHE, CONTENT, OFFLOAD, POOL)  # those that the rules of the pool machine exercise as well
@@ -387,7 +387,7 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "a dropped beam keeps its blocks": (
         TABLES,
-        "            self._blocks.free(beam.blocks, beam.window_start)\n",
+        "            self.free_sequence(parents[index])\n",
         "            pass\n",
     ),
     "beams do not wait for each other": (BEAM_COMMIT, "if len(beams.candidates) < len(group.sequences):", "if False:"),
@@ -446,6 +446,34 @@ MUTANTS = {  # name: (file, source, replacement)
         "base + self._window_total(group)",
         "base",
     ),
+    # states of recurrent layers
+    "a state is copied one step late": (
+        STATES,
+        "        copies, self._copies = tuple(self._copies), []\n        return",
+        "        copies, self._copies = tuple(self._copies[1:]), self._copies[:1]\n        return",
+    ),
+    "a hit ends where no state was saved": (
+        STATES,
+        "            if slot is not None:\n                return CacheHit",
+        "            if True:\n                return CacheHit",
+    ),
+    "a sample continues from the zero state": (
+        STATES,
+        "StateCopy(parent.state_slot,",
+        "StateCopy(self._take_slot(child),",
+    ),
+    "checkpoints take the slots of sequences": (
+        STATES,
+        "        if self._num_spare > 0:",
+        "        if self._pool.num_available > 0:",
+    ),
+    "a state with tokens in flight becomes a checkpoint": (STATES, "position == sequence.computed and ", ""),
+    "a checkpoint is found although its copy failed": (
+        STATES,
+        "                if done:\n",
+        "                if True:\n",
+    ),
+    "a state that waits for its copy is saved": (STATES, "slot == copy.target or ", ""),
     # sessions
     "a session pins no blocks": (REGISTRY, "if group.request.session is not None and", "if False and"),
     "a session keeps its former blocks pinned": (
@@ -491,6 +519,8 @@ RARE = {
     "content without window pages keeps its place",
     "a block is swapped in without its window pages",
     "a block is swapped out without its window pages",
+    "a checkpoint is found although its copy failed",
+    "a state that waits for its copy is saved",
     "a session pins no blocks",
     "a second turn may run at the same time",
     "sessions never expire",
@@ -507,7 +537,8 @@ ENDLESS = {  # the scheduler does not end with these
     "the oldest request is preempted",
 }
 
-REIMPORTED = ("paged_backend", "tests.support.scheduler_stress", "tests.support.shadow", "tests.support.pool_")
+REIMPORTED = ("paged_backend", "tests.support.scheduler_stress", "tests.support.shadow", "tests.support.pool_",
+              "tests.support.states_stress")  # fmt: skip
 MAX_SECONDS = 60
 
 
@@ -522,13 +553,16 @@ def mutated_source(mutant: str) -> str:
 def found_by(mutant: str | None, first_seed: int = 0, num_seeds: int = 120) -> str | None:
     """Return what detects a mutant first; None if nothing does. Without a mutant, return what fails."""
     with _installed(mutant) if mutant else contextlib.nullcontext():
-        rules, load = (
-            importlib.import_module(f"tests.support.{name}") for name in ("pool_machine", "scheduler_stress")
+        rules, load, states = (
+            importlib.import_module(f"tests.support.{name}")
+            for name in ("pool_machine", "scheduler_stress", "states_stress")
         )
         for seed in range(first_seed, first_seed + num_seeds):
             try:
                 if mutant is None or MUTANTS[mutant][0] in POOL_MODULES:
                     rules.play_seeds(range(seed, seed + 1))
+                if mutant is None or MUTANTS[mutant][0] == STATES:
+                    states.run_states_stress(seed)
                 for conditions in (load.CONDITIONS, load.WINDOWED):
                     load.run_stress(**load.random_conditions(seed, conditions))
             except Exception as error:
