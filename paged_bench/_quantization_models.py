@@ -39,7 +39,7 @@ CHECKPOINTS: Mapping[str, CheckpointFormat] = {
 }
 GGUF = {f"GGUF {kind}": kind for kind in ("Q8_0", "Q6_K", "Q4_K_M", "Q4_0", AS_PACKAGED)}
 FORMATS = (*ROUNDED, *CHECKPOINTS, *GGUF)
-QUICK = (REFERENCE, "bfloat16", "int4", "AWQ", "FP8 channel")
+QUICK = (REFERENCE, "bfloat16", "int4", "AWQ")
 
 
 def gguf_file(name: str, quantize: Callable[[Path, Path, str], None] | None) -> Path:

@@ -2,8 +2,8 @@
 
 Accuracy is relative to float32, with the method and the texts of `paged bench kv_dtype`. Checkpoints are made from the
 model by rounding to the nearest code, so they are less accurate than those that are calibrated. Speed is that of
-streams that start together, with greedy sampling. llama.cpp runs each GGUF file with its own defaults, which round
-activations to 8 bits; the engine does not.
+streams that start together, with greedy sampling; for one stream, from its first token on. llama.cpp runs each GGUF
+file with its own defaults, which round activations to 8 bits; the engine does not.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def accuracy(models: Mapping[str, Assembly], texts: Sequence[Sequence[int]]) -> 
 
 
 def speed(models: Mapping[str, Assembly], peers: Mapping[str, Contestant], streams: int, rounds: int) -> list[Record]:
-    """Measure the output tokens per second of streams, and compare the tokens with those of llama.cpp."""
+    """Measure the output tokens per second of streams, for one stream from its first token on, and compare the tokens
+    with those of llama.cpp."""
     first = next(iter(models.values()))
     vocab_size, limit = first.loaded.spec.vocab_size, first.limits.max_model_len
     rng, output = random.Random(streams), min(OUTPUT, limit // 2)
@@ -126,7 +127,7 @@ def speed(models: Mapping[str, Assembly], peers: Mapping[str, Contestant], strea
     def timed(name: str, run: Contestant) -> float:
         made = runs.setdefault(name, [])
         made.append(run(permute_tokens(len(made), jobs, vocab_size)))
-        return output_rate(made[-1], jobs)
+        return output_rate(made[-1], jobs) if streams > 1 else decode_rate(made[-1])
 
     contestants: dict[str, Contestant] = {name: partial(run_paged, one) for name, one in models.items()}
     contestants |= {f"{PEER}, {name}": one for name, one in peers.items()}
@@ -145,6 +146,12 @@ def speed(models: Mapping[str, Assembly], peers: Mapping[str, Contestant], strea
                 Record(f"{label} {name}: tokens as {PEER}", share, "% before the first difference", limit=100.0)
             )
     return records
+
+
+def decode_rate(run: Run) -> float:
+    """Return the tokens per second of a single stream after its first token."""
+    (stamps,) = run.stamps
+    return (len(stamps) - 1) / (stamps[-1] - stamps[0])
 
 
 def same_tokens(ours: Sequence[Run], theirs: Sequence[Run]) -> float:
@@ -209,7 +216,7 @@ def main(argv: Sequence[str]) -> int:
     add("--threads", type=count, default=cores, metavar="N", help=f"threads of each engine (default: {cores})")
     add("--formats", type=names, metavar="A,B", help=f"formats, of {'; '.join(FORMATS)} (default: all)")
     add("--peers", type=_peers, default=[PEER], metavar="A", help=f'"{PEER}" (default), or "none"')
-    args = arguments(made, argv, {"windows": 4, "length": 128, "rounds": 1, "formats": list(QUICK), "peers": []})
+    args = arguments(made, argv, {"windows": 2, "length": 128, "rounds": 1, "formats": list(QUICK), "peers": []})
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # limits the threads of the engine
     model = Path(resolve_model(args.model))

@@ -97,6 +97,17 @@ def test_tensor_parallelism(name, tmp_path, caplog):
 
 
 @needs_kernels
+def test_experts_of_tensor_parallel_models_are_widened(tmp_path, caplog):
+    caplog.set_level("INFO", "paged_llm")
+    reference = write_checkpoint(tmp_path / "model", FAMILIES["qwen3_moe"](), "w4a16-channel")
+    assembly = tiny_assembly(tmp_path / "model", tensor_parallel_size=2)
+    assert "36 of 48 quantized weights are widened to float32, which takes" in caplog.text
+    with running(assembly) as engine:
+        assert engine.generate([PROMPT], max_tokens=12)[0] == expected_tokens(reference)
+    assembly.close()
+
+
+@needs_kernels
 @pytest.mark.parametrize(
     "name", ["awq-32", "gptq-desc_act", "gptq-desc_act-different", "w4a16", "w8a8", "fp8-deepseek"]
 )
