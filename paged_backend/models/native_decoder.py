@@ -33,7 +33,7 @@ class NativeDecoder:
     ) -> BaseModelOutputWithPast:
         reject_unsupported(self._decoder, rest, mask=attention_mask, dropout=0.0, is_causal=None)
         if paged.more_pages:  # the kernel reads one block table for all layers
-            return layerwise_forward(self._decoder)(input_ids, position_ids=position_ids, paged=paged)
+            return layerwise_forward(self._decoder)(input_ids, position_ids=position_ids, paged=paged, use_cache=False)
         hidden_states = self._decoder.embed_tokens(input_ids)
         cos, sin = self._decoder.rotary_emb(hidden_states, position_ids=position_ids)
         stream = self._layers(hidden_states[0], cos, sin, paged.kv.layers, paged.paging)

@@ -13,7 +13,7 @@ from paged_backend.models import linear, tensor_parallel
 from paged_kernels.cpu import native
 from tests.support.adapters import LORA, generate_with, make_adapter, write_adapter_list
 from tests.support.in_process import running
-from tests.support.tiny_family import MATRIX_FAMILIES, TinyFamily
+from tests.support.tiny_family import MATRIX_FAMILIES, TinyFamily, serve_or_reject
 
 MAX_TOKENS = 8
 # Least share of tokens that are the most likely ones of the unquantized model, and their highest mean rank of 320.
@@ -34,16 +34,7 @@ def serve(family, support_matrix):
     """A function that returns an engine, or None if the family is rejected with an error that begins with the option,
     which it records."""
 
-    def assemble(feature, field, **options):
-        try:
-            return family.assembly(**options)
-        except ConfigError as error:
-            message = str(error).removeprefix(f"{family.directory}: ")
-            assert field in message
-            support_matrix.record(family.name, feature, "rejected", message)
-            return None
-
-    return assemble
+    return lambda feature, field, **options: serve_or_reject(family, support_matrix, feature, field, **options)
 
 
 def linear_layers(model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from paged_backend.api.errors import ConfigError
 from paged_backend.engine.assembly import Assembly
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, HYBRID_FAMILIES
 from tests.support.in_process import generate_with_transformers, save_tiny, tiny_assembly
 
-MATRIX_FAMILIES = FAMILIES
+MATRIX_FAMILIES = FAMILIES | HYBRID_FAMILIES
+HYBRID_OPTIONS = {"max_model_len": 64, "max_state_checkpoints": 100}  # recurrent layers may have no longest context
 
 # Longer than the windows of the families, and with the output as long as the shortest context among them, 56 tokens.
 PROMPT_LENGTHS = (1, 9, 17, 25, 40)
@@ -60,7 +62,29 @@ class TinyFamily:
         return generate_with_transformers(self.model, prompt, max_tokens, **options)
 
     def assembly(self, *, adapters: Path | None = None, **options: Any) -> Assembly:
-        return tiny_assembly(self.directory, adapters=adapters, **options)
+        more = HYBRID_OPTIONS if self.name in HYBRID_FAMILIES else {}
+        return tiny_assembly(self.directory, adapters=adapters, **more, **options)
+
+    def smallest_pool(self, assembly: Assembly, block_size: int) -> int:
+        """Return the number of blocks, in pages of the model's layout, of a pool that is just large enough for the
+        longest request. assembly: one of this family."""
+        layout = replace(assembly.scheduler.blocks.layout, block_size=block_size)
+        length = max(PROMPT_LENGTHS) + MAX_TOKENS - 1
+        return -(-layout.pages_for([length], [length], 0) // layout.pages)
+
+
+def serve_or_reject(
+    family: TinyFamily, support_matrix: Any, feature: str, field: str, **options: Any
+) -> Assembly | None:
+    """Return an assembly with these options, or None if the family is rejected with an error that names the field,
+    which is recorded in the support matrix."""
+    try:
+        return family.assembly(**options)
+    except ConfigError as error:
+        message = str(error).removeprefix(f"{family.directory}: ")
+        assert field in message
+        support_matrix.record(family.name, feature, "rejected", message)
+        return None
 
 
 @torch.inference_mode()
