@@ -1,6 +1,8 @@
 """Every model family generates the greedy tokens of transformers, whatever happens to the blocks of its requests."""
 
 from dataclasses import replace
+from itertools import count
+from threading import Event
 
 import pytest
 
@@ -8,7 +10,7 @@ from paged_backend.models.attention import UnsupportedModel
 from tests.support.beams import MAX_TOKENS as NUM_BEAM_TOKENS
 from tests.support.beams import beams
 from tests.support.families import REJECTED_FAMILIES
-from tests.support.in_process import running, save_tiny, tiny_assembly
+from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
 from tests.support.tiny_family import MATRIX_FAMILIES, MAX_TOKENS, TinyFamily, describe_layers, serve_or_reject
 
 # In a pool just large enough for the longest request. Without prefix caching, because the blocks of a preempted request
@@ -95,6 +97,19 @@ def test_beam_search(family, assembly, support_matrix):
     support_matrix.record(family.name, "beam search", "tested")
 
 
+def hold_back_step(runner, number):
+    """Make a runner wait before a step, until the returned event is set, so that requests arrive while others run."""
+    launch, steps, arrived = runner.launch, count(), Event()
+
+    def wait_and_launch(packed):
+        if next(steps) == number:
+            assert arrived.wait(WAIT)
+        return launch(packed)
+
+    runner.launch = wait_and_launch
+    return arrived
+
+
 @pytest.mark.parametrize(
     ("feature", "counter", "options"),
     [("swap", "swapped", SWAPPED), ("recompute", "recomputed", RECOMPUTED)],
@@ -105,8 +120,15 @@ def test_preemption(family, assembly, serve, support_matrix, feature, counter, o
     small = serve(feature, "swap_space", num_gpu_blocks_override=pool, **options)
     if small is None:
         return
+    arrived = hold_back_step(small.runner, 5)
     with running(small) as engine:
-        assert engine.generate(family.prompts[::-1] * 3, max_tokens=MAX_TOKENS) == family.outputs[::-1] * 3
+        first = engine.submit(family.prompts[-1], max_tokens=MAX_TOKENS, priority=1)
+        while not engine.outputs[first].tokens:
+            engine.step()
+        others = [engine.submit(prompt, max_tokens=MAX_TOKENS) for prompt in family.prompts[::-1] * 2]
+        arrived.set()
+        outputs = [output.tokens for output in engine.wait(first, *others)]
+        assert outputs == [family.outputs[-1], *family.outputs[::-1] * 2]
         stats = engine.history[-1].stats
         assert getattr(stats, counter) == stats.preemptions > 0
         assert (stats.moves_in > 0) == (feature == "swap")
