@@ -79,8 +79,8 @@ REQUEST_NOTES = """\
 Greedy tokens equal those that transformers generates for each prompt alone. Counters of the engine show that blocks
 were found, shared, swapped out or computed again, and that draft tokens were accepted."""
 OPTION_NOTES = """\
-With quantization, tokens are the same alone and in a batch, and have a mean rank of at most 20 among the 320 of the
-model in float32; except with `int4`, at least 60% of them are its most likely ones. LoRA means adapters of linear
+With quantization, tokens are the same alone and in a batch, and have a mean rank of at most 20 (40 with `int4`) among
+the 320 of the model in float32; except with `int4`, at least 60% of them are its most likely ones. LoRA means adapters of linear
 layers; adapters of experts (`target_parameters`) are rejected."""
 REJECTED_NOTES = """\
 The model does not load, and this is the error after the path of the model. `load` means that the family is rejected
