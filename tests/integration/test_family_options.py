@@ -96,7 +96,8 @@ def test_quantized_weights(family, serve, support_matrix, monkeypatch, caplog, b
     try:
         assembly = serve(bits, "quantization", quantization=bits)
     except UnsupportedModel as error:
-        assert bits == "int4" and "differ from its eager attention" in str(error)
+        if bits == "int8" or "differ from its eager attention" not in str(error):
+            raise
         support_matrix.record(family.name, bits, "untested", "4 bits change the small random model too much")
         return
     if assembly:

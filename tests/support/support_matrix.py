@@ -61,6 +61,11 @@ CHECKPOINTS = {
     "qwen2_moe": ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "Qwen/Qwen2-57B-A14B-Instruct"),
     "qwen3_moe": ("Qwen/Qwen3-30B-A3B",),
     "gpt_oss": ("openai/gpt-oss-20b",),
+    "falcon_h1": ("tiiuae/Falcon-H1-0.5B-Instruct",),
+    "granitemoehybrid": ("ibm-granite/granite-4.0-h-small",),
+    "lfm2": ("LiquidAI/LFM2-1.2B",),
+    "nemotron_h": ("nvidia/NVIDIA-Nemotron-Nano-9B-v2",),
+    "qwen3_next": ("Qwen/Qwen3-Next-80B-A3B-Instruct",),
     "deepseek_v2": ("deepseek-ai/DeepSeek-V2-Lite-Chat",),
     "deepseek_v3": ("deepseek-ai/DeepSeek-V3",),
 }
@@ -80,8 +85,8 @@ Greedy tokens equal those that transformers generates for each prompt alone. Cou
 were found, shared, swapped out or computed again, and that draft tokens were accepted."""
 OPTION_NOTES = """\
 With quantization, tokens are the same alone and in a batch, and have a mean rank of at most 20 (40 with `int4`) among
-the 320 of the model in float32; except with `int4`, at least 60% of them are its most likely ones. LoRA means adapters of linear
-layers; adapters of experts (`target_parameters`) are rejected."""
+the 320 of the model in float32; except with `int4`, at least 60% of them are its most likely ones. LoRA means adapters
+of linear layers; adapters of experts (`target_parameters`) are rejected."""
 REJECTED_NOTES = """\
 The model does not load, and this is the error after the path of the model. `load` means that the family is rejected
 with any options."""

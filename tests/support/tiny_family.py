@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from paged_backend.api.errors import ConfigError
 from paged_backend.engine.assembly import Assembly
+from paged_backend.models.recurrent import recurrent_mixers
 from tests.support.families import FAMILIES, HYBRID_FAMILIES
 from tests.support.in_process import generate_with_transformers, save_tiny, tiny_assembly
 
@@ -112,7 +113,7 @@ def describe_layers(model: PreTrainedModel) -> str:
         "softcap": any(layer.get("softcap") is not None for layer in arguments.values()),
         "sinks": any(layer.get("s_aux") is not None for layer in arguments.values()),
         "latent attention": bool(getattr(config, "kv_lora_rank", None)),
-        "layers without attention": len(arguments) < config.num_hidden_layers,
+        "recurrent layers": bool(recurrent_mixers(model)),
         "mixture of experts": any(hasattr(module, "experts") for module in model.modules()),
     }
     return ", ".join(kind for kind, present in kinds.items() if present)
