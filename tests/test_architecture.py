@@ -47,6 +47,7 @@ TESTED_THROUGH = {
     "paged_backend.loading.checkpoint_formats": "tests/loading/test_quantized_checkpoint.py",
     "paged_backend.loading.compressed_tensors": "tests/loading/test_quantized_checkpoint.py",
     "paged_backend.loading.fp8": "tests/loading/test_quantized_checkpoint.py",
+    "paged_backend.loading.attention_probe": "tests/loading/test_verification.py",
     "paged_backend.loading.gguf_weights": "tests/loading/test_weights.py",
     "paged_backend.loading.gptq": "tests/loading/test_quantized_checkpoint.py",
     "paged_backend.loading.mxfp4": "tests/loading/test_quantized_checkpoint.py",

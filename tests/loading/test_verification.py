@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as hf
 
-from paged_backend.loading import verification
+from paged_backend.loading.attention_probe import AttentionProbe
 from paged_backend.loading.verification import verify_model
 from paged_backend.models.attention import UnsupportedModel
 from tests.support.families import COMMON
@@ -62,12 +62,12 @@ def test_window_missing_from_attention_is_rejected(tmp_path, monkeypatch):
     """A short prompt cannot detect a long window, so the windows of masks and layers must agree."""
     save(hf.MistralConfig(**COMMON, sliding_window=64), tmp_path)
     tiny_assembly(tmp_path)
-    attend = verification._Probe.attend
+    attend = AttentionProbe.attend
 
     def attend_without_window(self, *args, sliding_window=None, **rest):
         return attend(self, *args, **rest)
 
-    monkeypatch.setattr(verification._Probe, "attend", attend_without_window)
+    monkeypatch.setattr(AttentionProbe, "attend", attend_without_window)
     with pytest.raises(UnsupportedModel, match="windows 64, but its layers pass none"):
         tiny_assembly(tmp_path)
 
