@@ -87,6 +87,8 @@ class BlockTables:
         first, sequence.committed = sequence.committed // size, end
         for index in range(first, sequence.committed // size):
             self._blocks.cache_block(sequence.blocks[index], sequence.chain, sequence.tokens, index)
+        if not self._blocks.layout.window_pages:
+            return
         start = self._blocks.layout.kept_from(end)
         if start > sequence.window_start:
             self._blocks.trim(sequence.blocks, sequence.window_start, start)

@@ -86,9 +86,10 @@ class PlanBuilder:
         sequence that computes gets a state slot."""
         if not self.chunks:
             return None
-        for one in self.chunks:
-            states.save(one.sequence)
-            states.assign(one.sequence)
+        if states.in_use:
+            for one in self.chunks:
+                states.save(one.sequence)
+                states.assign(one.sequence)
         return Plan(
             chunks=tuple(self.chunks),
             moves_out=blocks.offload.take_moves_out(),

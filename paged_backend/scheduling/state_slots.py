@@ -53,14 +53,14 @@ class StateSlots:
         self._latest: dict[int, Entry] = {}  # by slot of a sequence, its latest checkpoint in the output
 
     @property
-    def ends_chunks(self) -> bool:
-        """Whether chunks have to end at block boundaries, for checkpoints."""
-        return self._pool is not None and self._caching
+    def in_use(self) -> bool:
+        """Whether the model has recurrent layers."""
+        return self._pool is not None
 
     def chunk_length(self, start: int, length: int, total: int) -> int:
         """Return how many of `length` tokens from `start` to compute in one chunk, so that it ends where a checkpoint
         is useful: at a block boundary, the last one before the end of `total` tokens if that is in reach."""
-        if not self.ends_chunks:
+        if not self._caching or self._pool is None:
             return length
         end = min(start + length, total - 1) // self._block_size * self._block_size
         return end - start if start < end else length
