@@ -37,13 +37,21 @@ class StateSlots:
     without recurrent layers, nothing is assigned.
     """
 
-    def __init__(self, num_slots: int, max_num_seqs: int, *, contents: Contents, block_size: int, caching: bool):
+    def __init__(
+        self,
+        num_slots: int = 0,
+        max_num_seqs: int = 0,
+        *,
+        contents: Contents | None = None,
+        block_size: int = 1,
+        caching: bool = False,
+    ):
         """num_slots: 0 for a model without recurrent layers, else at least `max_num_seqs`; the others are for
         checkpoints. contents: the entries of the prefix cache. caching: whether prefixes are cached."""
         assert not num_slots or num_slots >= max_num_seqs
         self._pool = BlockPool(num_slots, caching=caching) if num_slots else None
         self._max_num_seqs = max_num_seqs
-        self._contents = contents
+        self._contents = Contents() if contents is None else contents
         self._block_size = block_size
         self._caching = caching
         self._num_held = 0  # slots of sequences

@@ -4,7 +4,6 @@ import pytest
 
 from paged_backend.scheduling.adapter_slots import AdapterSlots
 from paged_backend.scheduling.block_manager import BlockManager, Copy
-from paged_backend.scheduling.content import Contents
 from paged_backend.scheduling.host_offload import BlockTransfer
 from paged_backend.scheduling.plan import NO_BLOCKS
 from paged_backend.scheduling.plan_builder import PlanBuilder
@@ -23,9 +22,7 @@ def add(plan, group, length):
 
 
 def build(plan):
-    return plan.build(
-        BlockManager(4, 4), AdapterSlots(0), StateSlots(0, 4, contents=Contents(), block_size=4, caching=False)
-    )
+    return plan.build(BlockManager(4, 4), AdapterSlots(0), StateSlots())
 
 
 @pytest.mark.parametrize(("length", "sampled", "forks"), [(5, 0, 0), (6, 3, 2)])
