@@ -17,7 +17,7 @@ from paged_backend.scheduling.content import Entry, IndexListener, PrefixIndex
 
 # Marks in a pool map: free; cached; number of block tables that reference the block; referenced by sessions only.
 FREE, CACHED, HELD, HELD_BY_MORE, PINNED = ".", "c", "123456789", "+", "p"
-_MARK_OF_COUNT = (FREE + HELD).encode().ljust(256, HELD_BY_MORE.encode())
+MARK_OF_COUNT = (FREE + HELD).encode().ljust(256, HELD_BY_MORE.encode())
 
 
 def allocate_counted(pool: BlockPool, count: int, trimmed: int = 0) -> list[int]:
@@ -178,7 +178,7 @@ class BlockPool:
         mark, other = FREE, CACHED
         if len(self._cached) < len(self._free):
             smaller, mark, other = self._cached, other, mark
-        marks = bytearray(counts.translate(other.encode() + _MARK_OF_COUNT[1:]))
+        marks = bytearray(counts.translate(other.encode() + MARK_OF_COUNT[1:]))
         number = ord(mark)
         for block in smaller:
             marks[block] = number

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from paged_backend.api.block_layout import BlockLayout
-from paged_backend.scheduling.block_pool import _MARK_OF_COUNT, CACHED, FREE, PINNED, BlockPool
+from paged_backend.scheduling.block_pool import CACHED, FREE, MARK_OF_COUNT, PINNED, BlockPool
 from paged_backend.scheduling.content import Entry, IndexListener
 
 
@@ -176,7 +176,7 @@ class WindowedPool(BlockPool):
     def states(self, pinned: Mapping[int, int] | None = None) -> str:
         """Return the pool map: one mark per page."""
         marks = np.full(self.num_blocks + 1, ord(FREE), dtype=np.uint8)
-        of_count = np.frombuffer(CACHED.encode() + _MARK_OF_COUNT[1:], dtype=np.uint8)
+        of_count = np.frombuffer(CACHED.encode() + MARK_OF_COUNT[1:], dtype=np.uint8)
         base = self.layout.base_pages
         live = np.ones(len(self._references), dtype=bool)
         live[self._free] = False
