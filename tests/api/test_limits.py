@@ -83,7 +83,9 @@ TESTED_ELSEWHERE = {
     "(--chat-template-timeout)": "client/openai/test_chat_template.test_template_timeout",
 }
 # Options with such names that bound no client input.
-NO_LIMITS = {"max_num_seqs", "max_num_batched_tokens", "max_loras", "max_cpu_loras", "max_lora_rank"}
+NO_LIMITS = {
+    "max_num_seqs", "max_num_batched_tokens", "max_loras", "max_cpu_loras", "max_lora_rank", "max_state_checkpoints",
+}  # fmt: skip
 # Constants that bound no client input: files, batches of rows, pictures, error messages, simulated servers.
 CONSTANTS = {
     "MAX_ALPHA", "MAX_ATTEMPTS", "MAX_BATCH_SIZE", "MAX_BYTES", "MAX_CHANGE", "MAX_CONCURRENT_INPUTS", "MAX_DIFFERENCE",
