@@ -45,6 +45,7 @@ from paged_backend.memory.state_cache import StateShape
 from paged_backend.models import rope, tensor_parallel
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.hidden_states import hidden_size
+from paged_backend.models.latent_attention import absorbed_layers
 from paged_backend.models.linear import WeightQuantizer
 from paged_backend.models.lora import Lora, find_adaptable_layers
 from paged_backend.models.quantization import Quantizer
@@ -142,6 +143,9 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         weight_format=weight_format,
         states=state_shapes(model),
     )
+    if adaptable is not None:
+        for name in absorbed_layers(model):
+            adaptable.pop(name, None)
     lora = _create_lora(config, hf_config, model, adaptable) if adaptable is not None else None
     draft = _load_draft(config, root, device, spec) if config.speculative_model else None
     return LoadedModel(path, model, tokenizer, spec, draft, lora)

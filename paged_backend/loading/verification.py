@@ -35,6 +35,7 @@ from paged_backend.memory.kv_cache import NO_ATTENTION, KVCache, LayerShape
 from paged_backend.memory.state_cache import StateCache
 from paged_backend.models import recurrent, rope
 from paged_backend.models.attention import ATTENTION, AttentionSpec, UnsupportedModel
+from paged_backend.models.latent_attention import find_latent_layers
 from paged_backend.models.model_variants import ModelVariant, model_variants
 from paged_backend.models.quantization import Quantizer
 from paged_backend.scheduling.plan import Chunk, Plan
@@ -84,6 +85,7 @@ def verify_model(
         progress.advance()
         recurrent.install(model, mixers, [states[index] for index in range(len(mixers))])
         rope.freeze_rope(model)
+        layers = _use_latents(model, layers, partial(_compare, model, expected), block_size, kv_dtype)
         failure: UnsupportedModel | None = None
         for variant in model_variants(model, specs, quantizer=quantizer):
             tolerance = _weight_tolerance(model, variant)
@@ -103,6 +105,32 @@ def verify_model(
         raise failure
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{type(model).__name__} cannot be served with paged attention: {error}") from error
+
+
+def _use_latents(
+    model: PreTrainedModel,
+    layers: tuple[LayerShape, ...],
+    compare: Callable[[tuple[LayerShape, ...], int, torch.dtype, float], None],
+    block_size: int,
+    kv_dtype: torch.dtype,
+) -> tuple[LayerShape, ...]:
+    """Make multi-head latent attention store latents, if its logits are right. Returns the KV cache shapes.
+
+    Both forms of its attention are verified. The prompts are too short for the expanded one, so it is forced.
+    """
+    latents = find_latent_layers(model)
+    if latents is None:
+        return layers
+    shapes = latents.install(min_expanded_rows=2)
+    tolerance = _weight_tolerance(model, ModelVariant("unmodified"))
+    failure = _failure(partial(compare, shapes, block_size, kv_dtype, tolerance))
+    if failure is None:
+        failure = _failure(partial(compare, latents.install(), block_size, kv_dtype, tolerance))
+    if failure is None:
+        return shapes
+    latents.uninstall()
+    log.warning("%s stores expanded keys and values; with latents: %s", type(model).__name__, failure)
+    return layers
 
 
 def _weight_tolerance(model: PreTrainedModel, variant: ModelVariant) -> float:

@@ -90,20 +90,23 @@ def attend(
     module: nn.Module,
     query: Tensor,  # [1, num_heads, num_tokens, head_dim]
     key: Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
-    value: Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
     attention_mask: None,
     *,
     paged: AttentionMeta,
     **arguments: Any,
-) -> tuple[Tensor, None]:  # [1, num_tokens, num_heads, head_dim]
+) -> tuple[Tensor, None]:  # [1, num_tokens, num_heads, value_dim]
     """Compute the attention of one layer over the paged KV cache.
 
-    `paged` is required, so a model that does not pass it on fails with an error.
+    `paged` is required, so a model that does not pass it on fails with an error. A module may have an `attend_pages` of
+    its own (`latent_attention.py`).
     """
     spec = AttentionSpec.of(module, query.shape[-1], attention_mask, **arguments)
     cache, paging = paged.kv.layers[module.layer_idx], paged.paging_of(module.layer_idx)
-    kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, paging.slots)
-    return attend_pages(query[0].transpose(0, 1), cache, paging, spec)[None], None
+    written = None if cache.shares_memory else value[0].transpose(0, 1)
+    kv_write(key[0].transpose(0, 1), written, cache, paging.slots)
+    function = vars(module).get("attend_pages", attend_pages)
+    return function(query[0].transpose(0, 1), cache, paging, spec)[None], None
 
 
 def attend_pages(query: Tensor, cache: LayerCache, paging: Paging, spec: AttentionSpec) -> Tensor:

@@ -1,0 +1,257 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) over a cache of latents.
+
+Keys and values of all heads are linear in one latent vector per token, apart from a rotated key that all heads share.
+The cache stores both once per token, in place of the keys and values of every head:
+
+    latent, normalized (kv_lora_rank)          | shared key, rotated (qk_rope_head_dim)
+    values: the first kv_lora_rank elements
+    keys: all elements
+
+transformers calls `expand_kv` of an attention module with the latents and shared keys of a step, and passes its result
+to attention. Here, `expand_kv` returns latents, as the key of one KV head, and attention has two forms:
+
+- Absorbed: the expansion of keys is applied to the queries, and that of values to the output. All query heads attend to
+  the latents as in multi-query attention. A step reads the latents only.
+- Expanded: the latents of a sequence are expanded to the keys and values of the heads, in temporary memory. That costs
+  time for each token of the context, but then heads are several times smaller. It pays off for long prefill chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paged_backend.memory.kv_cache import LayerShape
+from paged_backend.models.attention import AttentionSpec, attend_pages
+from paged_kernels.layer_cache import LayerCache, as_bytes, dequantize
+from paged_kernels.paging import Paging
+
+log = logging.getLogger("paged_llm")
+
+MIN_EXPANDED_ROWS = 128  # rows of a chunk, below which it is always absorbed: steps with fewer rows may be captured
+MAX_EXPANDED_CONTEXT = 32768  # tokens of a context that is expanded, which bounds the temporary memory
+EXPANDED_HEADS = 16  # heads that are expanded at a time, likewise
+SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+@dataclass(frozen=True, eq=False)
+class Expanded:
+    """A chunk whose sequence is expanded."""
+
+    rows: slice  # packed rows
+    blocks: Tensor  # [num_blocks] int64: the blocks of its context
+    paging: Paging  # of one sequence, over its expanded blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The chunks of a step, by the form of attention."""
+
+    absorbed: Paging | None  # with expanded sequences as padding; None: there is no other sequence
+    expanded: tuple[Expanded, ...]
+
+
+class LatentAttention:
+    """The attention of one module over latents."""
+
+    def __init__(self, module: Any, expansion: Tensor, min_expanded_rows: int | None = None) -> None:
+        """expansion: weight of `kv_b_proj`, [num_heads * (nope + value_dim), kv_lora_rank].
+
+        min_expanded_rows: rows of a chunk from which it is expanded; None: as soon as that takes less arithmetic.
+        """
+        self.rank, self.nope, self.rope, self.value_dim = (getattr(module, name) for name in SIZES)
+        heads = expansion.view(-1, self.nope + self.value_dim, self.rank)
+        self._keys, self._values = heads.split([self.nope, self.value_dim], dim=1)  # [num_heads, size, kv_lora_rank]
+        self._heads = heads
+        self._min_rows = self._break_even() if min_expanded_rows is None else min_expanded_rows
+
+    @property
+    def shape(self) -> LayerShape:
+        """What the cache stores for a token."""
+        return LayerShape(1, self.rank + self.rope, self.rank, latent=True)
+
+    def expand_kv(self, latents: Tensor, shared_keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return latents [1, 1, num_tokens, rank] with shared keys [1, 1, num_tokens, rope] as keys and values."""
+        return torch.cat((latents, shared_keys), dim=-1), latents
+
+    def __call__(self, query: Tensor, cache: LayerCache, paging: Paging, spec: AttentionSpec) -> Tensor:
+        """Compute `attend_pages` for queries [num_tokens, num_heads, nope + rope].
+
+        Returns [num_tokens, num_heads, value_dim].
+        """
+        if self._min_rows is None or paging.max_query_len < self._min_rows:
+            return self._absorbed(query, cache, paging, spec)
+        key = "latent", self._min_rows, cache.keys.shape[2]
+        if key not in paging.derived:
+            paging.derived[key] = split_chunks(paging, cache.keys.shape[2], self._min_rows)
+        chunks: Chunks = paging.derived[key]
+        if chunks.absorbed is not None:
+            out = self._absorbed(query, cache, chunks.absorbed, spec)
+        else:
+            out = query.new_zeros(*query.shape[:2], self.value_dim)
+        for chunk in chunks.expanded:
+            out[chunk.rows] = self._expanded(query[chunk.rows], cache, chunk, spec)
+        return out
+
+    def _absorbed(self, query: Tensor, cache: LayerCache, paging: Paging, spec: AttentionSpec) -> Tensor:
+        absorbed = query.new_empty(*query.shape[:2], self.rank + self.rope)
+        nope = query[..., : self.nope].transpose(0, 1)  # [num_heads, num_tokens, nope]
+        absorbed[..., : self.rank] = torch.bmm(nope, self._keys).transpose(0, 1)
+        absorbed[..., self.rank :] = query[..., self.nope :]
+        attended = attend_pages(absorbed, cache, paging, spec)
+        return torch.bmm(attended.transpose(0, 1), self._values.transpose(1, 2)).transpose(0, 1)
+
+    def _expanded(self, query: Tensor, cache: LayerCache, chunk: Expanded, spec: AttentionSpec) -> Tensor:
+        stored = gather_blocks(cache, chunk.blocks, query.dtype)  # [num_blocks, block_size, rank + rope]
+        latents, shared_keys = stored.split([self.rank, self.rope], dim=-1)
+        out = query.new_empty(*query.shape[:2], self.value_dim)
+        for first in range(0, query.shape[1], EXPANDED_HEADS):
+            heads = slice(first, first + EXPANDED_HEADS)
+            weight = self._heads[heads]
+            expanded = F.linear(latents, weight.flatten(0, 1)).unflatten(2, weight.shape[:2])
+            nope, values = expanded.split([self.nope, self.value_dim], dim=-1)
+            keys = torch.cat((nope, shared_keys[:, :, None].expand(-1, -1, len(weight), -1)), dim=-1)
+            pages = LayerCache(keys.transpose(1, 2), values.transpose(1, 2))
+            out[:, heads] = attend_pages(query[:, heads], pages, chunk.paging, spec)
+        return out
+
+    def _break_even(self) -> int | None:
+        """Return the rows of a chunk from which the expanded form takes less arithmetic; None: never.
+
+        For each token of the context and each head, the absorbed form multiplies 2 * rank + rope elements by every row,
+        the expanded form nope + rope + value_dim, after rank * (nope + value_dim) products that expand the token.
+        """
+        saved = 2 * self.rank - self.nope - self.value_dim
+        if saved <= 0:
+            return None
+        return max(MIN_EXPANDED_ROWS, self.rank * (self.nope + self.value_dim) // saved + 1)
+
+
+def split_chunks(paging: Paging, block_size: int, min_rows: int) -> Chunks:
+    """Choose the form of attention of each chunk of a step. Waits for the device, which has the lengths."""
+    starts, context_lens = paging.query_starts.tolist(), paging.context_lens.tolist()
+    lengths = [end - start for start, end in pairwise(starts)]
+    is_expanded = [
+        length >= min_rows and length <= context_len <= MAX_EXPANDED_CONTEXT
+        for length, context_len in zip(lengths, context_lens, strict=True)
+    ]
+    expanded = tuple(
+        _expanded_chunk(paging, seq, starts[seq], lengths[seq], context_lens[seq], block_size)
+        for seq, expand in enumerate(is_expanded)
+        if expand
+    )
+    if not expanded:
+        return Chunks(paging, ())
+    others = [seq for seq, expand in enumerate(is_expanded) if not expand and lengths[seq] and context_lens[seq]]
+    if not others:
+        return Chunks(None, expanded)
+    hidden = torch.tensor(is_expanded, device=paging.context_lens.device)
+    absorbed = replace(
+        paging,
+        context_lens=paging.context_lens.masked_fill(hidden, 0),
+        max_query_len=max(lengths[seq] for seq in others),
+        max_context_len=max(context_lens[seq] for seq in others),
+    )
+    return Chunks(absorbed, expanded)
+
+
+def _expanded_chunk(
+    paging: Paging, seq: int, start: int, length: int, context_len: int, block_size: int
+) -> Expanded:  # fmt: skip
+    device, num_blocks = paging.block_tables.device, -(-context_len // block_size)
+
+    def int32(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    pages = Paging(
+        slots=torch.empty(0, dtype=torch.int64, device=device),
+        block_tables=torch.arange(num_blocks, dtype=torch.int32, device=device)[None],
+        context_lens=int32(context_len),
+        query_starts=int32(0, length),
+        max_query_len=length,
+        max_context_len=context_len,
+    )
+    return Expanded(slice(start, start + length), paging.block_tables[seq, :num_blocks].long(), pages)
+
+
+def gather_blocks(cache: LayerCache, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of the keys of one KV head in these blocks, dequantized: [num_blocks, block_size, head_dim]."""
+    codes = as_bytes(cache.keys)[blocks, 0].view(cache.keys.dtype)
+    if cache.key_scales is None:
+        return codes
+    return dequantize(codes, cache.key_scales[blocks, 0], torch.empty_like(codes, dtype=dtype))
+
+
+class LatentLayers:
+    """The attention modules of a model over latents."""
+
+    def __init__(self, modules: Sequence[nn.Module], expansions: Sequence[Tensor]) -> None:
+        self._modules, self._expansions = modules, expansions
+
+    def install(self, min_expanded_rows: int | None = None) -> tuple[LayerShape, ...]:
+        """Make the modules use a cache of latents. Returns what it stores for a token in each layer."""
+        attentions = [
+            LatentAttention(module, expansion, min_expanded_rows)
+            for module, expansion in zip(self._modules, self._expansions, strict=True)
+        ]
+        for module, attention in zip(self._modules, attentions, strict=True):
+            vars(module).update(expand_kv=attention.expand_kv, attend_pages=attention)
+            vars(module.kv_b_proj)["forward"] = _not_called  # so that its weight is neither packed nor quantized
+        return tuple(attention.shape for attention in attentions)
+
+    def uninstall(self) -> None:
+        """Restore the modules."""
+        for module in self._modules:
+            for name in ("expand_kv", "attend_pages"):
+                del vars(module)[name]
+            del vars(module.kv_b_proj)["forward"]
+
+
+def _not_called(*arguments: Any) -> Tensor:
+    raise AssertionError("kv_b_proj is called although its weight is absorbed")
+
+
+def absorbed_layers(model: nn.Module) -> Iterator[str]:
+    """Yield the names of linear layers whose weights attention has absorbed, so that they are not called."""
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("attend_pages"), LatentAttention):
+            yield f"{name}.kv_b_proj"
+
+
+@torch.inference_mode()
+def find_latent_layers(model: PreTrainedModel) -> LatentLayers | None:
+    """Return the attention modules of a model, if all of them can use a cache of latents, else None."""
+    modules = [module for module in model.modules() if isinstance(getattr(module, "kv_b_proj", None), nn.Module)]
+    if not modules or len(modules) != model.config.get_text_config().num_hidden_layers:
+        return None
+    modules.sort(key=lambda module: module.layer_idx)
+    expansions = []
+    for module in modules:
+        sizes = [getattr(module, name, None) for name in SIZES]
+        if not callable(getattr(module, "expand_kv", None)) or not all(type(size) is int for size in sizes):
+            log.info("%s stores expanded keys and values: it has no expand_kv", type(module).__name__)
+            return None
+        expansions.append(_expansion(module))
+    return LatentLayers(modules, expansions)
+
+
+def _expansion(module: Any) -> Tensor:
+    """Return the weight of `kv_b_proj`, [out_features, kv_lora_rank]. A layer with another representation of its weight
+    is called with the identity matrix."""
+    projection = module.kv_b_proj
+    norm = module.kv_a_layernorm.weight
+    is_plain = type(projection) is nn.Linear and type(projection.weight.data) is Tensor
+    if is_plain and projection.weight.dtype == norm.dtype:
+        own: Tensor = projection.weight.data
+        return own
+    identity = torch.eye(module.kv_lora_rank, dtype=norm.dtype, device=norm.device)
+    weight: Tensor = projection(identity).T.contiguous()
+    return weight
