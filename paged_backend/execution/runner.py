@@ -99,7 +99,7 @@ class Runner:
         self.lora = lora
         self.states = states
         self._threads = threads
-        self.gqa_group = _gqa_group(model, kv)
+        self.gqa_group = _gqa_group(model, kv.device, is_latent=kv.layers[0].shares_memory)
         self.transfers = Transfers(kv, host)
         self._broadcast_tokens = broadcast_tokens
         self._upload = DeviceUpload(kv.device)
@@ -260,12 +260,12 @@ class Runner:
         return self.drafter.forward(batch)
 
 
-def _gqa_group(model: PreTrainedModel, kv: KVCache) -> int | None:
+def _gqa_group(model: PreTrainedModel, device: torch.device, *, is_latent: bool = False) -> int | None:
     """Return the query heads per KV head; None on a CPU, where attention reads a shared prefix once per sequence."""
-    if kv.device.type == "cpu":
+    if device.type == "cpu":
         return None
     config = model.config.get_text_config()
     heads = int(getattr(config, "num_attention_heads", None) or 1)  # none in a model without attention
-    if kv.layers[0].shares_memory:  # all heads attend to the latents
+    if is_latent:  # all heads attend to the latents
         return heads
     return heads // (getattr(config, "num_key_value_heads", None) or heads)

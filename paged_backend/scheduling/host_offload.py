@@ -147,9 +147,8 @@ class HostOffload:
         """
         if self._host is None:
             return None
-        if sum(len(self._pool.pages_of(block)) for block in {block for table in tables for block in table}) > (
-            self._host.num_available
-        ):
+        needed = sum(map(self._pages_on_host, {block for table in tables for block in table}))
+        if needed > self._host.num_available:
             return None
         targets: dict[int, int] = {}
         for block in (block for table in tables for block in table):
@@ -210,6 +209,14 @@ class HostOffload:
         self._pool.lock(target)
         pages = page_pairs(self._host, block, self._pool, target)
         return BlockTransfer(block, target, self._host.index.entry(block), pages)
+
+    def _pages_on_host(self, block: int) -> int:
+        """Return the pages that a block takes on the host at most: those that it has, or those of the same content
+        that is cached there, which may have window pages that this block has lost."""
+        assert self._host
+        entry, pages = self._pool.index.entry(block), len(self._pool.pages_of(block))
+        cached = self._host.index.find(entry) if entry else None
+        return pages if cached is None else max(pages, len(self._host.pages_of(cached)))
 
     def _move_out(self, block: int) -> int | None:
         """Return a block of the host with this block's content and one reference: the cached one, or the target of a

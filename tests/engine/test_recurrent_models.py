@@ -134,7 +134,7 @@ def test_states_that_do_not_fit_are_an_error_at_load(lfm2, monkeypatch):
 
 def test_states_are_part_of_the_memory_budget(lfm2, monkeypatch):
     """On a CPU the pool takes half of what the states leave."""
-    monkeypatch.setattr(kv_cache, "available_memory", lambda: 8 * 2304 + 200_000)
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 16 * 2304 + 200_000)
     assembly = assembly_of(lfm2, max_num_seqs=8, num_gpu_blocks_override=None)
     assert assembly.runner.states.num_slots == 8 + 8  # sequences and checkpoints
     block = assembly.runner.kv.tensors[0][0].nbytes * 2

@@ -95,10 +95,10 @@ def _leak_block(occurrence: int, service: Service, assembly: Assembly) -> None:
     blocks, count = assembly.scheduler.blocks, itertools.count(1)
     free = blocks.free
 
-    def leak(table: list[int]) -> None:
+    def leak(table: list[int], start: int = 0) -> None:
         if table and next(count) == occurrence:
             table.pop()
-        free(table)
+        free(table, start)
 
     blocks.free = leak  # type: ignore[method-assign]
 

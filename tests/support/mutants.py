@@ -333,8 +333,8 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "swap-out ignores the host's room": (
         OFFLOAD,
-        "            self._host.num_available\n",
-        "            self._host.num_blocks\n",
+        "if needed > self._host.num_available:",
+        "if needed > self._host.num_blocks:",
     ),
     "evicted blocks are not offloaded": (OFFLOAD, "if self._host and self._host.caching and", "if False and"),
     "moves out are missing from the plan": (BUILDER, "moves_out=blocks.offload.take_moves_out()", "moves_out=()"),
