@@ -200,7 +200,7 @@ def paged_attention(
     """
     check_paged_attention(query, cache, sliding_window, softcap, sinks)
     query = query if query.stride(2) == 1 else query.contiguous()
-    out = query.new_empty(*query.shape[:2], cache.value_dim)
+    out = torch.empty((*query.shape[:2], cache.value_dim), dtype=query.dtype, device=query.device)
     for planned in plan_launch(
         out, query, cache, paging,
         scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks, device=device_of(query.device),

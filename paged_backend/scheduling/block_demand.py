@@ -9,6 +9,7 @@ from paged_backend.scheduling.plan import Costs
 from paged_backend.scheduling.prefix_cache import NO_HIT, CacheHit
 from paged_backend.scheduling.sequence import Group
 from paged_backend.scheduling.state_slots import StateSlots
+from paged_backend.scheduling.windowed_pool import pages_taken_by_lock
 
 
 class Demand(NamedTuple):
@@ -57,8 +58,7 @@ class BlockDemand:
         if hit.partial is not None:
             source, on_host = hit.partial
             cost = self._costs.move if on_host else self._costs.copy
-            is_locked = not on_host and self._blocks.pool.is_cached(source)
-            locked = self._blocks.layout.pages * is_locked
+            locked = 0 if on_host else pages_taken_by_lock(self._blocks.pool, source)
             if needed + locked > available or cost > hit.partial_tokens * self._costs.token:
                 return self._blocks.cache.without_partial(hit)
         return hit

@@ -36,6 +36,14 @@ def make_pool(
     return BlockPool(num_pages, caching=caching, on_evict=on_evict, listener=listener)
 
 
+def pages_taken_by_lock(pool: BlockPool, block: int) -> int:
+    """Return how many pages are not available any more while a block is locked: those of the block that are cached."""
+    if not isinstance(pool, WindowedPool):
+        return int(pool.is_cached(block))
+    has_cached_window = block not in pool.trimmed and not pool._window_references[block]
+    return pool.layout.base_pages * pool.is_cached(block) + pool.layout.window_pages * has_cached_window
+
+
 class WindowedPool(BlockPool):
     """A fixed number of pages, which belong to blocks. Block numbers are only names: they can exceed the pages."""
 
