@@ -17,9 +17,8 @@ from paged_bench._report import Record
 LENGTHS = (8192, 32_768)
 BLOCK_SIZE = 16
 CHUNK = 2048  # prompt tokens of a step
-DECODED = (
-    48  # tokens generated after the prompt; the memory is measured after each, as blocks fill and leave the window
-)
+# Tokens generated after the prompt. The memory is measured after each, as blocks fill and leave the window.
+DECODED = 48
 POOL_TOKENS = 1 << 19  # tokens for which the pool of the last part has room in all layers
 TARGET = 1.05
 

@@ -22,7 +22,6 @@ from paged_backend.engine.model_preparation import ROOT, PreparedModel, prepare_
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import ParallelRunner
 from paged_backend.engine.recurrent_models import num_state_slots, restrict_options
-from paged_backend.engine.runner_builder import cache_layout
 from paged_backend.engine.summary import log_startup
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.runner import Runner
@@ -176,7 +175,7 @@ def _build(
         *(1e3 * cost for cost in (prepared.costs.token, prepared.costs.copy, prepared.costs.move)),
     )
     overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
-    disk, adapters = _disk(config, loaded, runner), _adapters(config, loaded, adapter_list)
+    disk, adapters = _disk(config, prepared, runner), _adapters(config, loaded, adapter_list)
     return Assembly(loaded, limits, scheduler, runner, device, disk, overlap, workers, adapters, publisher)
 
 
@@ -251,11 +250,11 @@ def _adapters(
     )
 
 
-def _disk(config: EngineConfig, loaded: LoadedModel, runner: Runner | ParallelRunner) -> DiskTier | None:
+def _disk(config: EngineConfig, prepared: PreparedModel, runner: Runner | ParallelRunner) -> DiskTier | None:
     if config.disk_cache_dir is None or runner.host is None:
         return None
+    loaded, layout = prepared.loaded, prepared.layout.blocks
     paths = [loaded.path, *([loaded.draft.path] if loaded.draft else [])]
-    layout = cache_layout(config, loaded).blocks
     name = fingerprint(config, layout, paths, loaded.spec.dtype, loaded.spec.kv_dtype)
     return DiskTier(
         Path(config.disk_cache_dir).expanduser(),

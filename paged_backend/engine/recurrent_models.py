@@ -33,8 +33,10 @@ EXCLUDED: dict[str, Callable[[EngineConfig], bool]] = {
 
 
 def restrict_options(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
-    """Return the options with which a model is served: for a model with recurrent layers, without those that need more
-    than its states. Raises ConfigError for an option that was set and cannot be honored."""
+    """Return the options that a model is served with. A model with recurrent layers is not swapped out.
+
+    Raises ConfigError for an option that was set and that recurrent layers do not support.
+    """
     if not loaded.spec.states:
         return config
     name = type(loaded.model).__name__

@@ -20,9 +20,8 @@ from paged_backend.memory.kv_cache import LayerShape
 
 log = logging.getLogger("paged_llm")
 
-PADDING_LIMIT = (
-    0.05  # maximum share of a block that no layer uses, because the layers of a kind do not fill their pages
-)
+# Maximum share of a block that no layer uses, because the layers of a kind do not fill their pages.
+PADDING_LIMIT = 0.05
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,6 @@ class CacheLayout:
         window = max(layers[index].window or 0 for index in windowed)
         blocks = BlockLayout(block_size, base_pages, window_pages, window, max_pending)
         return cls(blocks, tuple(layers[:size]), tuple(placed[index] for index in range(len(layers))))
-
-    @property
-    def num_pages(self) -> int:
-        return self.blocks.pages
 
 
 def _layers_per_page(full: int, windowed: int) -> int:

@@ -78,7 +78,7 @@ class BlockManager:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks `num_tokens` tokens need."""
-        return -(-num_tokens // self.block_size)
+        return self.layout.blocks_for(num_tokens)
 
     def allocate(self, count: int) -> list[int] | None:
         """Allocate `count` blocks. None, with nothing changed, if fewer are available."""

@@ -45,7 +45,8 @@ def copied_pages(copy: _Copied) -> PagePairs:
 
 
 def page_pairs(source_pool: BlockPool, source: int, target_pool: BlockPool, target: int) -> PagePairs | None:
-    """Return the pages to copy from one block to another: those that both have. None for blocks that are pages."""
+    """Return the pages that both blocks have, which a copy of one to the other includes. Returns None if blocks are
+    single pages."""
     if not isinstance(source_pool, WindowedPool):
         return None
     return tuple(zip(source_pool.pages_of(source), target_pool.pages_of(target), strict=False))
@@ -211,8 +212,8 @@ class HostOffload:
         return BlockTransfer(block, target, self._host.index.entry(block), pages)
 
     def _pages_on_host(self, block: int) -> int:
-        """Return the pages that a block takes on the host at most: those that it has, or those of the same content
-        that is cached there, which may have window pages that this block has lost."""
+        """Return how many pages of the host a block needs at most. If the host has cached its content, that block is
+        used, and it may have window pages that this one has lost."""
         assert self._host
         entry, pages = self._pool.index.entry(block), len(self._pool.pages_of(block))
         cached = self._host.index.find(entry) if entry else None

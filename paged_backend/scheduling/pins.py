@@ -56,8 +56,10 @@ class Pins:
         return [pinned.start for pinned in self._tables.values()]
 
     def pin(self, name: Hashable, table: Sequence[int], start: int = 0) -> None:
-        """Pin these blocks for a session, in place of those that it had. start: the first block whose window pages are
-        pinned."""
+        """Pin these blocks for a session, and unpin its former ones.
+
+        start: the first block whose window pages are pinned.
+        """
         pinned = self._blocks.fork(table, start)
         self.drop(name)
         self._tables[name] = _Pinned(pinned, start)

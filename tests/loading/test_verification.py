@@ -7,7 +7,7 @@ import transformers as hf
 from paged_backend.loading.attention_probe import AttentionProbe
 from paged_backend.loading.verification import verify_model
 from paged_backend.models.attention import UnsupportedModel
-from tests.support.families import COMMON
+from tests.support.families import COMMON, REJECTED_FAMILIES
 from tests.support.gguf import CONFIG
 from tests.support.in_process import byte_tokenizer, save_tiny, tiny_assembly
 
@@ -21,19 +21,8 @@ def save(config, directory):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (hf.BloomConfig(vocab_size=320, hidden_size=64, n_layer=2, n_head=4), "0 of 2 layers call"),
-        (
-            hf.GPTNeoConfig(
-                vocab_size=320,
-                hidden_size=64,
-                num_layers=2,
-                num_heads=4,
-                attention_types=[[["global", "local"], 1]],
-                window_size=4,
-                max_position_embeddings=256,
-            ),
-            "layers",
-        ),
+        (REJECTED_FAMILIES["bloom"](), "0 of 2 layers call"),
+        (REJECTED_FAMILIES["gpt_neo"](), "layers"),
         (hf.StableLmConfig(**COMMON), "its paged forward pass fails"),
         (
             hf.MiniMaxConfig(**COMMON, head_dim=16, block_size=4, num_local_experts=2),

@@ -43,9 +43,10 @@ def test_layers_of_different_shapes_keep_all_blocks(caplog):
     assert "different shapes" in caplog.text
 
 
-def test_layers_in_different_pages_share_tensors():
+def windowed_cache():
+    """Return a cache of 7 pages for three layers, the middle one with full attention."""
     layout = layout_of(WINDOW, FULL, WINDOW)
-    kv = KVCache.allocate(
+    return KVCache.allocate(
         layout.shapes,
         num_blocks=7,
         block_size=16,
@@ -53,21 +54,17 @@ def test_layers_in_different_pages_share_tensors():
         device=torch.device("cpu"),
         places=layout.places,
     )
+
+
+def test_layers_in_different_pages_share_tensors():
+    kv = windowed_cache()
     assert kv.layers[0] is kv.layers[1] is kv.layers[2]
     assert [kv.page_of(layer) for layer in range(3)] == [1, 0, 2]
     assert [len(tensor) for tensor in kv.tensors] == [8, 8]  # and the null page
 
 
 def test_blocks_are_read_and_written_page_by_page():
-    layout = layout_of(WINDOW, FULL, WINDOW)
-    kv = KVCache.allocate(
-        layout.shapes,
-        num_blocks=7,
-        block_size=16,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        places=layout.places,
-    )
+    kv = windowed_cache()
     for tensor in kv.tensors:
         tensor.copy_(torch.randn_like(tensor))
     content = kv.read_block([3, 5])
