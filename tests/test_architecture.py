@@ -77,7 +77,7 @@ TESTED_THROUGH = {
     "paged_bench._lines": "tests/bench/test_kernels.py",
     "paged_bench._server_load": "tests/e2e/test_load.py",
     "paged_bench._step_profile": "tests/bench/test_cpu.py",
-    "paged_bench._window_simulation": "tests/bench/test_memory.py",
+    "paged_bench._cache_simulation": "tests/bench/test_memory.py",
     "paged_bench.gateway": "tests/e2e/test_load.py",
     "paged_bench.models.null.modeling_null": "tests/e2e/test_load.py",
     "paged_bench.server": "tests/e2e/test_load.py",
