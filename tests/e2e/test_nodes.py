@@ -11,9 +11,10 @@ import pytest
 import torch
 import transformers as hf
 
+from paged_bench import _machines as network
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.tritonserver import TritonServer
-from tests.support import delayed_link, network
+from tests.support import delayed_link
 from tests.support.in_process import save_tiny
 from tests.support.triton import raw_stream
 from tests.support.waiting import until

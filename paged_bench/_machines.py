@@ -45,6 +45,11 @@ class Machine:
         """Return the command line that runs a command on the machine."""
         return ["ip", "netns", "exec", self.name, *command]
 
+    def bytes_moved(self) -> int:
+        """Return the bytes that the machine has sent and received since it was created."""
+        counters = Path("/sys/class/net", self.link, "statistics")
+        return sum(int((counters / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
+
     def cut(self) -> None:
         """Drop all packets from and to the machine, without a message to either side."""
         ip("link", "set", self.link, "nomaster")
