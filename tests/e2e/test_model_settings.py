@@ -36,7 +36,7 @@ def model(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(model):
-    with TritonServer(model, OPTIONS, engine_only=True) as running:
+    with TritonServer(model, OPTIONS) as running:
         yield running
         idle(running)
 
