@@ -73,7 +73,7 @@ lint: setup
 reference: setup
 	$(BIN)/python -m paged_backend.server.reference --write docs/reference
 
-# Runs the tests of tensor parallelism, too, which are nightly.
+# Runs the tests that are nightly, too, such as those of tensor parallelism.
 matrix: setup
 	@mkdir -p .cache
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m 'nightly or not nightly' \
