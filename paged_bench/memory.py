@@ -1,4 +1,4 @@
-"""Measure what paging does for memory: wasted slots, capacity, savings by sharing and by sliding windows, bookkeeping.
+"""Measure what paging does for memory: wasted slots, capacity, sharing, windows, latents and states, bookkeeping.
 
 All parts but the last run the scheduler and block manager without a model, because block allocation depends only on
 lengths. Lengths are log-normal, with the means that the paper reports for ShareGPT (161 in, 338 out) and Alpaca (19
@@ -12,18 +12,23 @@ import random
 import statistics
 import time
 from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.step_result import StepResult
+from paged_bench._cache_simulation import MODELS, cache_memory
 from paged_bench._pool_simulation import POOL_SLOTS, RESERVATION, requests, simulate, utilisation
 from paged_bench._report import Record, arguments, count, parser, publish
-from paged_bench._window_simulation import windows
 from paged_bench._workload import DATASETS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MIN_REQUESTS = 100
@@ -198,7 +203,7 @@ def main(argv: Rows[str]) -> int:
     records, curves = pages(count)
     records += capacity(count)
     records += sharing(count, widths)
-    records += windows()
+    records += cache_memory()
     records += bookkeeping(min(count, 200))
     records += attention_speed(10 if args.quick else 50)
     records += system_prompt(args.model, 2 if args.quick else count // 10)
@@ -231,8 +236,8 @@ def draw(
 ) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
+    figure = Figure(figsize=(15, 3.4), layout="constrained")
+    left, middle, right, held = figure.subplots(1, 4)
     for dataset, curve in curves.items():
         left.plot(list(curve), list(curve.values()), marker="o", label=dataset)
     left.set_xscale("log", base=2)
@@ -260,8 +265,23 @@ def draw(
     right.set_xticks(widths)
     right.set_ylim(0)
     right.legend(frameon=False)
-    for axes in (left, middle, right):
+    draw_held(held, by_name)
+    for axes in (left, middle, right, held):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     figure.text(0, -0.05, caption, fontsize=6, color="#606060")
     figure.savefig(file, dpi=150, bbox_inches="tight")
+
+
+def draw_held(axes: Axes, records: Mapping[str, Record]) -> None:
+    """Draw the share of memory that a sequence of 8,192 tokens holds, of keys and values in all layers."""
+    shares = {}
+    for model in MODELS:
+        record = records[f"memory, {model.name}, 8,192 tokens"]
+        assert record.value is not None
+        shares[model.name] = 100 * record.value / record.peers["all kept"]
+    drawn = axes.barh(list(shares), list(shares.values()), color="#76b900")
+    axes.bar_label(drawn, fmt="%.1f")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set_title("memory at 8,192 tokens, % of all keys and values", fontsize=10)

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EngineLimits
 from paged_backend.api.sizes import GIB
+from paged_backend.distributed.process_group import ProcessGroup
+from paged_backend.distributed.topology import Topology
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.model_preparation import ROOT, PreparedModel, prepare_model
@@ -30,7 +32,7 @@ from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory.block_file import fingerprint
 from paged_backend.memory.disk import DiskTier
-from paged_backend.models.tensor_parallel import TensorParallelGroup, check_devices
+from paged_backend.models.tensor_parallel import check_devices
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.cache_events import DEVICE, HOST, CacheEvents
 from paged_backend.scheduling.prefill_budget import PrefillBudget
@@ -102,14 +104,16 @@ def assemble(config: EngineConfig, adapter_list: Path | None = None) -> Assembly
     adapter_list: the file that lists LoRA adapters. Raises ConfigError, and UnsupportedModel for a model that fails the
     verification.
     """
+    topology = Topology.of(config)
+    config = replace(config, nnodes=topology.num_nodes)
     device = model_options.pick_device(config)
     check_devices(config, device)
-    if config.tensor_parallel_size == 1:
-        return _assemble(config, adapter_list, TensorParallelGroup(device), None)
+    if topology.size == 1:
+        return _assemble(config, adapter_list, ProcessGroup(device), None)
     model_loader.check_model(config, ROOT)  # checks before it starts processes
-    workers = Workers(config, device)
+    workers = Workers(config, device, topology)
     try:
-        return _assemble(config, adapter_list, workers.tp_group, workers)
+        return _assemble(config, adapter_list, workers.group, workers)
     except Exception as error:
         reason = workers.failure_reason()
         workers.stop(at_once=True)
@@ -119,9 +123,9 @@ def assemble(config: EngineConfig, adapter_list: Path | None = None) -> Assembly
 
 
 def _assemble(
-    config: EngineConfig, adapter_list: Path | None, tp_group: TensorParallelGroup, workers: Workers | None
+    config: EngineConfig, adapter_list: Path | None, group: ProcessGroup, workers: Workers | None
 ) -> Assembly:
-    started, on_cpu = time.monotonic(), tp_group.device.type == "cpu"
+    started, on_cpu = time.monotonic(), group.device.type == "cpu"
     if config.disk_cache_dir and (config.swap_space == 0 or (config.swap_space is None and on_cpu)):
         raise ConfigError(
             f"disk_cache_dir={json.dumps(config.disk_cache_dir)}: needs a host pool; set swap_space as well"
@@ -132,7 +136,7 @@ def _assemble(
         if config.kv_events_config.is_enabled:  # its sockets are bound before the weights are loaded
             publisher = CacheEventPublisher(config.kv_events_config, CacheEvents(), config.block_size)
             failure.callback(publisher.close)
-        prepared = prepare_model(config, tp_group)
+        prepared = prepare_model(config, group)
         # Must precede the end of the process group: NCCL waits for captured calls.
         failure.callback(prepared.runner.release_graphs)
         assembly = _build(config, adapters, prepared, workers, started, publisher)

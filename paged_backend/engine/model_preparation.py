@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.engine.recurrent_models import (
     blocks_without_memory,
     log_restrictions,
@@ -22,7 +23,6 @@ from paged_backend.loading import model_loader
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
 from paged_backend.memory.cache_layout import CacheLayout
-from paged_backend.models.tensor_parallel import TensorParallelGroup
 from paged_backend.scheduling.plan import Costs
 from paged_backend.utils.machine import limit_torch_threads
 from paged_kernels.compile_ahead import check_cache
@@ -44,13 +44,13 @@ class PreparedModel:
     decode_seconds: float  # time of a decode step of a few sequences; 0 on a CPU
 
 
-def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> PreparedModel:
+def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
     """Load and verify the model, size the pools and capture graphs, in step with the other ranks. Raises ConfigError
     and UnsupportedModel."""
-    device = tp_group.device
+    device = group.device
     try:
-        limit_torch_threads(config.tensor_parallel_size)
-        native.set_threads(count_threads(config.tensor_parallel_size))
+        limit_torch_threads(config.ranks_per_node)
+        native.set_threads(count_threads(config.ranks_per_node))
         check_cache(device)
     except ValueError as error:  # an environment variable
         raise ConfigError(str(error)) from None
@@ -67,8 +67,8 @@ def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> Prepar
         num_blocks = kv_cache.num_blocks(config, layout.shapes, kv_dtype, device, reserved, pages=pages)
     else:
         num_blocks = blocks_without_memory(config, loaded.spec.max_model_len)
-    num_blocks = tp_group.all_reduce_min(num_blocks)
-    num_host_blocks = tp_group.all_reduce_min(kv_cache.num_host_blocks(config, layout.shapes, kv_dtype, device))
+    num_blocks = group.all_reduce_min(num_blocks)
+    num_host_blocks = group.all_reduce_min(kv_cache.num_host_blocks(config, layout.shapes, kv_dtype, device))
     runner = build_runner(
         config,
         loaded,
@@ -76,10 +76,10 @@ def prepare_model(config: EngineConfig, tp_group: TensorParallelGroup) -> Prepar
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
         num_state_slots=num_state_slots(config),
-        broadcast_tokens=tp_group.broadcast_tokens,
+        broadcast_tokens=group.broadcast_tokens,
     )
     capture_graphs(config, loaded, runner, graph_shapes_of(config, runner), report=True)
-    if not tp_group.all_reduce_min(runner.has_graphs):  # NCCL calls: captured on all ranks or none
+    if not group.all_reduce_min(runner.has_graphs):  # NCCL calls: captured on all ranks or none
         runner.release_graphs()
     decode_seconds = measure_decode(config, loaded, runner) if device.type == "cuda" else 0.0
     costs = measure_costs(runner, warmed.seconds_per_token, num_host_blocks)

@@ -66,7 +66,7 @@ def build_runner(
         states = StateCache.allocate(loaded.spec.states, num_slots=num_state_slots, device=device)
     if device.type == "cpu":
         populate_in_background(kv)
-        threads = CpuThreads(config.tensor_parallel_size, is_native=runs_natively(loaded.model))
+        threads = CpuThreads(config.ranks_per_node, is_native=runs_natively(loaded.model))
     if loaded.draft:
         drafter = Drafter(loaded.draft.model, kv.layer_range(len(loaded.spec.layers), len(kv.layers)))
     return Runner(

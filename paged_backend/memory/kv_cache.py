@@ -210,12 +210,12 @@ def num_host_blocks(
         wanted = min(wanted, available_memory() / 2 / GIB)
     elif wanted * GIB > available_memory():
         raise ConfigError(f"swap_space={wanted}: must fit into the {available_memory() / GIB:.1f} GiB that are free")
-    elif 0 < wanted * GIB < block * config.tensor_parallel_size:
-        block *= config.tensor_parallel_size
+    elif 0 < wanted * GIB < block * config.ranks_per_node:
+        block *= config.ranks_per_node
         raise ConfigError(
             f"swap_space={wanted}: one block of {config.block_size} tokens takes {block} bytes; give it more, or 0"
         )
-    return int(wanted * GIB) // config.tensor_parallel_size // block if block else 0
+    return int(wanted * GIB) // config.ranks_per_node // block if block else 0
 
 
 def free_bytes(config: EngineConfig, device: torch.device, reserved: int = 0) -> int:
@@ -223,7 +223,7 @@ def free_bytes(config: EngineConfig, device: torch.device, reserved: int = 0) ->
     bytes."""
     if device.type == "cuda":
         return max(0, _free_on_gpu(config.gpu_memory_utilization, device) - reserved)
-    return max(0, available_memory() // config.tensor_parallel_size - reserved)
+    return max(0, available_memory() // config.ranks_per_node - reserved)
 
 
 def _wanted_bytes(config: EngineConfig, block: int) -> int | None:

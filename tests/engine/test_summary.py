@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from paged_backend.api.config import EngineConfig
+from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.engine.model_preparation import prepare_model
 from paged_backend.engine.summary import log_startup, summary, unused_options
-from paged_backend.models.tensor_parallel import TensorParallelGroup
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -22,7 +22,7 @@ def config(tiny):
 
 @pytest.fixture(scope="module")
 def prepared(config):
-    return prepare_model(config, TensorParallelGroup(CPU))
+    return prepare_model(config, ProcessGroup(CPU))
 
 
 def test_options_of_the_other_device_are_reported():
