@@ -37,7 +37,10 @@ def assembly_of(path, **options):
     return tiny_assembly(path, **{"max_model_len": 64} | options)
 
 
-@pytest.mark.parametrize("family", HYBRID_FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [one if one in FEW_FAMILIES else pytest.param(one, marks=pytest.mark.nightly) for one in HYBRID_FAMILIES],
+)
 def test_tokens_match_generate(family, tmp_path):
     """Prompts in chunks of a small budget, beside sequences that decode; the second time in slots that were used."""
     model = save_tiny(HYBRID_FAMILIES[family](), tmp_path)

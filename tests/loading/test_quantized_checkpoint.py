@@ -77,7 +77,10 @@ def test_experts_stay_quantized(family, name, number, tmp_path, caplog):
         assert engine.generate([PROMPT], max_tokens=12)[0] == expected_tokens(reference)
 
 
-PARALLEL = ["awq-32", "gptq-desc_act", "w4a16-channel", "w8a8", "fp8-deepseek"]
+PARALLEL = [
+    *("awq-32", "gptq-desc_act", "w8a8"),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("w4a16-channel", "fp8-deepseek")),
+]
 
 
 @needs_kernels

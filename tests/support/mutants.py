@@ -539,7 +539,7 @@ ENDLESS = {  # the scheduler does not end with these
 
 REIMPORTED = ("paged_backend", "tests.support.scheduler_stress", "tests.support.shadow", "tests.support.pool_",
               "tests.support.states_stress")  # fmt: skip
-MAX_SECONDS = 60
+MAX_SECONDS = 5  # CPU time for a seed, which takes less than one
 
 
 def mutated_source(mutant: str) -> str:
@@ -552,12 +552,13 @@ def mutated_source(mutant: str) -> str:
 
 def found_by(mutant: str | None, first_seed: int = 0, num_seeds: int = 120) -> str | None:
     """Return what detects a mutant first; None if nothing does. Without a mutant, return what fails."""
-    with _installed(mutant) if mutant else contextlib.nullcontext():
+    with _installed(mutant) if mutant else contextlib.nullcontext(), _limited():
         rules, load, states = (
             importlib.import_module(f"tests.support.{name}")
             for name in ("pool_machine", "scheduler_stress", "states_stress")
         )
         for seed in range(first_seed, first_seed + num_seeds):
+            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
             try:
                 if mutant is None or MUTANTS[mutant][0] in POOL_MODULES:
                     rules.play_seeds(range(seed, seed + 1))
@@ -567,26 +568,34 @@ def found_by(mutant: str | None, first_seed: int = 0, num_seeds: int = 120) -> s
                     load.run_stress(**load.random_conditions(seed, conditions))
             except Exception as error:
                 return f"seed {seed}: {error!r}"
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
     return None
 
 
 @contextlib.contextmanager
 def _installed(mutant: str) -> Iterator[None]:
-    """Import the mutant in place of its module, for MAX_SECONDS at most."""
+    """Import the mutant in place of its module."""
     file = MUTANTS[mutant][0]
     name, path = f"paged_backend.{file[:-3].replace('/', '.')}", ROOT / "paged_backend" / file
     loader = _MutantLoader(name, path, mutated_source(mutant))
     _forget_imports()
     sys.meta_path.insert(0, loader)
-    before = signal.signal(signal.SIGALRM, _out_of_time)
-    signal.alarm(MAX_SECONDS)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
         sys.meta_path.remove(loader)
         _forget_imports()
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """Raise TimeoutError when the timer of CPU time expires: with some mutants the scheduler does not end."""
+    before = signal.signal(signal.SIGPROF, _out_of_time)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGPROF, before)
 
 
 def _forget_imports() -> None:
@@ -596,7 +605,7 @@ def _forget_imports() -> None:
 
 
 def _out_of_time(number: int, frame: FrameType | None) -> None:
-    raise TimeoutError(f"still running after {MAX_SECONDS} s")
+    raise TimeoutError(f"still running after {MAX_SECONDS} s of CPU time")
 
 
 class _MutantLoader(SourceFileLoader):
