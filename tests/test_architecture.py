@@ -52,6 +52,8 @@ TESTED_THROUGH = {
     "paged_backend.loading.gptq": "tests/loading/test_quantized_checkpoint.py",
     "paged_backend.loading.mxfp4": "tests/loading/test_quantized_checkpoint.py",
     "paged_backend.loading.stored_weights": "tests/loading/test_quantized_checkpoint.py",
+    "paged_backend.models.fused_layer": "tests/models/test_fusion.py",
+    "paged_backend.models.fusible": "tests/models/test_fusion.py",
     "paged_backend.models.native_decoder": "tests/models/test_fusion.py",
     "paged_backend.scheduling.plan": "tests/scheduling/test_plan_builder.py",
     "paged_backend.server.arrival": "tests/server/test_admission.py",

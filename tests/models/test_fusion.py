@@ -1,6 +1,7 @@
 """Fused layers: which models are fused, their verification at load, and their memory use."""
 
 import logging
+import random
 import re
 
 import pytest
@@ -8,13 +9,20 @@ import torch
 import transformers as hf
 from torch import nn
 
+from paged_backend.execution.batch import pack
+from paged_backend.execution.forward import paged_logits
 from paged_backend.loading import verification
 from paged_backend.models import few_rows, fusion, linear
 from paged_backend.models.attention import AttentionSpec, UnsupportedModel
+from paged_backend.models.fused_layer import FusedExperts, FusedMlp
+from paged_backend.models.linear import GroupedCopy
 from paged_backend.models.native_decoder import runs_natively
+from paged_backend.scheduling.plan import Chunk, Plan
 from paged_kernels.cpu import native
+from tests.support.fake_decode_step import DeviceOperations
 from tests.support.families import COMMON, FAMILIES, is_fused
 from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
+from tests.support.packed_steps import BLOCK_SIZE, PackedSteps, random_prompts
 
 FUSED = ["llama", "llama_mha_odd_head", "llama_mqa", "qwen2", "qwen2_window", "qwen3", "mistral_window", "smollm3"]
 
@@ -32,17 +40,71 @@ def verify_model(model, **options):
     return verification.verify_model(model, block_size=4, kv_dtype=torch.float32, **options)
 
 
+FEWER = 20  # operations that a layer saves at least: two norms, two additions, a rotation, two projections, and a write
 BIASES = {"attention_bias": True, "mlp_bias": True}
 
 
 CONFIGS = {name: FAMILIES[name] for name in FUSED} | {"biases": lambda: hf.LlamaConfig(**COMMON, **BIASES)}
+MIXED = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+# Mixtures of experts, and the kinds of their layers' MLPs.
+MIXTURES = {
+    "mixtral": (FAMILIES["mixtral"], [FusedExperts] * 3),
+    "qwen3_moe": (FAMILIES["qwen3_moe"], [FusedExperts] * 3),
+    "qwen3_moe_dense_layer": (
+        lambda: hf.Qwen3MoeConfig(**COMMON, **MIXED, mlp_only_layers=[1]),
+        [FusedExperts, FusedMlp, FusedExperts],
+    ),
+    "qwen3_moe_sparse_step": (
+        lambda: hf.Qwen3MoeConfig(**COMMON, **MIXED, decoder_sparse_step=2),
+        [FusedMlp, FusedExperts, FusedMlp],
+    ),
+}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *MIXTURES])
 def test_supported_families_are_fused(name, caplog):
-    model = create_model(CONFIGS[name]())
+    model = create_model(CONFIGS[name]() if name in CONFIGS else MIXTURES[name][0]())
     verify_model(model)
     assert is_fused(model)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_of_experts_take_fewer_operations(name):
+    config, mlps = MIXTURES[name]
+    steps = PackedSteps(create_model(config()), 2, random.Random(0))
+    sequences = [steps.sequence(prompt) for prompt in random_prompts(steps.rng, (9, 5))]
+    chunks = tuple(Chunk(one, 0, one.pending, sampled_sequences=(one,)) for one in sequences)
+    batch = pack(Plan(chunks), block_size=BLOCK_SIZE)
+
+    def run():
+        with DeviceOperations(None) as operations:
+            logits = paged_logits(steps.model, batch, steps.kv, steps.states)
+        return logits, len(operations.names)
+
+    layers = [layer.forward for layer in steps.model.model.layers]
+    assert [type(layer.mlp) for layer in layers] == mlps
+    found, operations = run()
+    fusion.FusedModel(steps.model, layers).uninstall()
+    assert not is_fused(steps.model)
+    expected, unfused_operations = run()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert operations <= unfused_operations - FEWER * len(layers)
+
+
+@pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_of_experts_with_grouped_weights(name, monkeypatch, caplog):
+    """Their layers run one by one; a dense layer, too."""
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(linear, "groups_are_fastest", lambda dtype: True)
+    model = create_model(MIXTURES[name][0]())
+    verify_model(model)
+    assert is_fused(model)
+    assert not runs_natively(model)
+    for layer in model.model.layers:
+        assert all(isinstance(one.weight, GroupedCopy) for one in layer.forward.projections)
+        assert not any(parameter.numel() for parameter in layer.parameters() if parameter.dim() == 3)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -58,7 +120,7 @@ def test_layers_with_grouped_weights_are_one_kernel_call(name, monkeypatch, capl
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-@pytest.mark.parametrize("family", ["gemma3", "olmo2", "granite", "mixtral", "cohere2"])
+@pytest.mark.parametrize("family", ["gemma3", "olmo2", "granite", "qwen2_moe", "cohere2"])
 def test_other_families_are_not_fused(family):
     model = create_model(FAMILIES[family]())
     verify_model(model)
@@ -79,8 +141,8 @@ def test_fusing_keeps_memory_and_parameter_values():
     assert storage(model) == nbytes
     for layer in model.model.layers:
         own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-        arguments = (*layer.forward.pre_arguments, *layer.forward.post_arguments)
-        fused = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        tensors = [(one.weight, one.bias, one.norm and one.norm.weight) for one in layer.forward.projections]
+        fused = [tensor for group in tensors for tensor in group if tensor is not None]
         assert {weight.untyped_storage().data_ptr() for weight in fused} == own
     after = model.state_dict()
     assert after.keys() == before.keys()
@@ -163,6 +225,43 @@ def test_modified_model_is_not_fused(change, reason):
     assert re.match(reason, obstacle), obstacle
     assert not is_fused(model)
     assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
+
+
+def other_mixture(model):
+    model.model.layers[1].mlp.__class__ = type("OtherBlock", (type(model.model.layers[1].mlp),), {})
+
+
+def buffer_of_a_layer(model):
+    model.model.layers[0].register_buffer("scale", torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (add_hook, "layer 1: mlp is a modified MixtralSparseMoeBlock, or has hooks"),
+        (other_mixture, "layer 1: its modules are .*mlp.experts"),
+        (other_class, "layer 2: self_attn.k_proj is a modified Quantized"),
+        (other_module, "layer 0: its modules are .*adapter"),
+        (buffer_of_a_layer, "layer 0: its parameters are"),
+    ],
+)
+def test_modified_mixture_of_experts_is_not_fused(change, reason):
+    model = create_model(FAMILIES["mixtral"]())
+    change(model)
+    obstacle = fusion.fuse(model, [AttentionSpec(0.25)] * 3)
+    assert isinstance(obstacle, str)
+    assert re.match(reason, obstacle), obstacle
+    assert not is_fused(model)
+
+
+def test_modules_inside_of_a_mixture_of_experts_run_with_their_hooks():
+    model, seen = create_model(FAMILIES["mixtral"]()), []
+    model.model.layers[1].mlp.gate.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].shape))
+    steps = PackedSteps(model, 1, random.Random(0))
+    assert is_fused(model)
+    seen.clear()
+    steps.generate([[5, 6, 7]], 2, 4)
+    assert seen[-1] == (1, 64)
 
 
 def test_fused_layer_rejects_unsupported_arguments():
