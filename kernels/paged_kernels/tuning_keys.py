@@ -30,7 +30,7 @@ WIDTHS = {  # widths of rows, rounded up to a power of two, in models of 0.5B to
 # of a mixture of experts are not counted.
 FUSED = {
     **dict.fromkeys(("llama", "mistral", "qwen2"), ("rope_kv_write", "add_rms_norm", "swiglu")),
-    "mixtral": ("rope_kv_write", "add_rms_norm"),
+    **dict.fromkeys(("mixtral", "gpt_oss"), ("rope_kv_write", "add_rms_norm")),
     "qwen3": ("norm_rope_kv_write", "add_rms_norm", "swiglu"),
     "qwen3_moe": ("norm_rope_kv_write", "add_rms_norm"),
     "smollm3": ("rope_kv_write", "add_rms_norm", "swiglu", "kv_write"),

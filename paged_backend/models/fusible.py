@@ -6,7 +6,7 @@ that it calls, such as mixtures of experts, run their own forward, and may hold 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from paged_backend.models.linear import has_custom_forward
+from paged_backend.models.rotary_table import Angles, for_both_halves
 
 
 class Family(NamedTuple):
@@ -22,9 +23,12 @@ class Family(NamedTuple):
 
     prefix: str
     experts: str | None = None  # kind of the module of a mixture of experts
+    has_sinks: bool = False  # whether attention has sinks
+    convert_angles: Callable[[Any], Angles] | None = None  # of what the rotary embedding returns, if not angles
 
 
 FAMILIES = {
+    "gpt_oss": Family("GptOss", experts="MLP", has_sinks=True, convert_angles=for_both_halves),
     "llama": Family("Llama"),
     "mistral": Family("Mistral"),
     "mixtral": Family("Mixtral", experts="SparseMoeBlock"),
@@ -72,6 +76,11 @@ def is_own(module: nn.Module | None, family: str | None, kind: str) -> bool:
     return f"{type(module).__module__}.{type(module).__qualname__}" == name
 
 
+def has_own_rotary(decoder: Any, family: str) -> bool:
+    """Return whether the rotary embedding of a decoder is the unmodified one of its family."""
+    return is_own(decoder.rotary_emb, family, "RotaryEmbedding") and not has_custom_forward(decoder.rotary_emb)
+
+
 def has_experts(mlp: nn.Module, family: str) -> bool:
     """Return whether the MLP of a layer is a mixture of experts."""
     experts = FAMILIES[family].experts
@@ -86,6 +95,8 @@ def find_obstacle(model: PreTrainedModel) -> str | None:
         return f"{type(decoder).__name__} is not a supported family"
     if not is_own(decoder.norm, family, "RMSNorm") or has_custom_forward(decoder.norm):
         return "its final norm differs"
+    if FAMILIES[family].convert_angles and not has_own_rotary(decoder, family):
+        return "its rotary embedding differs"
     for index, layer in enumerate(decoder.layers):
         if reason := next(_differences(layer, family, index, model), None):
             return f"layer {index}: {reason}"
@@ -96,7 +107,9 @@ def _differences(layer: nn.Module, family: str, index: int, model: PreTrainedMod
     """Yield how a layer differs from an unmodified one of its family."""
     structure = _structure(layer, family)
     yield from _module_differences(layer, family, structure)
-    yield from _parameter_differences(layer, model, structure)
+    yield from _parameter_differences(
+        layer, model, structure, {"self_attn.sinks"} if FAMILIES[family].has_sinks else set()
+    )
     modules = dict(layer.named_modules())
     for joined in structure.joined:
         if len({modules[name].bias is None for name in joined}) > 1:
@@ -135,10 +148,13 @@ def _module_differences(layer: nn.Module, family: str, structure: Structure) -> 
             yield f"{name or 'it'} is a modified {type(module).__name__}, or has hooks"
 
 
-def _parameter_differences(layer: nn.Module, model: PreTrainedModel, structure: Structure) -> Iterator[str]:
+def _parameter_differences(
+    layer: nn.Module, model: PreTrainedModel, structure: Structure, others: Set[str]
+) -> Iterator[str]:
+    """others: names of parameters besides those of linear layers and norms."""
     parameters = {name: one for name, one in layer.named_parameters() if structure.owns(name)}
     norms = {name for name, kind in structure.kinds.items() if kind == "RMSNorm"}
-    weights = {f"{name}.weight" for name in structure.linears | norms}
+    weights = {f"{name}.weight" for name in structure.linears | norms} | others
     buffers = [name for name, _ in layer.named_buffers() if structure.owns(name)]
     if parameters.keys() - {f"{name}.bias" for name in structure.linears} != weights or buffers:
         yield f"its parameters are {sorted(parameters)}"

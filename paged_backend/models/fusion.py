@@ -40,8 +40,18 @@ from paged_backend.models.fused_layer import (
     Projection,
     projections_by_name,
 )
-from paged_backend.models.fusible import DOWN, GATE_UP, OUTPUT, QKV, find_family, find_obstacle, has_experts, is_own
-from paged_backend.models.linear import Weight, has_custom_forward
+from paged_backend.models.fusible import (
+    DOWN,
+    FAMILIES,
+    GATE_UP,
+    OUTPUT,
+    QKV,
+    find_family,
+    find_obstacle,
+    has_experts,
+    has_own_rotary,
+)
+from paged_backend.models.linear import Weight
 from paged_backend.models.native_decoder import NativeDecoder, native_layers
 from paged_backend.models.rotary_table import look_up_angles
 from paged_kernels.compile_ahead import compile_ahead
@@ -132,8 +142,9 @@ def fuse(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> FusedModel |
         return add_rms_norm(x, residual, *norm)[0][None]
 
     decoder.norm.forward = final_norm
-    if is_own(decoder.rotary_emb, family, "RotaryEmbedding") and not has_custom_forward(decoder.rotary_emb):
-        look_up_angles(decoder, rope.max_static_len(model.config.get_text_config())[0], model.dtype)
+    if has_own_rotary(decoder, family):
+        positions, _ = rope.max_static_len(model.config.get_text_config())
+        look_up_angles(decoder, positions, model.dtype, FAMILIES[family].convert_angles)
     return FusedModel(model, layers)
 
 

@@ -36,6 +36,11 @@ def create_model(config):
     return model
 
 
+def warnings_of(caplog):
+    """Return the warnings of the engine."""
+    return [one for one in caplog.records if one.levelno >= logging.WARNING and one.name.startswith("paged_llm")]
+
+
 def verify_model(model, **options):
     return verification.verify_model(model, block_size=4, kv_dtype=torch.float32, **options)
 
@@ -50,6 +55,7 @@ MIXED = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_interm
 MIXTURES = {
     "mixtral": (FAMILIES["mixtral"], [FusedExperts] * 3),
     "qwen3_moe": (FAMILIES["qwen3_moe"], [FusedExperts] * 3),
+    "gpt_oss": (FAMILIES["gpt_oss"], [FusedExperts] * 3),
     "qwen3_moe_dense_layer": (
         lambda: hf.Qwen3MoeConfig(**COMMON, **MIXED, mlp_only_layers=[1]),
         [FusedExperts, FusedMlp, FusedExperts],
@@ -66,7 +72,7 @@ def test_supported_families_are_fused(name, caplog):
     model = create_model(CONFIGS[name]() if name in CONFIGS else MIXTURES[name][0]())
     verify_model(model)
     assert is_fused(model)
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert warnings_of(caplog) == []
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -105,7 +111,7 @@ def test_mixtures_of_experts_with_grouped_weights(name, monkeypatch, caplog):
     for layer in model.model.layers:
         assert all(isinstance(one.weight, GroupedCopy) for one in layer.forward.projections)
         assert not any(parameter.numel() for parameter in layer.parameters() if parameter.dim() == 3)
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert warnings_of(caplog) == []
 
 
 @pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
@@ -117,7 +123,7 @@ def test_layers_with_grouped_weights_are_one_kernel_call(name, monkeypatch, capl
     verify_model(model)
     assert is_fused(model)
     assert runs_natively(model)
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert warnings_of(caplog) == []
 
 
 @pytest.mark.parametrize("family", ["gemma3", "olmo2", "granite", "qwen2_moe", "cohere2"])
@@ -231,22 +237,33 @@ def other_mixture(model):
     model.model.layers[1].mlp.__class__ = type("OtherBlock", (type(model.model.layers[1].mlp),), {})
 
 
+def other_rotary_embedding(model):
+    rotary = model.model.rotary_emb
+    rotary.forward = rotary.forward
+
+
+def other_parameter(model):
+    model.model.layers[0].self_attn.sinks_of_keys = nn.Parameter(torch.zeros(4))
+
+
 def buffer_of_a_layer(model):
     model.model.layers[0].register_buffer("scale", torch.ones(1))
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("family", "change", "reason"),
     [
-        (add_hook, "layer 1: mlp is a modified MixtralSparseMoeBlock, or has hooks"),
-        (other_mixture, "layer 1: its modules are .*mlp.experts"),
-        (other_class, "layer 2: self_attn.k_proj is a modified Quantized"),
-        (other_module, "layer 0: its modules are .*adapter"),
-        (buffer_of_a_layer, "layer 0: its parameters are"),
+        ("mixtral", add_hook, "layer 1: mlp is a modified MixtralSparseMoeBlock, or has hooks"),
+        ("mixtral", other_mixture, "layer 1: its modules are .*mlp.experts"),
+        ("mixtral", other_class, "layer 2: self_attn.k_proj is a modified Quantized"),
+        ("mixtral", other_module, "layer 0: its modules are .*adapter"),
+        ("mixtral", buffer_of_a_layer, "layer 0: its parameters are"),
+        ("gpt_oss", other_rotary_embedding, "its rotary embedding differs"),
+        ("gpt_oss", other_parameter, "layer 0: its parameters are .*sinks_of_keys"),
     ],
 )
-def test_modified_mixture_of_experts_is_not_fused(change, reason):
-    model = create_model(FAMILIES["mixtral"]())
+def test_modified_mixture_of_experts_is_not_fused(family, change, reason):
+    model = create_model(FAMILIES[family]())
     change(model)
     obstacle = fusion.fuse(model, [AttentionSpec(0.25)] * 3)
     assert isinstance(obstacle, str)
