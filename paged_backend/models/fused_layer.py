@@ -1,6 +1,6 @@
 """The parts of a fused decoder layer: attention, output projection and MLP, each of which is a value of the layer.
 
-    attention    FusedHeads: queries, keys and values of heads
+    attention    FusedHeads: queries, keys and values of heads; FusedLatents: latents and a shared key
     mlp          FusedMlp: gate, up and down projection; FusedExperts: a mixture of experts
 
 A part adds and normalizes its input itself, so that this is one launch with what follows.
@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from paged_backend.models.attention import AttentionMeta, AttentionSpec, attend_pages, reject_unsupported
 from paged_backend.models.few_rows import norm_project
+from paged_backend.models.latent_attention import LatentAttention
 from paged_backend.models.linear import Weight, project
+from paged_backend.models.rotary_table import Rotation
 from paged_kernels.ops import add_rms_norm, kv_write, rope_kv_write
 
 Convert: TypeAlias = "Callable[[Any, Sequence[str]], Weight]"  # of a weight and the names of its linear layers
@@ -105,6 +108,36 @@ class FusedHeads(Part):
 
 
 @dataclass(frozen=True, eq=False)
+class FusedLatents(Part):
+    """Multi-head latent attention over a cache of latents."""
+
+    module: nn.Module
+    spec: AttentionSpec
+    attend: LatentAttention
+    rotation: Rotation
+    query_kv: Projection  # to queries, or to their latents; and to latents and shared keys
+    query: Projection | None  # from the latents of queries to queries
+    kv_norm: Norm  # of latents
+
+    def __call__(
+        self, states: HiddenStates, angles: tuple[Tensor, Tensor], paged: AttentionMeta
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output of the heads, [num_tokens, num_heads * value_dim], and the residual."""
+        query_kv, residual = self.query_kv.add(*states)
+        cache, paging = paged.kv.layers[self.module.layer_idx], paged.paging_of(self.module.layer_idx)
+        rank, nope, rope = self.attend.rank, self.attend.nope, self.attend.rope
+        query, latents, shared_keys = query_kv.split((query_kv.shape[1] - rank - rope, rank, rope), dim=1)
+        if self.query is not None:
+            query = self.query(query)
+        query = query.view(len(query), -1, nope + rope)
+        rotated = self.rotation(torch.cat((query[..., nope:], shared_keys[:, None]), dim=1), angles[0][0], angles[1][0])
+        query[..., nope:] = rotated[:, :-1]
+        normed, _ = add_rms_norm(latents, None, *self.kv_norm)
+        kv_write(torch.cat((normed, rotated[:, -1]), dim=1)[:, None], None, cache, paging.slots)
+        return self.attend(query, cache, paging, self.spec).flatten(1), residual
+
+
+@dataclass(frozen=True, eq=False)
 class FusedMlp(Part):
     """An MLP with a gate."""
 
@@ -138,7 +171,7 @@ class FusedExperts(Part):
 class FusedLayer:
     """The `forward` of a fused decoder layer."""
 
-    attention: FusedHeads
+    attention: FusedHeads | FusedLatents
     output: Projection
     mlp: FusedMlp | FusedExperts
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from paged_backend.models.latent_attention import LatentAttention
 from paged_backend.models.linear import has_custom_forward
-from paged_backend.models.rotary_table import Angles, for_both_halves
+from paged_backend.models.rotary_table import Angles, Rotation, for_both_halves, of_complex
 
 
 class Family(NamedTuple):
@@ -24,10 +25,22 @@ class Family(NamedTuple):
     prefix: str
     experts: str | None = None  # kind of the module of a mixture of experts
     has_sinks: bool = False  # whether attention has sinks
+    rotation_of: Callable[[Any], Rotation] | None = None  # of an attention module over latents
     convert_angles: Callable[[Any], Angles] | None = None  # of what the rotary embedding returns, if not angles
 
 
+def _rotation_of_deepseek_v3(attention: Any) -> Rotation:
+    return Rotation(from_pairs=bool(attention.config.rope_interleave), to_pairs=False)
+
+
 FAMILIES = {
+    "deepseek_v2": Family(
+        "DeepseekV2",
+        experts="Moe",
+        rotation_of=lambda attention: Rotation(from_pairs=True, to_pairs=True),
+        convert_angles=of_complex,
+    ),
+    "deepseek_v3": Family("DeepseekV3", experts="MoE", rotation_of=_rotation_of_deepseek_v3),
     "gpt_oss": Family("GptOss", experts="MLP", has_sinks=True, convert_angles=for_both_halves),
     "llama": Family("Llama"),
     "mistral": Family("Mistral"),
@@ -39,11 +52,14 @@ FAMILIES = {
 }
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+QUERY_B = ("self_attn.q_b_proj",)
 OUTPUT = ("self_attn.o_proj",)
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 DOWN = ("mlp.down_proj",)
 NORMS = {"input_layernorm", "post_attention_layernorm"}
 HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}  # a model has both or neither
+KV_NORM, QUERY_NORM = "self_attn.kv_a_layernorm", "self_attn.q_a_layernorm"
+ABSORBED = "self_attn.kv_b_proj"
 
 
 @dataclass(frozen=True)
@@ -52,15 +68,16 @@ class Structure:
 
     joined: tuple[tuple[str, ...], ...]  # linear layers, by the weight that they are joined into
     kinds: dict[str, str]  # classes of the others
-    called: Set[str]  # whose modules and parameters are not the layer's
+    called: Set[str]  # modules that it calls
+    unused: Set[str]  # modules whose weights attention has absorbed
 
     @property
     def linears(self) -> Set[str]:
         return {name for names in self.joined for name in names}
 
     def owns(self, name: str) -> bool:
-        """Return whether a module or parameter is the layer's, and not inside of a module that it calls."""
-        return not any(name.startswith(f"{called}.") for called in self.called)
+        """Return whether a module or parameter is the layer's, and not inside of another one."""
+        return name not in self.unused and not any(name.startswith(f"{one}.") for one in self.called | self.unused)
 
 
 def find_family(decoder: nn.Module | None) -> str | None:
@@ -106,6 +123,8 @@ def find_obstacle(model: PreTrainedModel) -> str | None:
 def _differences(layer: nn.Module, family: str, index: int, model: PreTrainedModel) -> Iterator[str]:
     """Yield how a layer differs from an unmodified one of its family."""
     structure = _structure(layer, family)
+    if structure.unused and not isinstance(vars(layer.self_attn).get("attend_pages"), LatentAttention):
+        yield "its attention does not store latents"
     yield from _module_differences(layer, family, structure)
     yield from _parameter_differences(
         layer, model, structure, {"self_attn.sinks"} if FAMILIES[family].has_sinks else set()
@@ -120,14 +139,29 @@ def _differences(layer: nn.Module, family: str, index: int, model: PreTrainedMod
 
 def _structure(layer: nn.Module, family: str) -> Structure:
     """Return the structure that a layer of this family has, with the optional parts of this one."""
-    modules = dict(layer.named_modules())
+    modules, unused = dict(layer.named_modules()), set()
     kinds = {"": "DecoderLayer", "self_attn": "Attention"} | dict.fromkeys(NORMS, "RMSNorm")
-    if HEAD_NORMS & modules.keys():
-        kinds |= dict.fromkeys(HEAD_NORMS, "RMSNorm")
+    if FAMILIES[family].rotation_of:
+        joined, unused = latent_projections(modules.keys()), {ABSORBED}
+        kinds |= dict.fromkeys((KV_NORM, QUERY_NORM)[: len(joined)], "RMSNorm")
+    else:
+        joined = (QKV,)
+        kinds |= dict.fromkeys(HEAD_NORMS, "RMSNorm") if HEAD_NORMS & modules.keys() else {}
     experts = FAMILIES[family].experts
     if experts is not None and is_own(modules.get("mlp"), family, experts):
-        return Structure((QKV, OUTPUT), kinds | {"mlp": experts}, {"mlp"})
-    return Structure((QKV, OUTPUT, GATE_UP, DOWN), kinds | {"mlp": "MLP", "mlp.act_fn": "SiLU"}, frozenset())
+        return Structure((*joined, OUTPUT), kinds | {"mlp": experts}, {"mlp"}, unused)
+    kinds |= {"mlp": "MLP", "mlp.act_fn": "SiLU"}
+    return Structure((*joined, OUTPUT, GATE_UP, DOWN), kinds, frozenset(), unused)
+
+
+def latent_projections(names: Set[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the projections of an attention over latents, in a layer with modules of these names.
+
+    The first one is joined with that of latents and shared keys. With low-rank queries, the second one expands them.
+    """
+    has_query_latents = QUERY_B[0] in names
+    first = ("self_attn.q_a_proj" if has_query_latents else "self_attn.q_proj", "self_attn.kv_a_proj_with_mqa")
+    return (first, QUERY_B) if has_query_latents else (first,)
 
 
 def _module_differences(layer: nn.Module, family: str, structure: Structure) -> Iterator[str]:

@@ -34,6 +34,7 @@ from paged_backend.models.few_rows import FewRowsWeight, Measure, choose_max_row
 from paged_backend.models.fused_layer import (
     FusedExperts,
     FusedHeads,
+    FusedLatents,
     FusedLayer,
     FusedMlp,
     Norm,
@@ -50,10 +51,11 @@ from paged_backend.models.fusible import (
     find_obstacle,
     has_experts,
     has_own_rotary,
+    latent_projections,
 )
 from paged_backend.models.linear import Weight
 from paged_backend.models.native_decoder import NativeDecoder, native_layers
-from paged_backend.models.rotary_table import look_up_angles
+from paged_backend.models.rotary_table import Rotation, look_up_angles
 from paged_kernels.compile_ahead import compile_ahead
 from paged_kernels.ops import add_rms_norm
 
@@ -150,8 +152,9 @@ def fuse(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> FusedModel |
 
 def _fuse_layer(layer: nn.Module, spec: AttentionSpec, family: str) -> FusedLayer:
     mlp_norm = _norm(layer.post_attention_layernorm)
+    rotation_of = FAMILIES[family].rotation_of
     return FusedLayer(
-        _fuse_heads(layer, spec),
+        _fuse_latents(layer, spec, rotation_of(layer.self_attn)) if rotation_of else _fuse_heads(layer, spec),
         _join(layer, OUTPUT),
         FusedExperts(layer.mlp, mlp_norm)
         if has_experts(layer.mlp, family)
@@ -172,6 +175,20 @@ def _fuse_heads(layer: Any, spec: AttentionSpec) -> FusedHeads:
         rotates=bool(getattr(attention, "use_rope", True)),
         head_norms=norms,
         qkv=_join(layer, QKV, _norm(layer.input_layernorm)),
+    )
+
+
+def _fuse_latents(layer: Any, spec: AttentionSpec, rotation: Rotation) -> FusedLatents:
+    attention = layer.self_attn
+    query_kv, *query = latent_projections(dict(layer.named_modules()).keys())
+    return FusedLatents(
+        module=attention,
+        spec=spec,
+        attend=attention.attend_pages,
+        rotation=rotation,
+        query_kv=_join(layer, query_kv, _norm(layer.input_layernorm)),
+        query=_join(layer, query[0], _norm(attention.q_a_layernorm)) if query else None,
+        kv_norm=_norm(attention.kv_a_layernorm),
     )
 
 

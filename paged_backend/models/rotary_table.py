@@ -1,4 +1,4 @@
-"""Rotary embeddings that are looked up in a table.
+"""Rotary embeddings of fused layers, which are looked up in a table.
 
 The angles of a position never change (`rope.py`). A step therefore gathers one row per token, in one operation instead
 of the nine that compute sines and cosines.
@@ -7,7 +7,7 @@ of the nine that compute sines and cosines.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,27 @@ def for_both_halves(angles: Angles) -> Angles:
     """Return the angles of one half of a head [..., head_dim / 2] for both of its halves."""
     cos, sin = angles
     return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+
+def of_complex(rotations: Tensor) -> Angles:
+    """Return the angles of complex numbers of absolute value 1, [..., head_dim / 2], for both halves of a head."""
+    return for_both_halves((rotations.real, rotations.imag))
+
+
+class Rotation(NamedTuple):
+    """The order of the elements that are rotated together: pairs at 2i and 2i + 1, or halves, at i and i + size / 2."""
+
+    from_pairs: bool
+    to_pairs: bool
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate x [num_tokens, num_heads, size] by angles [num_tokens, size], whose halves are the same."""
+        half = x.shape[-1] // 2
+        cos, sin = cos[:, None, :half], sin[:, None, :half]
+        first, second = x.unflatten(-1, (half, 2)).unbind(-1) if self.from_pairs else x.chunk(2, dim=-1)
+        rotated = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+        joined = torch.stack(rotated, dim=-1).flatten(-2) if self.to_pairs else torch.cat(rotated, dim=-1)
+        return joined.to(x.dtype)
 
 
 def look_up_angles(

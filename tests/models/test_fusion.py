@@ -1,5 +1,6 @@
 """Fused layers: which models are fused, their verification at load, and their memory use."""
 
+import json
 import logging
 import random
 import re
@@ -7,6 +8,7 @@ import re
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import save_file
 from torch import nn
 
 from paged_backend.execution.batch import pack
@@ -19,8 +21,9 @@ from paged_backend.models.linear import GroupedCopy
 from paged_backend.models.native_decoder import runs_natively
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_kernels.cpu import native
+from tests.support.adapters import LORA, write_adapter_list
 from tests.support.fake_decode_step import DeviceOperations
-from tests.support.families import COMMON, FAMILIES, is_fused
+from tests.support.families import COMMON, FAMILIES, LATENT, is_fused
 from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
 from tests.support.packed_steps import BLOCK_SIZE, PackedSteps, random_prompts
 
@@ -45,7 +48,7 @@ def verify_model(model, **options):
     return verification.verify_model(model, block_size=4, kv_dtype=torch.float32, **options)
 
 
-FEWER = 20  # operations that a layer saves at least: two norms, two additions, a rotation, two projections, and a write
+FEWER = 15  # operations that a layer of a mixture of experts saves at least
 BIASES = {"attention_bias": True, "mlp_bias": True}
 
 
@@ -56,6 +59,17 @@ MIXTURES = {
     "mixtral": (FAMILIES["mixtral"], [FusedExperts] * 3),
     "qwen3_moe": (FAMILIES["qwen3_moe"], [FusedExperts] * 3),
     "gpt_oss": (FAMILIES["gpt_oss"], [FusedExperts] * 3),
+    "deepseek_v2": (FAMILIES["deepseek_v2"], [FusedMlp, FusedExperts, FusedExperts]),
+    "deepseek_v3": (FAMILIES["deepseek_v3"], [FusedMlp, FusedExperts, FusedExperts]),
+    "deepseek_v3_yarn": (FAMILIES["deepseek_v3_yarn"], [FusedMlp, FusedExperts, FusedExperts]),
+    "deepseek_v3_halves": (
+        lambda: hf.DeepseekV3Config(**LATENT, q_lora_rank=24, n_group=2, topk_group=1, rope_interleave=False),
+        [FusedMlp, FusedExperts, FusedExperts],
+    ),
+    "deepseek_v2_query_latents": (
+        lambda: hf.DeepseekV2Config(**LATENT, q_lora_rank=24, topk_method="greedy", n_group=None, attention_bias=True),
+        [FusedMlp, FusedExperts, FusedExperts],
+    ),
     "qwen3_moe_dense_layer": (
         lambda: hf.Qwen3MoeConfig(**COMMON, **MIXED, mlp_only_layers=[1]),
         [FusedExperts, FusedMlp, FusedExperts],
@@ -166,6 +180,37 @@ def test_failed_verification_falls_back_to_unfused_layers(tmp_path, monkeypatch,
         assert engine.generate([[5, 6, 7]], max_tokens=16) == [generate_with_transformers(model, [5, 6, 7], 16)]
 
 
+@torch.no_grad()
+def write_adapter(model, directory, names):
+    """Save an adapter of some linear layers, and add it to their weights. PEFT takes shared experts for experts."""
+    tensors = {}
+    for name in names:
+        weight = model.get_submodule(name).weight
+        a, b = 0.3 * torch.randn(4, weight.shape[1]), 0.3 * torch.randn(weight.shape[0], 4)
+        weight += 2 * b @ a
+        tensors |= {f"base_model.model.{name}.lora_{letter}.weight": factor for letter, factor in (("A", a), ("B", b))}
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(names)}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+def test_adapters_of_modules_inside_of_a_mixture_of_experts(tmp_path):
+    """Shared experts are linear layers of a module that a fused layer calls."""
+    model = save_tiny(FAMILIES["deepseek_v3"](), tmp_path)
+    prompt, names = [5, 6, 7, 8], [f"model.layers.2.mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")]
+    expected = [generate_with_transformers(model, prompt, 8)]
+    write_adapter(model, tmp_path / "one", [*names, "model.layers.1.self_attn.q_a_proj"])
+    expected.append(generate_with_transformers(model, prompt, 8))
+    assert expected[0] != expected[1]
+    adapters = write_adapter_list(tmp_path, {"one": tmp_path / "one"})
+    assembly = tiny_assembly(tmp_path, adapters=adapters, **LORA)
+    assert is_fused(assembly.loaded.model)
+    with running(assembly) as engine:
+        assert engine.generate([prompt], max_tokens=8) == expected[:1]
+        assert engine.generate([prompt], max_tokens=8, lora_name="one") == expected[1:]
+
+
 class Quantized(nn.Linear):
     """Stands for any subclass of Linear that computes something else."""
 
@@ -246,6 +291,14 @@ def other_parameter(model):
     model.model.layers[0].self_attn.sinks_of_keys = nn.Parameter(torch.zeros(4))
 
 
+def float16_besides_norms(model):
+    """As transformers loads gpt-oss in float16."""
+    model.half()
+    for name, module in model.named_modules():
+        if "norm" in name:
+            module.float()
+
+
 def buffer_of_a_layer(model):
     model.model.layers[0].register_buffer("scale", torch.ones(1))
 
@@ -258,6 +311,9 @@ def buffer_of_a_layer(model):
         ("mixtral", other_class, "layer 2: self_attn.k_proj is a modified Quantized"),
         ("mixtral", other_module, "layer 0: its modules are .*adapter"),
         ("mixtral", buffer_of_a_layer, "layer 0: its parameters are"),
+        ("deepseek_v2", other_rotary_embedding, "its rotary embedding differs"),
+        ("deepseek_v3", lambda model: None, "layer 0: its attention does not store latents"),
+        ("gpt_oss", float16_besides_norms, "layer 0: input_layernorm.weight is not a plain parameter in torch.float16"),
         ("gpt_oss", other_rotary_embedding, "its rotary embedding differs"),
         ("gpt_oss", other_parameter, "layer 0: its parameters are .*sinks_of_keys"),
     ],
