@@ -29,6 +29,7 @@ TESTED_THROUGH = {
     "paged_kernels.attention_tile": "tests/kernels/test_paged_attention.py",
     "paged_kernels.cpu.block_copy": "tests/kernels/test_block_copy.py",
     "paged_kernels.cpu.kv_write": "tests/kernels/test_kv_write.py",
+    "paged_kernels.cpu.latent_kv_write": "tests/kernels/test_latent_kv_write.py",
     "paged_kernels.cpu.layer_ops": "tests/kernels/test_add_rms_norm.py",
     "paged_kernels.cpu.native": "tests/kernels/cpu/test_decoder_layer.py",
     "paged_kernels.cpu.packed_linear": "tests/kernels/cpu/test_linear.py",

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from paged_backend.models.attention import AttentionMeta, AttentionSpec, attend_pages, reject_unsupported
@@ -20,7 +19,7 @@ from paged_backend.models.few_rows import norm_project
 from paged_backend.models.latent_attention import LatentAttention
 from paged_backend.models.linear import Weight, project
 from paged_backend.models.rotary_table import Rotation
-from paged_kernels.ops import add_rms_norm, kv_write, rope_kv_write
+from paged_kernels.ops import add_rms_norm, kv_write, latent_kv_write, rope_kv_write
 
 Convert: TypeAlias = "Callable[[Any, Sequence[str]], Weight]"  # of a weight and the names of its linear layers
 AnyPart = TypeVar("AnyPart", bound="Part")
@@ -126,14 +125,13 @@ class FusedLatents(Part):
         query_kv, residual = self.query_kv.add(*states)
         cache, paging = paged.kv.layers[self.module.layer_idx], paged.paging_of(self.module.layer_idx)
         rank, nope, rope = self.attend.rank, self.attend.nope, self.attend.rope
-        query, latents, shared_keys = query_kv.split((query_kv.shape[1] - rank - rope, rank, rope), dim=1)
+        query, latents = query_kv.split((query_kv.shape[1] - rank - rope, rank + rope), dim=1)
         if self.query is not None:
             query = self.query(query)
         query = query.view(len(query), -1, nope + rope)
-        rotated = self.rotation(torch.cat((query[..., nope:], shared_keys[:, None]), dim=1), angles[0][0], angles[1][0])
-        query[..., nope:] = rotated[:, :-1]
-        normed, _ = add_rms_norm(latents, None, *self.kv_norm)
-        kv_write(torch.cat((normed, rotated[:, -1]), dim=1)[:, None], None, cache, paging.slots)
+        query[..., nope:] = latent_kv_write(
+            query, latents, *self.kv_norm, angles[0][0], angles[1][0], cache, paging.slots, **self.rotation._asdict()
+        )
         return self.attend(query, cache, paging, self.spec).flatten(1), residual
 
 

@@ -54,19 +54,10 @@ def of_complex(rotations: Tensor) -> Angles:
 
 
 class Rotation(NamedTuple):
-    """The order of the elements that are rotated together: pairs at 2i and 2i + 1, or halves, at i and i + size / 2."""
+    """The order of elements that are rotated together: pairs, at 2i and 2i + 1, or halves, at i and i + size / 2."""
 
     from_pairs: bool
     to_pairs: bool
-
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate x [num_tokens, num_heads, size] by angles [num_tokens, size], whose halves are the same."""
-        half = x.shape[-1] // 2
-        cos, sin = cos[:, None, :half], sin[:, None, :half]
-        first, second = x.unflatten(-1, (half, 2)).unbind(-1) if self.from_pairs else x.chunk(2, dim=-1)
-        rotated = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
-        joined = torch.stack(rotated, dim=-1).flatten(-2) if self.to_pairs else torch.cat(rotated, dim=-1)
-        return joined.to(x.dtype)
 
 
 def look_up_angles(
