@@ -24,9 +24,9 @@ def report(environment: dict[str, str], *arguments: str) -> list[dict]:
 def check(rows: list[dict]) -> None:
     assert [row for row in rows if not row["fits"]] == []
     assert all(row["registers"] > 0 and row["spilled"] <= MAX_SPILLED_BYTES for row in rows)
-    kernels, formats = ("decode", "split", "prefill", "prefix", "kv_write", "rope_kv_write"), (None, "int8", "fp8")
+    kernels = ("decode", "split", "prefill", "prefix", "kv_write", "latent_kv_write", "rope_kv_write")
     expected = {
-        *itertools.product(kernels, formats),
+        *itertools.product(kernels, (None, "int8", "fp8")),
         *((kernel, None) for kernel in ("add_rms_norm", "few_rows_linear", "swiglu", *SMALL_KERNELS)),
     }
     assert {(row["kernel"], row["format"]) for row in rows} == expected

@@ -52,7 +52,7 @@ def test_weights_stay_quantized(name, tmp_path, caplog):
     layer = model.model.layers[0]
     sizes = [weight.numel() for weight in AutoModelForCausalLM.from_config(CONFIG).model.layers[0].parameters()]
     elements = sum(size for size in sizes if size > 64)
-    assert sum(packed_bytes(weight) for weight in layer.forward.weights) == elements * bits // 8
+    assert sum(packed_bytes(one.weight) for one in layer.forward.projections) == elements * bits // 8
     assert not any(parameter.numel() > 64 for parameter in layer.parameters())
 
 
