@@ -30,8 +30,8 @@ WIDTHS = {  # widths of rows, rounded up to a power of two, in models of 0.5B to
 # of a mixture of experts are not counted.
 FUSED = {
     **dict.fromkeys(("llama", "mistral", "qwen2"), ("rope_kv_write", "add_rms_norm", "swiglu")),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ("add_rms_norm", "kv_write")),
-    **dict.fromkeys(("mixtral", "gpt_oss"), ("rope_kv_write", "add_rms_norm")),
+    # DeepSeek's latent_kv_write has the tile of rope_kv_write, with the rotated elements of a head as its size.
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "mixtral", "gpt_oss"), ("rope_kv_write", "add_rms_norm")),
     "qwen3": ("norm_rope_kv_write", "add_rms_norm", "swiglu"),
     "qwen3_moe": ("norm_rope_kv_write", "add_rms_norm"),
     "smollm3": ("rope_kv_write", "add_rms_norm", "swiglu", "kv_write"),
