@@ -172,6 +172,7 @@ class TestGenAIPerf:
         check_streams(measured(self.profile(clients, demo_model, tmp_path, *flags)), least=1)
         idle(server)
 
+    @pytest.mark.nightly
     def test_benchmark_through_the_gateway(self, clients, front, server, demo_model, tmp_path):
         flags = ("--endpoint-type", "chat", "--url", front.url, "--extra-inputs", "ignore_eos:true")
         check_streams(measured(self.profile(clients, demo_model, tmp_path, *flags)))
