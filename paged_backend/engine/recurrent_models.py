@@ -1,7 +1,6 @@
 """Serves models with recurrent layers: the options that they exclude, and the memory of their states.
 
-A state belongs to one position of one sequence. It cannot go back by a token, so there are no draft tokens. It is not
-moved to the host: preempted requests are computed again, from their last checkpoint.
+A state belongs to one position of one sequence. It cannot go back by a token, so there are no draft tokens.
 """
 
 from __future__ import annotations
@@ -9,12 +8,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+
+import torch
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.sizes import GIB
 from paged_backend.loading.model_loader import LoadedModel
+from paged_backend.memory.kv_cache import bytes_per_block, host_bytes
 from paged_backend.memory.state_cache import bytes_per_slot
 
 log = logging.getLogger("paged_llm")
@@ -25,26 +26,20 @@ MAX_FREE_BLOCKS = 1 << 18  # blocks of a pool that takes no memory
 EXCLUDED: dict[str, Callable[[EngineConfig], bool]] = {
     "num_speculative_tokens": lambda config: config.num_speculative_tokens > 0,
     "enable_lora": lambda config: config.enable_lora,
-    "swap_space": lambda config: bool(config.swap_space),
-    "preemption_mode": lambda config: config.preemption_mode == "swap",
     "disk_cache_dir": lambda config: config.disk_cache_dir is not None,
     "tensor_parallel_size": lambda config: config.tensor_parallel_size > 1,
 }
 
 
-def restrict_options(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
-    """Return the options that a model is served with. A model with recurrent layers is not swapped out.
-
-    Raises ConfigError for an option that was set and that recurrent layers do not support.
-    """
+def check_options(config: EngineConfig, loaded: LoadedModel) -> None:
+    """Raise ConfigError for an option that was set and that the model's recurrent layers do not support."""
     if not loaded.spec.states:
-        return config
+        return
     name = type(loaded.model).__name__
     for option, is_set in EXCLUDED.items():
         if is_set(config):
             value = json.dumps(getattr(config, option), default=str)
             raise ConfigError(f"{option}={value}: not supported for {name}, which has recurrent layers; leave it out")
-    return replace(config, swap_space=0, preemption_mode="recompute")
 
 
 def num_state_slots(config: EngineConfig) -> int:
@@ -53,11 +48,26 @@ def num_state_slots(config: EngineConfig) -> int:
     return config.max_num_seqs + checkpoints * config.enable_prefix_caching
 
 
+def num_host_state_slots(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> int:
+    """Return the number of state slots on the host: at most one per sequence that may run. They take at most half of
+    the host's memory, or all of it if the model has no attention, whose keys and values would need the other half.
+    Raises ConfigError if the requested memory cannot hold one."""
+    slot, total = bytes_per_slot(loaded.spec.states), host_bytes(config, device)
+    if not slot or not total:
+        return 0
+    if total < slot and config.swap_space:
+        raise ConfigError(
+            f"swap_space={config.swap_space}: the recurrent layers keep {slot} bytes for a sequence; give it more, or 0"
+        )
+    has_blocks = bytes_per_block(loaded.layers, config.block_size, loaded.spec.kv_dtype) > 0
+    return min(config.max_num_seqs, max(total // (1 + has_blocks) // slot, min(1, total // slot)))
+
+
 def log_restrictions(loaded: LoadedModel) -> None:
     """Log what a model with recurrent layers is served without."""
     if loaded.spec.states:
         log.warning(
-            "%s has recurrent layers: served without swapping, draft tokens and CUDA graphs",
+            "%s has recurrent layers: served without draft tokens and CUDA graphs",
             type(loaded.model).__name__,
         )
 
@@ -77,9 +87,7 @@ def state_bytes(config: EngineConfig, loaded: LoadedModel, free: int) -> int:
 
 
 def blocks_without_memory(config: EngineConfig, max_model_len: int) -> int:
-    """Return the number of blocks of a model without attention, whose blocks hold nothing: enough for all sequences,
-    but not more than the scheduler should list."""
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
+    """Return the number of blocks of a pool for a model without attention, whose blocks hold nothing: enough for all
+    sequences, but not more than the scheduler should list."""
     per_sequence = -(-max_model_len // config.block_size)
     return max(per_sequence, min(config.max_num_seqs * per_sequence, MAX_FREE_BLOCKS))

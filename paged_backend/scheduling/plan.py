@@ -10,6 +10,7 @@ from paged_backend.api.trace import RequestTrace
 from paged_backend.scheduling.adapter_slots import AdapterLoad
 from paged_backend.scheduling.block_manager import Copy
 from paged_backend.scheduling.host_offload import BlockTransfer
+from paged_backend.scheduling.host_states import StateMove
 from paged_backend.scheduling.sequence import Sequence
 from paged_backend.scheduling.state_slots import StateCopy
 
@@ -73,6 +74,7 @@ class Costs:
     token: float = 1.0  # time to compute a token, in a full step
     copy: float = 0.0  # time to copy a block on the device
     move: float = 0.0  # time to copy a block between device and host
+    move_state: float = 0.0  # time to copy the state of a sequence between device and host
 
 
 class TracedWork(NamedTuple):
@@ -99,6 +101,7 @@ class Plan:
     adapters: Mapping[bytes, int] = field(default_factory=dict)  # slots of the adapters in use, by digest
     has_prompt_outputs: bool = False  # whether any chunk has `scored` or `ends_request` set
     traced: tuple[TracedWork, ...] = ()
+    state_moves_out: tuple[StateMove, ...] = ()  # device to host, before all copies of states
     state_copies: tuple[StateCopy, ...] = ()  # before the chunks
 
     @property

@@ -102,6 +102,7 @@ class PlanBuilder:
             adapters=slots.slots_of(chunk.sequence.request for chunk in self.chunks),
             has_prompt_outputs=self._has_prompt_outputs,
             traced=(*self._moved, *self._traced_chunks()),
+            state_moves_out=states.host.take_moves_out(),
             state_copies=states.take_copies(),
         )
 

@@ -24,6 +24,7 @@ from paged_backend.scheduling.block_demand import BlockDemand
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.block_tables import BlockTables
 from paged_backend.scheduling.chunk_planner import ChunkPlanner
+from paged_backend.scheduling.host_states import HostStates
 from paged_backend.scheduling.pins import Pins
 from paged_backend.scheduling.plan import Costs, Plan
 from paged_backend.scheduling.plan_builder import PlanBuilder
@@ -62,13 +63,15 @@ class Scheduler:
         max_loras: int = 0,
         fair_tenants: bool = False,
         state_slots: int = 0,
+        host_state_slots: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
         """preemption: "swap", "recompute", or "auto" for the cheaper one. session_blocks: maximum blocks pinned for
         sessions between turns. max_draft_tokens: maximum per sequence and step. prefill_budget: limits the prompt
         tokens of a step that decodes. max_loras: maximum adapters on the device. fair_tenants: within a priority, admit
         the tenant that was served the fewest tokens instead of first come, first served. state_slots: slots for the
-        states of recurrent layers, at least max_num_seqs; 0: the model has none. clock: returns seconds.
+        states of recurrent layers, at least max_num_seqs; 0: the model has none. host_state_slots: slots on the host
+        for the states of swapped-out requests. clock: returns seconds.
         """
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.blocks = blocks
@@ -79,13 +82,14 @@ class Scheduler:
         self.admitted: list[int] = []  # keys of requests that the last `schedule` admitted for the first time
         self._counters = SchedulerCounters()
         self._accounts = Accounts(by_tenant=fair_tenants)
-        assert not state_slots or (blocks.host is None and not max_draft_tokens)
+        assert not (state_slots and max_draft_tokens)
         self._states = StateSlots(
             state_slots,
             max_num_seqs,
             contents=blocks.cache.contents,
             block_size=blocks.block_size,
             caching=blocks.caching,
+            host=HostStates(host_state_slots),
         )
         self.pins = Pins(blocks, session_blocks, self._states)
         self._tables = BlockTables(blocks, self.costs, preemption, self._states)
@@ -297,15 +301,16 @@ class Scheduler:
         self.blocks.offload.finish_moves_out(plan.moves_out, done=False)
         self.blocks.offload.finish_moves_in(plan.moves_in, done=False)
         self.blocks.finish_copies(plan.copies)
-        self._states.finish(plan.state_copies, done=False)
         lost = {move.target for move in plan.moves_out}
+        lost_states = {move.target for move in plan.state_moves_out}
         for group in self._requests.waiting:
-            if any(lost.intersection(sequence.host_blocks) for sequence in group.sequences):
+            if any(lost.intersection(one.host_blocks) or one.host_state_slot in lost_states for one in group.sequences):
                 self._tables.restart(group)
         error = RequestError(ErrorCode.INTERNAL, message)
         forked = (copy.key for copy in plan.state_copies if copy.key is not None)
         keys = dict.fromkeys((*(chunk.sequence.key for chunk in plan.chunks), *forked))
         ended = [TokenDelta(key, error=error) for key in keys if self.abort(key)]
+        self._states.finish(plan.state_copies, done=False)  # last: the states of these requests have not arrived
         self.slots.fail(plan.loads)
         return ended
 

@@ -7,6 +7,7 @@ import torch
 import transformers as hf
 
 from paged_backend.api.errors import ConfigError, ErrorCode
+from paged_backend.api.sizes import GIB
 from paged_backend.memory import kv_cache
 from tests.support.families import HYBRID_FAMILIES
 from tests.support.in_process import WAIT, generate_with_transformers, running, save_tiny, tiny_assembly
@@ -112,9 +113,7 @@ def test_failed_step_fails_its_requests_and_the_engine_continues(served):
     [
         ({"num_speculative_tokens": 2}, "num_speculative_tokens=2"),
         ({"enable_lora": True}, "enable_lora=true"),
-        ({"swap_space": 0.01}, r"swap_space=0\.01"),
-        ({"preemption_mode": "swap"}, 'preemption_mode="swap"'),
-        ({"swap_space": 0.01, "disk_cache_dir": "cache"}, r"swap_space=0\.01"),
+        ({"swap_space": 0.01, "disk_cache_dir": "cache"}, 'disk_cache_dir="cache"'),
     ],
 )
 def test_option_that_states_exclude_is_rejected(lfm2, options, named):
@@ -146,7 +145,49 @@ def test_states_are_part_of_the_memory_budget(lfm2, monkeypatch):
 
 def test_restrictions_are_logged(lfm2, caplog):
     assembly_of(lfm2)
-    assert "Lfm2ForCausalLM has recurrent layers: served without swapping" in caplog.text
+    assert "Lfm2ForCausalLM has recurrent layers: served without draft tokens and CUDA graphs" in caplog.text
+
+
+def test_swapped_requests_match_generate(served):
+    """Also with checkpoints on the device."""
+    path, prompts, expected = served
+    options = {"preemption_mode": "swap", "num_gpu_blocks_override": 20, "max_num_batched_tokens": 16}
+    for caching in (False, True):
+        with running(assembly_of(path, swap_space=0.01, enable_prefix_caching=caching, **options)) as engine:
+            assert engine.generate(prompts, max_tokens=MAX_TOKENS) == expected
+            stats = engine.history[-1].stats
+            assert stats.swapped == stats.preemptions > 0
+
+
+def test_states_take_at_most_half_of_the_host_memory(lfm2):
+    """One slot per sequence that may run, if so many fit; the rest is for blocks."""
+    block = 4 * 2 * 2 * 16 * 4  # tokens, keys and values, heads, elements, bytes; in one layer
+    for total, slots in ((8 * 2304 * 2, 8), (3 * 2304 * 2, 3), (2304 + block, 1)):
+        runner = assembly_of(lfm2, swap_space=total / GIB, max_num_seqs=8).runner
+        assert runner.host_states.num_slots == slots
+        assert len(runner.host.tensors[0]) == (total - slots * 2304) // block
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "problem"),
+    [
+        (2000, "the recurrent layers keep 2304 bytes for a sequence; give it more, or 0"),
+        (2304 + 100, "one block of 4 tokens takes 1024 bytes and a recurrent state 2304 bytes; give it more, or 0"),
+    ],
+)
+def test_host_memory_that_holds_no_state_is_an_error_at_load(lfm2, nbytes, problem):
+    with pytest.raises(ConfigError, match=f"swap_space=.*: {problem}"):
+        assembly_of(lfm2, swap_space=nbytes / GIB)
+
+
+def test_model_without_attention_uses_all_host_memory_for_states(tmp_path):
+    save_tiny(HYBRID_FAMILIES["mamba2"](), tmp_path)
+    assembly = assembly_of(tmp_path, max_num_seqs=8)
+    assert assembly.runner.host_states is None
+    slot = sum(tensor[0].nbytes for tensor in assembly.runner.states.tensors)
+    assert assembly_of(tmp_path, swap_space=5 * slot / GIB, max_num_seqs=8).runner.host_states.num_slots == 5
+    with pytest.raises(ConfigError, match=f"swap_space=.*: the recurrent layers keep {slot} bytes for a sequence"):
+        assembly_of(tmp_path, swap_space=0.5 * slot / GIB)
 
 
 def test_conversation_continues_from_its_state(served):
