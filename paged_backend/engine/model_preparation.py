@@ -59,7 +59,7 @@ def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
         raise ConfigError(str(error)) from None
     loaded = model_loader.load(config, ROOT, device)
     check_options(config, loaded)
-    log_restrictions(loaded)
+    log_restrictions(loaded, device)
     kv_dtype = loaded.spec.kv_dtype
     states = state_bytes(config, loaded, kv_cache.free_bytes(config, device))
     warmed = warm_up(config, loaded, device)

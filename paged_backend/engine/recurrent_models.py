@@ -1,7 +1,4 @@
-"""Serves models with recurrent layers: the options that they exclude, and the memory of their states.
-
-A state belongs to one position of one sequence. It cannot go back by a token, so there are no draft tokens.
-"""
+"""Serves models with recurrent layers: the options that they exclude, and the memory of their states."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from paged_backend.api.sizes import GIB
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory.kv_cache import bytes_per_block, host_bytes
 from paged_backend.memory.state_cache import bytes_per_slot
+from paged_backend.scheduling.state_slots import num_draft_slots
 
 log = logging.getLogger("paged_llm")
 
@@ -24,7 +22,6 @@ MAX_FREE_BLOCKS = 1 << 18  # blocks of a pool that takes no memory
 
 # Options that cannot be honored, and when they ask for something.
 EXCLUDED: dict[str, Callable[[EngineConfig], bool]] = {
-    "num_speculative_tokens": lambda config: config.num_speculative_tokens > 0,
     "enable_lora": lambda config: config.enable_lora,
     "disk_cache_dir": lambda config: config.disk_cache_dir is not None,
     "tensor_parallel_size": lambda config: config.tensor_parallel_size > 1,
@@ -43,9 +40,14 @@ def check_options(config: EngineConfig, loaded: LoadedModel) -> None:
 
 
 def num_state_slots(config: EngineConfig) -> int:
-    """Return the number of state slots: one per sequence, and those of checkpoints if prefixes are cached."""
+    """Return the number of state slots: one per sequence, those of the draft tokens of a step, and those of checkpoints
+    if prefixes are cached."""
     checkpoints = config.max_num_seqs if config.max_state_checkpoints is None else config.max_state_checkpoints
-    return config.max_num_seqs + checkpoints * config.enable_prefix_caching
+    return config.max_num_seqs + _num_draft_slots(config) + checkpoints * config.enable_prefix_caching
+
+
+def _num_draft_slots(config: EngineConfig) -> int:
+    return num_draft_slots(config.max_num_seqs, config.max_num_batched_tokens, config.num_speculative_tokens)
 
 
 def num_host_state_slots(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> int:
@@ -63,24 +65,24 @@ def num_host_state_slots(config: EngineConfig, loaded: LoadedModel, device: torc
     return min(config.max_num_seqs, max(total // (1 + has_blocks) // slot, min(1, total // slot)))
 
 
-def log_restrictions(loaded: LoadedModel) -> None:
+def log_restrictions(loaded: LoadedModel, device: torch.device) -> None:
     """Log what a model with recurrent layers is served without."""
-    if loaded.spec.states:
-        log.warning(
-            "%s has recurrent layers: served without draft tokens and CUDA graphs",
-            type(loaded.model).__name__,
-        )
+    if loaded.spec.states and device.type == "cuda":
+        log.warning("%s has recurrent layers: served without CUDA graphs", type(loaded.model).__name__)
 
 
 def state_bytes(config: EngineConfig, loaded: LoadedModel, free: int) -> int:
-    """Return the bytes of the states of all sequences that may run, and of checkpoints. free: bytes that are available.
-    Raises ConfigError if the states take more."""
+    """Return the bytes of the states of all sequences that may run, of draft tokens, and of checkpoints. free: bytes
+    that are available. Raises ConfigError if the states take more."""
     slot = bytes_per_slot(loaded.spec.states)
     total = num_state_slots(config) * slot if slot else 0
     if total > free:
+        drafts = _num_draft_slots(config)
+        checkpoints = num_state_slots(config) - config.max_num_seqs - drafts
+        for_drafts = f", for each of {drafts} draft tokens (num_speculative_tokens)" if drafts else ""
         raise ConfigError(
-            f"max_num_seqs={config.max_num_seqs}: the recurrent layers keep {slot} bytes for each sequence and for each"
-            f" of {num_state_slots(config) - config.max_num_seqs} checkpoints (max_state_checkpoints),"
+            f"max_num_seqs={config.max_num_seqs}: the recurrent layers keep {slot} bytes for each sequence{for_drafts}"
+            f" and for each of {checkpoints} checkpoints (max_state_checkpoints),"
             f" {total / GIB:.1f} GiB in all; must fit into the {free / GIB:.1f} GiB that are free; lower it"
         )
     return total

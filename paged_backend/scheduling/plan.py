@@ -41,6 +41,7 @@ class Chunk:
     allocated: Allocation = NO_BLOCKS  # counted in the usage unless the sequence ends before the commit
     forks: tuple[Sequence, ...] = ()  # sequences that share the chunk's blocks once it is computed
     draft_tokens: tuple[int, ...] = ()
+    draft_slots: tuple[int, ...] = ()  # slots for the recurrent states after each draft token
     scored: range = range(0)  # prompt positions whose next token gets log probabilities
     ends_request: bool = False  # whether the chunk ends the prompt of a request without output
 
@@ -59,9 +60,10 @@ class Chunk:
         """True if the chunk ends the prompt of an embedding request, which gets the hidden state of its last token."""
         return self.sequence.request.embeds and self.ends_request
 
-    def add_draft_tokens(self, tokens: list[int], num_new_blocks: int) -> None:
-        """Add these draft tokens to the chunk, which verifies them. num_new_blocks: blocks allocated for them."""
-        self.draft_tokens = tuple(tokens)
+    def add_draft_tokens(self, tokens: list[int], num_new_blocks: int, state_slots: tuple[int, ...] = ()) -> None:
+        """Add these draft tokens to the chunk, which verifies them. num_new_blocks: blocks allocated for them.
+        state_slots: slots for the recurrent states after each."""
+        self.draft_tokens, self.draft_slots = tuple(tokens), state_slots
         self.length += len(tokens)
         if num_new_blocks:
             self.allocated = Allocation(self.allocated.new + num_new_blocks, self.allocated.copied)

@@ -56,7 +56,7 @@ class PlanBuilder:
             self.scored_budget -= len(scored)
             self._has_prompt_outputs = True
             ends_request = is_last and not group.has_output
-            self.chunks.append(Chunk(sequence, start, length, sampled, allocated, forks, (), scored, ends_request))
+            self.chunks.append(Chunk(sequence, start, length, sampled, allocated, forks, (), (), scored, ends_request))
         else:
             self.chunks.append(Chunk(sequence, start, length, sampled, allocated, forks))
 

@@ -33,7 +33,7 @@ from paged_backend.scheduling.prefill_budget import PrefillBudget
 from paged_backend.scheduling.registry import RequestRegistry
 from paged_backend.scheduling.sequence import Group
 from paged_backend.scheduling.speculation import Proposer
-from paged_backend.scheduling.state_slots import StateSlots
+from paged_backend.scheduling.state_slots import StateSlots, num_draft_slots
 from paged_backend.scheduling.stats import SchedulerCounters, SchedulerStats
 from paged_backend.scheduling.step_commit import StepCommitter
 from paged_backend.scheduling.step_result import StepResult
@@ -70,8 +70,8 @@ class Scheduler:
         sessions between turns. max_draft_tokens: maximum per sequence and step. prefill_budget: limits the prompt
         tokens of a step that decodes. max_loras: maximum adapters on the device. fair_tenants: within a priority, admit
         the tenant that was served the fewest tokens instead of first come, first served. state_slots: slots for the
-        states of recurrent layers, at least max_num_seqs; 0: the model has none. host_state_slots: slots on the host
-        for the states of swapped-out requests. clock: returns seconds.
+        states of recurrent layers, at least max_num_seqs and `num_draft_slots`; 0: the model has none.
+        host_state_slots: slots on the host for the states of swapped-out requests. clock: returns seconds.
         """
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.blocks = blocks
@@ -82,7 +82,6 @@ class Scheduler:
         self.admitted: list[int] = []  # keys of requests that the last `schedule` admitted for the first time
         self._counters = SchedulerCounters()
         self._accounts = Accounts(by_tenant=fair_tenants)
-        assert not (state_slots and max_draft_tokens)
         self._states = StateSlots(
             state_slots,
             max_num_seqs,
@@ -90,6 +89,7 @@ class Scheduler:
             block_size=blocks.block_size,
             caching=blocks.caching,
             host=HostStates(host_state_slots),
+            num_draft_slots=num_draft_slots(max_num_seqs, max_num_batched_tokens, max_draft_tokens),
         )
         self.pins = Pins(blocks, session_blocks, self._states)
         self._tables = BlockTables(blocks, self.costs, preemption, self._states)
@@ -293,7 +293,9 @@ class Scheduler:
         self.blocks.offload.finish_moves_in(plan.moves_in)
         self.blocks.finish_copies(plan.copies)
         self._states.finish(plan.state_copies)
-        return self._committer.commit(plan, result)
+        deltas = self._committer.commit(plan, result)
+        self._states.free_draft_slots()
+        return deltas
 
     def fail(self, plan: Plan, message: str) -> list[TokenDelta]:
         """Fail the requests of a step that could not run. Blocks that it wrote or moved are not cached."""
@@ -311,6 +313,7 @@ class Scheduler:
         keys = dict.fromkeys((*(chunk.sequence.key for chunk in plan.chunks), *forked))
         ended = [TokenDelta(key, error=error) for key in keys if self.abort(key)]
         self._states.finish(plan.state_copies, done=False)  # last: the states of these requests have not arrived
+        self._states.free_draft_slots()
         self.slots.fail(plan.loads)
         return ended
 

@@ -3,6 +3,12 @@
     slots       0 sequence 7    1 sequence 8    2 checkpoint of 512 tokens    3 checkpoint of 48 tokens    4 free
     host        0 sequence 3    1 free                                        states of swapped-out sequences
 
+A state cannot go back by a token. A step with draft tokens therefore stores the state after each of them in a slot of
+its own, and the sequence continues in the slot of the last one that is accepted:
+
+    tokens      t    g1   g2   g3       the chunk: the last token, then the draft tokens
+    slots       0    5    6    7        g1 is accepted: the sequence has slot 5 from now on, and 0, 6 and 7 are free
+
 Integers only, no tensors. Checkpoints are in state_checkpoints.py, the slots of the host in host_states.py.
 """
 
@@ -33,6 +39,11 @@ class StateCopy(NamedTuple):
     from_host: bool = False  # whether `source` is a slot of the host, which is free after the copy
 
 
+def num_draft_slots(max_num_seqs: int, max_num_batched_tokens: int, max_draft_tokens: int) -> int:
+    """Return how many draft tokens a step may have, each of which needs a slot. max_draft_tokens: of a sequence."""
+    return min(max_num_seqs * max_draft_tokens, max_num_batched_tokens)
+
+
 class StateSlots:
     """Assigns a fixed number of slots to sequences and checkpoints. There are enough for all sequences that may run.
 
@@ -49,11 +60,12 @@ class StateSlots:
         block_size: int = 1,
         caching: bool = False,
         host: HostStates | None = None,
+        num_draft_slots: int = 0,
     ):
-        """num_slots: 0 for a model without recurrent layers, else at least `max_num_seqs`; the others are for
-        checkpoints. contents: the entries of the prefix cache. caching: whether prefixes are cached. host: the slots of
-        the host; by default none."""
-        assert not num_slots or num_slots >= max_num_seqs
+        """num_slots: 0 for a model without recurrent layers, else at least `max_num_seqs + num_draft_slots`; the others
+        are for checkpoints. contents: the entries of the prefix cache. caching: whether prefixes are cached. host: the
+        slots of the host; by default none. num_draft_slots: slots that are reserved for draft tokens."""
+        assert not num_slots or num_slots >= max_num_seqs + num_draft_slots
         self._pool = BlockPool(num_slots, caching=caching) if num_slots else None
         self._max_num_seqs = max_num_seqs
         self._block_size = block_size
@@ -67,6 +79,8 @@ class StateSlots:
             caching=caching,
         )
         self._num_held = 0  # slots of sequences
+        self._num_draft_slots = num_draft_slots
+        self._drafts: set[int] = set()  # slots for draft tokens of the step in flight
         self._copies: list[StateCopy] = []  # for the next step
         self._written: set[int] = set()  # slots of checkpoints whose copies are not finished
         self._arriving: list[StateCopy] = []  # copies to slots of sequences that are not finished
@@ -106,6 +120,44 @@ class StateSlots:
         dropped = self._release_slot(sequence)
         if dropped and dropped.from_host:
             self.host.free(dropped.source)
+
+    def take_draft_slots(self, count: int) -> tuple[int, ...]:
+        """Return slots for the states after each of `count` draft tokens, until `free_draft_slots`. There are enough
+        for a step. None without recurrent layers."""
+        if self._pool is None:
+            return ()
+        assert len(self._drafts) + count <= self._num_draft_slots, "more draft tokens than a step may have"
+        slots = allocate_counted(self._pool, count)
+        self._drafts.update(slots)
+        return tuple(slots)
+
+    def accept(self, sequence: Sequence, draft_slots: tuple[int, ...], num_accepted: int) -> None:
+        """Continue a sequence, whose tokens were committed, from the state after the last accepted draft token. The
+        state at a block boundary before it becomes a checkpoint."""
+        own = sequence.state_slot
+        if self._pool is None or own is None:
+            return
+        slots = (own, *draft_slots)
+        kept = sequence.state_slot = slots[num_accepted]
+        if own in self._latest:
+            self._latest[kept] = self._latest.pop(own)
+        position = sequence.committed // self._block_size * self._block_size
+        index = num_accepted - (sequence.committed - position)
+        if self._caching and 0 <= index < num_accepted:
+            entry = self.checkpoints.entry(sequence, position)
+            if self._pool.index.add(slots[index], entry):
+                self._replace_latest(kept, entry)
+        self._drafts.difference_update(draft_slots)
+        for slot in slots:
+            if slot != kept:
+                self._pool.free(slot)
+
+    def free_draft_slots(self) -> None:
+        """Free the slots for draft tokens of sequences that have ended before the step."""
+        for slot in self._drafts:
+            assert self._pool
+            self._pool.free(slot)
+        self._drafts.clear()
 
     def swap_out(self, sequences: Items[Sequence]) -> None:
         """Move the states of sequences to the host and free their slots. The caller has checked that the host has
@@ -148,10 +200,7 @@ class StateSlots:
         if any(slot == copy.target or entry is copy.entry for copy in self._copies):
             return  # the slot waits for its own copy, or another sequence saves the same state
         if position > sequence.num_prompt:
-            before = self._latest.get(slot)
-            if before is not None:
-                self._pool.forget(before)
-            self._latest[slot] = entry
+            self._replace_latest(slot, entry)
         if self._num_spare > 0:
             target = allocate_counted(self._pool, 1)[0]
             self._written.add(target)
@@ -185,7 +234,7 @@ class StateSlots:
         on_host += [copy.source for copy in (*self._copies, *self._arriving) if copy.from_host]
         assert len(on_host) == len(set(on_host)) == self.host.num_used, "a state slot of the host is used twice or lost"
         if self._pool:
-            self._pool.check([held, list(self._written), self.checkpoints.pinned])
+            self._pool.check([held, list(self._written), list(self._drafts), self.checkpoints.pinned])
             assert self._num_spare >= 0, "not enough state slots for the sequences that may run"
             for sequence in sequences:
                 slots = (sequence.state_slot, sequence.host_state_slot)
@@ -194,9 +243,10 @@ class StateSlots:
 
     @property
     def _num_spare(self) -> int:
-        """The number of available slots that no sequence will need."""
+        """The number of available slots that no sequence and no draft token will need."""
         assert self._pool
-        return self._pool.num_available - (self._max_num_seqs - self._num_held)
+        needed = self._max_num_seqs - self._num_held + self._num_draft_slots - len(self._drafts)
+        return self._pool.num_available - needed
 
     def _take_slot(self, sequence: Sequence) -> int:
         assert self._pool
@@ -204,6 +254,14 @@ class StateSlots:
         sequence.state_slot = slot
         self._num_held += 1
         return slot
+
+    def _replace_latest(self, slot: int, entry: Entry) -> None:
+        """Store the latest checkpoint in the output of the sequence with this slot, and forget the one before."""
+        assert self._pool
+        before = self._latest.get(slot)
+        if before is not None:
+            self._pool.forget(before)
+        self._latest[slot] = entry
 
     def _release_slot(self, sequence: Sequence) -> StateCopy | None:
         """Free the slot of a sequence on the device, if it has one. Return the copy to it that is not made any more."""

@@ -22,8 +22,9 @@ def test_stress():
     seen = Counter()
     for seed in range(100):
         run_states_stress(seed, seen)
-    needed = ("state copies", "recomputed", "swapped", "states swapped in", "beam output", "failed step", "failed row",
-              "abort in flight", "copies", "cached_tokens", "session output", "blocks_pinned")  # fmt: skip
+    needed = ("state copies", "recomputed", "swapped", "states swapped in", "accepted_tokens", "beam output",
+              "failed step", "failed row", "abort in flight", "copies", "cached_tokens", "session output",
+              "blocks_pinned")  # fmt: skip
     assert all(seen[name] for name in needed), seen
 
 
@@ -184,6 +185,66 @@ def test_state_that_waits_for_its_copy_is_not_saved():
     slots.fork(parent, child)
     slots.save(child)
     assert [copy.target for copy in slots.take_copies()] == [child.state_slot]
+
+
+def speculating(num_drafts, prompt=7, caching=True):
+    """Return slots, a sequence that has computed its prompt, and the slots of its draft tokens."""
+    slots = StateSlots(
+        2 + num_drafts, 1, contents=Contents(), block_size=4, caching=caching, num_draft_slots=num_drafts
+    )
+    one = sequence(0, range(prompt))
+    slots.assign(one)
+    one.computed = one.committed = prompt
+    one.tokens.append(50)
+    slots.check([one])
+    return slots, one, slots.take_draft_slots(num_drafts)
+
+
+@pytest.mark.parametrize("accepted", range(4))
+def test_sequence_continues_in_the_slot_of_the_last_accepted_token(accepted):
+    slots, one, drafts = speculating(3, caching=False)
+    own = one.state_slot
+    slots.check([one])
+    one.tokens += range(accepted)
+    one.computed = one.committed = 8 + accepted
+    slots.accept(one, drafts, accepted)
+    assert one.state_slot == (own, *drafts)[accepted]
+    slots.check([one])
+    slots.free_draft_slots()
+    slots.check([one])
+    assert set(slots.take_draft_slots(3)) == {own, *drafts} - {one.state_slot}
+
+
+def test_state_that_accepted_tokens_have_passed_becomes_a_checkpoint():
+    """The block ends after the token before the draft tokens, whose state is in the former slot of the sequence."""
+    slots, one, drafts = speculating(3)
+    own = one.state_slot
+    one.tokens += range(2)
+    one.computed = one.committed = 10
+    slots.accept(one, drafts, 2)
+    hit = CacheHit((BlockLocation(0, False), BlockLocation(1, False)))
+    assert slots.checkpoints.restrict(hit, one.chain.entries) == hit
+    follower = sequence(1, range(9))
+    follower.chain = one.chain
+    slots.release(one)
+    slots.adopt(follower, hit)
+    assert [copy.source for copy in slots.take_copies()] == [own]
+
+
+def test_slots_of_a_sequence_that_ended_before_the_commit_are_freed():
+    slots, one, _ = speculating(3)
+    slots.release(one)
+    slots.check([])
+    slots.free_draft_slots()
+    slots.check([])
+    assert len(slots.take_draft_slots(3)) == 3
+
+
+def test_drafts_of_a_model_without_states_need_no_slots():
+    slots, one = StateSlots(), sequence(0)
+    assert slots.take_draft_slots(3) == ()
+    slots.accept(one, (), 2)
+    assert one.state_slot is None
 
 
 def sequence(key, prompt=(1, 2)):

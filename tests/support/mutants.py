@@ -501,6 +501,13 @@ MUTANTS = {  # name: (file, source, replacement)
         "        self._moves_out = [move for move in self._moves_out if move.target != slot]\n",
         "",
     ),
+    "a sequence continues from the state after a rejected token": (STATES, "slots[num_accepted]", "slots[-1]"),
+    "a sequence continues from the state before its accepted tokens": (STATES, "slots[num_accepted]", "slots[0]"),
+    "the checkpoint before accepted tokens has the state of another position": (
+        STATES,
+        "index = num_accepted - (sequence.committed - position)",
+        "index = num_accepted - 1",
+    ),
     "a state whose swap-out failed is read": (SCHEDULER, " or one.host_state_slot in lost_states", ""),
     # sessions
     "a session pins no blocks": (REGISTRY, "if group.request.session is not None and", "if False and"),
@@ -552,6 +559,7 @@ RARE = {
     "a state that has not arrived becomes a checkpoint",
     "a state is moved to a slot of the host that was freed",
     "a state whose swap-out failed is read",
+    "the checkpoint before accepted tokens has the state of another position",
     "a session pins no blocks",
     "a second turn may run at the same time",
     "sessions never expire",

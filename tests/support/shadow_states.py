@@ -24,16 +24,18 @@ class ShadowStates(ShadowStore):
 
     def run(self, plan: Plan) -> StepResult:
         self._copy_states(plan)
-        used = [chunk.sequence.state_slot for chunk in plan.chunks]
+        used = [slot for chunk in plan.chunks for slot in (chunk.sequence.state_slot, *chunk.draft_slots)]
         assert len(set(used)) == len(used)
         for chunk in plan.chunks:
             sequence, slot = chunk.sequence, chunk.sequence.state_slot
             assert slot is not None
             state = self.states[slot] if chunk.start else start(sequence.request)
             assert state == self._digest(sequence, chunk.start), (sequence.key, sequence.index, chunk.start)
+            drafts = dict(enumerate(chunk.draft_slots, chunk.first_sampled))  # the slot of each draft token's position
+            assert len(drafts) == len(chunk.draft_tokens)
             for position in range(chunk.start, chunk.start + chunk.length):
                 state = extend(state, self._token(sequence, position))
-            self.states[slot] = state
+                self.states[drafts.get(position, slot)] = state
         return super().run(plan)
 
     def _copy_states(self, plan: Plan) -> None:
