@@ -86,7 +86,7 @@ class PlanBuilder:
         sequence that computes gets a state slot."""
         if not self.chunks:
             return None
-        if states.in_use:
+        if states.pool:
             for one in self.chunks:
                 states.save(one.sequence)
                 states.assign(one.sequence)

@@ -82,7 +82,7 @@ class Scheduler:
         self.admitted: list[int] = []  # keys of requests that the last `schedule` admitted for the first time
         self._counters = SchedulerCounters()
         self._accounts = Accounts(by_tenant=fair_tenants)
-        self._states = StateSlots(
+        self.states = StateSlots(
             state_slots,
             max_num_seqs,
             contents=blocks.cache.contents,
@@ -91,8 +91,8 @@ class Scheduler:
             host=HostStates(host_state_slots),
             num_draft_slots=num_draft_slots(max_num_seqs, max_num_batched_tokens, max_draft_tokens),
         )
-        self.pins = Pins(blocks, session_blocks, self._states)
-        self._tables = BlockTables(blocks, self.costs, preemption, self._states)
+        self.pins = Pins(blocks, session_blocks, self.states)
+        self._tables = BlockTables(blocks, self.costs, preemption, self.states)
         self._requests = RequestRegistry(blocks, self._tables, self.slots, self.pins, self._accounts)
         self._preemption = Preemption(self._requests, blocks, self._tables, self._counters, clock)
         self._planner = ChunkPlanner(self._requests, self._tables, self.pins, self._preemption, self._counters)
@@ -100,7 +100,7 @@ class Scheduler:
             self._requests,
             blocks,
             self._tables,
-            BlockDemand(blocks, self.costs, self._states),
+            BlockDemand(blocks, self.costs, self.states),
             self.slots,
             self.pins,
             self._accounts,
@@ -156,6 +156,11 @@ class Scheduler:
             steps=counters.steps,
             context_requests=prefill[0],
             context_tokens=prefill[1],
+            state_slots_total=self.states.num_slots,
+            state_slots_used=self.states.num_held,
+            state_checkpoints=self.states.num_checkpoints,
+            host_state_slots_total=self.states.host.num_slots,
+            host_state_slots_used=self.states.host.num_used,
         )
 
     @property
@@ -251,7 +256,7 @@ class Scheduler:
         if self._proposer:
             self._planner.add_draft_tokens(builder, self._proposer, self._max_draft_tokens)
         self.admitted, self._blocked = builder.admitted, builder.blocked
-        plan = builder.build(self.blocks, self.slots, self._states)
+        plan = builder.build(self.blocks, self.slots, self.states)
         if plan is not None:
             self._advance(plan)
         return plan
@@ -292,9 +297,9 @@ class Scheduler:
         self.blocks.offload.finish_moves_out(plan.moves_out)
         self.blocks.offload.finish_moves_in(plan.moves_in)
         self.blocks.finish_copies(plan.copies)
-        self._states.finish(plan.state_copies)
+        self.states.finish(plan.state_copies)
         deltas = self._committer.commit(plan, result)
-        self._states.free_draft_slots()
+        self.states.free_draft_slots()
         return deltas
 
     def fail(self, plan: Plan, message: str) -> list[TokenDelta]:
@@ -312,8 +317,8 @@ class Scheduler:
         forked = (copy.key for copy in plan.state_copies if copy.key is not None)
         keys = dict.fromkeys((*(chunk.sequence.key for chunk in plan.chunks), *forked))
         ended = [TokenDelta(key, error=error) for key in keys if self.abort(key)]
-        self._states.finish(plan.state_copies, done=False)  # last: the states of these requests have not arrived
-        self._states.free_draft_slots()
+        self.states.finish(plan.state_copies, done=False)  # last: the states of these requests have not arrived
+        self.states.free_draft_slots()
         self.slots.fail(plan.loads)
         return ended
 
@@ -328,4 +333,4 @@ class Scheduler:
                 assert min(sequence.tokens) >= 0, "a placeholder is left"
             assert sequence.computed <= len(sequence.blocks or sequence.host_blocks) * self.blocks.block_size
         self._requests.check()
-        self._states.check(self._requests.sequences())
+        self.states.check(self._requests.sequences())

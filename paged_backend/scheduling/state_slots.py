@@ -66,19 +66,20 @@ class StateSlots:
         are for checkpoints. contents: the entries of the prefix cache. caching: whether prefixes are cached. host: the
         slots of the host; by default none. num_draft_slots: slots that are reserved for draft tokens."""
         assert not num_slots or num_slots >= max_num_seqs + num_draft_slots
-        self._pool = BlockPool(num_slots, caching=caching) if num_slots else None
+        self.pool = BlockPool(num_slots, caching=caching) if num_slots else None  # None: no recurrent layers
+        self.num_slots = num_slots
+        self.num_held = 0  # slots of sequences
         self._max_num_seqs = max_num_seqs
         self._block_size = block_size
         self._caching = caching
         self.host = host or HostStates()
         self.checkpoints = StateCheckpoints(
-            self._pool,
+            self.pool,
             Contents() if contents is None else contents,
             block_size,
             lambda: self._num_spare,
             caching=caching,
         )
-        self._num_held = 0  # slots of sequences
         self._num_draft_slots = num_draft_slots
         self._drafts: set[int] = set()  # slots for draft tokens of the step in flight
         self._copies: list[StateCopy] = []  # for the next step
@@ -87,27 +88,30 @@ class StateSlots:
         self._latest: dict[int, Entry] = {}  # by slot of a sequence, its latest checkpoint in the output
 
     @property
-    def in_use(self) -> bool:
-        """Whether the model has recurrent layers."""
-        return self._pool is not None
+    def num_checkpoints(self) -> int:
+        """The number of checkpoints: of the prefix cache, and of sessions."""
+        if self.pool is None:
+            return 0
+        pinned = self.pool.num_used - self.num_held - len(self._drafts) - len(self._written)
+        return self.pool.num_cached + pinned
 
     def chunk_length(self, start: int, length: int, total: int) -> int:
         """Return how many of `length` tokens from `start` to compute in one chunk, so that it ends where a checkpoint
         is useful: at a block boundary, the last one before the end of `total` tokens if that is in reach."""
-        if not self._caching or self._pool is None:
+        if not self._caching or self.pool is None:
             return length
         end = min(start + length, total - 1) // self._block_size * self._block_size
         return end - start if start < end else length
 
     def assign(self, sequence: Sequence) -> None:
         """Give a sequence a slot if it has none."""
-        if self._pool and sequence.state_slot is None:
+        if self.pool and sequence.state_slot is None:
             assert not sequence.computed, "a sequence with computed tokens, but without a state"
             self._take_slot(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give the child a slot, to which the parent's state is copied before the next step."""
-        if self._pool:
+        if self.pool:
             assert parent.state_slot is not None and child.state_slot is None
             self._copies.append(StateCopy(parent.state_slot, self._take_slot(child), parent.key))
 
@@ -124,10 +128,10 @@ class StateSlots:
     def take_draft_slots(self, count: int) -> tuple[int, ...]:
         """Return slots for the states after each of `count` draft tokens, until `free_draft_slots`. There are enough
         for a step. None without recurrent layers."""
-        if self._pool is None:
+        if self.pool is None:
             return ()
         assert len(self._drafts) + count <= self._num_draft_slots, "more draft tokens than a step may have"
-        slots = allocate_counted(self._pool, count)
+        slots = allocate_counted(self.pool, count)
         self._drafts.update(slots)
         return tuple(slots)
 
@@ -135,7 +139,7 @@ class StateSlots:
         """Continue a sequence, whose tokens were committed, from the state after the last accepted draft token. The
         state at a block boundary before it becomes a checkpoint."""
         own = sequence.state_slot
-        if self._pool is None or own is None:
+        if self.pool is None or own is None:
             return
         slots = (own, *draft_slots)
         kept = sequence.state_slot = slots[num_accepted]
@@ -145,18 +149,18 @@ class StateSlots:
         index = num_accepted - (sequence.committed - position)
         if self._caching and 0 <= index < num_accepted:
             entry = self.checkpoints.entry(sequence, position)
-            if self._pool.index.add(slots[index], entry):
+            if self.pool.index.add(slots[index], entry):
                 self._replace_latest(kept, entry)
         self._drafts.difference_update(draft_slots)
         for slot in slots:
             if slot != kept:
-                self._pool.free(slot)
+                self.pool.free(slot)
 
     def free_draft_slots(self) -> None:
         """Free the slots for draft tokens of sequences that have ended before the step."""
         for slot in self._drafts:
-            assert self._pool
-            self._pool.free(slot)
+            assert self.pool
+            self.pool.free(slot)
         self._drafts.clear()
 
     def swap_out(self, sequences: Items[Sequence]) -> None:
@@ -183,8 +187,8 @@ class StateSlots:
     def adopt(self, sequence: Sequence, hit: CacheHit) -> None:
         """Give a sequence a slot, to which the checkpoint at the end of its cache hit is copied before the next
         step."""
-        if self._pool and hit.blocks:
-            checkpoint = self._pool.index.find(sequence.chain.entries[len(hit.blocks) - 1])
+        if self.pool and hit.blocks:
+            checkpoint = self.pool.index.find(sequence.chain.entries[len(hit.blocks) - 1])
             assert checkpoint is not None, "a hit without its checkpoint"
             self._copies.append(StateCopy(checkpoint, self._take_slot(sequence), sequence.key))
 
@@ -192,17 +196,17 @@ class StateSlots:
         """Copy the state of a sequence to a checkpoint before the next step, if the sequence is at a block boundary and
         a slot is to spare. A checkpoint in the output takes the place of the one before."""
         position, slot = sequence.computed, sequence.state_slot
-        if self._pool is None or not self._caching or slot is None or not position or position % self._block_size:
+        if self.pool is None or not self._caching or slot is None or not position or position % self._block_size:
             return
         entry = self.checkpoints.entry(sequence, position)
-        if self._pool.index.find(entry) is not None:
+        if self.pool.index.find(entry) is not None:
             return
         if any(slot == copy.target or entry is copy.entry for copy in self._copies):
             return  # the slot waits for its own copy, or another sequence saves the same state
         if position > sequence.num_prompt:
             self._replace_latest(slot, entry)
         if self._num_spare > 0:
-            target = allocate_counted(self._pool, 1)[0]
+            target = allocate_counted(self.pool, 1)[0]
             self._written.add(target)
             self._copies.append(StateCopy(slot, target, entry=entry))
 
@@ -219,22 +223,22 @@ class StateSlots:
                 self._arriving.remove(copy)
                 if copy.from_host:
                     self.host.free(copy.source)
-            elif self._pool:
+            elif self.pool:
                 if done:
-                    self._pool.index.add(copy.target, copy.entry)
+                    self.pool.index.add(copy.target, copy.entry)
                 self._written.remove(copy.target)
-                self._pool.free(copy.target)
+                self.pool.free(copy.target)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert every invariant. For tests and idle moments."""
         sequences = list(sequences)
         held = [sequence.state_slot for sequence in sequences if sequence.state_slot is not None]
-        assert len(held) == len(set(held)) == self._num_held <= self._max_num_seqs, "a state slot is used twice"
+        assert len(held) == len(set(held)) == self.num_held <= self._max_num_seqs, "a state slot is used twice"
         on_host = [sequence.host_state_slot for sequence in sequences if sequence.host_state_slot is not None]
         on_host += [copy.source for copy in (*self._copies, *self._arriving) if copy.from_host]
         assert len(on_host) == len(set(on_host)) == self.host.num_used, "a state slot of the host is used twice or lost"
-        if self._pool:
-            self._pool.check([held, list(self._written), list(self._drafts), self.checkpoints.pinned])
+        if self.pool:
+            self.pool.check([held, list(self._written), list(self._drafts), self.checkpoints.pinned])
             assert self._num_spare >= 0, "not enough state slots for the sequences that may run"
             for sequence in sequences:
                 slots = (sequence.state_slot, sequence.host_state_slot)
@@ -244,32 +248,32 @@ class StateSlots:
     @property
     def _num_spare(self) -> int:
         """The number of available slots that no sequence and no draft token will need."""
-        assert self._pool
-        needed = self._max_num_seqs - self._num_held + self._num_draft_slots - len(self._drafts)
-        return self._pool.num_available - needed
+        assert self.pool
+        needed = self._max_num_seqs - self.num_held + self._num_draft_slots - len(self._drafts)
+        return self.pool.num_available - needed
 
     def _take_slot(self, sequence: Sequence) -> int:
-        assert self._pool
-        slot = allocate_counted(self._pool, 1)[0]
+        assert self.pool
+        slot = allocate_counted(self.pool, 1)[0]
         sequence.state_slot = slot
-        self._num_held += 1
+        self.num_held += 1
         return slot
 
     def _replace_latest(self, slot: int, entry: Entry) -> None:
         """Store the latest checkpoint in the output of the sequence with this slot, and forget the one before."""
-        assert self._pool
+        assert self.pool
         before = self._latest.get(slot)
         if before is not None:
-            self._pool.forget(before)
+            self.pool.forget(before)
         self._latest[slot] = entry
 
     def _release_slot(self, sequence: Sequence) -> StateCopy | None:
         """Free the slot of a sequence on the device, if it has one. Return the copy to it that is not made any more."""
         slot = sequence.state_slot
-        if self._pool is None or slot is None:
+        if self.pool is None or slot is None:
             return None
         sequence.state_slot = None
-        self._num_held -= 1
+        self.num_held -= 1
         self._latest.pop(slot, None)
         dropped = next((copy for copy in self._copies if copy.target == slot), None)
         if dropped:
@@ -278,6 +282,6 @@ class StateSlots:
         has_arrived = not dropped and all(copy.target != slot for copy in self._arriving)
         is_complete = position == sequence.computed and has_arrived
         if self._caching and is_complete and position and not position % self._block_size:
-            self._pool.index.add(slot, self.checkpoints.entry(sequence, position))
-        self._pool.free(slot)
+            self.pool.index.add(slot, self.checkpoints.entry(sequence, position))
+        self.pool.free(slot)
         return dropped

@@ -467,7 +467,7 @@ MUTANTS = {  # name: (file, source, replacement)
     "checkpoints take the slots of sequences": (
         STATES,
         "        if self._num_spare > 0:",
-        "        if self._pool.num_available > 0:",
+        "        if self.pool.num_available > 0:",
     ),
     "a state with tokens in flight becomes a checkpoint": (STATES, "position == sequence.computed and ", ""),
     "a checkpoint is found although its copy failed": (
