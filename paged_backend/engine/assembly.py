@@ -23,7 +23,7 @@ from paged_backend.engine.engine import Engine
 from paged_backend.engine.model_preparation import ROOT, PreparedModel, prepare_model
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import ParallelRunner
-from paged_backend.engine.recurrent_models import num_state_slots, restrict_options
+from paged_backend.engine.recurrent_models import num_state_slots
 from paged_backend.engine.summary import log_startup
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.runner import Runner
@@ -88,7 +88,8 @@ class Assembly:
         """Return the memory that this process uses, which is rank 0 if there are several."""
         if self.device.type != "cuda":
             return MemoryUsage(resident_memory(), 0, 0)
-        pinned = sum(tensor.nbytes for tensor in self.runner.host.tensors) if self.runner.host else 0
+        caches = [cache for cache in (self.runner.host, self.runner.host_states) if cache]
+        pinned = sum(tensor.nbytes for cache in caches for tensor in cache.tensors)
         return MemoryUsage(resident_memory(), torch.cuda.memory_allocated(self.device), pinned)
 
     def close(self) -> None:
@@ -153,7 +154,6 @@ def _build(
     publisher: CacheEventPublisher | None,
 ) -> Assembly:
     loaded, device = prepared.loaded, prepared.runner.kv.device
-    config = restrict_options(config, loaded)
     blocks = _block_manager(config, prepared, publisher.events if publisher else None)
     limits = _limits(config, loaded, blocks)
     runner = ParallelRunner(prepared.runner, workers) if workers else prepared.runner
@@ -170,6 +170,7 @@ def _build(
         max_loras=config.max_loras if config.enable_lora else 0,
         fair_tenants=config.fair_tenants,
         state_slots=num_state_slots(config) if loaded.spec.states else 0,
+        host_state_slots=prepared.num_host_state_slots,
     )
     if device.type == "cuda":
         after_ready.watch()
