@@ -288,6 +288,13 @@ class EngineConfig:
     disk_cache_gib: float = option(
         in_gib(above_zero), "Maximum GiB of all files in `disk_cache_dir`, including those of other models.", 10
     )
+    tier_read_mode: str = option(
+        one_of("auto", "always"),
+        "When to read cached blocks that are neither on the device nor in host memory. `auto`: if reading a block takes"
+        " less time than computing its tokens, as measured. `always`: also if it takes longer, which leaves the device"
+        " to other requests.",
+        "auto",
+    )
     num_speculative_tokens: int = option(
         integer(0, 32),
         "Draft tokens per sequence that one step verifies; the output does not change. 0: no speculative decoding."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,7 +30,9 @@ from paged_backend.loading import model_loader, model_options
 from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory.block_file import fingerprint
+from paged_backend.memory.cache_tier import CacheTier
 from paged_backend.memory.disk import DiskTier
+from paged_backend.memory.tier_chain import TierChain
 from paged_backend.models.tensor_parallel import TensorParallelGroup, check_devices
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.cache_events import DEVICE, HOST, CacheEvents
@@ -59,7 +62,7 @@ class Assembly:
     scheduler: Scheduler
     runner: Runner | ParallelRunner
     device: torch.device
-    disk: DiskTier | None = None
+    tiers: TierChain | None = None
     overlap: bool = False
     workers: Workers | None = None
     adapters: AdapterRegistry | None = None
@@ -73,7 +76,7 @@ class Assembly:
             self.scheduler,
             self.runner,
             emit,
-            self.disk,
+            self.tiers,
             adapters=self.adapters,
             overlap=self.overlap,
             cache_events=self.cache_events,
@@ -175,8 +178,8 @@ def _build(
         *(1e3 * cost for cost in (prepared.costs.token, prepared.costs.copy, prepared.costs.move)),
     )
     overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
-    disk, adapters = _disk(config, prepared, runner), _adapters(config, loaded, adapter_list)
-    return Assembly(loaded, limits, scheduler, runner, device, disk, overlap, workers, adapters, publisher)
+    tiers, adapters = _tiers(config, prepared, runner), _adapters(config, loaded, adapter_list)
+    return Assembly(loaded, limits, scheduler, runner, device, tiers, overlap, workers, adapters, publisher)
 
 
 def _block_manager(config: EngineConfig, prepared: PreparedModel, events: CacheEvents | None) -> BlockManager:
@@ -250,16 +253,19 @@ def _adapters(
     )
 
 
-def _disk(config: EngineConfig, prepared: PreparedModel, runner: Runner | ParallelRunner) -> DiskTier | None:
-    if config.disk_cache_dir is None or runner.host is None:
+def _tiers(config: EngineConfig, prepared: PreparedModel, runner: Runner | ParallelRunner) -> TierChain | None:
+    """Return the tiers behind the host pool, or None if there are none."""
+    if runner.host is None:
         return None
     loaded, layout = prepared.loaded, prepared.layout.blocks
     paths = [loaded.path, *([loaded.draft.path] if loaded.draft else [])]
-    name = fingerprint(config, layout, paths, loaded.spec.dtype, loaded.spec.kv_dtype)
-    return DiskTier(
-        Path(config.disk_cache_dir).expanduser(),
-        name,
-        int(config.disk_cache_gib * GIB),
-        runner.host.read_block(range(layout.pages)),
-        num_base=layout.base_pages * len(runner.host.tensors) or None,
-    )
+    block = runner.host.read_block(range(layout.pages))
+    num_base = layout.base_pages * len(runner.host.tensors) or None
+    tiers: list[CacheTier] = []
+    if config.disk_cache_dir is not None:
+        name = fingerprint(config, layout, paths, loaded.spec.dtype, loaded.spec.kv_dtype)
+        directory = Path(config.disk_cache_dir).expanduser()
+        tiers.append(DiskTier(directory, name, int(config.disk_cache_gib * GIB), block, num_base))
+    compute_seconds = prepared.costs.token * config.block_size
+    max_seconds = compute_seconds if config.tier_read_mode == "auto" else math.inf
+    return TierChain(tiers, max_seconds) if tiers else None

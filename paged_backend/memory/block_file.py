@@ -67,6 +67,13 @@ class BlockFormat:
         data = _read_bytes(path, self._max_bytes + 1)
         if len(data) > self._max_bytes:
             raise CorruptFile("is larger than a block")
+        return self.decode(entry, data)
+
+    def decode(self, entry: Entry, data: bytes) -> list[Tensor] | None:
+        """Return the block in the content of a file, or None if it is another block with the same key.
+
+        Raises CorruptFile, and whatever safetensors raises for content that it cannot read.
+        """
         metadata, held = _metadata(data), load(data)
         origin, tokens = Origin(metadata["salt"], bytes.fromhex(metadata["adapter"])), held.pop(TOKENS).tolist()
         tensors = [held[str(index)] for index in range(len(held))]

@@ -55,6 +55,7 @@ class SchedulerStats:
     disk_blocks: int = 0
     disk_read: int = 0  # blocks read from disk
     disk_written: int = 0  # blocks written to disk
+    disk_seconds: float = 0.0  # measured duration of reading a block from disk; 0: not measured
     compilations: int = 0  # kernels compiled since the model was ready
 
     def idle(self) -> SchedulerStats:
