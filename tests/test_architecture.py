@@ -41,6 +41,7 @@ TESTED_THROUGH = {
     "paged_backend.api.guide": "tests/guided/test_compiler.py",
     "paged_backend.engine.rank": "tests/engine/test_workers.py",
     "paged_backend.memory.cache_tier": "tests/memory/test_tier_chain.py",
+    "paged_backend.memory.redis_store": "tests/memory/test_remote.py",
     "paged_backend.guided.sandbox_process": "tests/guided/test_sandbox.py",
     "paged_bench._quantization_models": "tests/bench/test_quantization.py",
     "paged_bench._checkpoints": "tests/loading/test_quantized_checkpoint.py",

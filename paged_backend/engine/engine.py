@@ -25,6 +25,7 @@ from paged_backend.engine.messages import (
     RejectRequest,
     ReportUnknown,
     SnapshotPool,
+    TiersChanged,
     UnpinSession,
 )
 from paged_backend.engine.outputs import Emit
@@ -64,6 +65,8 @@ class Engine:
         self._failed = threading.Event()  # set when no further step can be run
         self._adapters = adapters
         self._prefix_tiers = PrefixTiers(tiers, scheduler.blocks, runner) if tiers else None
+        if tiers:
+            tiers.on_change(lambda: self._inbox.put(TiersChanged()))
         self._cache_events = cache_events
         self._state = EngineState(scheduler, emit, self._prefix_tiers, cache_events=cache_events)
         self._preparation = RequestPreparation(self._inbox.put, self.reject, adapters, self._prefix_tiers)

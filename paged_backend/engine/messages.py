@@ -113,6 +113,14 @@ class EmitStats(Message):
 
 
 @dataclass(frozen=True)
+class TiersChanged(Message):
+    """Emit statistics because a tier was disabled or enabled."""
+
+    def apply(self, state: EngineState) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
 class ReportUnknown(Message):
     """Emit the request keys that the engine does not track."""
 

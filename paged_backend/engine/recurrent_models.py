@@ -6,13 +6,13 @@ moved to the host: preempted requests are computed again, from their last checkp
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.api.options import invalid_option
 from paged_backend.api.sizes import GIB
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory.state_cache import bytes_per_slot
@@ -29,6 +29,7 @@ EXCLUDED: dict[str, Callable[[EngineConfig], bool]] = {
     "preemption_mode": lambda config: config.preemption_mode == "swap",
     "disk_cache_dir": lambda config: config.disk_cache_dir is not None,
     "tensor_parallel_size": lambda config: config.tensor_parallel_size > 1,
+    "remote_cache_url": lambda config: config.remote_cache_url is not None,
 }
 
 
@@ -42,8 +43,8 @@ def restrict_options(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
     name = type(loaded.model).__name__
     for option, is_set in EXCLUDED.items():
         if is_set(config):
-            value = json.dumps(getattr(config, option), default=str)
-            raise ConfigError(f"{option}={value}: not supported for {name}, which has recurrent layers; leave it out")
+            problem = f"not supported for {name}, which has recurrent layers; leave it out"
+            raise invalid_option(option, getattr(config, option), problem)
     return replace(config, swap_space=0, preemption_mode="recompute")
 
 

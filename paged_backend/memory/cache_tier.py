@@ -33,7 +33,7 @@ class ReadCost:
         return statistics.median(seconds) if seconds else 0.0
 
     def record(self, seconds: float, blocks: int) -> None:
-        """Record a read of `blocks` blocks, at least one."""
+        """Record a read of `blocks` blocks, or a search for as many that found none; at least one."""
         self._seconds.append(seconds / blocks)
 
     def reset(self) -> None:
@@ -72,6 +72,9 @@ class CacheTier(Protocol):
 
     def read(self, entries: Sequence[Entry]) -> list[list[Tensor]]:
         """Return the tensors of the first of `entries`, up to the first one that the tier does not have."""
+
+    def on_change(self, changed: Callable[[], object]) -> None:
+        """Call `changed`, on any thread, when the tier is disabled or enabled from now on."""
 
     def settle(self, timeout: float) -> None:
         """Wait at most `timeout` seconds until every queued block is written."""

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -115,6 +115,7 @@ class DiskTier:
         self._index = FileIndex(fingerprint)
         self._lock = threading.Lock()
         self._up = True
+        self._changed: Callable[[], object] = lambda: None
         self._read = self._written = 0
         try:
             self._scan()
@@ -185,6 +186,10 @@ class DiskTier:
         with self._lock:
             self._read += found is not None
         return found
+
+    def on_change(self, changed: Callable[[], object]) -> None:
+        """Call `changed`, on any thread, when the tier is disabled from now on."""
+        self._changed = changed
 
     def settle(self, timeout: float) -> None:
         """Wait at most `timeout` seconds until every queued block is written."""
@@ -258,6 +263,8 @@ class DiskTier:
 
     def _disable(self, reason: str) -> None:
         with self._lock:
-            if self._up:
-                log.error("disk_cache_dir: %s; the disk cache is disabled until the model is loaded again", reason)
+            if not self._up:
+                return
+            log.error("disk_cache_dir: %s; the disk cache is disabled until the model is loaded again", reason)
             self._up = False
+        self._changed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -60,6 +60,11 @@ class TierChain:
                 break
             found += blocks
         return found
+
+    def on_change(self, changed: Callable[[], object]) -> None:
+        """Call `changed`, on any thread, when a tier is disabled or enabled from now on."""
+        for tier in self._tiers:
+            tier.on_change(changed)
 
     def settle(self, timeout: float) -> None:
         """Wait at most `timeout` seconds until every queued block is written."""

@@ -152,6 +152,8 @@ class Scheduler:
             steps=counters.steps,
             context_requests=prefill[0],
             context_tokens=prefill[1],
+            compute_seconds=self.costs.token * blocks.block_size,
+            host_seconds=self.costs.move,
         )
 
     @property

@@ -99,7 +99,10 @@ def test_a_chain_is_up_while_one_of_its_tiers_is(tiers, tmp_path):
     fill(tiers[1], entries, 2)
     for path in (tmp_path / "first").glob("*/*/*"):
         path.write_bytes(b"damaged")
+    changes = []
+    chain.on_change(lambda: changes.append(chain.up))
     found = chain.read(entries)
+    assert changes == [True]
     assert (tiers[0].up, tiers[1].up, chain.up) == (False, True, True)
     assert [block[0][0, 0].item() for block in found] == [2, 2]
     for path in (tmp_path / "second").glob("*/*/*"):
