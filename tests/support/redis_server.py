@@ -1,9 +1,7 @@
-"""A real Redis server for tests of the remote cache: Debian's package, which .ci/run unpacks."""
+"""A real Redis server for tests of the remote cache, and a proxy that makes it slow."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import socket
 import socketserver
 import subprocess
@@ -16,77 +14,26 @@ from pathlib import Path
 import pytest
 import redis
 
-from paged_client.serving.ports import choose_ports
-from tests.support.waiting import until
-
-ROOT = Path(__file__).resolve().parents[2]
-UNPACKED = ROOT / ".cache/redis/usr"
-
-
-def find_redis() -> str | None:
-    """Return the path of `redis-server`."""
-    unpacked = UNPACKED / "bin/redis-server"
-    return shutil.which("redis-server") or (str(unpacked) if unpacked.exists() else None)
-
+from paged_bench._redis_server import RedisServer as LocalRedis
+from paged_bench._redis_server import find_redis
 
 needs_redis = pytest.mark.skipif(not find_redis(), reason="no redis-server; .ci/run unpacks it")
 
 
-class RedisServer:
-    """A Redis server on this machine that keeps nothing on disk."""
+class RedisServer(LocalRedis):
+    """A Redis server on this machine that keeps nothing on disk, and its content."""
 
-    def __init__(self, directory: Path, *options: str, port: int = 0, tls: bool = False, password: str | None = None):
-        """options: for the command line. port: 0 chooses a free one."""
-        self.port = port or choose_ports(redis=0)[0]
-        self.tls = tls
-        self._directory = directory
-        self._password = password
-        ports = ["--port", "0", "--tls-port", str(self.port)] if tls else ["--port", str(self.port)]
-        self._options = [*ports, "--save", "", "--appendonly", "no", "--dir", str(directory), *options]
-        if password:
-            self._options += ["--requirepass", password]
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
-
-    @property
-    def client(self) -> redis.Redis:
-        """A client of the server."""
-        tls = {"ssl": True, "ssl_ca_certs": str(self._directory / "ca.crt")} if self.tls else {}
-        return redis.Redis(port=self.port, host="localhost", password=self._password, **tls)
+    def __init__(self, directory: Path, *options: str, tls: bool = False, password: str | None = None):
+        """options: for the command line. tls: with the certificates of `make_certificates`."""
+        login = ["--requirepass", password] if password else []
+        super().__init__(directory, *options, *login, tls=tls)
+        certificates = {"ssl": True, "ssl_ca_certs": str(directory / "ca.crt")} if tls else {}
+        self.client = redis.Redis(port=self.port, host="localhost", password=password, **certificates)
 
     @property
     def keys(self) -> list[bytes]:
         """The keys of all blocks."""
         return sorted(key for key in self.client.keys("paged:*") if b":probe:" not in key)
-
-    def start(self) -> None:
-        """Start the server, and wait until it answers."""
-        program = find_redis()
-        assert program
-        libraries = os.pathsep.join(
-            filter(None, [os.environ.get("LD_LIBRARY_PATH"), *map(str, UNPACKED.glob("lib/*"))])
-        )
-        with (self._directory / "redis.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [program, *self._options], stdout=log, stderr=log, env={**os.environ, "LD_LIBRARY_PATH": libraries}
-            )
-        until(self._answers, "redis-server")
-
-    def kill(self) -> None:
-        """Kill the server, if it runs."""
-        if self._process:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def _answers(self) -> bool:
-        with suppress(redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
-            return bool(self.client.ping())
-        return False
 
 
 @contextmanager
