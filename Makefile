@@ -93,7 +93,7 @@ $(COMPILED): $(STAMP) $(wildcard kernels/paged_kernels/cpu/csrc/*) kernels/paged
 $(STAMP): | $(BIN)/python
 	@echo "Installing packages into $(VENV)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --upgrade -c constraints.txt $(PIP_ARGS) \
-	  -e '.[client,server,tracing,events,routing,test,bench]'
+	  -e '.[client,server,tracing,events,remote,routing,test,bench]'
 	@$(BIN)/python -m paged_client.serving.server_files
 	@rm -f $(VENV)/.installed-* && touch $@
 

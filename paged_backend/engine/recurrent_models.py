@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ import torch
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.api.options import invalid_option
 from paged_backend.api.sizes import GIB
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory.kv_cache import bytes_per_block, host_bytes
@@ -25,6 +25,7 @@ EXCLUDED: dict[str, Callable[[EngineConfig], bool]] = {
     "enable_lora": lambda config: config.enable_lora,
     "disk_cache_dir": lambda config: config.disk_cache_dir is not None,
     "tensor_parallel_size": lambda config: config.tensor_parallel_size > 1,
+    "remote_cache_url": lambda config: config.remote_cache_url is not None,
 }
 
 
@@ -35,8 +36,8 @@ def check_options(config: EngineConfig, loaded: LoadedModel) -> None:
     name = type(loaded.model).__name__
     for option, is_set in EXCLUDED.items():
         if is_set(config):
-            value = json.dumps(getattr(config, option), default=str)
-            raise ConfigError(f"{option}={value}: not supported for {name}, which has recurrent layers; leave it out")
+            problem = f"not supported for {name}, which has recurrent layers; leave it out"
+            raise invalid_option(option, getattr(config, option), problem)
 
 
 def num_state_slots(config: EngineConfig) -> int:

@@ -8,6 +8,7 @@ from dataclasses import fields
 import torch
 
 from paged_backend.api.config import EngineConfig
+from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.model_preparation import PreparedModel
 from paged_backend.loading.model_loader import LoadedModel
@@ -132,4 +133,6 @@ def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
         parts.append(f"host memory {pool(prepared.num_host_blocks)}")
     if config.disk_cache_dir and prepared.num_host_blocks:
         parts.append(f"disk {config.disk_cache_dir}, at most {config.disk_cache_gib:g} GiB")
+    if config.remote_cache_url and prepared.num_host_blocks:
+        parts.append(f"remote {RedisAddress.parse(config.remote_cache_url)}, at most {config.remote_cache_gib:g} GiB")
     return "; ".join(parts)

@@ -161,6 +161,8 @@ class Scheduler:
             state_checkpoints=self.states.num_checkpoints,
             host_state_slots_total=self.states.host.num_slots,
             host_state_slots_used=self.states.host.num_used,
+            compute_seconds=self.costs.token * blocks.block_size,
+            host_seconds=self.costs.move,
         )
 
     @property

@@ -74,8 +74,8 @@ _FAMILIES = (
     Family(
         "paged_requests",
         "GAUGE",
-        "Requests in the engine, by state. Requests that wait for their grammar, their adapter or blocks on disk count"
-        " as waiting",
+        "Requests in the engine, by state. Requests that wait for their grammar, their adapter, or cached blocks from"
+        " disk or a remote store count as waiting",
     ),
     Family(
         "paged_requests_finished_total",
@@ -128,6 +128,26 @@ _FAMILIES = (
     Family("paged_disk_blocks", "GAUGE", "Cached blocks on disk"),
     Family("paged_disk_blocks_read_total", "COUNTER", "Blocks read from disk"),
     Family("paged_disk_blocks_written_total", "COUNTER", "Blocks written to disk"),
+    Family(
+        "paged_remote_tier_up",
+        "GAUGE",
+        "1 while cached blocks are shared through a remote store; 0 without remote_cache_url, or while the store fails",
+    ),
+    Family("paged_remote_bytes", "GAUGE", "Bytes in the remote store that this server has written and not deleted"),
+    Family("paged_remote_blocks_read_total", "COUNTER", "Blocks read from the remote store"),
+    Family("paged_remote_blocks_written_total", "COUNTER", "Blocks written to the remote store"),
+    Family(
+        "paged_remote_tier_disabled_total",
+        "COUNTER",
+        "How often the remote store was put out of use because it failed, was too slow, or had a damaged or forged"
+        " block",
+    ),
+    Family(
+        "paged_cache_tier_block_seconds",
+        "GAUGE",
+        "Measured seconds to get a block, by tier: compute (its tokens, without a cache), host (copied to the device),"
+        " disk, remote. 0: not measured",
+    ),
     Family("paged_kv_swapped_blocks_total", "COUNTER", "Blocks copied from device to host (out) and back (in)"),
     Family("paged_time_to_first_token_seconds", "HISTOGRAM", "Time from arrival to the first token", _SECONDS),
     Family(

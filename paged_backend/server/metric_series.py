@@ -60,6 +60,18 @@ GAUGES = (
     ),
     Series("paged_disk_tier_up", lambda stats: stats.disk_up),
     Series("paged_disk_blocks", lambda stats: stats.disk_blocks),
+    Series("paged_remote_tier_up", lambda stats: stats.remote_up),
+    Series("paged_remote_bytes", lambda stats: stats.remote_bytes),
+    *_labelled(
+        "paged_cache_tier_block_seconds",
+        "tier",
+        {
+            "compute": lambda stats: stats.compute_seconds,
+            "host": lambda stats: stats.host_seconds,
+            "disk": lambda stats: stats.disk_seconds,
+            "remote": lambda stats: stats.remote_seconds,
+        },
+    ),
     *_labelled(
         "paged_requests", "state", {"running": lambda stats: stats.running, "waiting": lambda stats: stats.waiting}
     ),
@@ -119,6 +131,9 @@ COUNTERS = (
     ),
     Series("paged_disk_blocks_read_total", lambda stats: stats.disk_read),
     Series("paged_disk_blocks_written_total", lambda stats: stats.disk_written),
+    Series("paged_remote_blocks_read_total", lambda stats: stats.remote_read),
+    Series("paged_remote_blocks_written_total", lambda stats: stats.remote_written),
+    Series("paged_remote_tier_disabled_total", lambda stats: stats.remote_disabled),
     Series("paged_guessed_tokens_total", lambda stats: stats.draft_tokens),
     Series("paged_accepted_tokens_total", lambda stats: stats.accepted_tokens),
     Series("vllm:num_preemptions_total", lambda stats: stats.preemptions),

@@ -47,7 +47,8 @@ def disk(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tiered(disk):
     """Options of a server that offloads evicted blocks to the host and to disk."""
-    return OPTIONS | {"preemption_mode": "swap", "swap_space": 0.05, "disk_cache_dir": str(disk)}
+    swap = {"preemption_mode": "swap", "swap_space": 0.05}
+    return OPTIONS | swap | {"disk_cache_dir": str(disk), "tier_read_mode": "always"}
 
 
 @pytest.fixture(scope="module")

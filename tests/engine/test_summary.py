@@ -54,6 +54,9 @@ def test_lines_of_further_parts(config, prepared):
     assert lines["Data types"].startswith("weights int8 (activations float32), ")
     assert lines["LoRA"] == "4 slots of rank 8, 0.50 GiB"
     assert lines["KV cache"].endswith("; disk /cache, at most 2 GiB")
+    remote = replace(more, remote_cache_url="rediss://user:secret@host/1", remote_cache_gib=3)
+    lines = dict(line.split(": ", 1) for line in summary(remote, prepared))
+    assert lines["KV cache"].endswith("; remote rediss://host:6379/1, at most 3 GiB")
     named = replace(more, speculative_model="small")
     lines = summary(named, replace(prepared, loaded=replace(loaded, draft=prepared.loaded)))
     assert any(line.startswith("Speculative decoding: 3 draft tokens per step, small (Llama") for line in lines)

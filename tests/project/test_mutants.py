@@ -76,7 +76,7 @@ def test_rare_mutant_is_killed_by_unit_tests(tmp_path, mutant):
     ):
         options += ["--deselect", f"tests/{random_test}"]
     if file == DISK:
-        modules = ["memory/test_block_file", "engine/test_prefix_disk"]
+        modules = ["memory/test_block_file", "engine/test_prefix_tiers"]
     options += [f"tests/{module}.py" for module in modules]
     command = [sys.executable, "-c", f"{NO_SHRINKING}; import pytest; raise SystemExit(pytest.main({options}))"]
     paths = f"{tmp_path}:{tmp_path}/kernels:{tmp_path}/client"
