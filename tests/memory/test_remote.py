@@ -1,6 +1,7 @@
 """The remote tier against a real Redis server: what it stores and reads, and when it is disabled."""
 
 import itertools
+import re
 import threading
 import time
 
@@ -9,6 +10,7 @@ import torch
 
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.request import Origin
+from paged_backend.engine.model_preparation import ROOT
 from paged_backend.memory import remote
 from paged_backend.memory.redis_store import RedisStore
 from paged_backend.memory.remote import RemoteTier
@@ -288,6 +290,19 @@ def test_password_of_the_url_is_used_and_not_logged(tmp_path, connect, retries, 
         assert tier.read(chain(1)) == []
     assert "the remote cache is disabled" in caplog.text
     assert "p@ss" not in caplog.text and "p%40" not in caplog.text
+
+
+def test_user_with_the_documented_commands_suffices(server, connect):
+    guide = (ROOT / "docs/guides/secure.md").read_text()
+    commands = re.search(r"commands that a user of the store needs: `(.*?)`, on the keys `(.*?)`", guide)
+    server.client.execute_command(
+        "ACL", "SETUSER", "engine", "on", ">password", f"~{commands[2]}", *commands[1].split()
+    )
+    tier = connect(server.url.replace("//", "//engine:password@"), budget=1000)
+    write(tier, *(entry(number, number) for number in range(3)))
+    assert tier.read([entry(2, 2)])
+    assert (tier.stats.written, tier.stats.disabled) == (3, 0)
+    assert len(server.keys) < 3
 
 
 def test_tls_server_is_verified(tmp_path, connect, caplog):

@@ -41,7 +41,7 @@ LAYERS = (
     ),
     Layer("paged_backend.text", "tokenization, detokenization, chat templates, stop strings", ("paged_backend.api",)),
     Layer("paged_backend.scheduling", "scheduler, block manager, prefix cache; no tensors", ("paged_backend.api",)),
-    Layer("paged_backend.memory", "KV cache tensors, swapping, disk cache"),
+    Layer("paged_backend.memory", "KV cache tensors, swapping, disk and remote cache"),
     Layer("paged_backend.sampling", "logits processing, sampling, log probabilities"),
     Layer("paged_backend.guided", "structured outputs: grammars and their token masks"),
     Layer("paged_backend.models", "attention, fused and quantized layers, LoRA, tensor parallelism"),
