@@ -138,9 +138,28 @@ class EngineConfig:
     device: str = option(one_of("auto", "cpu", "cuda"), "`auto` selects a GPU if there is one.", "auto")
     tensor_parallel_size: int = option(
         integer(1, 64),
-        "Number of GPUs of this machine that share the model. Each runs in its own process and holds a part of every"
-        " layer and of the KV cache.",
+        "Number of GPUs, on all machines together, that share the model. Each runs in its own process and holds a part"
+        " of every layer and of the KV cache.",
         1,
+    )
+    nnodes: int | None = option(
+        integer(1, 64),
+        "Number of machines that share the model, each with as many GPUs. `paged worker` runs on all but this one."
+        " Default: the environment variable `NNODES`, or 1.",
+        None,
+        optional=True,
+    )
+    master_addr: str | None = option(
+        text,
+        "Address of this machine for the others. Default: the environment variable `MASTER_ADDR`.",
+        None,
+        optional=True,
+    )
+    master_port: int | None = option(
+        integer(1, 65535),
+        "Port of this machine for the others. Default: the environment variable `MASTER_PORT`, or 29500.",
+        None,
+        optional=True,
     )
     seed: int = option(
         integer(0, 2**63 - 1), "Seed of dummy weights and of requests that do not have a seed of their own.", 0
@@ -412,6 +431,11 @@ class EngineConfig:
         InputLimits(),
         section="Limits",
     )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The number of processes on this machine that share the model."""
+        return self.tensor_parallel_size // (self.nnodes or 1)
 
     def __post_init__(self) -> None:
         validate(self)

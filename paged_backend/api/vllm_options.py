@@ -187,7 +187,7 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     ("code comes with the model, at its `revision`", {"code_revision": ()}),
     ("set it in the environment, as HF_TOKEN", {"hf_token": ()}),
     (
-        "set tensor_parallel_size to use several GPUs of one machine; for more, run more instances",
+        "set tensor_parallel_size to use several GPUs, and nnodes for several machines; for more, run more instances",
         {
             "distributed_executor_backend": ("mp", "uni"),
             "worker_use_ray": _OFF,
@@ -201,7 +201,6 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
             "data_parallel_external_lb": _OFF,
             "prefill_context_parallel_size": (1,),
             "decode_context_parallel_size": (1,),
-            "nnodes": (1,),
             "node_rank": (0,),
             "enable_dbo": _OFF,
             "disable_custom_all_reduce": _EITHER,

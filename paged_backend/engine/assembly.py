@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +19,14 @@ from paged_backend.api.options import invalid_option
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.secrets import read_secret
 from paged_backend.api.sizes import GIB
+from paged_backend.distributed.process_group import ProcessGroup
+from paged_backend.distributed.topology import Topology
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.model_preparation import ROOT, PreparedModel, prepare_model
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import ParallelRunner
-from paged_backend.engine.recurrent_models import num_state_slots, restrict_options
+from paged_backend.engine.recurrent_models import num_state_slots
 from paged_backend.engine.summary import log_startup
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.runner import Runner
@@ -38,7 +40,7 @@ from paged_backend.memory.redis_store import RedisStore
 from paged_backend.memory.remote import RemoteTier
 from paged_backend.memory.sealed_value import MIN_SECRET_BYTES
 from paged_backend.memory.tier_chain import TierChain
-from paged_backend.models.tensor_parallel import TensorParallelGroup, check_devices
+from paged_backend.models.tensor_parallel import check_devices
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.cache_events import DEVICE, HOST, CacheEvents
 from paged_backend.scheduling.prefill_budget import PrefillBudget
@@ -94,7 +96,8 @@ class Assembly:
         """Return the memory that this process uses, which is rank 0 if there are several."""
         if self.device.type != "cuda":
             return MemoryUsage(resident_memory(), 0, 0)
-        pinned = sum(tensor.nbytes for tensor in self.runner.host.tensors) if self.runner.host else 0
+        caches = [cache for cache in (self.runner.host, self.runner.host_states) if cache]
+        pinned = sum(tensor.nbytes for cache in caches for tensor in cache.tensors)
         return MemoryUsage(resident_memory(), torch.cuda.memory_allocated(self.device), pinned)
 
     def close(self) -> None:
@@ -110,14 +113,16 @@ def assemble(config: EngineConfig, adapter_list: Path | None = None) -> Assembly
     adapter_list: the file that lists LoRA adapters. Raises ConfigError, and UnsupportedModel for a model that fails the
     verification.
     """
+    topology = Topology.of(config)
+    config = replace(config, nnodes=topology.num_nodes)
     device = model_options.pick_device(config)
     check_devices(config, device)
-    if config.tensor_parallel_size == 1:
-        return _assemble(config, adapter_list, TensorParallelGroup(device), None)
+    if topology.size == 1:
+        return _assemble(config, adapter_list, ProcessGroup(device), None)
     model_loader.check_model(config, ROOT)  # checks before it starts processes
-    workers = Workers(config, device)
+    workers = Workers(config, device, topology)
     try:
-        return _assemble(config, adapter_list, workers.tp_group, workers)
+        return _assemble(config, adapter_list, workers.group, workers)
     except Exception as error:
         reason = workers.failure_reason()
         workers.stop(at_once=True)
@@ -127,9 +132,9 @@ def assemble(config: EngineConfig, adapter_list: Path | None = None) -> Assembly
 
 
 def _assemble(
-    config: EngineConfig, adapter_list: Path | None, tp_group: TensorParallelGroup, workers: Workers | None
+    config: EngineConfig, adapter_list: Path | None, group: ProcessGroup, workers: Workers | None
 ) -> Assembly:
-    started, on_cpu = time.monotonic(), tp_group.device.type == "cpu"
+    started, on_cpu = time.monotonic(), group.device.type == "cpu"
     if config.swap_space == 0 or (config.swap_space is None and on_cpu):
         for name in ("disk_cache_dir", "remote_cache_url"):
             if getattr(config, name):
@@ -140,7 +145,7 @@ def _assemble(
         if config.kv_events_config.is_enabled:  # its sockets are bound before the weights are loaded
             publisher = CacheEventPublisher(config.kv_events_config, CacheEvents(), config.block_size)
             failure.callback(publisher.close)
-        prepared = prepare_model(config, tp_group)
+        prepared = prepare_model(config, group)
         # Must precede the end of the process group: NCCL waits for captured calls.
         failure.callback(prepared.runner.release_graphs)
         assembly = _build(config, adapters, prepared, workers, started, publisher)
@@ -157,7 +162,6 @@ def _build(
     publisher: CacheEventPublisher | None,
 ) -> Assembly:
     loaded, device = prepared.loaded, prepared.runner.kv.device
-    config = restrict_options(config, loaded)
     blocks = _block_manager(config, prepared, publisher.events if publisher else None)
     limits = _limits(config, loaded, blocks)
     runner = ParallelRunner(prepared.runner, workers) if workers else prepared.runner
@@ -174,6 +178,7 @@ def _build(
         max_loras=config.max_loras if config.enable_lora else 0,
         fair_tenants=config.fair_tenants,
         state_slots=num_state_slots(config) if loaded.spec.states else 0,
+        host_state_slots=prepared.num_host_state_slots,
     )
     if device.type == "cuda":
         after_ready.watch()

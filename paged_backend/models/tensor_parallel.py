@@ -1,4 +1,4 @@
-"""Tensor parallelism: the process group, its collectives, and the shards of a rank.
+"""Tensor parallelism: the shards of a rank.
 
 transformers shards a model while loading it, following the plan of its architecture (Megatron-LM, Shoeybi et al. 2019:
 query, key, value and MLP input projections by columns, output projections by rows). This gives DTensors, and hooks that
@@ -7,12 +7,8 @@ wrap and unwrap them at each call. `replace_dtensors` replaces them by plain loc
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,72 +20,21 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.models.linear import RowParallelForward
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # time for the slowest rank to load its weights or run a step
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
-
-@dataclass(frozen=True, eq=False)
-class TensorParallelGroup:
-    """One rank of a tensor parallel group. All ranks must call the same collectives in the same order."""
-
-    device: torch.device
-    rank: int = 0
-    size: int = 1
-
-    def join(self, rendezvous: Path) -> None:
-        """Join the process group through a rendezvous file. Raises RuntimeError if a rank does not join in time."""
-        for name, value in LOOPBACK.items():
-            os.environ.setdefault(name, value)
-        gpu = self.device.type == "cuda"
-        if gpu:
-            torch.cuda.set_device(self.device)
-        dist.init_process_group(
-            "nccl" if gpu else "gloo",
-            init_method=f"file://{rendezvous}",
-            rank=self.rank,
-            world_size=self.size,
-            timeout=COLLECTIVE_TIMEOUT,
-            device_id=self.device if gpu else None,
-        )
-
-    def leave(self) -> None:
-        """Destroy the process group."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    def abort(self) -> None:
-        """Make collectives that wait for a dead rank fail. May be called from any thread."""
-        if self.device.type == "cuda" and dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()  # used by NCCL; gloo fails by itself on a closed connection
-
-    def all_reduce_min(self, number: int) -> int:
-        """Return the minimum of all ranks' numbers."""
-        if self.size == 1:
-            return number
-        minimum = torch.tensor(number, device=self.device)
-        dist.all_reduce(minimum, dist.ReduceOp.MIN)
-        return int(minimum)
-
-    def broadcast_tokens(self, tokens: Tensor) -> None:
-        """Overwrite `tokens`, on the device, with those of rank 0. Asynchronous on a GPU."""
-        if self.size > 1 and tokens.numel():
-            dist.broadcast(tokens, 0)
-
-
-def pick_rank_device(device: torch.device, rank: int) -> torch.device:
-    """Return the device of a rank: rank i uses GPU i."""
-    return torch.device("cuda", rank) if device.type == "cuda" else device
+def pick_rank_device(device: torch.device, local_rank: int) -> torch.device:
+    """Return the device of a rank: rank i of a machine uses its GPU i."""
+    return torch.device("cuda", local_rank) if device.type == "cuda" else device
 
 
 def check_devices(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if there are more ranks than GPUs."""
+    """Raise ConfigError if there are more ranks on this machine than GPUs."""
     size = config.tensor_parallel_size
     if size == 1:
         return
-    if device.type == "cuda" and size > torch.cuda.device_count():
-        raise ConfigError(
-            f"tensor_parallel_size={size}: must be at most {torch.cuda.device_count()}, the number of visible GPUs"
-        )
+    gpus, nodes = torch.cuda.device_count(), config.nnodes or 1
+    if device.type == "cuda" and config.ranks_per_node > gpus:
+        limit = f"{gpus}, the number of visible GPUs" if nodes == 1 else f"{nodes} x {gpus}, the visible GPUs"
+        raise ConfigError(f"tensor_parallel_size={size}: must be at most {limit}")
     if device.type == "cpu" and torch.cuda.is_available():
         raise ConfigError(
             f'tensor_parallel_size={size}: device="cpu" requires that no GPU is visible (CUDA_VISIBLE_DEVICES="")'

@@ -65,6 +65,11 @@ class SchedulerStats:
     remote_bytes: int = 0  # bytes in the remote store that this server has written
     remote_seconds: float = 0.0  # measured duration of reading a block from the remote store; 0: not measured
     compilations: int = 0  # kernels compiled since the model was ready
+    state_slots_total: int = 0  # slots for states of recurrent layers
+    state_slots_used: int = 0  # state slots of running sequences
+    state_checkpoints: int = 0  # state slots of checkpoints, which the prefix cache or sessions keep
+    host_state_slots_total: int = 0  # slots of the host for states
+    host_state_slots_used: int = 0  # slots of the host that hold states of preempted requests
 
     def idle(self) -> SchedulerStats:
         """Return these statistics with no request open."""
@@ -81,6 +86,10 @@ class SchedulerStats:
     @property
     def blocks_free(self) -> int:
         return self.blocks_total - self.blocks_used - self.blocks_cached
+
+    @property
+    def state_slots_free(self) -> int:
+        return self.state_slots_total - self.state_slots_used - self.state_checkpoints
 
     @property
     def usage(self) -> float:

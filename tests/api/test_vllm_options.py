@@ -116,7 +116,6 @@ REJECTED = {
     "model_impl": "vllm",
     "model_loader_extra_config": {"concurrency": 8},
     "multi_step_stream_outputs": "sometimes",
-    "nnodes": 2,
     "node_rank": 1,
     "num_lookahead_slots": 4,
     "num_scheduler_steps": 8,

@@ -7,14 +7,14 @@ import torch
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.engine import runner_builder
 from paged_backend.engine.model_preparation import prepare_model
-from paged_backend.models.tensor_parallel import TensorParallelGroup
 from tests.support.in_process import TINY
 
 
 @dataclass(frozen=True, eq=False)
-class GroupWithSmallerRank(TensorParallelGroup):
+class GroupWithSmallerRank(ProcessGroup):
     """A group with another rank, whose numbers are smaller."""
 
     other: int = 0

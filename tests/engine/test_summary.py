@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from paged_backend.api.config import EngineConfig
+from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.engine.model_preparation import prepare_model
 from paged_backend.engine.summary import log_startup, summary, unused_options
-from paged_backend.models.tensor_parallel import TensorParallelGroup
+from tests.support.families import HYBRID_FAMILIES
+from tests.support.in_process import save_tiny
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -22,7 +24,7 @@ def config(tiny):
 
 @pytest.fixture(scope="module")
 def prepared(config):
-    return prepare_model(config, TensorParallelGroup(CPU))
+    return prepare_model(config, ProcessGroup(CPU))
 
 
 def test_options_of_the_other_device_are_reported():
@@ -58,6 +60,20 @@ def test_lines_of_further_parts(config, prepared):
     named = replace(more, speculative_model="small")
     lines = summary(named, replace(prepared, loaded=replace(loaded, draft=prepared.loaded)))
     assert any(line.startswith("Speculative decoding: 3 draft tokens per step, small (Llama") for line in lines)
+
+
+def test_line_of_recurrent_layers(tmp_path):
+    save_tiny(HYBRID_FAMILIES["lfm2"](), tmp_path)
+    config = EngineConfig(
+        model=str(tmp_path),
+        dtype="float32",
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        swap_space=0.01,
+        max_model_len=32,
+    )
+    lines = dict(line.split(": ", 1) for line in summary(config, prepare_model(config, ProcessGroup(CPU))))
+    assert lines["States of recurrent layers"] == "8 slots, 0.00 GiB; host memory 4 slots, 0.00 GiB"
 
 
 def test_messages_are_for_the_user(config, prepared, caplog):

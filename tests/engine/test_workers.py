@@ -1,6 +1,5 @@
 """Tensor parallelism: two ranks generate the same tokens as one process, and end together."""
 
-import os
 import signal
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ import torch
 import transformers as hf
 
 from paged_backend.api.errors import ConfigError
-from paged_backend.engine import workers as parallel_workers
+from paged_backend.engine import rank
 from paged_backend.engine.outputs import EngineDied
 from paged_backend.execution import runner
 from tests.support.beams import beams
@@ -51,7 +50,7 @@ def shared(request, directory):
     assembly = tiny_assembly(directory, **options | draft(directory, options), tensor_parallel_size=2)
     yield assembly
     assembly.close()
-    assert assembly.workers.workers[0].process.returncode in (0, -signal.SIGKILL)
+    assert assembly.workers.processes[1].returncode in (0, -signal.SIGKILL)
 
 
 def draft(directory, options):
@@ -155,7 +154,7 @@ def test_dummy_weights_and_drafts_are_shared_and_a_dead_rank_fails_the_engine(di
     with running(shared) as engine:
         assert engine.generate(PROMPTS, max_tokens=8) == expected
         assert engine.history[-1].stats.accepted_tokens > 0
-        shared.workers.workers[0].process.kill()
+        shared.workers.processes[1].kill()
         message = engine.steps.get(timeout=WAIT)
         while not isinstance(message, EngineDied):
             message = engine.steps.get(timeout=WAIT)
@@ -163,23 +162,8 @@ def test_dummy_weights_and_drafts_are_shared_and_a_dead_rank_fails_the_engine(di
         assert not engine.engine.alive
 
 
-def test_worker_process_exits_with_rank_0_and_leaves_no_file(tmp_path):
-    """Rank 0 holds the other end of a pipe, which the system closes however rank 0 ends."""
-    scratch = tmp_path / "paged-ranks-x"
-    scratch.mkdir()
-    (scratch / "rendezvous").touch()
-    worker = parallel_workers.start(1, scratch)
-    os.close(worker.lifeline)
-    try:
-        assert worker.process.wait(WAIT) == 0
-        assert not scratch.exists()
-    finally:
-        worker.process.kill()
-        worker.channel.close()
-
-
 def test_rank_that_does_not_start_is_named(directory, monkeypatch):
-    monkeypatch.setattr(parallel_workers, "find_python", lambda: "/bin/false")
+    monkeypatch.setattr(rank, "find_python", lambda: "/bin/false")
     with pytest.raises(ConfigError, match="tensor_parallel_size: rank 1 did not start: its process ended with code 1"):
         tiny_assembly(directory, tensor_parallel_size=2)
 

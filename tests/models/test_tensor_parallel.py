@@ -46,16 +46,17 @@ def test_ranks_on_a_cpu_need_gpus_to_be_hidden(monkeypatch):
     parallel.check_devices(config_of(1), torch.device("cpu"))
 
 
-def test_group_of_one_rank_needs_no_process_group():
-    group, tokens = parallel.TensorParallelGroup(torch.device("cpu")), torch.tensor([1, 2])
-    assert group.all_reduce_min(7) == 7
-    group.broadcast_tokens(tokens)
-    assert tokens.tolist() == [1, 2]
-    group.leave()
-
-
 def test_more_ranks_than_gpus_are_rejected(monkeypatch):
     config = EngineConfig.from_options({"model": "x", "tensor_parallel_size": 4})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="tensor_parallel_size=4: must be at most 2, the number of visible GPUs"):
         parallel.check_devices(config, torch.device("cuda", 0))
+
+
+def test_limit_counts_the_gpus_of_all_machines(monkeypatch):
+    config = EngineConfig.from_options({"model": "x", "tensor_parallel_size": 8, "nnodes": 2})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=8: must be at most 2 x 2, the visible GPUs"):
+        parallel.check_devices(config, torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    parallel.check_devices(config, torch.device("cuda", 0))

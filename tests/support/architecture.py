@@ -41,6 +41,11 @@ LAYERS = (
     ),
     Layer("paged_backend.text", "tokenization, detokenization, chat templates, stop strings", ("paged_backend.api",)),
     Layer("paged_backend.scheduling", "scheduler, block manager, prefix cache; no tensors", ("paged_backend.api",)),
+    Layer(
+        "paged_backend.distributed",
+        "ranks on several machines: process groups, step inputs",
+        ("paged_backend.utils", "paged_backend.api"),
+    ),
     Layer("paged_backend.memory", "KV cache tensors, swapping, disk and remote cache"),
     Layer("paged_backend.sampling", "logits processing, sampling, log probabilities"),
     Layer("paged_backend.guided", "structured outputs: grammars and their token masks"),

@@ -1,0 +1,98 @@
+"""Which ranks of an engine run on which machine, configured as torchrun does.
+
+    machine (node)     0                    1
+    ranks              0 (server), 1        2, 3           tensor_parallel_size=4, nnodes=2
+    GPU, LOCAL_RANK    0, 1                 0, 1
+
+Rank 0 runs in the server's process, and `paged worker` runs the ranks of the other machines. All meet at the TCPStore
+of rank 0, at `master_addr` and `master_port`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
+
+DEFAULT_PORT = 29500  # of torchrun
+LOOPBACK = "127.0.0.1"
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The machines and ranks of one engine."""
+
+    size: int  # ranks on all machines
+    num_nodes: int = 1
+    master_addr: str = LOOPBACK
+    master_port: int = 0  # 0: any free port, with one machine
+
+    @classmethod
+    def of(cls, config: EngineConfig, environment: Mapping[str, str] = os.environ) -> Topology:
+        """Return the topology that the options ask for, and where they are not set the environment variables of
+        torchrun: NNODES, MASTER_ADDR and MASTER_PORT. Raises ConfigError."""
+        nodes = config.nnodes if config.nnodes is not None else read_number(environment, "NNODES", 1)
+        size = config.tensor_parallel_size
+        if size % nodes:
+            raise ConfigError(f"tensor_parallel_size={size}: must be a multiple of {nodes}, the number of machines")
+        if node_rank := read_number(environment, "NODE_RANK", 0):
+            raise ConfigError(f"NODE_RANK={node_rank}: the server is node 0; run `paged worker` on the other machines")
+        if nodes == 1:
+            return cls(size)
+        address = config.master_addr or environment.get("MASTER_ADDR")
+        if not address:
+            raise ConfigError(f"master_addr: missing; nnodes={nodes} needs an address of this machine for the others")
+        port = config.master_port or read_number(environment, "MASTER_PORT", DEFAULT_PORT)
+        return cls(size, nodes, address, port)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The number of ranks on each machine."""
+        return self.size // self.num_nodes
+
+    def ranks_of(self, node: int) -> range:
+        """Return the ranks of a machine."""
+        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
+
+
+def read_number(environment: Mapping[str, str], name: str, default: int) -> int:
+    """Return an environment variable as a number. Raises ConfigError if it is not a positive number or 0."""
+    text = environment.get(name, "")
+    if text and not text.isdecimal():
+        raise ConfigError(f"{name}={text!r}: must be a number")
+    return int(text) if text else default
+
+
+def listen(topology: Topology) -> socket.socket:
+    """Return a socket that listens at the address of rank 0. Raises ConfigError if it cannot be bound."""
+    try:
+        return socket.create_server((topology.master_addr, topology.master_port), backlog=topology.size + 16)
+    except OSError as error:
+        place = f"{topology.master_addr}:{topology.master_port}"
+        raise ConfigError(f"master_addr, master_port: cannot listen at {place} on this machine: {error}") from error
+
+
+def interface_to(address: str) -> str | None:
+    """Return the network interface through which this machine reaches an address; None if it is not found."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing
+            own = probe.getsockname()[0]
+        except OSError:
+            return None
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+            except OSError:  # has no IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == own:
+                return name
+    return None

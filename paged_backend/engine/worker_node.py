@@ -1,0 +1,109 @@
+"""Runs the ranks of a machine other than the server's: `paged worker`.
+
+It waits for a server at MASTER_ADDR and MASTER_PORT, starts the ranks of this machine, and waits for their end. Then it
+waits for the next server, so that a model that is loaded again finds its ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
+from paged_backend.distributed.topology import DEFAULT_PORT, Topology, read_number
+from paged_backend.engine.rank import START_KEY, start_rank
+
+log = logging.getLogger("paged_llm")
+
+RETRY_SECONDS = 0.5
+CONNECT_SECONDS = 2
+END_SECONDS = 15  # time for the other ranks to end after one has
+
+
+class WorkerNode:
+    """The ranks of one machine, for one server after another."""
+
+    def __init__(self, address: str, port: int, node_rank: int, model: str | None = None):
+        """model: the directory of the model on this machine, if it is another one than on the server's."""
+        self._address, self._port = address, port
+        self._node_rank = node_rank
+        self._model = model
+        self._last_id = ""  # of the last server that was found
+
+    def run(self) -> None:
+        """Serve until the process is ended. Raises ConfigError if the server's options exclude this machine."""
+        while True:
+            log.info("node %d waits for a server at %s:%d", self._node_rank, self._address, self._port)
+            config = self._find_server()
+            log.info("node %d joins the server", self._node_rank)
+            self._run_ranks(config)
+
+    def _find_server(self) -> EngineConfig:
+        while True:
+            start = self._read_start()
+            if start and start["id"] != self._last_id:
+                self._last_id = start["id"]
+                return EngineConfig.from_options(start["config"])
+            time.sleep(RETRY_SECONDS)
+
+    def _read_start(self) -> dict[str, Any] | None:
+        """Return the message of a server that starts; None if there is none."""
+        try:
+            # TCPStore would print a stack trace for each attempt without a server.
+            socket.create_connection((self._address, self._port), CONNECT_SECONDS).close()
+            seconds = timedelta(seconds=CONNECT_SECONDS)
+            store = dist.TCPStore(self._address, self._port, is_master=False, timeout=seconds)
+            found: dict[str, Any] = json.loads(store.get(START_KEY))
+        except (OSError, RuntimeError, ValueError):
+            return None
+        return found
+
+    def _run_ranks(self, config: EngineConfig) -> None:
+        topology = Topology(config.tensor_parallel_size, config.nnodes or 1, self._address, self._port)
+        if self._node_rank >= topology.num_nodes:
+            raise ConfigError(f"node_rank={self._node_rank}: must be below nnodes={topology.num_nodes} of the server")
+        environment = {
+            "MASTER_ADDR": self._address,
+            "MASTER_PORT": str(self._port),
+            "WORLD_SIZE": str(topology.size),
+        }
+        arguments = [self._model] if self._model else []
+        processes = [
+            start_rank(rank, local_rank, environment, *arguments)
+            for local_rank, rank in enumerate(topology.ranks_of(self._node_rank))
+        ]
+        while all(process.poll() is None for process in processes):
+            time.sleep(RETRY_SECONDS)
+        deadline = time.monotonic() + END_SECONDS
+        for process in processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        log.info("the ranks of node %d have ended: %s", self._node_rank, [process.returncode for process in processes])
+
+
+def main(model: str | None = None) -> None:
+    """Run the ranks of the machine that the environment names: MASTER_ADDR, MASTER_PORT, NODE_RANK."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        port = read_number(os.environ, "MASTER_PORT", DEFAULT_PORT)
+        node_rank = read_number(os.environ, "NODE_RANK", 1)
+        WorkerNode(os.environ["MASTER_ADDR"], port, node_rank, model).run()
+    except ConfigError as error:
+        sys.exit(f"paged worker: {error}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

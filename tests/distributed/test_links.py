@@ -1,0 +1,52 @@
+"""The connections between rank 0 and the other ranks."""
+
+import socket
+import threading
+
+import pytest
+
+from paged_backend.distributed.links import LinkListener, Meeting, connect
+
+
+@pytest.fixture
+def listener():
+    found = LinkListener("127.0.0.1")
+    yield found
+    found.close()
+
+
+def test_ranks_are_found_in_any_order_and_strangers_are_not(listener):
+    meeting, made = listener.meeting, []
+
+    def arrive():
+        stranger = socket.create_connection((meeting.host, meeting.port))
+        stranger.close()
+        made.append(connect(Meeting(meeting.host, meeting.port, "wrong"), 1, 5))
+        made.extend(connect(meeting, rank, 5) for rank in (2, 1, 1))  # the second one comes too late
+
+    thread = threading.Thread(target=arrive)
+    thread.start()
+    found = listener.accept(2, lambda found: None)
+    thread.join()
+    assert sorted(found) == [1, 2]
+    made[1].send_bytes(b"from 2")
+    made[2].send_bytes(b"from 1")
+    assert [found[rank].recv_bytes() for rank in (1, 2)] == [b"from 1", b"from 2"]
+    made[1].close()
+    with pytest.raises(EOFError):
+        found[2].recv_bytes()
+
+
+def test_waiting_can_be_given_up(listener):
+    def give_up(found):
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        listener.accept(1, give_up)
+
+
+def test_rank_0_that_cannot_be_reached_is_an_error(listener):
+    meeting = listener.meeting
+    listener.close()
+    with pytest.raises(OSError, match="refused"):
+        connect(meeting, 1, 0)

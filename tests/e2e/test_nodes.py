@@ -1,0 +1,144 @@
+"""A model on several machines, which are network namespaces: tokens, and what happens when a machine is lost."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+
+from paged_bench import _machines as network
+from paged_client.serving.ports import choose_ports
+from paged_client.serving.tritonserver import TritonServer
+from tests.support import delayed_link
+from tests.support.in_process import save_tiny
+from tests.support.triton import raw_stream
+from tests.support.waiting import until
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of a machine with GPUs are on its GPUs"),
+    pytest.mark.skipif(not network.available(), reason=network.MISSING),
+]
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+PROMPTS = ["one, two", "a longer prompt, which takes several blocks of four tokens", "x"]
+OPTIONS = {"dtype": "float32", "device": "cpu", "block_size": 4, "num_gpu_blocks_override": 160}
+
+
+@pytest.fixture(scope="module")
+def model(tiny, tmp_path_factory):
+    """A model whose heads can be divided by 2 and by 3, with the tokenizer of the tiny model."""
+    directory = tmp_path_factory.mktemp("heads")
+    config = hf.Qwen2Config(
+        vocab_size=hf.AutoConfig.from_pretrained(tiny[0]).vocab_size,
+        hidden_size=96,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        max_position_embeddings=256,
+    )
+    save_tiny(config, directory)
+    hf.AutoTokenizer.from_pretrained(tiny[0]).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    with TritonServer(model, OPTIONS) as server:
+        return [generate(server, prompt) for prompt in PROMPTS]
+
+
+def generate(server, prompt):
+    with raw_stream(server) as stream:
+        stream.send(text_input=prompt, sampling_parameters=GREEDY | {"max_tokens": 16})
+        return stream.all()[0].text
+
+
+@contextmanager
+def workers(machines, port, log, address=network.SERVER):
+    """Run `paged worker` on each machine, with the environment of torchrun."""
+    with ExitStack() as stack:
+        for number, machine in enumerate(machines, 1):
+            environment = {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+            command = machine.command(sys.executable, "-m", "paged_client", "worker", "--node-rank", str(number))
+            process = subprocess.Popen(command, env=environment, stderr=stack.enter_context(log.open("ab")))
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        yield
+
+
+def distributed(model, port, nodes, address=network.SERVER):
+    shared = {"tensor_parallel_size": nodes, "nnodes": nodes, "master_addr": address, "master_port": port}
+    return TritonServer(model, OPTIONS | shared)
+
+
+def ranks(port):
+    """Return the processes of the ranks on all machines but the server's."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if b"paged_backend.engine.rank" in command and f"MASTER_PORT={port}".encode() in environment:
+            found.append(int(process.name))
+    return found
+
+
+def assert_one_clear_error(stream, message):
+    errors = [str(response.error) for response in stream.all() if response.error]
+    assert len(errors) == 1
+    assert message in errors[0]
+
+
+@contextmanager
+def endless_stream(server):
+    with raw_stream(server) as stream:
+        stream.send(text_input="one", stream=True, sampling_parameters=GREEDY | {"max_tokens": 240})
+        assert stream.next().text is not None
+        yield stream
+
+
+def test_two_machines_match_one_and_a_cut_link_is_noticed(model, expected, tmp_path):
+    port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
+    with network.machines(1) as machines, workers(machines, port, tmp_path / "log"):
+        with distributed(model, port, 2) as server:
+            assert [generate(server, prompt) for prompt in PROMPTS] == expected
+            with endless_stream(server) as stream:
+                machines[0].cut()
+                assert_one_clear_error(stream, "rank 1 of 2 has ended: machine 1 cannot be reached")
+        machines[0].mend()
+        until(lambda: not ranks(port), "the end of the rank")
+        with distributed(model, port, 2) as server:
+            assert generate(server, PROMPTS[0]) == expected[0]
+
+
+@pytest.mark.nightly
+def test_three_machines_match_one_and_a_killed_worker_is_noticed(model, expected, tmp_path):
+    port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
+    with network.machines(2) as machines, workers(machines, port, tmp_path / "log"):
+        with distributed(model, port, 3) as server:
+            assert [generate(server, prompt) for prompt in PROMPTS] == expected
+            with endless_stream(server) as stream:
+                os.kill(ranks(port)[0], signal.SIGKILL)
+                assert_one_clear_error(stream, "of 3 has ended: its process on machine")
+        until(lambda: not ranks(port), "the end of the ranks")
+        with distributed(model, port, 3) as server:
+            assert generate(server, PROMPTS[0]) == expected[0]
+
+
+@pytest.mark.nightly
+def test_latency_changes_no_token(model, expected, tmp_path):
+    port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
+    address = delayed_link.SERVER
+    with (
+        delayed_link.delayed_machine(50) as machine,
+        workers([machine], port, tmp_path / "log", address),
+        distributed(model, port, 2, address) as server,
+    ):
+        assert generate(server, PROMPTS[0]) == expected[0]
