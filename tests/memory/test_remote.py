@@ -344,24 +344,31 @@ def test_values_expire_after_their_last_use(server, connect):
     assert server.client.ttl(key) > 10
 
 
-def test_pauses_grow_while_the_store_fails(tmp_path, connect, monkeypatch):
+def test_pauses_grow_while_the_store_fails_and_start_again_later(tmp_path, connect, monkeypatch):
     monkeypatch.setattr(remote, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(remote, "MAX_RETRY_SECONDS", 0.08)
     pauses, waited = [], threading.Event.wait
 
     def wait(event, timeout=None):
-        if threading.current_thread().name == "remote-retry":
+        if timeout in (0.01, 0.02, 0.04, 0.08):
             pauses.append(timeout)
         return waited(event, timeout)
 
     with running_redis(tmp_path) as server:
         tier = connect(server.url)
-        server.kill()
         monkeypatch.setattr(threading.Event, "wait", wait)
+        server.kill()
         assert tier.read(chain(1)) == []
-        until(lambda: [pause for pause in pauses if pause in (0.01, 0.02, 0.04, 0.08)][4:] != [])
-    grown = [pause for pause in pauses if pause in (0.01, 0.02, 0.04, 0.08)]
-    assert grown[:5] == [0.01, 0.02, 0.04, 0.08, 0.08]
+        until(lambda: len(pauses) >= 5)
+        assert pauses[:5] == [0.01, 0.02, 0.04, 0.08, 0.08]
+        server.start()
+        until(lambda: tier.up)
+        time.sleep(0.1)  # longer than MAX_RETRY_SECONDS
+        pauses.clear()
+        server.kill()
+        assert tier.read(chain(1)) == []
+        until(lambda: len(pauses) >= 2)
+        assert pauses[:2] == [0.01, 0.02]
 
 
 def test_reads_and_writes_from_several_threads(server, connect):
