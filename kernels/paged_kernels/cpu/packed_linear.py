@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_kernels.cpu.huge_pages import request_huge_pages
+from paged_kernels.cpu.huge_pages import HugePageAllocator
 
 GROUP = 16  # number of outputs whose weights are stored together
 INT4_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the inputs of a step in 32 bits, from the lowest 4 bits on
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # values of the codes of FP4
+
+_weights = HugePageAllocator()
 
 
 class PackedLinear(NamedTuple):
@@ -54,7 +56,7 @@ def pack_quantized(codes: Tensor, scales: Tensor, mins: Tensor | None, block_inp
         padded = F.pad(digits, (0, -in_features % 8, 0, -out_features % GROUP), value=zero)
         in_order = padded.unflatten(1, (-1, 8))[..., INT4_ORDER].unflatten(-1, (4, 2))  # [outputs, steps, 4, 2]
         packed_bytes = in_order[..., 0] | in_order[..., 1] << 4
-        groups = _in_huge_pages(packed_bytes.view(torch.int32).view(-1, GROUP, in_order.shape[1]).transpose(1, 2))
+        groups = _weights.copy(packed_bytes.view(torch.int32).view(-1, GROUP, in_order.shape[1]).transpose(1, 2))
         if codes.dtype == torch.uint8:
             groups = groups.view(torch.uint8).view(torch.float4_e2m1fn_x2)
     else:
@@ -82,11 +84,4 @@ def _pack_groups(rows: Tensor, together: int, *, multiple: int = 1) -> Tensor:
     """Return [groups, columns / together, 16] or [..., together], with columns padded to a multiple."""
     padded = F.pad(rows, (0, -rows.shape[1] % multiple, 0, -rows.shape[0] % GROUP))
     groups = padded.view(len(padded) // GROUP, GROUP, padded.shape[1] // together, together).transpose(1, 2)
-    return _in_huge_pages(groups)
-
-
-def _in_huge_pages(values: Tensor) -> Tensor:
-    """Return a dense copy."""
-    copy = torch.empty_like(values, memory_format=torch.contiguous_format)
-    request_huge_pages(copy)
-    return copy.copy_(values)
+    return _weights.copy(groups)

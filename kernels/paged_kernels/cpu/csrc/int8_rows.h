@@ -114,7 +114,7 @@ void multiply_int8_tile(const Linear& call, const Panel& panel, int64_t group) {
   const int64_t size = segment_inputs(call), segments = segments_of(call), segment_steps = size / Weights::inputs;
   const int64_t steps = padded_inputs(call) / Weights::inputs, group_bytes = steps * Weights::bytes;
   const int64_t blocks = (call.in_features + call.block_inputs - 1) / call.block_inputs, block_segments = call.block_inputs / size;
-  const int64_t ahead = panel.ahead ? panel.ahead : bytes_ahead / GROUPS;
+  const int64_t next_scales = GROUPS * blocks * linear_group * (call.wide_scales ? 4 : 2);
   const char* weights = (const char*)call.weight + group * group_bytes;
   const uint32_t* units = (const uint32_t*)panel.units;
   const float* scales = panel.units + steps * Weights::operands * ROWS;
@@ -124,7 +124,11 @@ void multiply_int8_tile(const Linear& call, const Panel& panel, int64_t group) {
   for (int64_t block = 0; block < blocks; block++) {
     vf block_scales[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; v++) block_scales[v] = scale_at(call, call.scales, ((group + v / vectors) * blocks + block) * linear_group + v % vectors * W);
+    for (int v = 0; v < V; v++) {
+      const int64_t at = ((group + v / vectors) * blocks + block) * linear_group + v % vectors * W;
+      block_scales[v] = scale_at(call, call.scales, at);
+      __builtin_prefetch((const char*)call.scales + at * (call.wide_scales ? 4 : 2) + next_scales);
+    }
     const int64_t end = segments < (block + 1) * block_segments ? segments : (block + 1) * block_segments;
     for (int64_t segment = block * block_segments; segment < end; segment++) {
       vi products[V][ROWS];
@@ -134,6 +138,7 @@ void multiply_int8_tile(const Linear& call, const Panel& panel, int64_t group) {
         for (int row = 0; row < ROWS; row++) products[v][row] = splat(starts[segment * ROWS + row]);
       const int64_t first = segment * segment_steps, number = steps - first < segment_steps ? steps - first : segment_steps;
       const char* from = weights + first * Weights::bytes;
+      const int64_t ahead = panel.ahead ? panel.ahead : tile_ahead(bytes_ahead / GROUPS, first * Weights::bytes, group_bytes, GROUPS);
       const uint32_t* with = units + first * Weights::operands * ROWS;
       add_int8_steps<Weights, ROWS, V>(from, group_bytes, with, number, ahead, products);
 #pragma GCC unroll 16

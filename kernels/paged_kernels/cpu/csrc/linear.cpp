@@ -121,7 +121,8 @@ void multiply_float_tile(const Linear& call, const Panel& panel, int64_t group) 
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t first = block * block_steps, number = steps - first < block_steps ? steps - first : block_steps;
       vf products[V][ROWS] = {};
-      add_steps<Weights, ROWS, V>(weights + first * Weights::bytes, group_bytes, panel.units + first * Weights::operands * ROWS, number, ahead, products);
+      const int64_t block_ahead = panel.ahead ? ahead : tile_ahead(ahead, first * Weights::bytes, group_bytes, GROUPS);
+      add_steps<Weights, ROWS, V>(weights + first * Weights::bytes, group_bytes, panel.units + first * Weights::operands * ROWS, number, block_ahead, products);
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) {
         const int64_t at = ((group + v / vectors) * blocks + block) * linear_group + v % vectors * W;

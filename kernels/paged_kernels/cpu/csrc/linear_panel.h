@@ -42,5 +42,10 @@ INLINE vf scale_at(const Linear& call, const void* scales, int64_t index) {
   return call.wide_scales ? load<vf>((const float*)scales + index) : widen<Type::f16>((const uint16_t*)scales + index);
 }
 
+// The prefetch distance at an offset in each of `groups` groups: past their end, it leads to the next tile.
+INLINE int64_t tile_ahead(int64_t ahead, int64_t offset, int64_t group_bytes, int groups) {
+  return offset + ahead < group_bytes ? ahead : ahead + (groups - 1) * group_bytes;
+}
+
 }  // namespace
 }  // namespace paged
