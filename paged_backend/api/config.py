@@ -277,8 +277,8 @@ class EngineConfig:
     )
     kv_cache_memory_bytes: int | None = option(
         in_bytes(integer(1)),
-        "Bytes of the KV cache, on each GPU. Default: on a GPU what `gpu_memory_utilization` leaves, on a CPU half of"
-        " the available memory but at most 4 GiB.",
+        "Bytes of the KV cache and of recurrent states, on each GPU. Default: on a GPU what `gpu_memory_utilization`"
+        " leaves, on a CPU half of the available memory but at most 4 GiB.",
         None,
         optional=True,
     )

@@ -68,8 +68,9 @@ def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
     host_slots = num_host_state_slots(config, loaded, device)
     host_states = host_slots * bytes_per_slot(loaded.spec.states)
     if kv_cache.bytes_per_block(layout.shapes, config.block_size, kv_dtype):
-        reserved, pages = warmed.gpu_bytes + states, layout.blocks.pages
-        num_blocks = kv_cache.num_blocks(config, layout.shapes, kv_dtype, device, reserved, pages=pages)
+        num_blocks = kv_cache.num_blocks(
+            config, layout.shapes, kv_dtype, device, warmed.gpu_bytes, states=states, pages=layout.blocks.pages
+        )
         num_host_blocks = kv_cache.num_host_blocks(config, layout.shapes, kv_dtype, device, host_states)
     else:
         without_memory = blocks_without_memory(config, loaded.spec.max_model_len)

@@ -74,17 +74,21 @@ def log_restrictions(loaded: LoadedModel, device: torch.device) -> None:
 
 def state_bytes(config: EngineConfig, loaded: LoadedModel, free: int) -> int:
     """Return the bytes of the states of all sequences that may run, of draft tokens, and of checkpoints. free: bytes
-    that are available. Raises ConfigError if the states take more."""
+    that are available. Raises ConfigError if the states take more, or more than the pool that was asked for."""
     slot = bytes_per_slot(loaded.spec.states)
     total = num_state_slots(config) * slot if slot else 0
-    if total > free:
+    limit, limited_by = free, f"the {free / GIB:.1f} GiB that are free"
+    pool = None if config.num_gpu_blocks_override else config.kv_cache_memory_bytes
+    if pool is not None and pool < free:
+        limit, limited_by = pool, f"kv_cache_memory_bytes={pool}"
+    if total > limit:
         drafts = _num_draft_slots(config)
         checkpoints = num_state_slots(config) - config.max_num_seqs - drafts
         for_drafts = f", for each of {drafts} draft tokens (num_speculative_tokens)" if drafts else ""
         raise ConfigError(
             f"max_num_seqs={config.max_num_seqs}: the recurrent layers keep {slot} bytes for each sequence{for_drafts}"
             f" and for each of {checkpoints} checkpoints (max_state_checkpoints),"
-            f" {total / GIB:.1f} GiB in all; must fit into the {free / GIB:.1f} GiB that are free; lower it"
+            f" {total} bytes in all; must fit into {limited_by}; lower one of these numbers"
         )
     return total
 

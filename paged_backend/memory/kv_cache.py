@@ -180,14 +180,22 @@ def num_blocks(
     device: torch.device,
     reserved: int = 0,
     *,
+    states: int = 0,
     pages: int = 1,
 ) -> int:
-    """Return the size of the device pool in pages of these layers. reserved: bytes of the device for other purposes.
-    pages: pages of a block. Raises ConfigError if no block fits or the requested pool does not fit."""
+    """Return the size of the device pool in pages of these layers.
+
+    Args:
+        reserved: bytes of the device for other purposes.
+        states: bytes of recurrent states, which `kv_cache_memory_bytes` includes.
+        pages: pages of a block.
+
+    Raises ConfigError if no block fits or the requested pool does not fit.
+    """
     page = bytes_per_block(layers, config.block_size, dtype)
     block = page * pages
-    wanted = _wanted_bytes(config, block)
-    free = free_bytes(config, device, reserved)
+    wanted = _wanted_bytes(config, block, states)
+    free = free_bytes(config, device, reserved + states)
     if wanted is not None and wanted > free:
         asked = "num_gpu_blocks_override" if config.num_gpu_blocks_override else "kv_cache_memory_bytes"
         raise ConfigError(
@@ -197,8 +205,8 @@ def num_blocks(
     budget = wanted if wanted is not None else free if device.type == "cuda" else min(CPU_POOL_LIMIT, free // 2)
     if budget < block:
         raise ConfigError(
-            f"kv_cache_memory_bytes={budget}: one block of {config.block_size} tokens takes {block} bytes;"
-            " give the pool more memory"
+            f"kv_cache_memory_bytes={budget + states}: one block of {config.block_size} tokens takes {block} bytes"
+            f"{f', and the recurrent states take {states}' if states else ''}; give the pool more memory"
         )
     return budget // page
 
@@ -238,10 +246,10 @@ def free_bytes(config: EngineConfig, device: torch.device, reserved: int = 0) ->
     return max(0, available_memory() // config.ranks_per_node - reserved)
 
 
-def _wanted_bytes(config: EngineConfig, block: int) -> int | None:
+def _wanted_bytes(config: EngineConfig, block: int, states: int) -> int | None:
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override * block
-    return config.kv_cache_memory_bytes
+    return None if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes - states
 
 
 def _free_on_gpu(utilization: float, device: torch.device) -> int:

@@ -11,6 +11,7 @@ from paged_backend.api.errors import ConfigError, ErrorCode
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.recurrent_models import log_restrictions
 from paged_backend.memory import kv_cache
+from paged_backend.memory.state_cache import bytes_per_slot
 from tests.support.families import HYBRID_FAMILIES
 from tests.support.in_process import WAIT, generate_with_transformers, running, save_tiny, tiny_assembly
 from tests.support.packed_steps import random_prompts
@@ -135,7 +136,7 @@ def test_draft_model_with_states_is_rejected(tiny, lfm2):
 
 def test_states_that_do_not_fit_are_an_error_at_load(lfm2, monkeypatch):
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 10_000)
-    problem = r"max_num_seqs=8: the recurrent layers keep 2304 bytes for each sequence and .* free; lower it"
+    problem = r"max_num_seqs=8: the recurrent layers keep 2304 bytes for each sequence and .* free; lower one of"
     with pytest.raises(ConfigError, match=problem):
         assembly_of(lfm2, max_num_seqs=8)
 
@@ -147,6 +148,19 @@ def test_states_are_part_of_the_memory_budget(lfm2, monkeypatch):
     assert assembly.runner.states.num_slots == 8 + 8  # sequences and checkpoints
     block = assembly.runner.kv.tensors[0][0].nbytes * 2
     assert assembly.scheduler.blocks.num_blocks == 100_000 // block
+
+
+def test_states_are_part_of_the_pool_that_was_asked_for(lfm2):
+    options = {"num_gpu_blocks_override": None, "max_model_len": 64, "max_num_seqs": 4, "max_state_checkpoints": 4}
+    size = 1 << 20
+    with_states = tiny_assembly(lfm2, **options, kv_cache_memory_bytes=size)
+    slot = bytes_per_slot(with_states.loaded.spec.states)
+    block = kv_cache.bytes_per_block(with_states.loaded.layers, with_states.scheduler.blocks.block_size, torch.float32)
+    assert with_states.scheduler.blocks.num_blocks == (size - 8 * slot) // block
+    with pytest.raises(ConfigError, match=f"must fit into kv_cache_memory_bytes={7 * slot}; lower"):
+        tiny_assembly(lfm2, **options, kv_cache_memory_bytes=7 * slot)
+    with pytest.raises(ConfigError, match=rf"takes \d+ bytes, and the recurrent states take {8 * slot}; give the pool"):
+        tiny_assembly(lfm2, **options, kv_cache_memory_bytes=8 * slot + 1)
 
 
 def test_states_of_draft_tokens_are_part_of_the_memory_budget(lfm2, monkeypatch):
