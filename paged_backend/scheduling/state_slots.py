@@ -179,6 +179,16 @@ class StateSlots:
         if self._pool and slot is not None:
             self._pool.free(slot)
 
+    def clear(self) -> None:
+        """Forget all checkpoints, also those of sessions. No sequence has a slot."""
+        self.finish(self.take_copies(), done=False)
+        for name in list(self._pinned):
+            self.unpin(name)
+        if self._pool:
+            for entry in [self._pool.index.entry(slot) for slot in self._pool.index.blocks]:
+                assert entry
+                self._pool.forget(entry)
+
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert every invariant. For tests and idle moments."""
         held = [sequence.state_slot for sequence in sequences if sequence.state_slot is not None]

@@ -56,6 +56,7 @@ class SchedulerStats:
     disk_read: int = 0  # blocks read from disk
     disk_written: int = 0  # blocks written to disk
     compilations: int = 0  # kernels compiled since the model was ready
+    sleeping: bool = False  # whether the memory of the model is released
 
     def idle(self) -> SchedulerStats:
         """Return these statistics with no request open."""

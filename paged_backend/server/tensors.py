@@ -168,9 +168,9 @@ OUTPUTS = {
     ),
     "pool_map": _string(
         "State of the KV cache as JSON: `time`, `block_size`, `num_blocks`, requests `running` and `waiting`, `tokens`"
-        " in used blocks, `max_model_len`, and since the start `cached_tokens_hit` and `preemptions`. `states`"
-        " has one character per block: `.` free, `c` cached, `1` to `9` held by that many sequences, `+` by more, `p`"
-        " pinned by a session."
+        " in used blocks, `max_model_len`, whether the model is `sleeping`, and since the start `cached_tokens_hit` and"
+        " `preemptions`. `states` has one character per block: `.` free, `c` cached, `1` to `9` held by that many"
+        " sequences, `+` by more, `p` pinned by a session."
     ),
     "adapters": _string(
         'JSON list of the configured LoRA adapters: `{"name": ..., "rank": ..., "resident": ...}`, where `resident`'

@@ -16,9 +16,9 @@ import pytest
 
 from paged_client import map_terminal
 from paged_client.map_terminal import Style, frame
-from paged_client.map_view import KINDS
+from paged_client.map_view import KINDS, Recording
 from tests.support.fake_servers import WAIT
-from tests.support.map_views import EVERY, SGR, counts_in, over_time
+from tests.support.map_views import EVERY, SGR, counts_in, over_time, pool_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,6 +55,10 @@ class TestTerminal:
             "p pinned: kept by a session",
         ]
         assert lines[-1] == "        the last 2.0 s"
+
+    def test_a_sleeping_model_is_asleep(self):
+        recording = Recording(pool_of("..", sleeping=True))
+        assert any(line.endswith("  asleep") for line in frame(recording, 200, 40, Style()))
 
     @pytest.mark.parametrize("style", STYLES)
     @pytest.mark.parametrize("states", ["1", "12c.p+1", EVERY * 20, EVERY * 7693])
