@@ -10,6 +10,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 ARGS ?=
+TEST_TIMEOUT ?= 1200
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
 PYTHON ?=
 PIP_ARGS ?=
@@ -28,6 +29,7 @@ help:
 	@echo "                   HTTP_PORT= GRPC_PORT= METRICS_PORT=    default 8000, 8001 and 8002"
 	@echo "make test        run lint and all tests except the nightly ones; ARGS='...' goes to pytest"
 	@echo "                   WORKERS=N                  processes (default: one per core, at most 8)"
+	@echo "                   TEST_TIMEOUT=SECONDS       after which a test that hangs is ended (default: 1200)"
 	@echo "make nightly     run the long tests; ARGS='...' goes to pytest"
 	@echo "                   ARGS='--hours 0.1'         limit of each long test (default: 1)"
 	@echo "make bench-gpu   check and time kernels and engine on a GPU, without network; ARGS='--minutes 30 --only ...'"
@@ -44,9 +46,12 @@ serve: setup
 	@$(BIN)/paged serve '$(MODEL)' $(foreach option,$(OPTIONS),-o '$(option)') \
 	  --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 
-# One process per core with one thread each. The tests' times differ widely, so each process gets one at a time.
+# One process per core with one thread each. The tests of a file run in one process, which starts its servers and loads
+# its models once. A test that hangs ends its process, and fails with the tracebacks of all threads.
 test: lint demo-model
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=load --maxschedchunk=1 $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=$(WORKERS) \
+	  --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 \
+	  -o faulthandler_timeout=$(TEST_TIMEOUT) -o faulthandler_exit_on_timeout=true $(ARGS)
 
 nightly: setup demo-model
 	$(BIN)/python -m pytest -m nightly $(ARGS)
@@ -68,7 +73,7 @@ lint: setup
 reference: setup
 	$(BIN)/python -m paged_backend.server.reference --write docs/reference
 
-# Runs the tests of tensor parallelism, too, which are nightly.
+# Runs the tests that are nightly, too, such as those of tensor parallelism.
 matrix: setup
 	@mkdir -p .cache
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m 'nightly or not nightly' \
@@ -88,7 +93,7 @@ $(COMPILED): $(STAMP) $(wildcard kernels/paged_kernels/cpu/csrc/*) kernels/paged
 $(STAMP): | $(BIN)/python
 	@echo "Installing packages into $(VENV)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --upgrade -c constraints.txt $(PIP_ARGS) \
-	  -e '.[client,server,tracing,events,routing,test,bench]'
+	  -e '.[client,server,tracing,events,remote,routing,test,bench]'
 	@$(BIN)/python -m paged_client.serving.server_files
 	@rm -f $(VENV)/.installed-* && touch $@
 

@@ -68,7 +68,7 @@ def servers_of(
                     "replay_endpoint": places[1],
                 }
                 flags += ["--kv-events", ",".join(places)]
-            server = TritonServer(own.pop("model"), own)
+            server = TritonServer(own.pop("model"), own, engine_only=True)
             stack.callback(server.stop)
             server.start()
             made.append(server)

@@ -109,7 +109,7 @@ def _workloads(*names: str) -> tuple[str, ...]:
 
 
 ENGINE_TESTS = (
-    "integration/test_equivalence", "engine/test_step_loop", "engine/test_prefix_disk", "scheduling/test_speculation",
+    "integration/test_equivalence", "engine/test_step_loop", "engine/test_prefix_tiers", "scheduling/test_speculation",
     "scheduling/test_beam_search", "memory/test_transfers", "memory/test_kv_cache", "memory/test_disk",
     "engine/test_workers",
 )  # fmt: skip

@@ -26,6 +26,7 @@ from paged_kernels.block_copy import block_copy_reference
 from paged_kernels.block_pair import BlockPair
 from paged_kernels.few_rows_linear import few_rows_linear_reference
 from paged_kernels.kv_write import kv_write_reference
+from paged_kernels.latent_kv_write import latent_kv_write_reference
 from paged_kernels.layer_cache import FORMATS, LayerCache
 from paged_kernels.rope_kv_write import rope_kv_write_reference
 from paged_kernels.sampling import sample_reference
@@ -58,13 +59,28 @@ def kv_write(dtype: torch.dtype) -> Check:
     return check
 
 
+def _angles(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.outer(torch.arange(TOKENS) + 3.0, 2.0 ** -torch.arange(size // 2).clamp(max=20)).repeat(1, 2)
+    return angles.cos().to(device, torch.bfloat16), angles.sin().to(device, torch.bfloat16)
+
+
 def rope_kv_write(device: torch.device) -> tuple[float, float]:
     query, key, value, slots = _rows(device, HEADS), _rows(device), _rows(device), _slots(device)
-    angles = torch.outer(torch.arange(TOKENS) + 3.0, 2.0 ** -torch.arange(SHAPE.head_dim // 2).clamp(max=20))
-    cos, sin = (turn.repeat(1, 2).to(device, torch.bfloat16) for turn in (angles.cos(), angles.sin()))
+    cos, sin = _angles(SHAPE.head_dim, device)
     found, expected = _cache(torch.bfloat16, device), _cache(torch.bfloat16, device)
     rotated = ops.rope_kv_write(query, key, value, cos, sin, found, slots)
     wanted = rope_kv_write_reference(query, key, value, cos, sin, expected, slots)
+    return max(_difference(rotated, wanted), _difference(found.keys, expected.keys)), ROUNDING
+
+
+def latent_kv_write(device: torch.device) -> tuple[float, float]:
+    query, latents, slots = _rows(device, HEADS), _random(TOKENS, 96 + 32, device=device), _slots(device)
+    weight, (cos, sin) = 1 + _random(96, device=device) / 4, _angles(32, device)
+    pools = [torch.zeros_like(_cache(torch.bfloat16, device).keys[:, :1]) for _ in range(2)]
+    found, expected = (LayerCache.latent(pool, 96) for pool in pools)
+    arguments = query, latents, weight, 1e-6, cos, sin
+    rotated = ops.latent_kv_write(*arguments, found, slots, from_pairs=True, to_pairs=False)
+    wanted = latent_kv_write_reference(*arguments, expected, slots, from_pairs=True, to_pairs=False)
     return max(_difference(rotated, wanted), _difference(found.keys, expected.keys)), ROUNDING
 
 
@@ -180,6 +196,7 @@ CHECKS: dict[str, Check] = {
     **{f"paged_attention, {cell.name}": attention(cell) for cell in CELLS},
     **{f"kv_write, {name}": kv_write(dtype) for dtype, name in {torch.bfloat16: "bf16", **FORMATS}.items()},
     "rope_kv_write": rope_kv_write,
+    "latent_kv_write": latent_kv_write,
     "add_rms_norm": add_rms_norm,
     "swiglu": swiglu,
     "few_rows_linear": few_rows_linear(swiglu=False),

@@ -23,7 +23,11 @@ PARTS = {  # functions and methods of each part; the remaining time is "rest"
         "paged_kernels.ops.swiglu",
     ),
     "attention": ("paged_kernels.ops.paged_attention",),
-    "rotate and write": ("paged_kernels.ops.rope_kv_write", "paged_kernels.ops.kv_write"),
+    "rotate and write": (
+        "paged_kernels.ops.rope_kv_write",
+        "paged_kernels.ops.latent_kv_write",
+        "paged_kernels.ops.kv_write",
+    ),
     "norms": ("paged_kernels.ops.add_rms_norm",),
     "sampling": ("paged_backend.sampling.sampler.sample",),
     "schedule and pack": (

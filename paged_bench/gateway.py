@@ -64,7 +64,7 @@ class Setup:
 @contextmanager
 def started(options: dict[str, Any]) -> Iterator[Setup]:
     """Start a server and a gateway."""
-    with TritonServer(options.pop("model"), options) as server, gateway([server]) as running:
+    with TritonServer(options.pop("model"), options, engine_only=True) as server, gateway([server]) as running:
         setup = Setup(server, running.port, running.pid)
         for path in (GRPC, GATEWAY):
             setup.run(path, 2, 1, 8, stream=True)  # warm up: files and libraries are not cached yet

@@ -125,7 +125,7 @@ def null_model(tokenizer: str, streams: int, tokens: int, rounds: int) -> Iterat
     options |= {"max_num_batched_tokens": max(2048, streams), "num_gpu_blocks_override": streams * (tokens // 16 + 4)}
     assembly = assemble(EngineConfig.from_options(options))
     work = text_workload([Job([0] * 16, tokens)] * streams, assembly.loaded.tokenizer)
-    with TritonServer(options.pop("model"), options) as server:
+    with TritonServer(options.pop("model"), options, engine_only=True) as server:
         yield from compare(NULL, assembly, server, work, rounds, 50_000.0, 0.5)
         clients = {LEAN: partial(run_lean_client, server, work, streams)}
         if perf_analyzer():
@@ -156,7 +156,7 @@ def served(args: Namespace, num_requests: int) -> Iterator[Record]:
     tokenizer, limit = assembly.loaded.tokenizer, assembly.limits.max_model_len - 8
     work = text_workload(workload(args.workload, num_requests, len(tokenizer), limit), tokenizer)
     options |= {"gpu_memory_utilization": 0.8}
-    with TritonServer(options.pop("model"), options) as server:
+    with TritonServer(options.pop("model"), options, engine_only=True) as server:
         yield from compare(args.workload, assembly, server, work, args.rounds, None, 0.97)
         concurrencies = args.concurrency or [one for one in (1, 4, 16, 64, 256) if one < num_requests]
         yield from sweep(server, work, concurrencies, args.rate or ([] if args.quick else [0.5, 1]))

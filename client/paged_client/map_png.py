@@ -17,7 +17,7 @@ from paged_client.map_view import (
     count_label,
     time_label,
     title,
-    utilisation_label,
+    usage_label,
 )
 
 WIDTH, MARGIN, LARGEST_CELL, CURVE = 10.0, 0.7, 0.3, 1.9
@@ -44,7 +44,7 @@ def draw(recording: Recording, file: Path, subtitle: str) -> None:
     def write(text: str, from_top: float, **style: Any) -> None:
         figure.text(MARGIN / WIDTH, 1 - from_top / height, text, va="top", **style)
 
-    requests = f"{pool.running} requests running, {pool.waiting} waiting; {utilisation_label(pool)}"
+    requests = f"{pool.running} requests running, {pool.waiting} waiting; {usage_label(pool)}"
     write(f"Key/value pool: {title(pool)}", 0.15, fontsize=13, weight="bold")
     write(f"{requests}  ({subtitle}, {time_label(pool)})", 0.45, fontsize=9, color=_GREY, parse_math=False)
     _grid(place(MARGIN, top, columns * cell, rows * cell), recording, columns, cell)

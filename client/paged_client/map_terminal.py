@@ -21,6 +21,7 @@ from paged_client.map_view import (
     count_label,
     kind_of,
     percent,
+    state_slots_label,
     title,
     utilisation_label,
 )
@@ -71,7 +72,8 @@ def _head(pool: PoolMap, blocks: int) -> list[str]:
     counts = [count_label(kind, pool) for kind in KINDS]
     requests = "asleep" if pool.sleeping else f"{pool.running} running, {pool.waiting} waiting"
     scale = [f"a cell is {blocks:,} blocks"] if blocks > 1 else []
-    return [title(pool), *counts, requests, utilisation_label(pool), *scale]
+    slots = state_slots_label(pool)
+    return [title(pool), *counts, requests, utilisation_label(pool), *([slots] if slots else []), *scale]
 
 
 def _legend(style: Style, blocks: int) -> list[Line]:

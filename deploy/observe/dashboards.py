@@ -189,12 +189,14 @@ DASHBOARDS = (
             ),
             Panel(
                 "Blocks moved",
-                "Blocks copied between device and host memory, and read from and written to disk.",
+                "Blocks copied between device and host memory, and read from and written to disk and the remote store.",
                 "ops",
                 {
                     "swapped {{direction}}": rate("paged_kv_swapped_blocks_total", by="direction"),
                     "read from disk": rate("paged_disk_blocks_read_total"),
                     "written to disk": rate("paged_disk_blocks_written_total"),
+                    "read from the remote store": rate("paged_remote_blocks_read_total"),
+                    "written to the remote store": rate("paged_remote_blocks_written_total"),
                 },
             ),
             Panel(
@@ -208,6 +210,13 @@ DASHBOARDS = (
                 "Cached blocks on disk (disk_cache_dir).",
                 "short",
                 {"blocks": total("paged_disk_blocks")},
+            ),
+            Panel(
+                "Cost of a block",
+                "Measured time to compute the tokens of a block, or to get it from host memory, disk or the remote"
+                " store; the slowest of the selected servers.",
+                "s",
+                {"{{tier}}": f"max by (tier) ({_series('paged_cache_tier_block_seconds', '')})"},
             ),
         ),
     ),

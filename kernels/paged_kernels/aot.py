@@ -30,6 +30,7 @@ from paged_kernels import (
     block_copy,
     few_rows_linear,
     kv_write,
+    latent_kv_write,
     paged_attention,
     rope_kv_write,
     sampling,
@@ -83,7 +84,8 @@ class Case:
     window: bool = False
     softcap: bool = False
     sinks: bool = False
-    # rope_kv_write: RMSNorm of each head; add_rms_norm: residual; few_rows_linear: norm, residual and SwiGLU
+    # rope_kv_write: RMSNorm of each head; add_rms_norm: residual; few_rows_linear: norm, residual and SwiGLU;
+    # latent_kv_write: rotation of halves, otherwise of pairs
     norm: bool = False
     format: str | None = None  # quantized format of the pool
     # size by kind: decode, split: longest context; prefill: longest chunk; prefix: number of sequences; others: rows
@@ -114,6 +116,8 @@ def full_grid(chip: str) -> Iterator[Case]:
         yield from (Case(chip, kernel, dtype, head_dim, group=group, format=name) for head_dim in (64, 128, 256))
     for dtype, kernel, name in itertools.product(DTYPES, (*kernels, "kv_write"), names):
         yield from (Case(chip, kernel, dtype, **sizes, format=name) for sizes in LATENT_SIZES)
+    for dtype, sizes, name, norm in itertools.product(DTYPES, LATENT_SIZES[1:], names, (False, True)):
+        yield Case(chip, "latent_kv_write", dtype, **sizes, format=name, norm=norm)
     for block_size, kernel, name in itertools.product((1, 8, 32, 64, 256), kernels, names):
         yield Case(chip, kernel, block_size=block_size, format=name)
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
@@ -168,7 +172,8 @@ def small_grid(chip: str) -> Iterator[Case]:
         yield Case(chip, "prefix", "fp16", 64, group=3, format=name)
         yield from (Case(chip, "kv_write", dtype, format=name) for dtype in ("bf16", "fp32"))
     expanded, latents = LATENT_SIZES[:2]
-    yield from (Case(chip, "split", **latents, format=name) for name in (None, *FORMATS.values()))
+    for name in (None, *FORMATS.values()):
+        yield from (Case(chip, kernel, **latents, format=name) for kernel in ("split", "latent_kv_write"))
     yield from (Case(chip, kernel, **latents) for kernel in ("prefill", "kv_write"))
     yield Case(chip, "prefill", **expanded)
     yield Case(chip, "prefill", "bf16", 128, **features)
@@ -240,6 +245,8 @@ def _launch(case: Case) -> Launch:
     rotates, writes = case.kernel == "rope_kv_write", case.kernel.endswith("kv_write")
     num_heads = case.width // case.head_dim
     num_kv_heads = -(-num_heads // case.group) if rotates else num_heads if writes else 2
+    if case.kernel == "latent_kv_write":
+        num_kv_heads = 1
     slots_of_pool = (64, num_kv_heads, case.block_size)
     stored = next((stored for stored, name in FORMATS.items() if name == case.format), dtype)
     value_dim = case.value_dim or case.head_dim
@@ -250,6 +257,14 @@ def _launch(case: Case) -> Launch:
     if case.kernel == "kv_write":
         value = None if case.latent else tensor(case.length, num_kv_heads, value_dim)
         return kv_write.plan_launch(key, value, cache, slots, device=device)
+    if case.kernel == "latent_kv_write":
+        rope = case.head_dim - value_dim
+        query, rotated = (tensor(case.length, case.group, size) for size in (3 * rope, rope))
+        angles, row = tensor(case.length, rope), tensor(case.length, case.head_dim)
+        return latent_kv_write.plan_launch(
+            rotated, query, row, tensor(value_dim), 1e-6, angles, angles, cache, slots,
+            from_pairs=not case.norm, to_pairs=False, device=device,
+        )  # fmt: skip
     if rotates:
         query = tensor(case.length, num_heads, case.head_dim)
         angles, weight = tensor(case.length, case.head_dim), tensor(case.head_dim) if case.norm else None

@@ -64,6 +64,27 @@ def check_rope_kv_write(
         raise ValueError(f"head_dim={head_dim}: must be even, so that a head has two halves to rotate")
 
 
+def check_latent_kv_write(
+    query: Tensor, latents: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, slots: Tensor
+) -> None:
+    """Raise ValueError for an odd number of rotated elements. Shapes and types are asserted: the caller guarantees
+    them."""
+    num_tokens, rope = cos.shape
+    assert cache.shares_memory and cache.keys.shape[1] == 1, cache.keys.shape
+    assert cache.value_dim == len(weight), (cache.value_dim, weight.shape)
+    assert latents.shape == (num_tokens, len(weight) + rope) and slots.shape == (num_tokens,), (
+        latents.shape,
+        cos.shape,
+    )
+    assert latents.shape[1] == cache.keys.shape[3], (latents.shape, cache.keys.shape)
+    assert cache.format or latents.dtype == cache.keys.dtype, (latents.dtype, cache.keys.dtype)
+    assert len(query) == num_tokens and query.shape[2] >= rope, (query.shape, cos.shape)
+    assert cos.shape == sin.shape, (cos.shape, sin.shape)
+    assert query.dtype == latents.dtype == weight.dtype, (query.dtype, latents.dtype, weight.dtype)
+    if rope % 2:
+        raise ValueError(f"rope={rope}: must be even, so that elements are rotated in pairs")
+
+
 def check_add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
     """Assert that the shapes and types match."""
     assert x.dim() == 2 and weight.shape == x.shape[1:], (x.shape, weight.shape)

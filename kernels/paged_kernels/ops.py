@@ -74,6 +74,28 @@ def rope_kv_write(
     return rotated
 
 
+def latent_kv_write(
+    query: Tensor,
+    latents: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    cache: LayerCache,
+    slots: Tensor,
+    *,
+    from_pairs: bool,
+    to_pairs: bool,
+) -> Tensor:
+    """Normalize and write latents, rotate shared keys and queries; see
+    `paged_kernels.latent_kv_write.latent_kv_write`."""
+    write = _dispatch(query, "latent_kv_write")
+    rotated: Tensor = write(
+        query, latents, weight, eps, cos, sin, cache, slots, from_pairs=from_pairs, to_pairs=to_pairs
+    )  # fmt: skip
+    return rotated
+
+
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the normalized sum, and the sum; see `paged_kernels.add_rms_norm.add_rms_norm`."""
     normed, total = _dispatch(x, "add_rms_norm")(x, residual, weight, eps)

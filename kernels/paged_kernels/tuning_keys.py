@@ -26,10 +26,14 @@ WIDTHS = {  # widths of rows, rounded up to a power of two, in models of 0.5B to
     "kv_write": (1024, 256, 512),
     "block_copy": (32768, 8192, 16384),
 }
-# Kernels of a layer besides attention, by model_type; models of other types launch only kv_write.
+# Kernels of a layer besides attention, by model_type; models of other types launch only kv_write. The few dense layers
+# of a mixture of experts are not counted.
 FUSED = {
     **dict.fromkeys(("llama", "mistral", "qwen2"), ("rope_kv_write", "add_rms_norm", "swiglu")),
+    # DeepSeek's latent_kv_write has the tile of rope_kv_write, with the rotated elements of a head as its size.
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "mixtral", "gpt_oss"), ("rope_kv_write", "add_rms_norm")),
     "qwen3": ("norm_rope_kv_write", "add_rms_norm", "swiglu"),
+    "qwen3_moe": ("norm_rope_kv_write", "add_rms_norm"),
     "smollm3": ("rope_kv_write", "add_rms_norm", "swiglu", "kv_write"),
 }
 

@@ -42,6 +42,7 @@ from paged_backend.api.options import (
     two_tokens,
     validate,
 )
+from paged_backend.api.redis_address import redis_url
 from paged_backend.api.sizes import count, in_bytes, in_gib, in_mib
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # owner/model
@@ -306,6 +307,41 @@ class EngineConfig:
     )
     disk_cache_gib: float = option(
         in_gib(above_zero), "Maximum GiB of all files in `disk_cache_dir`, including those of other models.", 10
+    )
+    remote_cache_url: str | None = option(
+        redis_url,
+        "Redis server for cached blocks, which other servers of the same model read: `redis://host:6379/0`, or"
+        " `rediss://host:6379/0` for TLS, with `?ssl_ca_certs=FILE`, and `ssl_certfile` and `ssl_keyfile` for a client"
+        " certificate. Set the password as the environment variable `PAGED_REMOTE_CACHE_PASSWORD`, or a file that"
+        " holds it as `PAGED_REMOTE_CACHE_PASSWORD_FILE`. With `PAGED_REMOTE_CACHE_SECRET` (or"
+        " `PAGED_REMOTE_CACHE_SECRET_FILE`), at least 16 bytes, blocks are authenticated. Needs `swap_space`."
+        " See [secure](../guides/secure.md#remote-cache).",
+        None,
+        optional=True,
+        shown=False,
+    )
+    remote_cache_gib: float = option(
+        in_gib(above_zero),
+        "Maximum GiB of this server's blocks in the remote store; it deletes those that it has not used for longest."
+        " `maxmemory` of the Redis server limits the whole store.",
+        10,
+    )
+    remote_cache_ttl: int = option(
+        integer(1, 2**31 - 1),
+        "Seconds after their last use by any server after which blocks in the remote store expire.",
+        86400,
+    )
+    remote_cache_timeout_ms: int = option(
+        integer(1, 60_000),
+        "If a call of the remote store takes more milliseconds, the store is not used for a while.",
+        500,
+    )
+    tier_read_mode: str = option(
+        one_of("auto", "always"),
+        "When to read cached blocks that are neither on the device nor in host memory. `auto`: if reading a block takes"
+        " less time than computing its tokens, as measured. `always`: also if it takes longer, which leaves the device"
+        " to other requests.",
+        "auto",
     )
     num_speculative_tokens: int = option(
         integer(0, 32),

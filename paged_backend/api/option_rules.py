@@ -69,6 +69,17 @@ RULES = (
         "files hold whole blocks, and with tensor_parallel_size={config.tensor_parallel_size} each process has only a"
         " part of every block; leave one of them out",
     ),
+    Rule(
+        "remote_cache_url",
+        lambda config: config.remote_cache_url and not config.enable_prefix_caching,
+        "stores blocks of the prefix cache; needs enable_prefix_caching=true",
+    ),
+    Rule(
+        "remote_cache_url",
+        lambda config: config.remote_cache_url and config.tensor_parallel_size > 1,
+        "values hold whole blocks, and with tensor_parallel_size={config.tensor_parallel_size} each process has only a"
+        " part of every block; leave one of them out",
+    ),
 )
 
 

@@ -23,6 +23,7 @@ DTYPES = {
     "bfloat16": "bfloat16",
 }
 KV_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
+CREDENTIALS = re.compile(r"//.*@")  # of a URL
 Check = Callable[[Any], str | None]  # returns None for a valid value, else what it must be
 
 
@@ -34,6 +35,7 @@ def option(
     optional: bool = False,
     section: str | None = None,
     device: str | None = None,
+    shown: bool = True,
 ) -> Any:
     """Declare an option as a dataclass field.
 
@@ -44,9 +46,10 @@ def option(
         optional: whether None is a valid value.
         section: heading in the reference that starts with this option.
         device: "cpu" or "cuda" for an option that only this device uses.
+        shown: whether the representation of the options has the value, which may contain a password.
     """
     metadata = {"check": check, "help": help, "optional": optional, "section": section, "device": device}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, repr=shown)
 
 
 def validate(options: Any, prefix: str = "") -> None:
@@ -60,7 +63,8 @@ def validate(options: Any, prefix: str = "") -> None:
 
 
 def invalid_option(name: str, value: Any, problem: str) -> ConfigError:
-    return ConfigError(f"{name}={json.dumps(value, default=str)}: {problem}")
+    """Return the error of an option. User names and passwords of URLs are not part of the message."""
+    return ConfigError(f"{name}={CREDENTIALS.sub('//***@', json.dumps(value, default=str))}: {problem}")
 
 
 def parse_string(value: Any) -> Any:

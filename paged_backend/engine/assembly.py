@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,6 +15,9 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EngineLimits
+from paged_backend.api.options import invalid_option
+from paged_backend.api.redis_address import RedisAddress
+from paged_backend.api.secrets import read_secret
 from paged_backend.api.sizes import GIB
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.topology import Topology
@@ -24,15 +27,20 @@ from paged_backend.engine.model_memory import ModelMemory
 from paged_backend.engine.model_preparation import ROOT, PreparedModel, prepare_model
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import ParallelMemory, ParallelRunner
-from paged_backend.engine.recurrent_models import num_state_slots, restrict_options
+from paged_backend.engine.recurrent_models import num_state_slots
 from paged_backend.engine.summary import log_startup
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.runner import Runner
 from paged_backend.loading import model_loader, model_options
 from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
 from paged_backend.loading.model_loader import LoadedModel
-from paged_backend.memory.block_file import fingerprint
+from paged_backend.memory.block_file import BlockSource
+from paged_backend.memory.cache_tier import CacheTier
 from paged_backend.memory.disk import DiskTier
+from paged_backend.memory.redis_store import RedisStore
+from paged_backend.memory.remote import RemoteTier
+from paged_backend.memory.sealed_value import MIN_SECRET_BYTES
+from paged_backend.memory.tier_chain import TierChain
 from paged_backend.models.tensor_parallel import check_devices
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.cache_events import DEVICE, HOST, CacheEvents
@@ -63,7 +71,7 @@ class Assembly:
     runner: Runner | ParallelRunner
     device: torch.device
     model_memory: ModelMemory | ParallelMemory
-    disk: DiskTier | None = None
+    tiers: TierChain | None = None
     overlap: bool = False
     workers: Workers | None = None
     adapters: AdapterRegistry | None = None
@@ -77,7 +85,7 @@ class Assembly:
             self.scheduler,
             self.runner,
             emit,
-            self.disk,
+            self.tiers,
             adapters=self.adapters,
             overlap=self.overlap,
             cache_events=self.cache_events,
@@ -91,7 +99,8 @@ class Assembly:
         """Return the memory that this process uses, which is rank 0 if there are several."""
         if self.device.type != "cuda":
             return MemoryUsage(resident_memory(), 0, 0)
-        pinned = sum(tensor.nbytes for tensor in self.runner.host.tensors) if self.runner.host else 0
+        caches = [cache for cache in (self.runner.host, self.runner.host_states) if cache]
+        pinned = sum(tensor.nbytes for cache in caches for tensor in cache.tensors)
         pinned += self.model_memory.host_bytes
         return MemoryUsage(resident_memory(), torch.cuda.memory_allocated(self.device), pinned)
 
@@ -130,10 +139,10 @@ def _assemble(
     config: EngineConfig, adapter_list: Path | None, group: ProcessGroup, workers: Workers | None
 ) -> Assembly:
     started, on_cpu = time.monotonic(), group.device.type == "cpu"
-    if config.disk_cache_dir and (config.swap_space == 0 or (config.swap_space is None and on_cpu)):
-        raise ConfigError(
-            f"disk_cache_dir={json.dumps(config.disk_cache_dir)}: needs a host pool; set swap_space as well"
-        )
+    if config.swap_space == 0 or (config.swap_space is None and on_cpu):
+        for name in ("disk_cache_dir", "remote_cache_url"):
+            if getattr(config, name):
+                raise invalid_option(name, getattr(config, name), "needs a host pool; set swap_space as well")
     adapters = AdapterListFile(adapter_list) if config.enable_lora else None
     publisher = None
     with ExitStack() as failure:  # what to undo if the engine is not assembled
@@ -157,7 +166,6 @@ def _build(
     publisher: CacheEventPublisher | None,
 ) -> Assembly:
     loaded, device = prepared.loaded, prepared.runner.kv.device
-    config = restrict_options(config, loaded)
     blocks = _block_manager(config, prepared, publisher.events if publisher else None)
     limits = _limits(config, loaded, blocks)
     runner = ParallelRunner(prepared.runner, workers) if workers else prepared.runner
@@ -175,6 +183,7 @@ def _build(
         max_loras=config.max_loras if config.enable_lora else 0,
         fair_tenants=config.fair_tenants,
         state_slots=num_state_slots(config) if loaded.spec.states else 0,
+        host_state_slots=prepared.num_host_state_slots,
     )
     if device.type == "cuda":
         after_ready.watch()
@@ -184,8 +193,8 @@ def _build(
         *(1e3 * cost for cost in (prepared.costs.token, prepared.costs.copy, prepared.costs.move)),
     )
     overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
-    disk, adapters = _disk(config, prepared, runner), _adapters(config, loaded, adapter_list)
-    return Assembly(loaded, limits, scheduler, runner, device, memory, disk, overlap, workers, adapters, publisher)
+    tiers, adapters = _tiers(config, prepared, runner), _adapters(config, loaded, adapter_list)
+    return Assembly(loaded, limits, scheduler, runner, device, memory, tiers, overlap, workers, adapters, publisher)
 
 
 def _block_manager(config: EngineConfig, prepared: PreparedModel, events: CacheEvents | None) -> BlockManager:
@@ -259,16 +268,48 @@ def _adapters(
     )
 
 
-def _disk(config: EngineConfig, prepared: PreparedModel, runner: Runner | ParallelRunner) -> DiskTier | None:
-    if config.disk_cache_dir is None or runner.host is None:
+def _tiers(config: EngineConfig, prepared: PreparedModel, runner: Runner | ParallelRunner) -> TierChain | None:
+    """Return the tiers behind the host pool, or None if there are none."""
+    if runner.host is None:
         return None
     loaded, layout = prepared.loaded, prepared.layout.blocks
     paths = [loaded.path, *([loaded.draft.path] if loaded.draft else [])]
-    name = fingerprint(config, layout, paths, loaded.spec.dtype, loaded.spec.kv_dtype)
-    return DiskTier(
-        Path(config.disk_cache_dir).expanduser(),
-        name,
-        int(config.disk_cache_gib * GIB),
-        runner.host.read_block(range(layout.pages)),
-        num_base=layout.base_pages * len(runner.host.tensors) or None,
+    source = BlockSource(config, layout, paths, loaded.spec.dtype, loaded.spec.kv_dtype, prepared.runner.kv.device)
+    block = runner.host.read_block(range(layout.pages))
+    num_base = layout.base_pages * len(runner.host.tensors) or None
+    tiers: list[CacheTier] = []
+    if config.disk_cache_dir is not None:
+        directory = Path(config.disk_cache_dir).expanduser()
+        tiers.append(DiskTier(directory, source.fingerprint, int(config.disk_cache_gib * GIB), block, num_base))
+    if config.remote_cache_url is not None:
+        tiers.append(_remote_tier(config, config.remote_cache_url, source, block, num_base))
+    compute_seconds = prepared.costs.token * config.block_size
+    max_seconds = compute_seconds if config.tier_read_mode == "auto" else math.inf
+    return TierChain(tiers, max_seconds) if tiers else None
+
+
+def _remote_tier(
+    config: EngineConfig, url: str, source: BlockSource, block: list[torch.Tensor], num_base: int | None
+) -> RemoteTier:
+    """Return the tier of a Redis server. Raises ConfigError for a password or a secret that cannot be used."""
+    address, secret = RedisAddress.parse(url), read_secret("PAGED_REMOTE_CACHE_SECRET")
+    password = read_secret("PAGED_REMOTE_CACHE_PASSWORD")
+    if password and address.password:
+        raise ConfigError("remote_cache_url: has a password, as PAGED_REMOTE_CACHE_PASSWORD has; leave one of them out")
+    key = secret.encode() if secret is not None else None
+    if key is not None and len(key) < MIN_SECRET_BYTES:
+        raise ConfigError(f"PAGED_REMOTE_CACHE_SECRET: has {len(key)} bytes; must be at least {MIN_SECRET_BYTES}")
+    budget, block_bytes = int(config.remote_cache_gib * GIB), sum(tensor.nbytes for tensor in block)
+    if budget < block_bytes:
+        raise ConfigError(
+            f"remote_cache_gib={config.remote_cache_gib:g}: one block takes {block_bytes} bytes; raise it"
+        )
+    return RemoteTier(
+        RedisStore(address, password, config.remote_cache_timeout_ms / 1e3),
+        source.content_fingerprint(),
+        block,
+        budget=budget,
+        ttl=config.remote_cache_ttl,
+        secret=key,
+        num_base=num_base,
     )

@@ -25,22 +25,23 @@ from paged_backend.engine.messages import (
     RejectRequest,
     ReportUnknown,
     SnapshotPool,
+    TiersChanged,
     UnpinSession,
 )
 from paged_backend.engine.outputs import Emit
-from paged_backend.engine.prefix_disk import PrefixDisk
+from paged_backend.engine.prefix_tiers import PrefixTiers
 from paged_backend.engine.request_preparation import RequestPreparation
 from paged_backend.engine.sleep_mode import SleepMode
 from paged_backend.engine.state import EngineState, SleepingMemory
 from paged_backend.engine.step_loop import StepLoop
 from paged_backend.execution.runner import StepRunner
 from paged_backend.loading.adapters import AdapterRegistry
-from paged_backend.memory.disk import DiskTier
+from paged_backend.memory.tier_chain import TierChain
 from paged_backend.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("paged_llm")
 
-STOP_SECONDS = 20.0  # time to finish the current step and to write cached blocks to disk when the engine stops
+STOP_SECONDS = 20.0  # time to finish the current step and to write cached blocks to the tiers when the engine stops
 
 
 class Engine:
@@ -52,7 +53,7 @@ class Engine:
         scheduler: Scheduler,
         runner: StepRunner,
         emit: Emit,
-        disk: DiskTier | None = None,
+        tiers: TierChain | None = None,
         *,
         adapters: AdapterRegistry | None = None,
         overlap: bool = False,
@@ -65,13 +66,15 @@ class Engine:
         self._queued: set[int] = set()  # keys of unfinished requests that no step has computed yet
         self._failed = threading.Event()  # set when no further step can be run
         self._adapters = adapters
-        self._prefix_disk = PrefixDisk(disk, scheduler.blocks, runner) if disk else None
+        self._prefix_tiers = PrefixTiers(tiers, scheduler.blocks, runner) if tiers else None
+        if tiers:
+            tiers.on_change(lambda: self._inbox.put(TiersChanged()))
         self._cache_events = cache_events
         self._state = EngineState(
-            scheduler, emit, self._prefix_disk, cache_events=cache_events, memory=memory, queued=self._queued
+            scheduler, emit, self._prefix_tiers, cache_events=cache_events, memory=memory, queued=self._queued
         )
         self.sleep_mode = SleepMode(self._inbox.put, lambda: self.alive)
-        self._preparation = RequestPreparation(self._inbox.put, self.reject, adapters, self._prefix_disk)
+        self._preparation = RequestPreparation(self._inbox.put, self.reject, adapters, self._prefix_tiers)
         self._loop = StepLoop(
             self._state, runner, self._inbox, queued=self._queued, failed=self._failed, overlap=overlap
         )
@@ -82,17 +85,17 @@ class Engine:
         self._thread.start()
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
-        """Stop after the current step and wait for it; then write cached blocks to disk while there is time."""
+        """Stop after the current step and wait for it; then write cached blocks to the tiers while there is time."""
         deadline = time.monotonic() + seconds
         self._inbox.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
             log.error("the current step has not ended after %.3g s; leaving it to the end of the process", seconds)
             self._failed.set()
-        if self._prefix_disk:
-            if not self._failed.is_set() and self._prefix_disk.spill_rest(deadline):
+        if self._prefix_tiers:
+            if not self._failed.is_set() and self._prefix_tiers.spill_rest(deadline):
                 self._state.emit_step()
-            self._prefix_disk.close(deadline)
+            self._prefix_tiers.close(deadline)
         if self._adapters:
             self._adapters.close(deadline - time.monotonic())
         if self._cache_events:

@@ -11,7 +11,7 @@ from paged_backend.api.errors import ASLEEP, ErrorCode, ModelAsleep, RequestErro
 from paged_backend.api.request import GenerateRequest, TokenDelta
 from paged_backend.engine.model_memory import MemoryShortage, ReleasedMemory
 from paged_backend.engine.outputs import UnknownRequests
-from paged_backend.engine.prefix_disk import PrefetchedBlocks
+from paged_backend.engine.prefix_tiers import PrefetchedBlocks
 from paged_backend.engine.state import EngineState
 from paged_backend.execution.runner import RunnerDied
 
@@ -34,11 +34,11 @@ class AddRequest(Message):
     """Hand a request to the scheduler, unless it was aborted after it was announced."""
 
     request: GenerateRequest
-    prefetched: PrefetchedBlocks = ()  # prompt blocks that were read from disk
+    prefetched: PrefetchedBlocks = ()  # prompt blocks that were read from a tier
 
     def apply(self, state: EngineState) -> bool:
-        if self.prefetched and state.prefix_disk:
-            state.prefix_disk.store(self.request, self.prefetched)
+        if self.prefetched and state.prefix_tiers:
+            state.prefix_tiers.store(self.request, self.prefetched)
         if self.request.key not in state.announced:
             return False
         state.announced.remove(self.request.key)
@@ -121,6 +121,14 @@ class EmitStats(Message):
 
     def apply(self, state: EngineState) -> bool:
         return bool(state.announced)
+
+
+@dataclass(frozen=True)
+class TiersChanged(Message):
+    """Emit statistics because a tier was disabled or enabled."""
+
+    def apply(self, state: EngineState) -> bool:
+        return True
 
 
 @dataclass(frozen=True)

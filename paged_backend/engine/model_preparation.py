@@ -11,9 +11,10 @@ from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.engine.model_memory import ModelMemory
 from paged_backend.engine.recurrent_models import (
     blocks_without_memory,
+    check_options,
     log_restrictions,
+    num_host_state_slots,
     num_state_slots,
-    restrict_options,
     state_bytes,
 )
 from paged_backend.engine.runner_builder import build_runner, cache_layout, capture_graphs, graph_shapes_of
@@ -24,6 +25,7 @@ from paged_backend.loading import model_loader
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
 from paged_backend.memory.cache_layout import CacheLayout
+from paged_backend.memory.state_cache import bytes_per_slot
 from paged_backend.scheduling.plan import Costs
 from paged_backend.utils.machine import limit_torch_threads
 from paged_kernels.compile_ahead import check_cache
@@ -41,6 +43,7 @@ class PreparedModel:
     layout: CacheLayout
     num_blocks: int  # or pages, if the layout divides blocks
     num_host_blocks: int
+    num_host_state_slots: int  # for the states of recurrent layers
     costs: Costs
     memory: ModelMemory
     decode_seconds: float  # time of a decode step of a few sequences; 0 on a CPU
@@ -57,20 +60,25 @@ def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
     except ValueError as error:  # an environment variable
         raise ConfigError(str(error)) from None
     loaded = model_loader.load(config, ROOT, device)
-    config = restrict_options(config, loaded)
-    log_restrictions(loaded)
+    check_options(config, loaded)
+    log_restrictions(loaded, device)
     kv_dtype = loaded.spec.kv_dtype
     states = state_bytes(config, loaded, kv_cache.free_bytes(config, device))
     warmed = warm_up(config, loaded, device)
     states = state_bytes(config, loaded, kv_cache.free_bytes(config, device, warmed.gpu_bytes))
     layout = cache_layout(config, loaded)
+    host_slots = num_host_state_slots(config, loaded, device)
+    host_states = host_slots * bytes_per_slot(loaded.spec.states)
     if kv_cache.bytes_per_block(layout.shapes, config.block_size, kv_dtype):
         reserved, pages = warmed.gpu_bytes + states, layout.blocks.pages
         num_blocks = kv_cache.num_blocks(config, layout.shapes, kv_dtype, device, reserved, pages=pages)
+        num_host_blocks = kv_cache.num_host_blocks(config, layout.shapes, kv_dtype, device, host_states)
     else:
-        num_blocks = blocks_without_memory(config, loaded.spec.max_model_len)
+        without_memory = blocks_without_memory(config, loaded.spec.max_model_len)
+        num_blocks = config.num_gpu_blocks_override or without_memory
+        num_host_blocks = without_memory if host_slots else 0
     num_blocks = group.all_reduce_min(num_blocks)
-    num_host_blocks = group.all_reduce_min(kv_cache.num_host_blocks(config, layout.shapes, kv_dtype, device))
+    num_host_blocks = group.all_reduce_min(num_host_blocks)
     runner = build_runner(
         config,
         loaded,
@@ -78,6 +86,7 @@ def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
         num_state_slots=num_state_slots(config),
+        num_host_state_slots=host_slots,
         broadcast_tokens=group.broadcast_tokens,
     )
 
@@ -90,4 +99,4 @@ def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
     decode_seconds = measure_decode(config, loaded, runner) if device.type == "cuda" else 0.0
     costs = measure_costs(runner, warmed.seconds_per_token, num_host_blocks)
     memory = ModelMemory(loaded, runner, group, ranks_per_node=config.ranks_per_node, capture=capture)
-    return PreparedModel(loaded, runner, layout, num_blocks, num_host_blocks, costs, memory, decode_seconds)
+    return PreparedModel(loaded, runner, layout, num_blocks, num_host_blocks, host_slots, costs, memory, decode_seconds)

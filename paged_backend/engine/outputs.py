@@ -6,6 +6,7 @@ Each output passes itself to its method of `OutputHandler`.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -61,6 +62,7 @@ class PoolMap:
     states: str  # one character per block, see BlockPool.states
     tokens: int  # tokens in blocks that sequences use; a shared block counts once
     stats: SchedulerStats
+    state_slots: str = ""  # one character per slot for states of recurrent layers; a checkpoint is like a cached block
 
     @classmethod
     def of(cls, scheduler: Scheduler, stats: SchedulerStats) -> PoolMap:
@@ -70,7 +72,9 @@ class PoolMap:
             held = len({block for group in scheduler.running for one in group.sequences for block in one.blocks})
         else:
             held = len(states) - sum(map(states.count, (FREE, CACHED, PINNED)))
-        return cls(time.time(), states, held * stats.block_size - scheduler.empty_slots, stats)
+        slots, pinned = scheduler.states.pool, Counter(scheduler.states.checkpoints.pinned)
+        tokens = held * stats.block_size - scheduler.empty_slots
+        return cls(time.time(), states, tokens, stats, slots.states(pinned) if slots else "")
 
     def dispatch(self, handler: OutputHandler) -> None:
         handler.on_pool_map(self)

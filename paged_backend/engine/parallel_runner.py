@@ -24,7 +24,8 @@ class ParallelRunner:
         """runner: the runner of rank 0."""
         self._runner = runner
         self.workers = workers
-        self.kv, self.host, self.drafter, self.transfers = runner.kv, runner.host, runner.drafter, runner.transfers
+        self.kv, self.host, self.host_states = runner.kv, runner.host, runner.host_states
+        self.drafter, self.transfers = runner.drafter, runner.transfers
         self.gqa_group, self.uniform = runner.gqa_group, runner.uniform
 
     def move(self, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Prepares requests for the scheduler: loads their LoRA adapters and reads cached prefixes from disk."""
+"""Prepares requests for the scheduler: loads their LoRA adapters and reads cached prefixes from the tiers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import GenerateRequest
 from paged_backend.engine.messages import AddRequest, EmitStats, Message
-from paged_backend.engine.prefix_disk import PrefetchedBlocks, PrefixDisk
+from paged_backend.engine.prefix_tiers import PrefetchedBlocks, PrefixTiers
 from paged_backend.loading.adapters import AdapterRegistry
 
 log = logging.getLogger("paged_llm")
@@ -23,13 +23,13 @@ class RequestPreparation:
         post: Callable[[Message], None],
         reject: Callable[[int, RequestError], None],
         adapters: AdapterRegistry | None,
-        prefix_disk: PrefixDisk | None,
+        prefix_tiers: PrefixTiers | None,
     ):
         """post: posts a message to the engine's inbox. reject: ends an announced request with an error."""
         self._post = post
         self._reject = reject
         self._adapters = adapters
-        self._prefix_disk = prefix_disk
+        self._prefix_tiers = prefix_tiers
 
     def deliver(self, request: GenerateRequest) -> None:
         """Post the request once its adapter is loaded and its prefix is read. Does not block."""
@@ -54,9 +54,9 @@ class RequestPreparation:
             self._prefetch_or_post(request)
 
     def _prefetch_or_post(self, request: GenerateRequest) -> None:
-        if self._prefix_disk and self._prefix_disk.can_prefetch(request):
+        if self._prefix_tiers and self._prefix_tiers.can_prefetch(request):
             self._post(EmitStats())
-            self._prefix_disk.prefetch(request, self._post_prefetched)
+            self._prefix_tiers.prefetch(request, self._post_prefetched)
         else:
             self._post(AddRequest(request))
 

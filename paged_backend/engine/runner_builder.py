@@ -40,11 +40,12 @@ def build_runner(
     num_blocks: int,
     num_host_blocks: int = 0,
     num_state_slots: int = 0,
+    num_host_state_slots: int = 0,
     broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
 ) -> Runner:
     """Allocate the pools and return a runner of the model, with its draft model and adapter slots if it has them.
-    num_state_slots: slots for the states of recurrent layers, if the model has any. broadcast_tokens: overwrites a
-    tensor of sampled tokens with those of rank 0."""
+    num_state_slots, num_host_state_slots: slots for the states of recurrent layers, if the model has any, on the device
+    and on the host. broadcast_tokens: overwrites a tensor of sampled tokens with those of rank 0."""
 
     layout = cache_layout(config, loaded)
 
@@ -61,9 +62,14 @@ def build_runner(
 
     kv, drafter = cache(num_blocks, device), None
     host = cache(num_host_blocks, torch.device("cpu"), pinned=device.type == "cuda") if num_host_blocks else None
-    states, threads = None, None
+    states, host_states, threads = None, None, None
     if loaded.spec.states:
         states = StateCache.allocate(loaded.spec.states, num_slots=num_state_slots, device=device)
+    if num_host_state_slots:
+        pinned = device.type == "cuda"
+        host_states = StateCache.allocate(
+            loaded.spec.states, num_slots=num_host_state_slots, device=torch.device("cpu"), pinned=pinned
+        )
     if device.type == "cpu":
         populate_in_background(kv)
         threads = CpuThreads(config.ranks_per_node, is_native=runs_natively(loaded.model))
@@ -77,6 +83,7 @@ def build_runner(
         drafter=drafter,
         lora=loaded.lora,
         states=states,
+        host_states=host_states,
         threads=threads,
         broadcast_tokens=broadcast_tokens,
     )

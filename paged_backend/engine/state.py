@@ -11,7 +11,7 @@ from paged_backend.api.request import TokenDelta
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.model_memory import ReleasedMemory
 from paged_backend.engine.outputs import Emit, PoolMap, StepOutput, StepReport
-from paged_backend.engine.prefix_disk import PrefixDisk
+from paged_backend.engine.prefix_tiers import PrefixTiers
 from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.stats import SchedulerStats
@@ -35,7 +35,7 @@ class EngineState:
 
     scheduler: Scheduler
     emit: Emit
-    prefix_disk: PrefixDisk | None = None
+    prefix_tiers: PrefixTiers | None = None
     # Keys of announced requests that have not reached the scheduler. Another thread announces requests.
     announced: set[int] = field(default_factory=set)
     pool_map_requested: bool = False
@@ -57,8 +57,8 @@ class EngineState:
         """Release the memory of the model, while no request is open. Blocks that the host pool and the disk hold stay
         cached. Raises MemoryShortage."""
         assert self.memory and not self.num_open
-        if self.prefix_disk:
-            self.prefix_disk.spill_rest(time.monotonic() + SPILL_SECONDS)
+        if self.prefix_tiers:
+            self.prefix_tiers.spill_rest(time.monotonic() + SPILL_SECONDS)
         released = self.memory.release()
         self.scheduler.clear_cache()
         return released
@@ -73,7 +73,7 @@ class EngineState:
         return key in self.announced or self.scheduler.has_request(key)
 
     def stats(self) -> SchedulerStats:
-        """Return the statistics of the scheduler, the disk tier and the kernels.
+        """Return the statistics of the scheduler, the tiers and the kernels.
 
         Announced requests count as waiting.
         """
@@ -82,9 +82,9 @@ class EngineState:
             stats = replace(stats, sleeping=True)
         if after_ready.count:
             stats = replace(stats, compilations=after_ready.count)
-        if self.announced:  # requests that wait for a grammar, an adapter or blocks on disk
+        if self.announced:  # requests that wait for a grammar, an adapter or blocks of a tier
             stats = replace(stats, waiting=stats.waiting + len(self.announced))
-        return stats if self.prefix_disk is None else self.prefix_disk.add_stats(stats)
+        return stats if self.prefix_tiers is None else self.prefix_tiers.add_stats(stats)
 
     def emit_step(
         self, deltas: Iterable[TokenDelta] = (), plan: Plan | None = None, report: StepReport | None = None

@@ -79,7 +79,7 @@ class StepLoop:
         the previous one runs; useful if the device is not the CPU."""
         self._state = state
         self._scheduler = state.scheduler
-        self._prefix_disk = state.prefix_disk
+        self._tiers = state.prefix_tiers
         self._runner = runner
         self._inbox = inbox
         self._queued = queued
@@ -133,7 +133,7 @@ class StepLoop:
 
     def _poll_timeout(self) -> float | None:
         """Return how many seconds to wait for a message while there is no work; None: without limit."""
-        return self._prefix_disk.poll_timeout if self._prefix_disk else None
+        return self._tiers.poll_timeout if self._tiers else None
 
     def _emit_pool_map(self) -> None:
         began = time.monotonic()
@@ -147,12 +147,12 @@ class StepLoop:
         scheduled = time.monotonic()
         self._queued.difference_update(self._scheduler.admitted)
         if plan is not None:
-            if self._prefix_disk:
-                self._prefix_disk.mark_changed()
+            if self._tiers:
+                self._tiers.mark_changed()
             launched = self._launch(plan)
             self._in_flight.append(InFlightStep(plan, launched, scheduled - began, time.monotonic() - scheduled))
             self._commit_steps(keep=1)
-        elif self._prefix_disk and not (self._in_flight or self._prefix_disk.all_spilled) and self._prefix_disk.spill():
+        elif self._tiers and not (self._in_flight or self._tiers.all_spilled) and self._tiers.spill():
             self._state.emit_step()
         if plan is None or not self._overlap or self._scheduler.needs_results:
             self._commit_steps()
@@ -187,8 +187,8 @@ class StepLoop:
         try:
             results = step.result()
             arrived = time.monotonic()
-            if self._prefix_disk:
-                self._prefix_disk.write_moved_out(step.plan)
+            if self._tiers:
+                self._tiers.write_moved_out(step.plan)
         except RunnerDied:
             raise
         except Exception as error:  # fails this step's requests; other requests continue

@@ -8,10 +8,12 @@ from dataclasses import fields
 import torch
 
 from paged_backend.api.config import EngineConfig
+from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.model_preparation import PreparedModel
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
+from paged_backend.memory.state_cache import bytes_per_slot
 from paged_backend.utils.machine import cpu_name, usable_cores
 from paged_backend.utils.startup import startup_log
 from paged_kernels.cpu import native
@@ -47,6 +49,8 @@ def summary(config: EngineConfig, prepared: PreparedModel) -> list[str]:
         f"Context length: {_context_length(loaded)}",
         f"KV cache: {_kv_cache(config, prepared)}",
     ]
+    if loaded.spec.states:
+        lines.append(f"States of recurrent layers: {_states(prepared)}")
     if config.num_speculative_tokens:
         source = _describe_model(config.speculative_model, loaded.draft) if loaded.draft else "prompt lookup"
         lines.append(f"Speculative decoding: {config.num_speculative_tokens} draft tokens per step, {source}")
@@ -100,6 +104,16 @@ def _context_length(loaded: LoadedModel) -> str:
     return f"{length} tokens" + (f" (the model supports {supported})" if shorter else "")
 
 
+def _states(prepared: PreparedModel) -> str:
+    runner, slot = prepared.runner, bytes_per_slot(prepared.loaded.spec.states)
+    assert runner.states
+    parts = [f"{runner.states.num_slots} slots, {runner.states.num_slots * slot / GIB:.2f} GiB"]
+    if prepared.num_host_state_slots:
+        size = prepared.num_host_state_slots * slot / GIB
+        parts.append(f"host memory {prepared.num_host_state_slots} slots, {size:.2f} GiB")
+    return "; ".join(parts)
+
+
 def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
     loaded, size = prepared.loaded, config.block_size
     layout = prepared.layout
@@ -119,4 +133,6 @@ def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
         parts.append(f"host memory {pool(prepared.num_host_blocks)}")
     if config.disk_cache_dir and prepared.num_host_blocks:
         parts.append(f"disk {config.disk_cache_dir}, at most {config.disk_cache_gib:g} GiB")
+    if config.remote_cache_url and prepared.num_host_blocks:
+        parts.append(f"remote {RedisAddress.parse(config.remote_cache_url)}, at most {config.remote_cache_gib:g} GiB")
     return "; ".join(parts)

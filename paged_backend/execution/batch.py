@@ -202,7 +202,10 @@ def _state_rows(chunks: tuple[Chunk, ...]) -> StateRows | None:
     slots = [chunk.sequence.state_slot for chunk in chunks if chunk.sequence.state_slot is not None]
     if not slots:
         return None
-    return state_rows(slots, [chunk.start for chunk in chunks], [chunk.length for chunk in chunks])
+    starts, lengths, draft_slots = zip(
+        *((chunk.start, chunk.length, chunk.draft_slots) for chunk in chunks), strict=True
+    )
+    return state_rows(slots, starts, lengths, draft_slots)
 
 
 def shared_prefixes(

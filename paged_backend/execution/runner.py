@@ -55,6 +55,7 @@ class StepRunner(Protocol):
 
     kv: KVCache
     host: KVCache | None  # the host pool
+    host_states: StateCache | None  # the states of preempted sequences, on the host
     drafter: Drafter | None
     transfers: Transfers
     gqa_group: int | None  # query heads per KV head; None if attention cannot share prefixes
@@ -86,18 +87,20 @@ class Runner:
         drafter: Drafter | None = None,
         lora: Lora | None = None,
         states: StateCache | None = None,
+        host_states: StateCache | None = None,
         threads: CpuThreads | None = None,
         broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
     ):
         """kv: the model's layers, then the drafter's. host: the host pool. max_sampled: maximum sampled tokens.
-        states: those of the model's recurrent layers, if it has any. broadcast_tokens: under tensor parallelism,
-        overwrites a tensor of sampled tokens with those of rank 0."""
+        states: those of the model's recurrent layers, if it has any. host_states: those of preempted sequences, on the
+        host. broadcast_tokens: under tensor parallelism, overwrites a tensor of sampled tokens with those of rank 0."""
         self.model = model
         self.kv = kv
         self.host = host
         self.drafter = drafter
         self.lora = lora
         self.states = states
+        self.host_states = host_states
         self._threads = threads
         self.gqa_group = _gqa_group(model, kv.device, is_latent=kv.layers[0].shares_memory)
         self.transfers = Transfers(kv, host)
@@ -163,11 +166,23 @@ class Runner:
     def move(self, plan: Plan) -> None:
         """Enqueue the block transfers and the adapter loads of a plan. Before `launch`."""
         self.transfers.move(plan.moves_out, plan.moves_in, plan.copies)
-        if self.states:
-            self.states.copy_slots((copy.source, copy.target) for copy in plan.state_copies)
+        self._move_states(plan)
         for slot, adapter in plan.loads:
             assert self.lora
             self.lora.load_slot(slot, adapter)
+
+    def _move_states(self, plan: Plan) -> None:
+        """Enqueue the moves and copies of states: to the host, within the device, then from the host."""
+        states, host = self.states, self.host_states
+        if plan.state_moves_out:
+            assert states and host
+            states.copy_to(host, plan.state_moves_out)
+        if plan.state_copies:
+            assert states
+            states.copy_slots((copy.source, copy.target) for copy in plan.state_copies if not copy.from_host)
+        if any(copy.from_host for copy in plan.state_copies):
+            assert states and host
+            host.copy_to(states, ((copy.source, copy.target) for copy in plan.state_copies if copy.from_host))
 
     @torch.inference_mode()
     def launch(self, packed: PackedBatch) -> LaunchedStep:

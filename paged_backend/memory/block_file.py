@@ -1,4 +1,4 @@
-"""The file format of a cached block on disk.
+"""The format of a cached block on disk or in a remote store.
 
 A block is one safetensors file: its numbered tensors, all tokens of its prefix up to the block's end, and as metadata
 the origin (cache salt and adapter) and a digest of the tensors' bytes. A read compares origin and tokens with the
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
 import transformers
@@ -24,6 +25,8 @@ from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import Origin
 from paged_backend.scheduling.content import Chain, Contents, Entry, Key
+from paged_backend.utils.machine import usable_cores
+from paged_backend.utils.worker import CallTimeout, call_with_timeout
 
 READ_SECONDS = 5.0  # limit of one read, for which every request that prefetches from disk waits
 MAX_HEADER_BYTES = 1 << 20  # maximum size of a file besides its tensors
@@ -32,6 +35,7 @@ TOKENS = "tokens"  # name of the tensor that holds the prefix
 TOKEN_TYPE = torch.int32
 FORMAT_VERSION = "2"  # part of the fingerprint; changed with the format
 MODEL_FILES = ("*.json", "*.safetensors", "*.py")
+CHUNK_BYTES = 1 << 22  # bytes of a model's file that are read at a time
 
 
 class DiskStalled(Exception):
@@ -50,7 +54,8 @@ class BlockFormat:
         block has that has left the sliding window; by default all."""
         self._layout = [(tensor.shape, tensor.dtype) for tensor in layout]
         self._counts = {len(layout), num_base or len(layout)}
-        self._max_bytes = MAX_HEADER_BYTES + MAX_PREFIX_BYTES + sum(tensor.nbytes for tensor in layout)
+        self.tensor_bytes = sum(tensor.nbytes for tensor in layout)
+        self._max_bytes = MAX_HEADER_BYTES + MAX_PREFIX_BYTES + self.tensor_bytes
 
     def encode(self, entry: Entry, tensors: Sequence[Tensor]) -> bytes:
         """Return the content of a block's file."""
@@ -67,6 +72,13 @@ class BlockFormat:
         data = _read_bytes(path, self._max_bytes + 1)
         if len(data) > self._max_bytes:
             raise CorruptFile("is larger than a block")
+        return self.decode(entry, data)
+
+    def decode(self, entry: Entry, data: bytes) -> list[Tensor] | None:
+        """Return the block in the content of a file, or None if it is another block with the same key.
+
+        Raises CorruptFile, and whatever safetensors raises for content that it cannot read.
+        """
         metadata, held = _metadata(data), load(data)
         origin, tokens = Origin(metadata["salt"], bytes.fromhex(metadata["adapter"])), held.pop(TOKENS).tolist()
         tensors = [held[str(index)] for index in range(len(held))]
@@ -90,25 +102,17 @@ def _key(origin: Origin, tokens: list[int], block_size: int) -> Key:
 def _read_bytes(path: Path, limit: int) -> bytes:
     """Return up to `limit` bytes of a file, and update its time, which keeps the LRU order across restarts. Raises
     DiskStalled if the read times out."""
-    answer: SimpleQueue[bytes | Exception] = SimpleQueue()
 
-    def read() -> None:
-        try:
-            with path.open("rb") as file:  # read, not mapped: an I/O error in mapped memory would end the process
-                data = file.read(limit)
-            os.utime(path)
-            answer.put(data)
-        except Exception as error:
-            answer.put(error)
+    def read() -> bytes:
+        with path.open("rb") as file:  # read, not mapped: an I/O error in mapped memory would end the process
+            data = file.read(limit)
+        os.utime(path)
+        return data
 
-    threading.Thread(target=read, name="disk-read", daemon=True).start()  # a thread that hangs is abandoned
     try:
-        found = answer.get(timeout=READ_SECONDS)
-    except Empty:
-        raise DiskStalled(f"a read takes more than {READ_SECONDS:g} s") from None
-    if isinstance(found, Exception):
-        raise found
-    return found
+        return call_with_timeout(read, READ_SECONDS, "disk-read")
+    except CallTimeout as error:
+        raise DiskStalled(f"a read {error}") from None
 
 
 def _metadata(data: bytes) -> dict[str, str]:
@@ -124,21 +128,55 @@ def _digest(tensors: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class BlockSource:
+    """What the keys and values of blocks depend on besides the tokens."""
+
+    config: EngineConfig
+    layout: BlockLayout
+    models: Sequence[Path]  # directories or files
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest, for this machine. A model is represented by the names, sizes and modification times of its files,
+        so touching a file invalidates the cache."""
+        status = [(file.name, file.stat()) for file in self._files]
+        return self._digest([(name, found.st_size, found.st_mtime_ns) for name, found in status])
+
+    def content_fingerprint(self) -> str:
+        """Return a digest that is the same on other machines. It reads all files of the models, on all cores."""
+        with ThreadPoolExecutor(usable_cores()) as threads:
+            digests = list(threads.map(_file_digest, self._files))
+        return self._digest([(file.name, digest) for file, digest in zip(self._files, digests, strict=True)])
+
+    @property
+    def _files(self) -> list[Path]:
+        return [file for model in self.models for file in _files(model)]
+
+    def _digest(self, files: list[Any]) -> str:
+        config, layout = self.config, self.layout
+        facts = {
+            "files": files,
+            "transformers": transformers.__version__,
+            "options": [config.load_format, config.seed if config.load_format == "dummy" else None],
+            "weights": [str(self.dtype), config.quantization, config.quantization_group_size],
+            "layout": [str(self.kv_dtype), config.block_size, layout.base_pages, layout.pages],
+            "device": self.device.type,
+            "code": FORMAT_VERSION,
+        }
+        return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
 def _files(model: Path) -> list[Path]:
     return [model] if model.is_file() else [file for name in MODEL_FILES for file in sorted(model.glob(name))]
 
 
-def fingerprint(
-    config: EngineConfig, layout: BlockLayout, models: Sequence[Path], dtype: torch.dtype, kv_dtype: torch.dtype
-) -> str:
-    """Return a digest of everything that keys and values depend on besides the tokens. A model is represented by the
-    names, sizes and modification times of its files, so touching a file invalidates the cache."""
-    files = [file for model in models for file in _files(model)]
-    facts = {
-        "files": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files],
-        "transformers": transformers.__version__,
-        "options": [config.load_format, config.seed if config.load_format == "dummy" else None],
-        "layout": [str(dtype), str(kv_dtype), config.quantization, config.block_size, layout.base_pages, layout.pages],
-        "code": FORMAT_VERSION,
-    }
-    return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+def _file_digest(path: Path) -> str:
+    digest = blake2b(digest_size=32)
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

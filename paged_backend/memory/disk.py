@@ -17,20 +17,19 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import Full, Queue
 
 from torch import Tensor
 
 from paged_backend.memory.block_file import BlockFormat, DiskStalled
+from paged_backend.memory.cache_tier import BlockWriter, ReadCost
 from paged_backend.scheduling.content import Entry, Key
-from paged_backend.utils.machine import use_single_thread
+from paged_backend.scheduling.stats import SchedulerStats
 
 log = logging.getLogger("paged_llm")
 
-MAX_QUEUED_BLOCKS = 64  # maximum blocks that wait to be written; more are dropped
 SUFFIX, PARTIAL = ".safetensors", ".part"
 PARTIAL_SECONDS = 3600  # a partial file older than this is stale
 NAME = re.compile(rf"[0-9a-f]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}{re.escape(SUFFIX)}")
@@ -103,7 +102,7 @@ class FileIndex:
 
 
 class DiskTier:
-    """Cached blocks on disk: reads on the caller's thread, writes on its own. Safe to use from any thread."""
+    """Cached blocks on disk, a `CacheTier`: reads on the caller's thread, writes on its own."""
 
     def __init__(
         self, directory: Path, fingerprint: str, budget: int, layout: Sequence[Tensor], num_base: int | None = None
@@ -116,14 +115,14 @@ class DiskTier:
         self._index = FileIndex(fingerprint)
         self._lock = threading.Lock()
         self._up = True
-        self._read = self._written = self._dropped = 0
-        self._queue: Queue[tuple[Entry, list[Tensor]] | None] = Queue(MAX_QUEUED_BLOCKS)
+        self._changed: Callable[[], object] = lambda: None
+        self._read = self._written = 0
         try:
             self._scan()
         except OSError as error:
             self._disable(f"cannot be used: {error}")
-        self._writer = threading.Thread(target=self._write_all, name="disk", daemon=True)
-        self._writer.start()
+        self.cost = ReadCost()
+        self._writer = BlockWriter("disk", self._write)
 
     @property
     def up(self) -> bool:
@@ -135,17 +134,17 @@ class DiskTier:
         """The statistics so far."""
         blocks, nbytes = self._index.totals
         with self._lock:
-            return DiskStats(self._up, blocks, nbytes, self._read, self._written, self._dropped)
+            return DiskStats(self._up, blocks, nbytes, self._read, self._written, self._writer.dropped)
 
     @property
     def free_queue_slots(self) -> int:
         """The number of blocks that the write queue can still take."""
-        return MAX_QUEUED_BLOCKS - self._queue.qsize()
+        return self._writer.free_slots
 
     @property
     def is_idle(self) -> bool:
         """Whether every queued block is written."""
-        return not self._queue.unfinished_tasks
+        return self._writer.is_idle
 
     def should_write(self, entry: Entry) -> bool:
         """Return whether the tier is in use and has no file with the block's key."""
@@ -153,11 +152,18 @@ class DiskTier:
 
     def put(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
         """Queue a block to be written, unless the queue is full. `tensors` must not change afterwards."""
-        try:
-            self._queue.put_nowait((entry, list(tensors)))
-        except Full:
-            with self._lock:
-                self._dropped += 1
+        self._writer.put(entry, tensors)
+
+    def read(self, entries: Sequence[Entry]) -> list[list[Tensor]]:
+        """Return the tensors of the first of `entries`, up to the first one that is not on disk or cannot be read."""
+        blocks: list[list[Tensor]] = []
+        for entry in entries:
+            began = time.monotonic()
+            if (block := self.get(entry)) is None:
+                break
+            self.cost.record(time.monotonic() - began, 1)
+            blocks.append(block)
+        return blocks
 
     def get(self, entry: Entry) -> list[Tensor] | None:
         """Return a block's tensors; None if it is not on disk or could not be read."""
@@ -181,17 +187,29 @@ class DiskTier:
             self._read += found is not None
         return found
 
+    def on_change(self, changed: Callable[[], object]) -> None:
+        """Call `changed`, on any thread, when the tier is disabled from now on."""
+        self._changed = changed
+
     def settle(self, timeout: float) -> None:
         """Wait at most `timeout` seconds until every queued block is written."""
-        with self._queue.all_tasks_done:
-            self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout)
+        self._writer.settle(timeout)
 
     def close(self, seconds: float | None = None) -> None:
         """Write all queued blocks and end the writer. Wait at most `seconds`; None: without limit."""
-        timeout = None if seconds is None else max(0.0, seconds)
-        with contextlib.suppress(Full):
-            self._queue.put(None, timeout=timeout)
-            self._writer.join(timeout)
+        self._writer.close(seconds)
+
+    def add_stats(self, stats: SchedulerStats) -> SchedulerStats:
+        """Return the statistics with those of this tier."""
+        own = self.stats
+        return replace(
+            stats,
+            disk_up=own.up,
+            disk_blocks=own.blocks,
+            disk_read=own.read,
+            disk_written=own.written,
+            disk_seconds=self.cost.seconds_per_block,
+        )
 
     def _scan(self) -> None:
         """Index the files of earlier servers, and remove stale partial files."""
@@ -211,17 +229,14 @@ class DiskTier:
     def _name(self, key: Key) -> str:
         return f"{self._fingerprint}/{key.hex()[:2]}/{key.hex()}{SUFFIX}"
 
-    def _write_all(self) -> None:
-        use_single_thread()
-        while (item := self._queue.get()) is not None:
-            if self.should_write(item[0]):
-                try:
-                    self._write(*item)
-                except Exception as error:  # the writer must survive any error, or the queue would never empty
-                    self._disable(f"cannot be written: {type(error).__name__}: {error}")
-            self._queue.task_done()
-
     def _write(self, entry: Entry, tensors: list[Tensor]) -> None:
+        if self.should_write(entry):
+            try:
+                self._write_file(entry, tensors)
+            except Exception as error:  # the writer must survive any error, or the queue would never empty
+                self._disable(f"cannot be written: {type(error).__name__}: {error}")
+
+    def _write_file(self, entry: Entry, tensors: list[Tensor]) -> None:
         data = self._format.encode(entry, tensors)
         if len(data) > self._budget:
             raise OSError(f"a block takes {len(data)} bytes, and the budget is {self._budget}")
@@ -248,6 +263,8 @@ class DiskTier:
 
     def _disable(self, reason: str) -> None:
         with self._lock:
-            if self._up:
-                log.error("disk_cache_dir: %s; the disk cache is disabled until the model is loaded again", reason)
+            if not self._up:
+                return
+            log.error("disk_cache_dir: %s; the disk cache is disabled until the model is loaded again", reason)
             self._up = False
+        self._changed()

@@ -104,14 +104,7 @@ class KVCache:
         if not pinned:
             pools = [[_zeros(*shape, device) for shape in of_layer] for of_layer in shapes]
             return cls(tuple(layer.cache(pool) for layer, pool in zip(layers, pools, strict=True)))
-        all_shapes = [shape for of_layer in shapes for shape in of_layer]
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in all_shapes]
-        ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
-        memory = pinned_zeros(ends[-1])
-        tensors = (
-            memory[start : start + size].view(dtype).view(shape)
-            for (shape, dtype), size, start in zip(all_shapes, sizes, [0, *ends], strict=False)
-        )
+        tensors = iter(pinned_tensors([shape for of_layer in shapes for shape in of_layer]))
         parts = (tuple(islice(tensors, len(of_layer))) for of_layer in shapes)
         return cls(tuple(layer.cache(part) for layer, part in zip(layers, parts, strict=True)))
 
@@ -149,6 +142,17 @@ def pinned_zeros(nbytes: int) -> Tensor:
     """Return zeros in pinned memory. A pool is a single pinned allocation, because PyTorch rounds each up to a power of
     two, and one per tensor could take twice the memory."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).zero_()
+
+
+def pinned_tensors(shapes: Sequence[TensorShape]) -> list[Tensor]:
+    """Return tensors filled with zeros, one after the other in one allocation of pinned memory."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+    ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+    memory = pinned_zeros(ends[-1])
+    return [
+        memory[start : start + size].view(dtype).view(shape)
+        for (shape, dtype), size, start in zip(shapes, sizes, [0, *ends], strict=False)
+    ]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -199,23 +203,31 @@ def num_blocks(
     return budget // page
 
 
-def num_host_blocks(
-    config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device
-) -> int:
-    """Return the size of the host pool in blocks; 0: no host pool. Each rank holds its share of every block. Raises
-    ConfigError if the requested pool does not fit."""
-    block, wanted = bytes_per_block(layers, config.block_size, dtype), config.swap_space
+def host_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Return the bytes of host memory for swapping, of all ranks; 0: none. Raises ConfigError if the requested memory
+    is not free."""
+    wanted = config.swap_space
     if wanted is None:
         wanted = DEFAULT_SWAP_SPACE if device.type == "cuda" else 0
         wanted = min(wanted, available_memory() / 2 / GIB)
     elif wanted * GIB > available_memory():
         raise ConfigError(f"swap_space={wanted}: must fit into the {available_memory() / GIB:.1f} GiB that are free")
-    elif 0 < wanted * GIB < block * config.ranks_per_node:
-        block *= config.ranks_per_node
+    return int(wanted * GIB)
+
+
+def num_host_blocks(
+    config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, states: int = 0
+) -> int:
+    """Return the size of the host pool in blocks; 0: no host pool. Each rank holds its share of every block. states:
+    bytes of host memory for the states of recurrent layers. Raises ConfigError if the requested pool does not fit."""
+    total, ranks = host_bytes(config, device), config.ranks_per_node
+    block = bytes_per_block(layers, config.block_size, dtype)
+    if config.swap_space and total < block * ranks + states:
+        taken = f"{block * ranks} bytes" + (f" and a recurrent state {states} bytes" if states else "")
         raise ConfigError(
-            f"swap_space={wanted}: one block of {config.block_size} tokens takes {block} bytes; give it more, or 0"
+            f"swap_space={config.swap_space}: one block of {config.block_size} tokens takes {taken}; give it more, or 0"
         )
-    return int(wanted * GIB) // config.ranks_per_node // block if block else 0
+    return max(0, total - states) // ranks // block if block else 0
 
 
 def free_bytes(config: EngineConfig, device: torch.device, reserved: int = 0) -> int:

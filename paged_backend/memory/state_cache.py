@@ -18,6 +18,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from paged_backend.memory.kv_cache import pinned_tensors
+
 
 @dataclass(frozen=True)
 class TensorShape:
@@ -65,12 +67,15 @@ class StateCache:
     ) -> StateCache:
         """Return a cache filled with zeros. pinned: whether to allocate host memory that a GPU can access directly."""
 
-        def zeros(part: TensorShape) -> Tensor:
-            return torch.zeros(num_slots, *part.shape, dtype=part.dtype, device=device, pin_memory=pinned)
-
-        return cls(
-            tuple(LayerState(zeros(one.conv), zeros(one.recurrent) if one.recurrent else None) for one in layers)
+        shapes = [
+            ((num_slots, *part.shape), part.dtype) for one in layers for part in (one.conv, one.recurrent) if part
+        ]
+        tensors = iter(
+            pinned_tensors(shapes)
+            if pinned
+            else [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
         )
+        return cls(tuple(LayerState(next(tensors), next(tensors) if one.recurrent else None) for one in layers))
 
     @property
     def num_slots(self) -> int:
@@ -92,6 +97,13 @@ class StateCache:
         sources, destinations = (list(slots) for slots in zip(*copies, strict=True))
         for tensor in self.tensors:
             tensor[destinations] = tensor[sources]
+
+    def copy_to(self, other: StateCache, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy slots (source, destination) to a cache of the same layers on another device. Returns before a GPU has
+        copied them; copies are made in order with other work of the current stream."""
+        for source, destination in pairs:
+            for tensor, copy in zip(self.tensors, other.tensors, strict=True):
+                copy[destination].copy_(tensor[source], non_blocking=True)
 
     def read_slot(self, slot: int) -> list[Tensor]:
         """Return a copy of one slot on the host: a tensor for each of `tensors`."""

@@ -276,14 +276,17 @@ def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> Callable[[], N
 
 
 def plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
-    """Yield the plain linear layers on a CPU whose own forward runs, which excludes those inside fused layers.
+    """Yield the plain linear layers on a CPU whose own forward runs, which excludes those of fused layers.
 
-    The `forward` of a module that was replaced by one with the attribute `runs_own_forward` counts as its own.
+    The `forward` of a module that was replaced by one with the attribute `runs_own_forward` counts as its own, and
+    modules in its attribute `called_modules` run theirs.
     """
     modules = [model]
     while modules:
         module = modules.pop()
-        if has_custom_forward(module) and not getattr(vars(module).get("forward"), "runs_own_forward", False):
+        forward = vars(module).get("forward")
+        if has_custom_forward(module) and not getattr(forward, "runs_own_forward", False):
+            modules += getattr(forward, "called_modules", ())
             continue
         modules += module.children()
         if type(module) is nn.Linear and type(module.weight.data) is Tensor and module.weight.device.type == "cpu":

@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from paged_backend.api.request import Adapter
 from paged_backend.models.adapter_rows import AdapterRows
-from paged_backend.models.fusion import FusedLayer
+from paged_backend.models.fused_layer import FusedLayer
 from paged_backend.models.linear import Weight, project
 from paged_backend.models.native_decoder import layerwise_forward, runs_natively
 from paged_backend.models.peft_files import Factors, LoraShapes
@@ -138,8 +138,9 @@ class Lora:
         fused = {name: module.forward for name, module in modules.items() if isinstance(module.forward, FusedLayer)}
         for name, layer in fused.items():
             yield modules[name], layer.with_weights(partial(self._weight, prefix=f"{name}."))
+        projected = {f"{name}.{own}" for name, layer in fused.items() for one in layer.projections for own in one.names}
         for name in self._stacks:
-            if not any(name.startswith(f"{layer}.") for layer in fused):
+            if name not in projected:
                 yield modules[name], partial(self._forward, [name], modules[name].forward)
 
     def _weight(self, weight: Weight, names: Sequence[str], *, prefix: str) -> Weight:

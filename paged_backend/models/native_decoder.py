@@ -11,7 +11,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from paged_backend.models.attention import AttentionMeta, reject_unsupported
+from paged_backend.models.fused_layer import FusedHeads, FusedLayer, FusedMlp
+from paged_backend.models.linear import GroupedCopy
 from paged_kernels.cpu import native
+from paged_kernels.cpu.packed_linear import GROUP
 
 
 class NativeDecoder:
@@ -48,3 +51,27 @@ def runs_natively(model: PreTrainedModel) -> bool:
 def layerwise_forward(decoder: nn.Module) -> Any:
     """Return the `forward` that calls the layers of a native decoder one after the other."""
     return MethodType(type(decoder).forward, decoder)
+
+
+def native_layers(layers: Sequence[FusedLayer]) -> list[native.DecoderLayer]:
+    """Return the layers for the CPU kernel, or none if it does not support any of them."""
+    converted = [found for layer in layers if (found := _to_native(layer))]
+    return converted if len(converted) == len(layers) else []
+
+
+def _to_native(layer: FusedLayer) -> native.DecoderLayer | None:
+    attention, mlp = layer.attention, layer.mlp
+    if not isinstance(attention, FusedHeads) or not isinstance(mlp, FusedMlp):
+        return None
+    qkv, o, gate_up, down = projections = attention.qkv, layer.output, mlp.gate_up, mlp.down
+    packed = [one.weight.packed for one in projections if isinstance(one.weight, GroupedCopy)]
+    if len(packed) < len(projections) or packed[-1].in_features % GROUP:
+        return None
+    assert qkv.norm and gate_up.norm
+    return native.DecoderLayer(
+        *qkv.norm, packed[0], qkv.bias, attention.head_counts[0], attention.rotates,
+        attention.head_norms.get("query_weight"), attention.head_norms.get("key_weight"),
+        attention.head_norms.get("eps", 0.0),
+        attention.spec.scale, attention.spec.sliding_window, attention.spec.softcap, attention.spec.sinks,
+        packed[1], o.bias, *gate_up.norm, packed[2], gate_up.bias, packed[3], down.bias,
+    )  # fmt: skip

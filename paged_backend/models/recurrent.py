@@ -27,6 +27,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from paged_backend.memory.state_cache import LayerState, StateShape, TensorShape
 from paged_backend.models.attention import AttentionMeta, UnsupportedModel
+from paged_backend.models.state_rows import StateDecode
 
 # transformers.models.<key>.modeling_<key>.<value>
 MIXERS = {
@@ -180,26 +181,27 @@ class RecurrentMixer:
         if attention_mask is not None:
             raise UnsupportedModel(f"{self._name}: gets an attention mask")
         state, rows = paged.states.layers[self._index], paged.state_rows
-        if rows.decode_rows is None:
-            return self._decode(hidden_states.transpose(0, 1), rows.decode_slots, state).transpose(0, 1)
-        outputs: Tensor | None = None
+        parts: list[tuple[slice | Tensor, Tensor]] = []  # rows, and their outputs [num_rows, hidden]
         for first, length, slot, is_start in rows.chunks:
-            output = self._prefill(hidden_states[:, first : first + length], slot, state, is_start=is_start)
-            if outputs is None:
-                outputs = output.new_empty(1, hidden_states.shape[1], output.shape[2])
-            outputs[:, first : first + length] = output
-        assert outputs is not None
-        if len(rows.decode_rows):
-            decoded = self._decode(hidden_states[0, rows.decode_rows, None], rows.decode_slots, state)
-            outputs[0, rows.decode_rows] = decoded[:, 0]
+            span = slice(first, first + length)
+            parts.append((span, self._prefill(hidden_states[:, span], slot, state, is_start=is_start)[0]))
+        for decode in rows.decodes:
+            if decode.rows is None:
+                return self._decode(hidden_states.transpose(0, 1), decode, state).transpose(0, 1)
+            parts.append((decode.rows, self._decode(hidden_states[0, decode.rows, None], decode, state)[:, 0]))
+        outputs = hidden_states.new_empty(1, hidden_states.shape[1], parts[0][1].shape[1], dtype=parts[0][1].dtype)
+        for of_part, output in parts:
+            outputs[0, of_part] = output
         return outputs
 
-    def _decode(self, hidden_states: Tensor, slots: Tensor, state: LayerState) -> Tensor:  # [num_decode, 1, hidden]
-        conv, recurrent = state.conv[slots], None if state.recurrent is None else state.recurrent[slots]
+    def _decode(self, hidden_states: Tensor, decode: StateDecode, state: LayerState) -> Tensor:
+        """Compute one row of each of several sequences, [num_rows, 1, hidden]."""
+        conv = state.conv[decode.sources]
+        recurrent = None if state.recurrent is None else state.recurrent[decode.sources]
         output = self._call(hidden_states, _cache_layer(conv, recurrent, is_start=False))
-        state.conv[slots] = conv
+        state.conv[decode.targets] = conv
         if state.recurrent is not None and recurrent is not None:
-            state.recurrent[slots] = recurrent
+            state.recurrent[decode.targets] = recurrent
         return output
 
     def _prefill(self, hidden_states: Tensor, slot: int, state: LayerState, *, is_start: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotary embeddings that are looked up in a table.
+"""Rotary embeddings of fused layers, which are looked up in a table.
 
 The angles of a position never change (`rope.py`). A step therefore gathers one row per token, in one operation instead
 of the nine that compute sines and cosines.
@@ -6,7 +6,8 @@ of the nine that compute sines and cosines.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 MAX_BYTES = 1 << 27  # 2**20 positions of 32 pairs, or 131,072 of 128, in 16 bits
 CHUNK = 4096  # positions that are computed at a time
 
+Angles: TypeAlias = "tuple[Tensor, Tensor]"  # cosines and sines, [batch, num_tokens, head_dim]
+
 
 class RotaryTable:
     """The `forward` of a rotary embedding, with a table [positions, 2 * head_dim]: cosines, then sines."""
@@ -22,32 +25,65 @@ class RotaryTable:
     def __init__(self, table: Tensor) -> None:
         self._table = table
 
-    def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, position_ids: Tensor) -> Angles:
         """Return cosines and sines [*position_ids.shape, head_dim]."""
         cos, sin = F.embedding(position_ids, self._table).chunk(2, dim=-1)
         return cos, sin
 
 
-def look_up_angles(decoder: Any, positions: int | None, dtype: torch.dtype) -> None:
+class ConvertedAngles:
+    """The `forward` of a rotary embedding that returns angles in another form than the kernels take."""
+
+    def __init__(self, module: nn.Module, convert: Callable[[Any], Angles]) -> None:
+        self._module, self._convert = module, convert
+
+    def __call__(self, x: Tensor, position_ids: Tensor) -> Angles:
+        """Return cosines and sines [*position_ids.shape, head_dim]."""
+        return self._convert(type(self._module).forward(self._module, x, position_ids))
+
+
+def for_both_halves(angles: Angles) -> Angles:
+    """Return the angles of one half of a head [..., head_dim / 2] for both of its halves."""
+    cos, sin = angles
+    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+
+def of_complex(rotations: Tensor) -> Angles:
+    """Return the angles of complex numbers of absolute value 1, [..., head_dim / 2], for both halves of a head."""
+    return for_both_halves((rotations.real, rotations.imag))
+
+
+class Rotation(NamedTuple):
+    """The order of elements that are rotated together: pairs, at 2i and 2i + 1, or halves, at i and i + size / 2."""
+
+    from_pairs: bool
+    to_pairs: bool
+
+
+def look_up_angles(
+    decoder: Any, positions: int | None, dtype: torch.dtype, convert: Callable[[Any], Angles] | None
+) -> None:
     """Make a decoder's rotary embedding look its angles up, if the table is not too large.
 
     Args:
         decoder: a decoder of transformers with an unmodified `rotary_emb`.
-        positions: the number of positions; None: unknown, which leaves the embedding as it is.
+        positions: the number of positions; None: unknown, so there is no table.
         dtype: type of the hidden states.
+        convert: returns what the rotary embedding returns as angles; None: it returns angles.
     """
-    if positions is None:
-        return
-    if table := rotary_table(decoder.rotary_emb, positions, decoder.norm.weight.data.new_empty(0, dtype=dtype)):
-        decoder.rotary_emb.forward = table
+    rotary, x = decoder.rotary_emb, decoder.norm.weight.data.new_empty(0, dtype=dtype)
+    converted = ConvertedAngles(rotary, convert) if convert else None
+    table = None if positions is None else rotary_table(converted or rotary, positions, x)
+    if forward := table or converted:
+        rotary.forward = forward
 
 
 @torch.no_grad()
-def rotary_table(module: nn.Module, positions: int, x: Tensor) -> RotaryTable | None:
+def rotary_table(module: Callable[[Tensor, Tensor], Angles], positions: int, x: Tensor) -> RotaryTable | None:
     """Return a table of what a rotary embedding computes, or None if it would exceed MAX_BYTES.
 
     Args:
-        module: called with x and position ids, as the rotary embeddings of transformers.
+        module: a rotary embedding of transformers, or a function with its arguments x and position ids.
         positions: the number of positions, from 0 on.
         x: a tensor of the type and device of the hidden states.
     """

@@ -20,35 +20,55 @@ class StateChunk(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class StateRows:
-    """The rows of a step by the slot of their sequence's state. A slot occurs once in a step.
+class StateDecode:
+    """Rows of different sequences that run as one batch."""
 
-    Sequences that decode have one row each, which all run as one batch. Every other chunk runs by itself.
+    rows: Tensor | None  # [num_rows] int64; None: all rows of the step, in order
+    sources: Tensor  # [num_rows] int64: the slots of the states before the rows
+    targets: Tensor  # [num_rows] int64: the slots of the states after them
+
+
+@dataclass(frozen=True, eq=False)
+class StateRows:
+    """The rows of a step by the slot of their sequence's state.
+
+    Sequences that decode have one row each, which all run as one batch, then a row for each draft token: the first
+    draft tokens of all sequences run as one batch, then the second ones. Every other chunk runs by itself.
     """
 
-    decode_slots: Tensor  # [num_decode] int64: the slot of each sequence that decodes
-    decode_rows: Tensor | None  # [num_decode] int64: their rows; None: all rows of the step, in order
+    decodes: tuple[StateDecode, ...]  # in order; each reads what the one before has written
     chunks: tuple[StateChunk, ...]
 
 
-def state_rows(slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> StateRows:
+def state_rows(
+    slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int], draft_slots: Sequence[Sequence[int]]
+) -> StateRows:
     """Return the rows of a step, on the host.
 
     Args:
         slots: the slot of each sequence's state, in the order of the packed batch.
         starts: the position of the first row of each.
-        lengths: the number of rows of each.
+        lengths: the number of rows of each, including draft tokens.
+        draft_slots: the slots for the states after each draft token, which are the last rows of a sequence that
+            decodes.
     """
-    decode_slots, decode_rows, chunks, row = [], [], [], 0
-    for slot, start, length in zip(slots, starts, lengths, strict=True):
-        if length == 1 and start > 0:
-            decode_slots.append(slot)
-            decode_rows.append(row)
+    chunks: list[StateChunk] = []
+    decodes: list[list[tuple[int, int, int]]] = []  # (row, source, target)
+    row = 0
+    for slot, start, length, drafts in zip(slots, starts, lengths, draft_slots, strict=True):
+        if start > 0 and length == 1 + len(drafts):
+            for number, (source, target) in enumerate(zip((slot, slot, *drafts), (slot, *drafts), strict=False)):
+                if number == len(decodes):
+                    decodes.append([])
+                decodes[number].append((row + number, source, target))
         else:
+            assert not drafts, "draft tokens in a chunk of a prompt"
             chunks.append(StateChunk(row, length, slot, start == 0))
         row += length
-    return StateRows(
-        torch.tensor(decode_slots, dtype=torch.int64),
-        torch.tensor(decode_rows, dtype=torch.int64) if chunks else None,
-        tuple(chunks),
-    )
+    has_all_rows = not chunks and len(decodes) == 1
+    return StateRows(tuple(_decode(triples, has_all_rows) for triples in decodes), tuple(chunks))
+
+
+def _decode(triples: list[tuple[int, int, int]], has_all_rows: bool) -> StateDecode:
+    rows, sources, targets = torch.tensor(triples, dtype=torch.int64).unbind(1)
+    return StateDecode(None if has_all_rows else rows, sources, targets)

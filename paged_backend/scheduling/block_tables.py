@@ -140,32 +140,38 @@ class BlockTables:
         return child
 
     def swap_out(self, group: Group) -> bool:
-        """Swap a group's blocks out to the host, if there is room and, with "auto", if moving them there and back is
-        cheaper than computing them again. Return whether it was done."""
+        """Swap a group's blocks and states out to the host, if there is room and, with "auto", if moving them there and
+        back is cheaper than computing them again. Return whether it was done."""
         if self._preemption == "recompute":
             return False
         blocks = {block for sequence in group.sequences for block in sequence.blocks}
         shared = group.leader.num_prompt * (len(group.sequences) - 1) if group.forked else 0
         tokens = sum(sequence.computed for sequence in group.sequences) - shared
-        if self._preemption == "auto" and 2 * len(blocks) * self._costs.move >= tokens * self._costs.token:
+        num_states = sum(sequence.state_slot is not None for sequence in group.sequences)
+        moves = len(blocks) * self._costs.move + num_states * self._costs.move_state
+        if self._preemption == "auto" and 2 * moves >= tokens * self._costs.token:
+            return False
+        if not self.states.host.has_room(num_states):
             return False
         tables = self._blocks.offload.swap_out(
             [sequence.blocks for sequence in group.sequences], [sequence.window_start for sequence in group.sequences]
         )
         if tables is None:
             return False
+        self.states.swap_out(group.sequences)
         for sequence, table in zip(group.sequences, tables, strict=True):
             sequence.host_blocks = table
         return True
 
     def swap_in(self, group: Group, builder: PlanBuilder) -> None:
-        """Swap all blocks of a group back in."""
+        """Swap all blocks and states of a group back in."""
         tables, moves = self._blocks.offload.swap_in(
             [sequence.host_blocks for sequence in group.sequences],
             [sequence.window_start for sequence in group.sequences],
         )
         for sequence, table in zip(group.sequences, tables, strict=True):
             sequence.blocks = table
+        self.states.swap_in(group.sequences)
         builder.add_moves_in(group.key, moves)
         builder.trace_moves(group, "swap_in", len(moves))
         group.block_usage.new += len(moves)

@@ -89,6 +89,6 @@ class ChunkPlanner:
                 continue
             num_blocks = self._tables.allocate_for_drafts(sequence, chunk.start + 1 + len(tokens))
             if num_blocks is not None:
-                chunk.add_draft_tokens(tokens, num_blocks)
+                chunk.add_draft_tokens(tokens, num_blocks, self._tables.states.take_draft_slots(len(tokens)))
                 builder.budget -= len(tokens)
                 self._counters.draft_tokens += len(tokens)

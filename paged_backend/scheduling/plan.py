@@ -10,6 +10,7 @@ from paged_backend.api.trace import RequestTrace
 from paged_backend.scheduling.adapter_slots import AdapterLoad
 from paged_backend.scheduling.block_manager import Copy
 from paged_backend.scheduling.host_offload import BlockTransfer
+from paged_backend.scheduling.host_states import StateMove
 from paged_backend.scheduling.sequence import Sequence
 from paged_backend.scheduling.state_slots import StateCopy
 
@@ -40,6 +41,7 @@ class Chunk:
     allocated: Allocation = NO_BLOCKS  # counted in the usage unless the sequence ends before the commit
     forks: tuple[Sequence, ...] = ()  # sequences that share the chunk's blocks once it is computed
     draft_tokens: tuple[int, ...] = ()
+    draft_slots: tuple[int, ...] = ()  # slots for the recurrent states after each draft token
     scored: range = range(0)  # prompt positions whose next token gets log probabilities
     ends_request: bool = False  # whether the chunk ends the prompt of a request without output
 
@@ -58,9 +60,10 @@ class Chunk:
         """True if the chunk ends the prompt of an embedding request, which gets the hidden state of its last token."""
         return self.sequence.request.embeds and self.ends_request
 
-    def add_draft_tokens(self, tokens: list[int], num_new_blocks: int) -> None:
-        """Add these draft tokens to the chunk, which verifies them. num_new_blocks: blocks allocated for them."""
-        self.draft_tokens = tuple(tokens)
+    def add_draft_tokens(self, tokens: list[int], num_new_blocks: int, state_slots: tuple[int, ...] = ()) -> None:
+        """Add these draft tokens to the chunk, which verifies them. num_new_blocks: blocks allocated for them.
+        state_slots: slots for the recurrent states after each."""
+        self.draft_tokens, self.draft_slots = tuple(tokens), state_slots
         self.length += len(tokens)
         if num_new_blocks:
             self.allocated = Allocation(self.allocated.new + num_new_blocks, self.allocated.copied)
@@ -73,6 +76,7 @@ class Costs:
     token: float = 1.0  # time to compute a token, in a full step
     copy: float = 0.0  # time to copy a block on the device
     move: float = 0.0  # time to copy a block between device and host
+    move_state: float = 0.0  # time to copy the state of a sequence between device and host
 
 
 class TracedWork(NamedTuple):
@@ -99,6 +103,7 @@ class Plan:
     adapters: Mapping[bytes, int] = field(default_factory=dict)  # slots of the adapters in use, by digest
     has_prompt_outputs: bool = False  # whether any chunk has `scored` or `ends_request` set
     traced: tuple[TracedWork, ...] = ()
+    state_moves_out: tuple[StateMove, ...] = ()  # device to host, before all copies of states
     state_copies: tuple[StateCopy, ...] = ()  # before the chunks
 
     @property

@@ -56,7 +56,7 @@ class PlanBuilder:
             self.scored_budget -= len(scored)
             self._has_prompt_outputs = True
             ends_request = is_last and not group.has_output
-            self.chunks.append(Chunk(sequence, start, length, sampled, allocated, forks, (), scored, ends_request))
+            self.chunks.append(Chunk(sequence, start, length, sampled, allocated, forks, (), (), scored, ends_request))
         else:
             self.chunks.append(Chunk(sequence, start, length, sampled, allocated, forks))
 
@@ -86,7 +86,7 @@ class PlanBuilder:
         sequence that computes gets a state slot."""
         if not self.chunks:
             return None
-        if states.in_use:
+        if states.pool:
             for one in self.chunks:
                 states.save(one.sequence)
                 states.assign(one.sequence)
@@ -102,6 +102,7 @@ class PlanBuilder:
             adapters=slots.slots_of(chunk.sequence.request for chunk in self.chunks),
             has_prompt_outputs=self._has_prompt_outputs,
             traced=(*self._moved, *self._traced_chunks()),
+            state_moves_out=states.host.take_moves_out(),
             state_copies=states.take_copies(),
         )
 

@@ -24,6 +24,7 @@ from paged_backend.scheduling.block_demand import BlockDemand
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.block_tables import BlockTables
 from paged_backend.scheduling.chunk_planner import ChunkPlanner
+from paged_backend.scheduling.host_states import HostStates
 from paged_backend.scheduling.pins import Pins
 from paged_backend.scheduling.plan import Costs, Plan
 from paged_backend.scheduling.plan_builder import PlanBuilder
@@ -32,7 +33,7 @@ from paged_backend.scheduling.prefill_budget import PrefillBudget
 from paged_backend.scheduling.registry import RequestRegistry
 from paged_backend.scheduling.sequence import Group
 from paged_backend.scheduling.speculation import Proposer
-from paged_backend.scheduling.state_slots import StateSlots
+from paged_backend.scheduling.state_slots import StateSlots, num_draft_slots
 from paged_backend.scheduling.stats import SchedulerCounters, SchedulerStats
 from paged_backend.scheduling.step_commit import StepCommitter
 from paged_backend.scheduling.step_result import StepResult
@@ -62,13 +63,15 @@ class Scheduler:
         max_loras: int = 0,
         fair_tenants: bool = False,
         state_slots: int = 0,
+        host_state_slots: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
         """preemption: "swap", "recompute", or "auto" for the cheaper one. session_blocks: maximum blocks pinned for
         sessions between turns. max_draft_tokens: maximum per sequence and step. prefill_budget: limits the prompt
         tokens of a step that decodes. max_loras: maximum adapters on the device. fair_tenants: within a priority, admit
         the tenant that was served the fewest tokens instead of first come, first served. state_slots: slots for the
-        states of recurrent layers, at least max_num_seqs; 0: the model has none. clock: returns seconds.
+        states of recurrent layers, at least max_num_seqs and `num_draft_slots`; 0: the model has none.
+        host_state_slots: slots on the host for the states of swapped-out requests. clock: returns seconds.
         """
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.blocks = blocks
@@ -79,16 +82,17 @@ class Scheduler:
         self.admitted: list[int] = []  # keys of requests that the last `schedule` admitted for the first time
         self._counters = SchedulerCounters()
         self._accounts = Accounts(by_tenant=fair_tenants)
-        assert not state_slots or (blocks.host is None and not max_draft_tokens)
-        self._states = StateSlots(
+        self.states = StateSlots(
             state_slots,
             max_num_seqs,
             contents=blocks.cache.contents,
             block_size=blocks.block_size,
             caching=blocks.caching,
+            host=HostStates(host_state_slots),
+            num_draft_slots=num_draft_slots(max_num_seqs, max_num_batched_tokens, max_draft_tokens),
         )
-        self.pins = Pins(blocks, session_blocks, self._states)
-        self._tables = BlockTables(blocks, self.costs, preemption, self._states)
+        self.pins = Pins(blocks, session_blocks, self.states)
+        self._tables = BlockTables(blocks, self.costs, preemption, self.states)
         self._requests = RequestRegistry(blocks, self._tables, self.slots, self.pins, self._accounts)
         self._preemption = Preemption(self._requests, blocks, self._tables, self._counters, clock)
         self._planner = ChunkPlanner(self._requests, self._tables, self.pins, self._preemption, self._counters)
@@ -96,7 +100,7 @@ class Scheduler:
             self._requests,
             blocks,
             self._tables,
-            BlockDemand(blocks, self.costs, self._states),
+            BlockDemand(blocks, self.costs, self.states),
             self.slots,
             self.pins,
             self._accounts,
@@ -152,6 +156,13 @@ class Scheduler:
             steps=counters.steps,
             context_requests=prefill[0],
             context_tokens=prefill[1],
+            state_slots_total=self.states.num_slots,
+            state_slots_used=self.states.num_held,
+            state_checkpoints=self.states.num_checkpoints,
+            host_state_slots_total=self.states.host.num_slots,
+            host_state_slots_used=self.states.host.num_used,
+            compute_seconds=self.costs.token * blocks.block_size,
+            host_seconds=self.costs.move,
         )
 
     @property
@@ -247,7 +258,7 @@ class Scheduler:
         if self._proposer:
             self._planner.add_draft_tokens(builder, self._proposer, self._max_draft_tokens)
         self.admitted, self._blocked = builder.admitted, builder.blocked
-        plan = builder.build(self.blocks, self.slots, self._states)
+        plan = builder.build(self.blocks, self.slots, self.states)
         if plan is not None:
             self._advance(plan)
         return plan
@@ -288,8 +299,10 @@ class Scheduler:
         self.blocks.offload.finish_moves_out(plan.moves_out)
         self.blocks.offload.finish_moves_in(plan.moves_in)
         self.blocks.finish_copies(plan.copies)
-        self._states.finish(plan.state_copies)
-        return self._committer.commit(plan, result)
+        self.states.finish(plan.state_copies)
+        deltas = self._committer.commit(plan, result)
+        self.states.free_draft_slots()
+        return deltas
 
     def fail(self, plan: Plan, message: str) -> list[TokenDelta]:
         """Fail the requests of a step that could not run. Blocks that it wrote or moved are not cached."""
@@ -297,15 +310,17 @@ class Scheduler:
         self.blocks.offload.finish_moves_out(plan.moves_out, done=False)
         self.blocks.offload.finish_moves_in(plan.moves_in, done=False)
         self.blocks.finish_copies(plan.copies)
-        self._states.finish(plan.state_copies, done=False)
         lost = {move.target for move in plan.moves_out}
+        lost_states = {move.target for move in plan.state_moves_out}
         for group in self._requests.waiting:
-            if any(lost.intersection(sequence.host_blocks) for sequence in group.sequences):
+            if any(lost.intersection(one.host_blocks) or one.host_state_slot in lost_states for one in group.sequences):
                 self._tables.restart(group)
         error = RequestError(ErrorCode.INTERNAL, message)
         forked = (copy.key for copy in plan.state_copies if copy.key is not None)
         keys = dict.fromkeys((*(chunk.sequence.key for chunk in plan.chunks), *forked))
         ended = [TokenDelta(key, error=error) for key in keys if self.abort(key)]
+        self.states.finish(plan.state_copies, done=False)  # last: the states of these requests have not arrived
+        self.states.free_draft_slots()
         self.slots.fail(plan.loads)
         return ended
 
@@ -317,7 +332,7 @@ class Scheduler:
             pass
         self.blocks.offload.clear()
         self.blocks.cache.clear()
-        self._states.clear()
+        self.states.clear()
 
     def check(self) -> None:
         """Assert every invariant of the scheduler and the pools. For tests and idle moments."""
@@ -330,4 +345,4 @@ class Scheduler:
                 assert min(sequence.tokens) >= 0, "a placeholder is left"
             assert sequence.computed <= len(sequence.blocks or sequence.host_blocks) * self.blocks.block_size
         self._requests.check()
-        self._states.check(self._requests.sequences())
+        self.states.check(self._requests.sequences())

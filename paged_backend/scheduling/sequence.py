@@ -22,8 +22,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "blocks", "chain", "committed", "computed", "ended", "history", "host_blocks", "index", "num_prompt", "request",
-        "state_slot", "tokens", "window_start",
+        "blocks", "chain", "committed", "computed", "ended", "history", "host_blocks", "host_state_slot", "index",
+        "num_prompt", "request", "state_slot", "tokens", "window_start",
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest, tokens: list[int], chain: Chain, index: int = 0):
@@ -37,6 +37,7 @@ class Sequence:
         self.host_blocks: list[int] = []  # block table on the host, while the request is swapped out
         self.window_start = 0  # the first block whose window pages are kept; 0 without sliding windows
         self.state_slot: int | None = None  # slot of the recurrent layers' states; None: the model has no such layers
+        self.host_state_slot: int | None = None  # slot on the host, while the request is swapped out
         self.computed = 0
         self.committed = 0
         self.ended = False

@@ -51,11 +51,25 @@ class SchedulerStats:
     steps: int = 0  # steps since the start
     context_requests: int = 0  # requests that prefilled in the last step
     context_tokens: int = 0  # prompt tokens in the last step
+    compute_seconds: float = 0.0  # measured duration of computing the tokens of a block
+    host_seconds: float = 0.0  # measured duration of copying a block from the host to the device
     disk_up: bool = False
     disk_blocks: int = 0
     disk_read: int = 0  # blocks read from disk
     disk_written: int = 0  # blocks written to disk
+    disk_seconds: float = 0.0  # measured duration of reading a block from disk; 0: not measured
+    remote_up: bool = False
+    remote_read: int = 0  # blocks read from the remote store
+    remote_written: int = 0  # blocks written to the remote store
+    remote_disabled: int = 0  # how often the remote tier was disabled
+    remote_bytes: int = 0  # bytes in the remote store that this server has written
+    remote_seconds: float = 0.0  # measured duration of reading a block from the remote store; 0: not measured
     compilations: int = 0  # kernels compiled since the model was ready
+    state_slots_total: int = 0  # slots for states of recurrent layers
+    state_slots_used: int = 0  # state slots of running sequences
+    state_checkpoints: int = 0  # state slots of checkpoints, which the prefix cache or sessions keep
+    host_state_slots_total: int = 0  # slots of the host for states
+    host_state_slots_used: int = 0  # slots of the host that hold states of preempted requests
     sleeping: bool = False  # whether the memory of the model is released
 
     def idle(self) -> SchedulerStats:
@@ -73,6 +87,10 @@ class SchedulerStats:
     @property
     def blocks_free(self) -> int:
         return self.blocks_total - self.blocks_used - self.blocks_cached
+
+    @property
+    def state_slots_free(self) -> int:
+        return self.state_slots_total - self.state_slots_used - self.state_checkpoints
 
     @property
     def usage(self) -> float:

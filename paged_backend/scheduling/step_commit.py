@@ -45,21 +45,20 @@ class StepCommitter:
                     elif group.beams:
                         deltas += self._beams.commit(group, sequence, result.candidates[sampled])
                     else:
-                        delta = self._append(group, sequence, result.tokens[sampled], len(chunk.draft_tokens))
+                        delta = self._append(group, sequence, result.tokens[sampled], chunk)
                         deltas.append(_with_logprobs(delta, logprobs[sampled]) if sampled in logprobs else delta)
                 sampled += 1
         assert sampled == len(result.tokens), f"{len(result.tokens)} results for {sampled} sequences"
         return deltas
 
-    def _append(self, group: Group, sequence: Sequence, tokens: list[int], num_drafts: int) -> TokenDelta:
-        """Append the new tokens of a sequence, up to the one that ends the output. num_drafts: draft tokens in the
-        chunk."""
+    def _append(self, group: Group, sequence: Sequence, tokens: list[int], chunk: Chunk) -> TokenDelta:
+        """Append the new tokens of a sequence, up to the one that ends the output."""
         request, first = sequence.request, sequence.committed
         sequence.tokens[first] = tokens[0]
         finish = _finish_reason(request, tokens[0], first + 1 - sequence.num_prompt)
-        if num_drafts:
+        if chunk.draft_tokens:
             self._counters.accepted_tokens += len(tokens) - 1
-            group.draft_tokens += num_drafts
+            group.draft_tokens += len(chunk.draft_tokens)
             group.accepted_tokens += len(tokens) - 1
             count = 1
             while finish is None and count < len(tokens):
@@ -67,6 +66,7 @@ class StepCommitter:
                 count += 1
             tokens = tokens[:count]
             self._tables.accept(group, sequence, tokens)
+            self._tables.states.accept(sequence, chunk.draft_slots, count - 1)
             group.account.served_tokens += count - 1  # one token was counted when the step was planned
         if finish:
             self._requests.finish_sequence(group, sequence)

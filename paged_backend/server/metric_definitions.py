@@ -1,17 +1,15 @@
-"""The Prometheus metrics: names, kinds, descriptions, and the value of each in the scheduler's statistics.
+"""The Prometheus metrics: names, kinds and descriptions.
 
-To add a metric, declare its Family, and for a gauge or a counter of the scheduler an entry of GAUGES or COUNTERS.
+To add a metric, declare its Family, and for a gauge or a counter of the scheduler an entry in metric_series.py.
 `make reference` writes the descriptions to docs/reference/metrics.md. `paged_` metrics are this engine's own; those of
 vLLM (`vllm:`) and TensorRT-LLM (`nv_`) keep existing dashboards working.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
-
-from paged_backend.scheduling.stats import SchedulerStats
 
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
 # Values of the label `reason` of paged_requests_finished_total.
@@ -76,8 +74,8 @@ _FAMILIES = (
     Family(
         "paged_requests",
         "GAUGE",
-        "Requests in the engine, by state. Requests that wait for their grammar, their adapter or blocks on disk count"
-        " as waiting",
+        "Requests in the engine, by state. Requests that wait for their grammar, their adapter, or cached blocks from"
+        " disk or a remote store count as waiting",
     ),
     Family(
         "paged_requests_finished_total",
@@ -108,6 +106,17 @@ _FAMILIES = (
         "Blocks of host memory, by state: used (held by preempted requests), cached (kept for their content)",
     ),
     Family(
+        "paged_state_slots",
+        "GAUGE",
+        "Slots for states of recurrent layers, by state: used (held by requests), checkpoint (kept for the prefix cache"
+        " and for sessions), free (empty). 0 for a model without recurrent layers",
+    ),
+    Family(
+        "paged_host_state_slots",
+        "GAUGE",
+        "Slots of host memory for states of recurrent layers, by state: used (held by preempted requests)",
+    ),
+    Family(
         "paged_host_cache_hit_tokens_total",
         "COUNTER",
         "Prompt tokens found in the prefix cache that were in host memory",
@@ -120,6 +129,26 @@ _FAMILIES = (
     Family("paged_disk_blocks", "GAUGE", "Cached blocks on disk"),
     Family("paged_disk_blocks_read_total", "COUNTER", "Blocks read from disk"),
     Family("paged_disk_blocks_written_total", "COUNTER", "Blocks written to disk"),
+    Family(
+        "paged_remote_tier_up",
+        "GAUGE",
+        "1 while cached blocks are shared through a remote store; 0 without remote_cache_url, or while the store fails",
+    ),
+    Family("paged_remote_bytes", "GAUGE", "Bytes in the remote store that this server has written and not deleted"),
+    Family("paged_remote_blocks_read_total", "COUNTER", "Blocks read from the remote store"),
+    Family("paged_remote_blocks_written_total", "COUNTER", "Blocks written to the remote store"),
+    Family(
+        "paged_remote_tier_disabled_total",
+        "COUNTER",
+        "How often the remote store was put out of use because it failed, was too slow, or had a damaged or forged"
+        " block",
+    ),
+    Family(
+        "paged_cache_tier_block_seconds",
+        "GAUGE",
+        "Measured seconds to get a block, by tier: compute (its tokens, without a cache), host (copied to the device),"
+        " disk, remote. 0: not measured",
+    ),
     Family("paged_kv_swapped_blocks_total", "COUNTER", "Blocks copied from device to host (out) and back (in)"),
     Family("paged_time_to_first_token_seconds", "HISTOGRAM", "Time from arrival to the first token", _SECONDS),
     Family(
@@ -236,109 +265,3 @@ _FAMILIES = (
     ),
 )
 FAMILIES = {family.name: family for family in _FAMILIES}
-
-
-class Series(NamedTuple):
-    """A gauge or a counter that shows a value of the scheduler's statistics."""
-
-    family: str
-    value: Callable[[SchedulerStats], float]
-    labels: Mapping[str, str] = NO_LABELS
-
-
-def _labelled(family: str, label: str, values: Mapping[str, Callable[[SchedulerStats], float]]) -> tuple[Series, ...]:
-    return tuple(Series(family, value, {label: name}) for name, value in values.items())
-
-
-GAUGES = (
-    *_labelled(
-        "paged_kv_blocks",
-        "state",
-        {
-            "total": lambda stats: stats.blocks_total,
-            "used": lambda stats: stats.blocks_used,
-            "free": lambda stats: stats.blocks_free,
-            "cached": lambda stats: stats.blocks_cached,
-            "shared": lambda stats: stats.blocks_shared,
-            "pinned": lambda stats: stats.blocks_pinned,
-        },
-    ),
-    *_labelled(
-        "paged_host_blocks",
-        "state",
-        {
-            "total": lambda stats: stats.host_total,
-            "used": lambda stats: stats.host_used,
-            "cached": lambda stats: stats.host_cached,
-        },
-    ),
-    Series("paged_sleeping", lambda stats: stats.sleeping),
-    Series("paged_disk_tier_up", lambda stats: stats.disk_up),
-    Series("paged_disk_blocks", lambda stats: stats.disk_blocks),
-    *_labelled(
-        "paged_requests", "state", {"running": lambda stats: stats.running, "waiting": lambda stats: stats.waiting}
-    ),
-    Series("vllm:num_requests_running", lambda stats: stats.running),
-    Series("vllm:num_requests_waiting", lambda stats: stats.waiting),
-    Series("vllm:kv_cache_usage_perc", lambda stats: stats.usage),
-    Series("vllm:gpu_cache_usage_perc", lambda stats: stats.usage),
-    *_labelled(
-        "nv_trt_llm_kv_cache_block_metrics",
-        "kv_cache_block_type",
-        {
-            "max": lambda stats: stats.blocks_total,
-            "used": lambda stats: stats.blocks_used,
-            "free": lambda stats: stats.blocks_total - stats.blocks_used,
-            "tokens_per": lambda stats: stats.block_size,
-            "reused": lambda stats: stats.cached_tokens // stats.block_size,
-            "fraction": lambda stats: stats.usage,
-        },
-    ),
-    *_labelled(
-        "nv_trt_llm_request_metrics",
-        "request_type",
-        {
-            "active": lambda stats: stats.running,
-            "scheduled": lambda stats: stats.running,
-            "context": lambda stats: stats.context_requests,
-            "waiting": lambda stats: stats.waiting,
-        },
-    ),
-    *_labelled(
-        "nv_trt_llm_inflight_batcher_metrics",
-        "inflight_batcher_specific_metric",
-        {
-            "total_context_tokens": lambda stats: stats.context_tokens,
-            "generation_requests": lambda stats: stats.generation_requests,
-            "micro_batch_id": lambda stats: 0,  # there is one batch
-            "paused_requests": lambda stats: stats.paused,
-        },
-    ),
-    Series("nv_trt_llm_general_metrics", lambda stats: stats.steps, {"general_type": "iteration_counter"}),
-)
-COUNTERS = (
-    *_labelled(
-        "paged_preemptions_total",
-        "kind",
-        {"recompute": lambda stats: stats.recomputed, "swap": lambda stats: stats.swapped},
-    ),
-    Series("paged_prefix_cache_hit_tokens_total", lambda stats: stats.cached_tokens),
-    Series("paged_host_cache_hit_tokens_total", lambda stats: stats.host_tokens),
-    Series("paged_kv_evictions_total", lambda stats: stats.evictions),
-    Series("paged_kv_copies_total", lambda stats: stats.copies),
-    Series("paged_kernel_compilations_total", lambda stats: stats.compilations),
-    *_labelled(
-        "paged_kv_swapped_blocks_total",
-        "direction",
-        {"out": lambda stats: stats.moves_out, "in": lambda stats: stats.moves_in},
-    ),
-    Series("paged_disk_blocks_read_total", lambda stats: stats.disk_read),
-    Series("paged_disk_blocks_written_total", lambda stats: stats.disk_written),
-    Series("paged_guessed_tokens_total", lambda stats: stats.draft_tokens),
-    Series("paged_accepted_tokens_total", lambda stats: stats.accepted_tokens),
-    Series("vllm:num_preemptions_total", lambda stats: stats.preemptions),
-    Series("vllm:prefix_cache_hits_total", lambda stats: stats.cached_tokens),
-    Series("vllm:prefix_cache_queries_total", lambda stats: stats.queried_tokens),
-    Series("vllm:spec_decode_num_draft_tokens_total", lambda stats: stats.draft_tokens),
-    Series("vllm:spec_decode_num_accepted_tokens_total", lambda stats: stats.accepted_tokens),
-)

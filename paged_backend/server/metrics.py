@@ -13,8 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 from paged_backend.scheduling.stats import SchedulerStats
-from paged_backend.server.metric_definitions import COUNTERS, GAUGES, OUTCOMES
+from paged_backend.server.metric_definitions import OUTCOMES
 from paged_backend.server.metric_factory import Metric, MetricFactory
+from paged_backend.server.metric_series import COUNTERS, GAUGES
 from paged_backend.server.step_metrics import StepMetrics
 from paged_backend.utils.machine import MemoryUsage
 from paged_backend.utils.restarts import REASONS

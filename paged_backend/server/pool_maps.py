@@ -39,6 +39,7 @@ class PoolMapRequests:
                 "block_size": pool.stats.block_size,
                 "num_blocks": pool.stats.blocks_total,
                 "states": pool.states,
+                "state_slots": pool.state_slots,
                 "running": pool.stats.running,
                 "waiting": pool.stats.waiting,
                 "tokens": pool.tokens,

@@ -12,8 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 CGROUPS = Path("/sys/fs/cgroup")
 OPENMP = ("libgomp", "libomp", "libiomp5")
 OMP_PAUSE_SOFT = 1
@@ -107,6 +105,8 @@ def limit_torch_threads(processes: int = 1) -> None:
     """Set PyTorch's number of threads to the usable cores per process, unless OMP_NUM_THREADS is set. PyTorch's default
     is the number of cores of the machine, even in a container with a lower quota."""
     if omp_num_threads() is None:
+        import torch  # imported late: the rest of this module needs no torch, which takes seconds to load
+
         torch.set_num_threads(max(1, usable_cores() // processes))
 
 
@@ -130,6 +130,8 @@ def release_openmp_threads() -> None:
 def use_single_thread() -> None:
     """Make the calling thread compute without an OpenMP team, as threads should that only copy while another one
     computes."""
+    import torch
+
     torch.get_num_threads()  # prevents PyTorch from setting the number again when this thread first computes
     _call_openmp("omp_set_num_threads", 1)
 

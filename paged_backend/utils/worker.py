@@ -1,4 +1,4 @@
-"""A background thread that runs calls one after the other."""
+"""Calls on other threads: one after the other in the background, or with a time limit."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, cast
 
 log = logging.getLogger("paged_llm")
+
+Result = TypeVar("Result")
+
+
+class CallTimeout(Exception):
+    """A call took too long; the message has the limit."""
 
 
 class BackgroundWorker:
@@ -40,3 +46,24 @@ class BackgroundWorker:
                 call()
             except Exception:
                 log.exception("%s: a call failed", self._thread.name)
+
+
+def call_with_timeout(call: Callable[[], Result], seconds: float, name: str) -> Result:
+    """Return the result of a call, or raise its exception. Raises CallTimeout if it takes longer; the call then goes on
+    in a thread that is abandoned. name: of the thread."""
+    answer: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answer.put((True, call()))
+        except Exception as error:
+            answer.put((False, error))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        succeeded, result = answer.get(timeout=seconds)
+    except Empty:
+        raise CallTimeout(f"takes more than {seconds:g} s") from None
+    if not succeeded:
+        raise result
+    return cast(Result, result)

@@ -37,6 +37,8 @@ VIOLATIONS = (
     {"speculative_model": "m"},
     {"disk_cache_dir": "d", "enable_prefix_caching": False},
     {"disk_cache_dir": "d", "tensor_parallel_size": 2},
+    {"remote_cache_url": "redis://h", "enable_prefix_caching": False},
+    {"remote_cache_url": "redis://h", "tensor_parallel_size": 2},
 )
 
 
@@ -45,3 +47,14 @@ def test_every_rule_rejects_its_combination_by_name(rule, options):
     text = rejection(**options)
     assert text.startswith(f"{rule.option}=")
     assert all(name in text for name in options)
+
+
+def test_errors_and_representations_show_no_password():
+    url = "rediss://user:p@ss@word/@host:6379/x"
+    text = rejection(remote_cache_url=url)
+    assert text.startswith('remote_cache_url="rediss://***@host:6379/x": must be a URL like')
+    url = "redis://user:password@host"
+    text = rejection(remote_cache_url=url, enable_prefix_caching=False)
+    assert "password" not in text
+    assert "user" not in text
+    assert "password" not in repr(EngineConfig(model="m", remote_cache_url=url))

@@ -1,5 +1,7 @@
 """The benchmark of routing over several servers."""
 
+import pytest
+
 from paged_bench._conversations import Turn, hit_rate, recovery
 from paged_client.cli import main
 from tests.support.records import records_of
@@ -25,6 +27,7 @@ def test_loss_of_a_server(tmp_path):
     assert failed == 0
 
 
+@pytest.mark.nightly
 def test_overhead(tmp_path):
     value = run(tmp_path / "figures.json", "--part", "overhead")
     assert value["throughput with routing, events, metrics and traces"] > 0

@@ -14,6 +14,13 @@ def test_pool_map_counts_add_up():
     assert PoolMap(**pool_of(".cp")).utilisation is None
 
 
+def test_marks_of_a_pool_map_are_checked():
+    assert PoolMap(**pool_of(".cp")).state_slots == ""
+    for name in ("states", "state_slots"):
+        with pytest.raises(ValueError, match=f"{name}='1.x'"):
+            PoolMap(**pool_of("...") | {name: "1.x"})
+
+
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [

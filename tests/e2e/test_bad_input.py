@@ -160,7 +160,7 @@ def send_bad_requests(server, count, seed, until=None):
 
 
 def test_bad_requests_are_rejected_with_the_reason(tiny_server):
-    found = send_bad_requests(tiny_server, 8000, seed=os.environ.get("PAGED_TEST_SEED", "1"))
+    found = send_bad_requests(tiny_server, 4000, seed=os.environ.get("PAGED_TEST_SEED", "1"))
     assert found["ours"] > 1000 and found["core"] > 500
 
 

@@ -51,7 +51,7 @@ def test_statuses_of_a_busy_and_of_a_stopping_server(tiny, tmp_path):
     repository = faults.faulty_repository(tmp_path / "repository", {"slow_steps": 400})
     options = {"dtype": "float32", "max_num_seqs": 1, "max_queue_size": 1, "first_response_ms": -1}
     with (
-        TritonServer(tiny[0], options, repository=repository) as server,
+        TritonServer(tiny[0], options, repository=repository, engine_only=True) as server,
         raw_stream(server) as running,
         raw_stream(server) as other,
         ThreadPoolExecutor(1) as pool,

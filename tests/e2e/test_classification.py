@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model):
-    with TritonServer(model[0], {**TINY, "chat_template": TEMPLATE}) as running:
+    with TritonServer(model[0], {**TINY, "chat_template": TEMPLATE}, engine_only=True) as running:
         yield running
 
 

@@ -75,7 +75,7 @@ def test_an_http_disconnect_before_the_first_token_is_detected(tiny, tmp_path):
     options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 24, "first_response_ms": 0}
     body = json.dumps({"text_input": "a" * 60, "stream": True, "max_tokens": 30, "ignore_eos": True}).encode()
     head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    with TritonServer(tiny[0], options, repository=repository) as server, raw_stream(server) as first:
+    with TritonServer(tiny[0], options, repository=repository, engine_only=True) as server, raw_stream(server) as first:
         inputs = {"text_input": "a" * 60, "stream": True}
         first.send(**inputs, sampling_parameters={"max_tokens": 36, "ignore_eos": True})
         assert first.next().text == ""
@@ -105,7 +105,7 @@ def test_a_cancelled_stream_does_not_affect_others(server):
 def test_health_probes_bypass_the_client_limit(tiny):
     """A probe uses the highest priority that clients may have, and does not count against a tenant's limit."""
     options = {"dtype": "float32", "min_priority": 3, "max_tenant_requests": 1}
-    with TritonServer(tiny[0], options) as server, raw_stream(server) as stream:
+    with TritonServer(tiny[0], options, engine_only=True) as server, raw_stream(server) as stream:
         send(stream, "x", 200)
         assert stream.next().text is not None
         assert post(server, {"text_input": "x"})[0] == 400  # this tenant has reached its limit

@@ -116,7 +116,9 @@ def check_streams(average, *, least=OUTPUT - 2):
 
 
 class TestAIPerf:
-    @pytest.mark.parametrize("kind", ["chat", "completions", pytest.param("embeddings", marks=pytest.mark.nightly)])
+    @pytest.mark.parametrize(
+        "kind", ["chat", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("completions", "embeddings"))]
+    )
     def test_benchmark_through_the_gateway(self, clients, front, server, demo_model, tmp_path, kind):
         generates = kind != "embeddings"
         output = ("--osl", OUTPUT, "--osl-stddev", 0, "--streaming", "--extra-inputs", "ignore_eos:true")
@@ -170,6 +172,7 @@ class TestGenAIPerf:
         check_streams(measured(self.profile(clients, demo_model, tmp_path, *flags)), least=1)
         idle(server)
 
+    @pytest.mark.nightly
     def test_benchmark_through_the_gateway(self, clients, front, server, demo_model, tmp_path):
         flags = ("--endpoint-type", "chat", "--url", front.url, "--extra-inputs", "ignore_eos:true")
         check_streams(measured(self.profile(clients, demo_model, tmp_path, *flags)))

@@ -42,7 +42,7 @@ def ends_at_its_time(stream):
 
 def test_endless_requests_and_steps_do_not_block_shutdown(tiny, stuck):
     """Check that SIGTERM ends the server with exit code 0, without shared memory left over."""
-    with TritonServer(tiny[0], LIMITS, repository=stuck) as server, raw_stream(server) as stream:
+    with TritonServer(tiny[0], LIMITS, repository=stuck, engine_only=True) as server, raw_stream(server) as stream:
         begun(stream)
         server.terminate()
         ends_at_its_time(stream)
@@ -105,7 +105,10 @@ def test_wall_clock_jumps_do_not_affect_deadlines_sessions_or_queues(tiny, tmp_p
         return one.text
 
     repository = faults.faulty_repository(tmp_path / "repository", {"wall_clock": 2})
-    with TritonServer(tiny[0], options, repository=repository) as server, raw_stream(server) as stream:
+    with (
+        TritonServer(tiny[0], options, repository=repository, engine_only=True) as server,
+        raw_stream(server) as stream,
+    ):
         ask(stream, None)
         expected = answer(stream)
         hours = set()

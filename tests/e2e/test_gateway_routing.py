@@ -28,7 +28,8 @@ def servers(tiny):
             events = dict(zip(("endpoint", "replay_endpoint"), endpoints, strict=True))
             options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 256}
             options |= {"kv_events_config": {"enable_kv_cache_events": True} | events}
-            made.append((stack.enter_context(TritonServer(tiny[0], options)), ",".join(endpoints)))
+            server = TritonServer(tiny[0], options, engine_only=True)
+            made.append((stack.enter_context(server), ",".join(endpoints)))
         yield made
 
 

@@ -41,7 +41,8 @@ def texts(tiny, files):
 @pytest.fixture(scope="module")
 def lora_server(tiny, place, files):
     options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 8, "max_loras": 2}
-    with TritonServer(tiny[0], options, multi_lora=write_adapter_list(place, {"a": "a", "b": "b"})) as running:
+    adapters = write_adapter_list(place, {"a": "a", "b": "b"})
+    with TritonServer(tiny[0], options, engine_only=True, multi_lora=adapters) as running:
         yield running
 
 

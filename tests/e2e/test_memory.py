@@ -47,12 +47,13 @@ def disk(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tiered(disk):
     """Options of a server that offloads evicted blocks to the host and to disk."""
-    return OPTIONS | {"preemption_mode": "swap", "swap_space": 0.05, "disk_cache_dir": str(disk)}
+    swap = {"preemption_mode": "swap", "swap_space": 0.05}
+    return OPTIONS | swap | {"disk_cache_dir": str(disk), "tier_read_mode": "always"}
 
 
 @pytest.fixture(scope="module")
 def swapping(printable, tiered):
-    with TritonServer(printable[0], tiered) as running:
+    with TritonServer(printable[0], tiered, engine_only=True) as running:
         yield running
 
 
@@ -60,7 +61,7 @@ def swapping(printable, tiered):
 def small(printable):
     """A server with an int8 KV cache, and neither swap space nor offloading."""
     options = OPTIONS | {"kv_cache_dtype": "int8", "preemption_mode": "recompute"}
-    with TritonServer(printable[0], options) as running:
+    with TritonServer(printable[0], options, engine_only=True) as running:
         yield running
 
 
@@ -172,7 +173,7 @@ def test_a_stop_string_ends_beams(printable, swapping):
 def slow(printable, tmp_path):
     """A server whose steps take at least 20 ms."""
     repository = faulty_repository(tmp_path / "repository", {"slow_steps": 20})
-    with TritonServer(printable[0], OPTIONS, repository=repository) as running:
+    with TritonServer(printable[0], OPTIONS, repository=repository, engine_only=True) as running:
         yield running
 
 
@@ -319,7 +320,7 @@ def test_a_restarted_server_reuses_disk_prefixes_and_survives_a_damaged_one(prin
     texts = [ask(swapping, text, max_tokens=8)[0] for text in (good, bad)]
     assert metrics(swapping)["paged_disk_tier_up"] == 1
     swapping.stop()
-    with TritonServer(printable[0], tiered) as server:
+    with TritonServer(printable[0], tiered, engine_only=True) as server:
         again, _, receipt = ask(server, good, max_tokens=8)
         assert again == texts[0]
         assert (receipt["cached_tokens"], receipt["blocks_from_host"]) == (40, 10)

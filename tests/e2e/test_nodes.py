@@ -11,9 +11,10 @@ import pytest
 import torch
 import transformers as hf
 
+from paged_bench import _machines as network
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.tritonserver import TritonServer
-from tests.support import network
+from tests.support import delayed_link
 from tests.support.in_process import save_tiny
 from tests.support.triton import raw_stream
 from tests.support.waiting import until
@@ -59,11 +60,11 @@ def generate(server, prompt):
 
 
 @contextmanager
-def workers(machines, port, log):
+def workers(machines, port, log, address=network.SERVER):
     """Run `paged worker` on each machine, with the environment of torchrun."""
     with ExitStack() as stack:
         for number, machine in enumerate(machines, 1):
-            environment = {**os.environ, "MASTER_ADDR": network.SERVER, "MASTER_PORT": str(port)}
+            environment = {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
             command = machine.command(sys.executable, "-m", "paged_client", "worker", "--node-rank", str(number))
             process = subprocess.Popen(command, env=environment, stderr=stack.enter_context(log.open("ab")))
             stack.callback(process.wait)
@@ -71,8 +72,8 @@ def workers(machines, port, log):
         yield
 
 
-def distributed(model, port, nodes):
-    shared = {"tensor_parallel_size": nodes, "nnodes": nodes, "master_addr": network.SERVER, "master_port": port}
+def distributed(model, port, nodes, address=network.SERVER):
+    shared = {"tensor_parallel_size": nodes, "nnodes": nodes, "master_addr": address, "master_port": port}
     return TritonServer(model, OPTIONS | shared)
 
 
@@ -129,3 +130,15 @@ def test_three_machines_match_one_and_a_killed_worker_is_noticed(model, expected
         until(lambda: not ranks(port), "the end of the ranks")
         with distributed(model, port, 3) as server:
             assert generate(server, PROMPTS[0]) == expected[0]
+
+
+@pytest.mark.nightly
+def test_latency_changes_no_token(model, expected, tmp_path):
+    port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
+    address = delayed_link.SERVER
+    with (
+        delayed_link.delayed_machine(50) as machine,
+        workers([machine], port, tmp_path / "log", address),
+        distributed(model, port, 2, address) as server,
+    ):
+        assert generate(server, PROMPTS[0]) == expected[0]

@@ -34,7 +34,7 @@ def test_two_ranks_match_one_and_streams_fail_when_a_rank_dies(tiny, tiny_server
         stream.send(**request)
         expected = stream.all()[0].text
     options = {"dtype": "float32", "device": "cpu", "block_size": 4, "num_gpu_blocks_override": 80}
-    server = TritonServer(tiny[0], options | {"tensor_parallel_size": 2})
+    server = TritonServer(tiny[0], options | {"tensor_parallel_size": 2}, engine_only=True)
     monkeypatch.setenv("PAGED_TEST_SERVER", server.shm_prefix)
     with server:
         (rank,) = ranks(server)
@@ -55,7 +55,7 @@ def test_two_ranks_match_one_and_streams_fail_when_a_rank_dies(tiny, tiny_server
 
 @pytest.mark.nightly
 def test_no_worker_process_survives_a_killed_server(tiny, monkeypatch):
-    server = TritonServer(tiny[0], {"device": "cpu", "tensor_parallel_size": 2})
+    server = TritonServer(tiny[0], {"device": "cpu", "tensor_parallel_size": 2}, engine_only=True)
     monkeypatch.setenv("PAGED_TEST_SERVER", server.shm_prefix)
     with server:
         assert len(ranks(server)) == 1

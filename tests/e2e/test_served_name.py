@@ -65,7 +65,8 @@ def test_name_must_be_the_directory(tiny, tmp_path):
     settings = repository / "paged_llm" / "1" / "model.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"served_model_name": "foo"}))
     reason = "served_model_name='foo': Triton serves this model as 'paged_llm', the name of its directory"
-    with pytest.raises(ServerError, match=reason), TritonServer(tiny[0], {"dtype": "float32"}, repository=repository):
+    server = TritonServer(tiny[0], {"dtype": "float32"}, repository=repository, engine_only=True)
+    with pytest.raises(ServerError, match=reason), server:
         pass
 
 

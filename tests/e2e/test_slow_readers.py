@@ -19,7 +19,7 @@ from tests.support.stress.checker import check
 from tests.support.stress.footprint import resident
 from tests.support.stress.plans import Plan, to_json
 from tests.support.stress.requests import MODEL, RETURN_FLAGS, StressRequest, record_expected
-from tests.support.stress.server import OPTIONS, engine_alone, save_printable, wait_until_idle
+from tests.support.stress.server import OPTIONS, save_printable, wait_until_idle
 from tests.support.triton import idle, metrics, post
 from tests.support.waiting import until
 
@@ -34,8 +34,7 @@ def server(tmp_path_factory):
     directory = tmp_path_factory.mktemp("printable")
     save_printable(directory)
     options = OPTIONS | {"num_gpu_blocks_override": 4096, "max_num_seqs": 64, "max_response_mib": MIB}
-    repository = engine_alone(tmp_path_factory.mktemp("repository"))
-    with TritonServer(directory, options, repository=repository) as running:
+    with TritonServer(directory, options, engine_only=True) as running:
         yield running
         running.kill()  # a killed client may keep the server from stopping: see tests/support/stress
 

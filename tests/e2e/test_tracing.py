@@ -28,7 +28,7 @@ def traced(tiny, receiver, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat-backend")
     options = {"dtype": "float32", "num_gpu_blocks_override": 64, "otlp_traces_endpoint": receiver.endpoint}
-    with TritonServer(tiny[0], options) as server:
+    with TritonServer(tiny[0], options, engine_only=True) as server:
         yield server
 
 
@@ -60,7 +60,8 @@ def test_the_servers_own_trace_is_the_parent(tiny, receiver, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     options = {"dtype": "float32", "num_gpu_blocks_override": 64, "otlp_traces_endpoint": receiver.endpoint}
     flags = ["mode=opentelemetry", "level=TIMESTAMPS", "rate=1", f"opentelemetry,url={receiver.endpoint}"]
-    with TritonServer(tiny[0], options, server_args=[f"--trace-config={flag}" for flag in flags]) as server:
+    trace = [f"--trace-config={flag}" for flag in flags]
+    with TritonServer(tiny[0], options, engine_only=True, server_args=trace) as server:
         body = json.dumps({"text_input": "Once", "max_tokens": 2}).encode()
         request = urllib.request.Request(
             f"http://{server.http_url}/v2/models/paged_llm/generate", body, {"traceparent": TRACEPARENT}

@@ -8,6 +8,25 @@ from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.step_result import StepResult
 
 
+def test_pool_map_has_the_slots_of_states():
+    """One sequence runs, and the state at the end of its first block was kept; another checkpoint is a session's."""
+    blocks = BlockManager(16, 4, caching=True)
+    scheduler = Scheduler(blocks, max_num_seqs=2, max_num_batched_tokens=16, state_slots=6, session_blocks=16)
+    for key, session in enumerate(("chat", None)):
+        tokens = range(10 * key, 10 * key + 6)
+        scheduler.add(
+            GenerateRequest(key, tuple(tokens), SamplingParams(max_tokens=2), 0, frozenset(), session=session)
+        )
+        for _ in range(3 - key):
+            plan = scheduler.schedule()
+            scheduler.commit(plan, StepResult.of_tokens([50] * sum(len(one.sampled_sequences) for one in plan.chunks)))
+    pool = PoolMap.of(scheduler, scheduler.stats)
+    assert sorted(pool.state_slots) == [*"...1cp"]
+    stats = pool.stats
+    assert (stats.state_slots_total, stats.state_slots_used, stats.state_checkpoints) == (6, 1, 2)
+    assert stats.state_slots_free == 3
+
+
 def test_pool_map_of_running_scheduler():
     """Two samples of a prompt of two and a half blocks: a block that both hold counts once."""
     scheduler = Scheduler(BlockManager(8, 4, caching=True), max_num_seqs=2, max_num_batched_tokens=16)

@@ -7,6 +7,8 @@ import torch
 import transformers as hf
 
 from paged_backend.api.errors import ConfigError, ErrorCode
+from paged_backend.api.sizes import GIB
+from paged_backend.engine.recurrent_models import log_restrictions
 from paged_backend.memory import kv_cache
 from tests.support.families import HYBRID_FAMILIES
 from tests.support.in_process import WAIT, generate_with_transformers, running, save_tiny, tiny_assembly
@@ -14,6 +16,7 @@ from tests.support.packed_steps import random_prompts
 
 LENGTHS = (1, 2, 5, 17, 24, 33)
 MAX_TOKENS = 16
+FEW_TOKENS = [11, 12, 13, 14]
 FEW_FAMILIES = ("falcon_h1", "jamba", "lfm2", "mamba2", "qwen3_next")  # one of each kind of mixer
 
 
@@ -37,7 +40,10 @@ def assembly_of(path, **options):
     return tiny_assembly(path, **{"max_model_len": 64} | options)
 
 
-@pytest.mark.parametrize("family", HYBRID_FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [one if one in FEW_FAMILIES else pytest.param(one, marks=pytest.mark.nightly) for one in HYBRID_FAMILIES],
+)
 def test_tokens_match_generate(family, tmp_path):
     """Prompts in chunks of a small budget, beside sequences that decode; the second time in slots that were used."""
     model = save_tiny(HYBRID_FAMILIES[family](), tmp_path)
@@ -107,11 +113,8 @@ def test_failed_step_fails_its_requests_and_the_engine_continues(served):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"num_speculative_tokens": 2}, "num_speculative_tokens=2"),
         ({"enable_lora": True}, "enable_lora=true"),
-        ({"swap_space": 0.01}, r"swap_space=0\.01"),
-        ({"preemption_mode": "swap"}, 'preemption_mode="swap"'),
-        ({"swap_space": 0.01, "disk_cache_dir": "cache"}, r"swap_space=0\.01"),
+        ({"swap_space": 0.01, "disk_cache_dir": "cache"}, 'disk_cache_dir="cache"'),
     ],
 )
 def test_option_that_states_exclude_is_rejected(lfm2, options, named):
@@ -141,9 +144,117 @@ def test_states_are_part_of_the_memory_budget(lfm2, monkeypatch):
     assert assembly.scheduler.blocks.num_blocks == 100_000 // block
 
 
-def test_restrictions_are_logged(lfm2, caplog):
-    assembly_of(lfm2)
-    assert "Lfm2ForCausalLM has recurrent layers: served without swapping" in caplog.text
+def test_states_of_draft_tokens_are_part_of_the_memory_budget(lfm2, monkeypatch):
+    """No step has more draft tokens than the budget of tokens."""
+    for count, slots in ((1, 8 + 8), (4, 8 + 16)):
+        runner = assembly_of(lfm2, num_speculative_tokens=count, enable_prefix_caching=False).runner
+        assert runner.states.num_slots == slots
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 10_000)
+    problem = r"2304 bytes for each sequence, for each of 16 draft tokens \(.*\) and for each of 8 checkpoints"
+    with pytest.raises(ConfigError, match=problem):
+        assembly_of(lfm2, num_speculative_tokens=4)
+
+
+def test_restrictions_are_logged_on_a_gpu(lfm2, caplog):
+    loaded = assembly_of(lfm2).loaded
+    assert "recurrent" not in caplog.text
+    log_restrictions(loaded, torch.device("cuda"))
+    assert "Lfm2ForCausalLM has recurrent layers: served without CUDA graphs" in caplog.text
+
+
+@pytest.mark.parametrize("family", HYBRID_FAMILIES)
+def test_draft_model_does_not_change_tokens(family, tiny, tmp_path):
+    """With two tokens to choose from, a draft model with other weights often chooses the same."""
+    model = save_tiny(HYBRID_FAMILIES[family](), tmp_path)
+    prompts, few = random_prompts(random.Random(family), LENGTHS[1:4]), FEW_TOKENS[:2]
+    others = sorted(set(range(320)) - set(few))
+    expected = [generate_with_transformers(model, prompt, MAX_TOKENS, suppress_tokens=others) for prompt in prompts]
+    options = {"speculative_model": str(tiny[0]), "num_speculative_tokens": 3, "max_num_batched_tokens": 24}
+    with running(assembly_of(tmp_path, **options)) as engine:
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS, allowed_token_ids=few) == expected
+        stats = engine.history[-1].stats
+        assert 0 < stats.accepted_tokens < stats.draft_tokens
+
+
+def test_speculation_with_preemption_and_samples(served):
+    """Draft tokens beside chunks of prompts, samples that fork, and requests that are swapped or computed again."""
+    path, prompts, _ = served
+    sampling = {"temperature": 1.0, "max_tokens": 12, "allowed_token_ids": FEW_TOKENS}
+    with running(assembly_of(path)) as engine:
+        alone = [[engine.generate([prompt], seed=5 + index, **sampling)[0] for index in range(2)] for prompt in prompts]
+    small = {"num_gpu_blocks_override": 20, "prompt_lookup_min": 1, "num_speculative_tokens": 3}
+    for mode in ("swap", "recompute"):
+        with running(assembly_of(path, swap_space=0.01, preemption_mode=mode, **small)) as engine:
+            keys = [engine.submit(prompt, n=2, seed=5, **sampling) for prompt in prompts]
+            samples = {(key, index): [] for key in keys for index in range(2)}
+            while any(len(tokens) < 12 for tokens in samples.values()):
+                step = engine.steps.get(timeout=WAIT)
+                for delta in step.deltas:
+                    samples[delta.key, delta.sample] += delta.token_ids
+            assert [[samples[key, index] for index in range(2)] for key in keys] == alone
+            stats = step.stats
+            assert 0 < stats.accepted_tokens < stats.draft_tokens
+            assert stats.preemptions > 0
+
+
+def test_conversation_with_draft_tokens_continues_from_its_state(served):
+    """The state at the last block boundary is kept, even if a step has passed it with accepted draft tokens."""
+    path, prompts, _ = served
+    model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    others = sorted(set(range(320)) - set(FEW_TOKENS))
+    conversation, cached, computed = list(prompts[2]), 0, 0
+    options = {"num_speculative_tokens": 4, "prompt_lookup_min": 1, "max_model_len": 64}
+    with running(assembly_of(path, **options)) as engine:
+        for _ in range(3):
+            expected = generate_with_transformers(model, conversation, 13, suppress_tokens=others)
+            assert engine.generate([conversation], max_tokens=13, allowed_token_ids=FEW_TOKENS) == [expected]
+            stats = engine.history[-1].stats
+            assert stats.cached_tokens == cached + computed // 4 * 4
+            cached, computed = stats.cached_tokens, len(conversation) + 12
+            conversation += [*expected, 5, 6]
+        assert stats.accepted_tokens > 0
+
+
+def test_swapped_requests_match_generate(served):
+    """Also with checkpoints on the device."""
+    path, prompts, expected = served
+    options = {"preemption_mode": "swap", "num_gpu_blocks_override": 20, "max_num_batched_tokens": 16}
+    for caching in (False, True):
+        with running(assembly_of(path, swap_space=0.01, enable_prefix_caching=caching, **options)) as engine:
+            assert engine.generate(prompts, max_tokens=MAX_TOKENS) == expected
+            stats = engine.history[-1].stats
+            assert stats.swapped == stats.preemptions > 0
+
+
+def test_states_take_at_most_half_of_the_host_memory(lfm2):
+    """One slot per sequence that may run, if so many fit; the rest is for blocks."""
+    block = 4 * 2 * 2 * 16 * 4  # tokens, keys and values, heads, elements, bytes; in one layer
+    for total, slots in ((8 * 2304 * 2, 8), (3 * 2304 * 2, 3), (2304 + block, 1)):
+        runner = assembly_of(lfm2, swap_space=total / GIB, max_num_seqs=8).runner
+        assert runner.host_states.num_slots == slots
+        assert len(runner.host.tensors[0]) == (total - slots * 2304) // block
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "problem"),
+    [
+        (2000, "the recurrent layers keep 2304 bytes for a sequence; give it more, or 0"),
+        (2304 + 100, "one block of 4 tokens takes 1024 bytes and a recurrent state 2304 bytes; give it more, or 0"),
+    ],
+)
+def test_host_memory_that_holds_no_state_is_an_error_at_load(lfm2, nbytes, problem):
+    with pytest.raises(ConfigError, match=f"swap_space=.*: {problem}"):
+        assembly_of(lfm2, swap_space=nbytes / GIB)
+
+
+def test_model_without_attention_uses_all_host_memory_for_states(tmp_path):
+    save_tiny(HYBRID_FAMILIES["mamba2"](), tmp_path)
+    assembly = assembly_of(tmp_path, max_num_seqs=8)
+    assert assembly.runner.host_states is None
+    slot = sum(tensor[0].nbytes for tensor in assembly.runner.states.tensors)
+    assert assembly_of(tmp_path, swap_space=5 * slot / GIB, max_num_seqs=8).runner.host_states.num_slots == 5
+    with pytest.raises(ConfigError, match=f"swap_space=.*: the recurrent layers keep {slot} bytes for a sequence"):
+        assembly_of(tmp_path, swap_space=0.5 * slot / GIB)
 
 
 def test_conversation_continues_from_its_state(served):

@@ -23,7 +23,7 @@ def adapters(get):
     return SimpleNamespace(run=lambda load, *arguments: load(*arguments), get=get)
 
 
-def prefix_disk(*, has_prefix):
+def prefix_tiers(*, has_prefix):
     deliver = lambda request, post: post(request, BLOCKS)  # noqa: E731
     return SimpleNamespace(can_prefetch=lambda request: has_prefix, prefetch=deliver)
 
@@ -41,14 +41,14 @@ def test_request_without_adapter_or_prefix_is_posted_at_once():
         raise AssertionError(name)
 
     one = request()
-    parts = {"adapters": adapters(get), "disk": prefix_disk(has_prefix=False)}
+    parts = {"adapters": adapters(get), "disk": prefix_tiers(has_prefix=False)}
     assert delivered(one, **parts) == ([AddRequest(one)], [])
     assert delivered(one) == ([AddRequest(one)], [])
 
 
 def test_request_is_posted_with_its_adapter_and_then_its_prefix():
     """Statistics follow each wait, as the request then counts as waiting."""
-    parts = {"adapters": adapters({"a": ADAPTER}.get), "disk": prefix_disk(has_prefix=True)}
+    parts = {"adapters": adapters({"a": ADAPTER}.get), "disk": prefix_tiers(has_prefix=True)}
     posted, rejected = delivered(request(lora_name="a"), **parts)
     assert [type(message) for message in posted] == [EmitStats, EmitStats, AddRequest]
     assert (posted[-1].request.adapter, posted[-1].prefetched, rejected) == (ADAPTER, BLOCKS, [])

@@ -34,7 +34,7 @@ def test_step_is_emitted_with_its_plan():
 
 
 def test_statistics_of_the_disk_tier_are_added():
-    state = state_of([], prefix_disk=SimpleNamespace(add_stats=lambda stats: ("disk", stats.blocks_total)))
+    state = state_of([], prefix_tiers=SimpleNamespace(add_stats=lambda stats: ("disk", stats.blocks_total)))
     assert state.stats() == ("disk", 8)
 
 

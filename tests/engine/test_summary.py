@@ -11,6 +11,8 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.engine.model_preparation import prepare_model
 from paged_backend.engine.summary import log_startup, summary, unused_options
+from tests.support.families import HYBRID_FAMILIES
+from tests.support.in_process import save_tiny
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -52,9 +54,26 @@ def test_lines_of_further_parts(config, prepared):
     assert lines["Data types"].startswith("weights int8 (activations float32), ")
     assert lines["LoRA"] == "4 slots of rank 8, 0.50 GiB"
     assert lines["KV cache"].endswith("; disk /cache, at most 2 GiB")
+    remote = replace(more, remote_cache_url="rediss://user:secret@host/1", remote_cache_gib=3)
+    lines = dict(line.split(": ", 1) for line in summary(remote, prepared))
+    assert lines["KV cache"].endswith("; remote rediss://host:6379/1, at most 3 GiB")
     named = replace(more, speculative_model="small")
     lines = summary(named, replace(prepared, loaded=replace(loaded, draft=prepared.loaded)))
     assert any(line.startswith("Speculative decoding: 3 draft tokens per step, small (Llama") for line in lines)
+
+
+def test_line_of_recurrent_layers(tmp_path):
+    save_tiny(HYBRID_FAMILIES["lfm2"](), tmp_path)
+    config = EngineConfig(
+        model=str(tmp_path),
+        dtype="float32",
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        swap_space=0.01,
+        max_model_len=32,
+    )
+    lines = dict(line.split(": ", 1) for line in summary(config, prepare_model(config, ProcessGroup(CPU))))
+    assert lines["States of recurrent layers"] == "8 slots, 0.00 GiB; host memory 4 slots, 0.00 GiB"
 
 
 def test_messages_are_for_the_user(config, prepared, caplog):

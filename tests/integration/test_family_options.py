@@ -23,6 +23,17 @@ MAX_TOKENS = 8
 INT4_SHARE, SHARE = 0.1, 0.6
 MAX_MEAN_RANK, INT4_MAX_MEAN_RANK = 20, 40
 
+# One or two for each kind of layer.
+FEW_FAMILIES = (
+    *("llama", "gpt2", "phi3", "gemma3", "cohere2", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"),
+    *("falcon_h1", "jamba", "lfm2", "mamba2", "qwen3_next"),
+)
+few_families = pytest.mark.parametrize(
+    "family",
+    [one if one in FEW_FAMILIES else pytest.param(one, marks=pytest.mark.nightly) for one in MATRIX_FAMILIES],
+    indirect=True,
+)
+
 compiled = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 
 
@@ -90,8 +101,17 @@ def test_adapters_of_experts_are_rejected(family, caplog):
 
 
 @compiled
-@pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_quantized_weights(family, serve, support_matrix, monkeypatch, caplog, bits):
+def test_int8_weights(family, serve, support_matrix, monkeypatch, caplog):
+    check_quantized_weights(family, serve, support_matrix, monkeypatch, caplog, "int8")
+
+
+@compiled
+@few_families
+def test_int4_weights(family, serve, support_matrix, monkeypatch, caplog):
+    check_quantized_weights(family, serve, support_matrix, monkeypatch, caplog, "int4")
+
+
+def check_quantized_weights(family, serve, support_matrix, monkeypatch, caplog, bits):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     caplog.set_level(logging.INFO, "paged_llm")
     try:
@@ -107,9 +127,16 @@ def test_quantized_weights(family, serve, support_matrix, monkeypatch, caplog, b
         support_matrix.record(family.name, bits, "tested")
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=["fp8", "int8"])
-def test_quantized_kv_cache(family, serve, support_matrix, dtype):
-    name = "int8" if dtype == torch.int8 else "fp8"
+def test_int8_kv_cache(family, serve, support_matrix):
+    check_quantized_kv_cache(family, serve, support_matrix, "int8", torch.int8)
+
+
+@few_families
+def test_fp8_kv_cache(family, serve, support_matrix):
+    check_quantized_kv_cache(family, serve, support_matrix, "fp8", torch.float8_e4m3fn)
+
+
+def check_quantized_kv_cache(family, serve, support_matrix, name, dtype):
     if assembly := serve(f"{name} cache", "kv_cache_dtype", kv_cache_dtype=name):
         assert {layer.keys.dtype for layer in assembly.runner.kv.layers} == {dtype}
         check_quantized_tokens(family, assembly, SHARE)

@@ -20,12 +20,12 @@ def check(case: Case, dtype: torch.dtype, device: str) -> None:
     assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("case", sample(84), ids=str)
+@pytest.mark.parametrize("case", sample(48), ids=str)
 def test_fp32_matches_reference(case, device):
     check(case, torch.float32, device)
 
 
-@pytest.mark.parametrize("case", sample(42, seed=1), ids=str)
+@pytest.mark.parametrize("case", sample(24, seed=1), ids=str)
 def test_fp16_matches_reference(case, device):
     check(case, torch.float16, device)
 
@@ -46,7 +46,7 @@ def test_larger_sample_matches_reference(dtype, device, in_time, figures):
 
 def test_sample_covers_every_value_of_every_axis():
     for name, values in AXES.items():
-        assert {getattr(case, name) for case in sample(84)} >= set(values), name
+        assert {getattr(case, name) for case in sample(48)} >= set(values), name
 
 
 @pytest.mark.parametrize("group", [1, 4])

@@ -1,13 +1,17 @@
-"""The file format of a cached block."""
+"""The file format of a cached block, and the fingerprints of what blocks depend on."""
 
 import json
+import os
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from paged_backend.api.block_layout import BlockLayout
+from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import Origin
-from paged_backend.memory.block_file import TOKENS, BlockFormat, CorruptFile
+from paged_backend.memory.block_file import TOKENS, BlockFormat, BlockSource, CorruptFile
 from paged_backend.memory.disk import DiskTier
 from paged_backend.scheduling.content import Entry
 from tests.support.disk_blocks import LAYOUT, content, entry
@@ -73,3 +77,43 @@ def test_file_with_colliding_key_is_not_used_or_overwritten(tmp_path, monkeypatc
     assert torch.equal(tier.get(one)[0], content(1)[0])
     assert (tier.up, tier.stats.written, tier.stats.read) == (True, 1, 1)
     tier.close()
+
+
+@pytest.fixture
+def source(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(bytes(9 << 20))
+    config = EngineConfig(model="m")
+    return BlockSource(config, BlockLayout(16), [tmp_path], torch.float32, torch.float32, torch.device("cpu"))
+
+
+def test_content_fingerprint_is_that_of_other_machines(source, tmp_path):
+    """A copy of the model has other modification times, which the fingerprint of the disk tier includes."""
+    first, own = source.content_fingerprint(), source.fingerprint
+    os.utime(tmp_path / "model.safetensors", (1, 1))
+    assert source.content_fingerprint() == first
+    assert source.fingerprint != own
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.seek(5 << 20)
+        file.write(b"1")
+    assert source.content_fingerprint() != first
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": torch.bfloat16},
+        {"kv_dtype": torch.int8},
+        {"device": torch.device("cuda")},
+        {"layout": BlockLayout(16, 1, 1, 8)},
+        {"config": EngineConfig(model="m", block_size=8)},
+        {"config": EngineConfig(model="m", quantization="int8")},
+        {"config": EngineConfig(model="m", quantization="int8", quantization_group_size=32)},
+        {"config": EngineConfig(model="m", load_format="dummy", seed=1)},
+    ],
+    ids=str,
+)
+def test_fingerprints_depend_on_everything_that_changes_blocks(source, change):
+    other = replace(source, **change)
+    assert other.content_fingerprint() != source.content_fingerprint()
+    assert other.fingerprint != source.fingerprint

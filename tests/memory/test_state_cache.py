@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from paged_backend.memory import kv_cache
 from paged_backend.memory.state_cache import StateCache, StateShape, TensorShape, bytes_per_slot
 
 SHAPES = [
@@ -48,6 +49,23 @@ def test_no_copies_change_nothing(cache):
     before = snapshot(cache)
     cache.copy_slots([])
     assert all(map(equal, snapshot(cache), before))
+
+
+def test_slots_are_copied_to_another_cache_and_back(cache, monkeypatch):
+    """The other cache is in one allocation of pinned memory, whose rows begin at multiples of 16 bytes."""
+    sizes = []
+    monkeypatch.setattr(kv_cache, "pinned_zeros", lambda n: sizes.append(n) or torch.zeros(n, dtype=torch.uint8))
+    host = StateCache.allocate(SHAPES, num_slots=3, device=torch.device("cpu"), pinned=True)
+    assert sizes == [144 + 368 + 112]
+    assert not any(tensor.any() for tensor in host.tensors)
+    before = snapshot(cache)
+    cache.copy_to(host, [(0, 2), (4, 1)])
+    cache.write_slot(0, before[3])
+    cache.write_slot(4, before[3])
+    host.copy_to(cache, [(2, 4), (1, 0)])
+    after = snapshot(cache)
+    for slot, source in enumerate((4, 1, 2, 3, 0)):
+        assert equal(after[slot], before[source])
 
 
 def test_slot_on_the_host_is_a_copy_and_can_be_restored_elsewhere(cache):

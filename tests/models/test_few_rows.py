@@ -74,10 +74,10 @@ def test_fused_model_with_few_rows(faster, launches):
 
     assert fused.install_few_rows(measure) == faster
     for layer in model.model.layers:
-        assert {isinstance(weight, FewRowsWeight) for weight in layer.forward.weights} == {faster}
+        assert {isinstance(one.weight, FewRowsWeight) for one in layer.forward.projections} == {faster}
     launches.clear()
     x = torch.randn(3, COMMON["hidden_size"])
-    norm_project(x, None, *model.model.layers[0].forward.pre_arguments)
+    model.model.layers[0].forward.attention.qkv(x)
     assert launches == ([3] if faster else [])
     fused.install()
-    assert not any(isinstance(weight, FewRowsWeight) for weight in model.model.layers[0].forward.weights)
+    assert not any(isinstance(one.weight, FewRowsWeight) for one in model.model.layers[0].forward.projections)

@@ -87,7 +87,7 @@ def test_packed_weights_match_generate(family, form, tmp_path, fast_copies, log_
     assert f"runs {form}, with packed weights" in log_lines.text
     layer = vars(served.model.layers[0]).get("forward")
     weights = (
-        (layer.pre_arguments + layer.post_arguments)
+        [one.weight for one in layer.projections]
         if layer
         else [served.model.layers[0].mlp.up_proj.forward.keywords["weight"]]
     )
@@ -171,10 +171,10 @@ def test_copies_stay_within_memory_budget(tiny, fast_copies, monkeypatch, log_li
     assert "a weight of shape [320, 64] is not packed: its faster copy" in log_lines.text
     assert "forward" not in vars(model.lm_head) or not isinstance(model.lm_head.forward.keywords["weight"], MixedWeight)
     layer = model.model.layers[0].forward
-    assert any(isinstance(argument, MixedWeight) for argument in layer.pre_arguments)
+    assert isinstance(layer.attention.qkv.weight, MixedWeight)
     forwards = [layer.forward for layer in model.model.layers]
-    arguments = [argument for forward in forwards for argument in (*forward.pre_arguments, *forward.post_arguments)]
-    copies = [argument.copy.packed for argument in arguments if isinstance(argument, MixedWeight)]
+    weights = [one.weight for forward in forwards for one in forward.projections]
+    copies = [weight.copy.packed for weight in weights if isinstance(weight, MixedWeight)]
     assert 0 < sum(copy.numel() * 4 for copy in copies) < head
 
 

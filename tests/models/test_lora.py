@@ -384,4 +384,4 @@ def test_model_without_adaptable_layers_is_rejected(tiny, monkeypatch):
 def test_experts_are_not_adaptable_but_other_layers_are(tmp_path, lora_prompts, caplog):
     model = save_tiny(hf.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2), tmp_path / "model")
     adapters = {"one": make_adapter(model, tmp_path / "one", target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])}
-    check_model(tmp_path, model, adapters, lora_prompts, caplog, "unmodified")
+    check_model(tmp_path, model, adapters, lora_prompts, caplog, "fused")

@@ -6,8 +6,8 @@ import transformers as hf
 
 from paged_backend.loading import verification
 from paged_backend.models import rope, rotary_table
-from paged_backend.models.rotary_table import RotaryTable
-from tests.support.families import COMMON
+from paged_backend.models.rotary_table import ConvertedAngles, RotaryTable
+from tests.support.families import COMMON, FAMILIES, is_fused
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
@@ -52,6 +52,19 @@ def test_large_tables_are_not_made(monkeypatch):
     monkeypatch.setattr(rotary_table, "MAX_BYTES", 1000)
     model = verified_llama("default")
     assert not isinstance(model.model.rotary_emb.forward, RotaryTable)
+
+
+@pytest.mark.parametrize("max_bytes", [rotary_table.MAX_BYTES, 1000])
+def test_angles_of_gpt_oss_are_repeated_for_the_second_half_of_a_head(monkeypatch, max_bytes):
+    monkeypatch.setattr(rotary_table, "MAX_BYTES", max_bytes)
+    config = FAMILIES["gpt_oss"]()
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    verification.verify_model(model, block_size=4, kv_dtype=torch.float32)
+    assert is_fused(model)
+    rotary, ids, x = model.model.rotary_emb, torch.tensor([[0, 200, 7]]), torch.zeros(1, 1, 8)
+    assert isinstance(rotary.forward, RotaryTable if max_bytes > 1000 else ConvertedAngles)
+    for one, half in zip(rotary(x, ids), type(rotary).forward(rotary, x, ids), strict=True):
+        torch.testing.assert_close(one, torch.cat((half, half), -1), rtol=0, atol=2e-6)
 
 
 def test_an_unfused_model_computes_its_angles(caplog, monkeypatch):

@@ -48,7 +48,7 @@ class Proxy:
 def servers(tiny):
     with ExitStack() as stack:
         options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64}
-        yield [stack.enter_context(TritonServer(tiny[0], options)) for _ in range(2)]
+        yield [stack.enter_context(TritonServer(tiny[0], options, engine_only=True)) for _ in range(2)]
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def test_a_server_that_starts_after_envoy_gets_requests_soon(tiny, tmp_path):
     addresses = [SimpleNamespace(http_port=http, grpc_port=grpc) for http, grpc in (ports[:2], ports[2:])]
     with envoy_before(addresses, tmp_path) as running:
         until(lambda: running.failed_checks() == 4, "two servers that are not ready over both protocols")
-        with TritonServer(tiny[0], {"num_gpu_blocks_override": 64}, **vars(addresses[0])):
+        with TritonServer(tiny[0], {"num_gpu_blocks_override": 64}, engine_only=True, **vars(addresses[0])):
             until(lambda: running.healthy() == 2, "a server that is ready over both protocols", timeout=20)
 
 

@@ -42,7 +42,8 @@ def prometheus(tiny, tmp_path_factory):
             while not stopping.is_set():
                 client.generate("Once upon a time " * 2, max_tokens=16, ignore_eos=True, **REPEATED)
 
-    with TritonServer(tiny[0], OPTIONS | {"disk_cache_dir": str(directory / "disk")}) as server:
+    options = OPTIONS | {"disk_cache_dir": str(directory / "disk")}
+    with TritonServer(tiny[0], options, engine_only=True) as server:
         threads = [threading.Thread(target=load) for _ in range(3)]
         for thread in threads:
             thread.start()

@@ -56,7 +56,7 @@ def lock() -> list[str]:
 
 
 def test_lock_has_exact_versions_and_no_paths():
-    pin = r"[a-z0-9.-]+==[A-Za-z0-9.]+( ; python_full_version [<>=]+ '3\.1\d(\.\*)?')?"
+    pin = r"[a-z0-9.-]+==[A-Za-z0-9.]+( ; python_full_version [<>=]+ '3\.1\d(\.\*|\.\d+)?')?"
     assert [line for line in lock() if not re.fullmatch(pin, line)] == []
 
 

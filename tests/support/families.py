@@ -2,7 +2,7 @@
 
 import transformers as hf
 
-from paged_backend.models import fusion
+from paged_backend.models.fused_layer import FusedLayer
 
 COMMON = {
     "vocab_size": 320,
@@ -226,7 +226,7 @@ HYBRID_FAMILIES = {
 
 def is_fused(model):
     """Return whether the layers are fused: all of them or none."""
-    (answer,) = {isinstance(vars(layer).get("forward"), fusion.FusedLayer) for layer in model.model.layers}
+    (answer,) = {isinstance(vars(layer).get("forward"), FusedLayer) for layer in model.model.layers}
     return answer
 
 

@@ -151,6 +151,7 @@ TINY = {
     "num_gpu_blocks_override": 64,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 16,
+    "tier_read_mode": "always",  # a tiny model computes a block in less time than it takes to read it
     "first_response_ms": -1,  # no empty first responses, which a slow machine would add
 }
 

@@ -47,6 +47,8 @@ OFFLOAD, PINS, PLANNER, POOL, REGISTRY, RESULT, SCHEDULER, SEQUENCE, TABLES, WAI
     )
 )
 WINDOWED, LAYOUT, STATES = "scheduling/windowed_pool.py", "api/block_layout.py", "scheduling/state_slots.py"
+CHECKPOINTS, HOST_STATES = "scheduling/state_checkpoints.py", "scheduling/host_states.py"
+STATE_MODULES = (STATES, CHECKPOINTS, HOST_STATES)  # those that the stress test with states exercises
 SESSIONS = "server/sessions.py"
 REQUEST, DISK = "api/request.py", "memory/block_file.py"
 POOL_MODULES = (BLOCKS, CACHE, CONTENT, OFFLOAD, POOL)  # those that the rules of the pool machine exercise as well
@@ -377,8 +379,8 @@ MUTANTS = {  # name: (file, source, replacement)
         "            self._blocks.host.free_table(sequence.host_blocks)\n",
         "            sequence.host_blocks.clear()\n",
     ),
-    "moves cost nothing": (TABLES, "2 * len(blocks) * self._costs.move", "0 * self._costs.token"),
-    "a failed swap-out counts as done": (SCHEDULER, "lost.intersection(sequence.host_blocks)", "False"),
+    "moves cost nothing": (TABLES, "2 * moves >= tokens", "0 >= tokens"),
+    "a failed swap-out counts as done": (SCHEDULER, "lost.intersection(one.host_blocks)", "False"),
     # beam search
     "a beam has one continuation only": (
         TABLES,
@@ -449,11 +451,11 @@ MUTANTS = {  # name: (file, source, replacement)
     # states of recurrent layers
     "a state is copied one step late": (
         STATES,
-        "        copies, self._copies = tuple(self._copies), []\n        return",
-        "        copies, self._copies = tuple(self._copies[1:]), self._copies[:1]\n        return",
+        "copies, self._copies = tuple(self._copies), []",
+        "copies, self._copies = tuple(self._copies[1:]), self._copies[:1]",
     ),
     "a hit ends where no state was saved": (
-        STATES,
+        CHECKPOINTS,
         "            if slot is not None:\n                return CacheHit",
         "            if True:\n                return CacheHit",
     ),
@@ -465,7 +467,7 @@ MUTANTS = {  # name: (file, source, replacement)
     "checkpoints take the slots of sequences": (
         STATES,
         "        if self._num_spare > 0:",
-        "        if self._pool.num_available > 0:",
+        "        if self.pool.num_available > 0:",
     ),
     "a state with tokens in flight becomes a checkpoint": (STATES, "position == sequence.computed and ", ""),
     "a checkpoint is found although its copy failed": (
@@ -474,6 +476,39 @@ MUTANTS = {  # name: (file, source, replacement)
         "                if True:\n",
     ),
     "a state that waits for its copy is saved": (STATES, "slot == copy.target or ", ""),
+    "a state is not copied back on swap-in": (
+        STATES,
+        "self._copies.append(StateCopy(source, self._take_slot(sequence), sequence.key, from_host=True))",
+        "self._take_slot(sequence), self.host.free(source)",
+    ),
+    "a state is swapped out before its copy": (
+        STATES,
+        "move_out(dropped.source if dropped else slot)",
+        "move_out(slot)",
+    ),
+    "a slot of the host is free before its state has left": (
+        STATES,
+        "            if source is not None:\n",
+        "            if source is not None:\n                self.host.free(source)\n",
+    ),
+    "a state that has not arrived becomes a checkpoint": (
+        STATES,
+        " and all(copy.target != slot for copy in self._arriving)",
+        "",
+    ),
+    "a state is moved to a slot of the host that was freed": (
+        HOST_STATES,
+        "        self._moves_out = [move for move in self._moves_out if move.target != slot]\n",
+        "",
+    ),
+    "a sequence continues from the state after a rejected token": (STATES, "slots[num_accepted]", "slots[-1]"),
+    "a sequence continues from the state before its accepted tokens": (STATES, "slots[num_accepted]", "slots[0]"),
+    "the checkpoint before accepted tokens has the state of another position": (
+        STATES,
+        "index = num_accepted - (sequence.committed - position)",
+        "index = num_accepted - 1",
+    ),
+    "a state whose swap-out failed is read": (SCHEDULER, " or one.host_state_slot in lost_states", ""),
     # sessions
     "a session pins no blocks": (REGISTRY, "if group.request.session is not None and", "if False and"),
     "a session keeps its former blocks pinned": (
@@ -521,6 +556,10 @@ RARE = {
     "a block is swapped out without its window pages",
     "a checkpoint is found although its copy failed",
     "a state that waits for its copy is saved",
+    "a state that has not arrived becomes a checkpoint",
+    "a state is moved to a slot of the host that was freed",
+    "a state whose swap-out failed is read",
+    "the checkpoint before accepted tokens has the state of another position",
     "a session pins no blocks",
     "a second turn may run at the same time",
     "sessions never expire",
@@ -539,7 +578,7 @@ ENDLESS = {  # the scheduler does not end with these
 
 REIMPORTED = ("paged_backend", "tests.support.scheduler_stress", "tests.support.shadow", "tests.support.pool_",
               "tests.support.states_stress")  # fmt: skip
-MAX_SECONDS = 60
+MAX_SECONDS = 5  # CPU time for a seed, which takes less than one
 
 
 def mutated_source(mutant: str) -> str:
@@ -552,41 +591,50 @@ def mutated_source(mutant: str) -> str:
 
 def found_by(mutant: str | None, first_seed: int = 0, num_seeds: int = 120) -> str | None:
     """Return what detects a mutant first; None if nothing does. Without a mutant, return what fails."""
-    with _installed(mutant) if mutant else contextlib.nullcontext():
+    with _installed(mutant) if mutant else contextlib.nullcontext(), _limited():
         rules, load, states = (
             importlib.import_module(f"tests.support.{name}")
             for name in ("pool_machine", "scheduler_stress", "states_stress")
         )
         for seed in range(first_seed, first_seed + num_seeds):
+            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
             try:
                 if mutant is None or MUTANTS[mutant][0] in POOL_MODULES:
                     rules.play_seeds(range(seed, seed + 1))
-                if mutant is None or MUTANTS[mutant][0] == STATES:
+                if mutant is None or MUTANTS[mutant][0] in STATE_MODULES:
                     states.run_states_stress(seed)
                 for conditions in (load.CONDITIONS, load.WINDOWED):
                     load.run_stress(**load.random_conditions(seed, conditions))
             except Exception as error:
                 return f"seed {seed}: {error!r}"
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
     return None
 
 
 @contextlib.contextmanager
 def _installed(mutant: str) -> Iterator[None]:
-    """Import the mutant in place of its module, for MAX_SECONDS at most."""
+    """Import the mutant in place of its module."""
     file = MUTANTS[mutant][0]
     name, path = f"paged_backend.{file[:-3].replace('/', '.')}", ROOT / "paged_backend" / file
     loader = _MutantLoader(name, path, mutated_source(mutant))
     _forget_imports()
     sys.meta_path.insert(0, loader)
-    before = signal.signal(signal.SIGALRM, _out_of_time)
-    signal.alarm(MAX_SECONDS)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
         sys.meta_path.remove(loader)
         _forget_imports()
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """Raise TimeoutError when the timer of CPU time expires: with some mutants the scheduler does not end."""
+    before = signal.signal(signal.SIGPROF, _out_of_time)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGPROF, before)
 
 
 def _forget_imports() -> None:
@@ -596,7 +644,7 @@ def _forget_imports() -> None:
 
 
 def _out_of_time(number: int, frame: FrameType | None) -> None:
-    raise TimeoutError(f"still running after {MAX_SECONDS} s")
+    raise TimeoutError(f"still running after {MAX_SECONDS} s of CPU time")
 
 
 class _MutantLoader(SourceFileLoader):

@@ -15,29 +15,41 @@ from tests.support.shadow import ShadowStore, extend, start
 class ShadowStates(ShadowStore):
     """The slots of the pool and of the states, and a forward pass over them."""
 
-    def __init__(self, scheduler: Scheduler, vocab: int, num_slots: int):
+    def __init__(self, scheduler: Scheduler, vocab: int, num_slots: int, num_host_slots: int = 0):
         super().__init__(scheduler, vocab)
         self.states: list[bytes | None] = [None] * num_slots
+        self.host_states: list[bytes | None] = [None] * num_host_slots
         self.num_copies = 0
+        self.num_swapped_in = 0
 
     def run(self, plan: Plan) -> StepResult:
-        targets = [copy.target for copy in plan.state_copies]
-        assert len(set(targets)) == len(targets)
-        copied = [self.states[copy.source] for copy in plan.state_copies]
-        for target, state in zip(targets, copied, strict=True):
-            self.states[target] = state
-        self.num_copies += len(copied)
-        used = [chunk.sequence.state_slot for chunk in plan.chunks]
+        self._copy_states(plan)
+        used = [slot for chunk in plan.chunks for slot in (chunk.sequence.state_slot, *chunk.draft_slots)]
         assert len(set(used)) == len(used)
         for chunk in plan.chunks:
             sequence, slot = chunk.sequence, chunk.sequence.state_slot
             assert slot is not None
             state = self.states[slot] if chunk.start else start(sequence.request)
             assert state == self._digest(sequence, chunk.start), (sequence.key, sequence.index, chunk.start)
+            drafts = dict(enumerate(chunk.draft_slots, chunk.first_sampled))  # the slot of each draft token's position
+            assert len(drafts) == len(chunk.draft_tokens)
             for position in range(chunk.start, chunk.start + chunk.length):
                 state = extend(state, self._token(sequence, position))
-            self.states[slot] = state
+                self.states[drafts.get(position, slot)] = state
         return super().run(plan)
+
+    def _copy_states(self, plan: Plan) -> None:
+        """Move states to the host, then copy states within the device, all at once, and states from the host."""
+        for moves in (plan.state_moves_out, plan.state_copies):
+            targets = [move.target for move in moves]
+            assert len(set(targets)) == len(targets)
+        for move in plan.state_moves_out:
+            self.host_states[move.target] = self.states[move.source]
+        copied = [(self.host_states if copy.from_host else self.states)[copy.source] for copy in plan.state_copies]
+        for copy, state in zip(plan.state_copies, copied, strict=True):
+            self.states[copy.target] = state
+            self.num_swapped_in += copy.from_host
+            self.num_copies += not copy.from_host
 
     def _digest(self, sequence: Sequence, length: int) -> bytes:
         digest = start(sequence.request)

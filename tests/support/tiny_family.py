@@ -19,7 +19,7 @@ from tests.support.families import FAMILIES, HYBRID_FAMILIES
 from tests.support.in_process import generate_with_transformers, save_tiny, tiny_assembly
 
 MATRIX_FAMILIES = FAMILIES | HYBRID_FAMILIES
-HYBRID_OPTIONS = {"max_model_len": 64, "max_state_checkpoints": 100}  # recurrent layers may have no longest context
+HYBRID_OPTIONS = {"max_model_len": 56, "max_state_checkpoints": 100}  # recurrent layers may have no longest context
 
 # Longer than the windows of the families, and with the output as long as the shortest context among them, 56 tokens.
 PROMPT_LENGTHS = (1, 9, 17, 25, 40)

@@ -237,12 +237,12 @@ def post(
 
 
 def metrics(server: TritonServer) -> dict[str, float]:
-    """Return the `paged_` metrics by `name{label}`, where the label is the state, reason, kind or direction."""
+    """Return the `paged_` metrics by `name{label}`, where the label is the state, reason, kind, direction or tier."""
     with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=WAIT) as reply:
         text = reply.read().decode()
     found = {}
     for name, labels, value in re.findall(r"^(paged_\w+)\{(.*?)\} (\S+)$", text, re.M):
-        label = re.search(r'(?:state|reason|le|kind|direction)="(.*?)"', labels)
+        label = re.search(r'(?:state|reason|le|kind|direction|tier)="(.*?)"', labels)
         found[f"{name}{{{label.group(1)}}}" if label else name] = float(value)
     return found
 

@@ -40,19 +40,28 @@ def resolve_model(model: str | Path, option: str = "model") -> str:
     )
 
 
-def write_repository(source: Path, target: Path, options: Mapping[str, object], multi_lora: Path | None = None) -> None:
+def write_repository(
+    source: Path,
+    target: Path,
+    options: Mapping[str, object],
+    multi_lora: Path | None = None,
+    *,
+    engine_only: bool = False,
+) -> None:
     """Copy the model repository `source` to `target`.
 
     Args:
         options: engine options, which override those in model.json. `served_model_name` renames the engine's model in
             the copy.
         multi_lora: file that lists LoRA adapters. The copy gets a link to it or, without one, to the list in `source`.
+        engine_only: copy only the engine's model.
 
     Raises ValueError if `source` has no such model, or another one that has the served name.
     """
     if not (source / MODEL_NAME).is_dir():
         raise ValueError(f"model repository {source}: has no {MODEL_NAME}/ (run from a checkout)")
-    shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    copied = Path(MODEL_NAME if engine_only else ".")
+    shutil.copytree(source / copied, target / copied, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     name = served_name(options)
     if name != MODEL_NAME:
         _rename_model(target, name)

@@ -54,6 +54,7 @@ class TritonServer:
         server_args: further options for tritonserver.
         echo: called with each line of the server's log.
         repository: model repository to use instead of the project's model_repository/.
+        engine_only: serve only the engine's model of the repository, which is ready sooner.
         log_file: file for the server's whole log, which `start` overwrites. Its directory is created.
         append_log: keep what the file has.
         environment: further environment variables of the server.
@@ -74,6 +75,7 @@ class TritonServer:
         server_args: Sequence[str] = (),
         echo: Callable[[str], None] | None = None,
         repository: Path = REPOSITORY_ROOT / "model_repository",
+        engine_only: bool = False,
         multi_lora: Path | None = None,
         log_file: Path | None = None,
         append_log: bool = False,
@@ -87,7 +89,7 @@ class TritonServer:
         self.model_name = served_name(self._options)
         check_server_args(server_args)
         self._server_args, self._hosts = list(server_args), hosts(server_args)
-        self._repository = repository
+        self._repository, self._engine_only = repository, engine_only
         self._files = find_server()
         # Servers on the same host need different name prefixes in /dev/shm.
         self.shm_prefix = f"paged_{os.getpid()}_{secrets.token_hex(4)}_"
@@ -141,7 +143,7 @@ class TritonServer:
         self._log.open()
         self._scratch = tempfile.TemporaryDirectory(prefix="paged-server-")
         models = Path(self._scratch.name)
-        write_repository(self._repository, models, self._options, self._multi_lora)
+        write_repository(self._repository, models, self._options, self._multi_lora, engine_only=self._engine_only)
         trampoline = [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid())]
         self._process = subprocess.Popen(
             [*trampoline, *self._command(models)],

@@ -37,6 +37,13 @@ def test_options_override_the_repository(repository, tmp_path):
     assert (tmp_path / "copy/paged_llm/config.pbtxt").is_file()
 
 
+def test_only_the_model_of_the_engine_is_copied(tmp_path):
+    write_repository(ROOT / "model_repository", tmp_path / "all", {})
+    write_repository(ROOT / "model_repository", tmp_path / "one", {}, engine_only=True)
+    assert {"paged_llm", "ensemble"} < {model.name for model in (tmp_path / "all").iterdir()}
+    assert [model.name for model in (tmp_path / "one").iterdir()] == ["paged_llm"]
+
+
 def test_limits_on_the_command_line_are_merged_with_those_of_model_json(repository, tmp_path):
     options = repository / "paged_llm/1/model.json"
     options.write_text(json.dumps({"model": "m", "limits": {"max_tools": 1, "max_choices": 1}}))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from paged_backend.api.errors import ConfigError
 from paged_backend.memory import block_file
 from paged_backend.memory.block_file import TOKENS
+from paged_backend.memory.disk import DiskTier
 from tests.support.in_process import WAIT, EngineHarness, generate_with_transformers, running, tiny_assembly
 from tests.support.pool_machine import truncated_keys
 
@@ -190,7 +191,7 @@ def test_full_disk_disables_the_tier(assembly, tmp_path, monkeypatch, alone, cap
     monkeypatch.setattr("paged_backend.memory.disk.os.replace", full)
     made = assembly()
     assert ask(made)[0] == alone
-    assert not made.disk.up
+    assert not made.tiers.up
     assert "No space left on device" in caplog.text
     assert not list((tmp_path / "kv").glob("*/*/*"))
 
@@ -206,7 +207,7 @@ def test_unusable_directory_disables_the_tier(assembly, tmp_path, alone, caplog)
 def test_disk_budget_is_respected(assembly, tmp_path, alone):
     made = assembly(disk_cache_gib=30_000 / 2**30)
     ask(made)
-    assert made.disk.up
+    assert made.tiers.up
     held = files(tmp_path)
     assert 0 < len(held) < 13
     assert sum(path.stat().st_size for path in held) <= 30_000
@@ -215,7 +216,7 @@ def test_disk_budget_is_respected(assembly, tmp_path, alone):
 def test_hanging_disk_does_not_delay_engine_stop(assembly, monkeypatch):
     started, release, steps, made = threading.Event(), threading.Event(), SimpleQueue(), assembly()
     engine = made.engine(steps.put)
-    monkeypatch.setattr(made.disk, "get", lambda entry: (started.set(), release.wait(), None)[-1])
+    monkeypatch.setattr(DiskTier, "get", lambda tier, entry: (started.set(), release.wait(), None)[-1])
     engine.start()
     engine.abort(EngineHarness(made, engine, steps).submit(PROMPT))
     assert started.wait(WAIT)

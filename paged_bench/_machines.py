@@ -16,7 +16,8 @@ SERVER = f"{SUBNET}.1"  # this process's namespace, on the bridge
 MISSING = "network namespaces need root and the program ip (iproute2)"
 
 
-def _ip(*arguments: str) -> None:
+def ip(*arguments: str) -> None:
+    """Run the program ip. Raises CalledProcessError."""
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
@@ -44,21 +45,18 @@ class Machine:
         """Return the command line that runs a command on the machine."""
         return ["ip", "netns", "exec", self.name, *command]
 
+    def bytes_moved(self) -> int:
+        """Return the bytes that the machine has sent and received since it was created."""
+        counters = Path("/sys/class/net", self.link, "statistics")
+        return sum(int((counters / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
+
     def cut(self) -> None:
         """Drop all packets from and to the machine, without a message to either side."""
-        _ip("link", "set", self.link, "nomaster")
-
-    def delay(self, milliseconds: int) -> None:
-        """Delay every packet to the machine. Raises CalledProcessError if the kernel has no netem."""
-        subprocess.run(
-            ["tc", "qdisc", "add", "dev", self.link, "root", "netem", "delay", f"{milliseconds}ms"],
-            check=True,
-            capture_output=True,
-        )
+        ip("link", "set", self.link, "nomaster")
 
     def mend(self) -> None:
         """Undo `cut`."""
-        _ip("link", "set", self.link, "master", _bridge())
+        ip("link", "set", self.link, "master", _bridge())
 
 
 def _bridge() -> str:
@@ -69,26 +67,26 @@ def _bridge() -> str:
 def machines(count: int) -> Iterator[list[Machine]]:
     """Create machines with the addresses SUBNET.2 and up, and give this process's namespace the address SERVER."""
     bridge, made = _bridge(), []
-    _ip("link", "add", bridge, "type", "bridge")
+    ip("link", "add", bridge, "type", "bridge")
     try:
-        _ip("addr", "add", f"{SERVER}/24", "dev", bridge)
-        _ip("link", "set", bridge, "up")
+        ip("addr", "add", f"{SERVER}/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
         for index in range(count):
             name = f"{bridge}-{index}"
             machine = Machine(name, f"pgv{os.getpid() % 10**6}-{index}", f"{SUBNET}.{index + 2}")
-            _ip("netns", "add", name)
+            ip("netns", "add", name)
             made.append(machine)
             files = Path("/etc/netns", name)  # mounted over /etc by `ip netns exec`
             files.mkdir(parents=True)
             (files / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # refuses at once
-            _ip("link", "add", machine.link, "type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("link", "set", machine.link, "master", bridge, "up")
+            ip("link", "add", machine.link, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", machine.link, "master", bridge, "up")
             for arguments in (
                 ("addr", "add", f"{machine.address}/24", "dev", "eth0"),
                 ("link", "set", "eth0", "up"),
                 ("link", "set", "lo", "up"),
             ):
-                _ip("-n", name, *arguments)
+                ip("-n", name, *arguments)
         yield made
     finally:
         for machine in made:

@@ -1,7 +1,8 @@
-"""The disk tier's side of the engine: prefetches cached prefixes for new requests, and spills cached blocks.
+"""The engine's side of the tiers behind the host pool: prefetches cached prefixes for new requests, and spills cached
+blocks.
 
-disk ── prefetch (own thread) ──▶ blocks in memory ── store (engine's thread) ──▶ host pool ──▶ device pool
-device pool ── swap-out, or spill while idle (engine's thread) ──▶ host pool ──▶ disk (the tier's thread)
+tier ── prefetch (own thread) ──▶ blocks in memory ── store (engine's thread) ──▶ host pool ──▶ device pool
+device pool ── swap-out, or spill while idle (engine's thread) ──▶ host pool ──▶ tiers (a thread of each)
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeAlias
 
 from torch import Tensor
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.execution.runner import StepRunner
-from paged_backend.memory.disk import DiskTier
+from paged_backend.memory.tier_chain import TierChain
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.content import Chain, Entry, PrefixParent
 from paged_backend.scheduling.plan import Plan
@@ -27,30 +27,30 @@ from paged_backend.utils.worker import BackgroundWorker
 log = logging.getLogger("paged_llm")
 
 SPILL_BLOCKS = 4  # blocks copied at a time while the engine is idle; a new request waits for these at most
-SPILL_SECONDS = 0.05  # time between two attempts while the disk's write queue is full
+SPILL_SECONDS = 0.05  # time between two attempts while a tier's write queue is full
 
 PrefetchedBlocks: TypeAlias = tuple[tuple[int, list[Tensor]], ...]  # (index of the block in the prompt, its tensors)
 
 
-class PrefixDisk:
-    """Moves cached blocks between the pools and the disk tier. Only `can_prefetch` and `prefetch` may be called from
-    other threads than the engine's."""
+class PrefixTiers:
+    """Moves cached blocks between the pools and the tiers behind them. Only `can_prefetch` and `prefetch` may be called
+    from other threads than the engine's."""
 
-    def __init__(self, disk: DiskTier, blocks: BlockManager, runner: StepRunner):
+    def __init__(self, tiers: TierChain, blocks: BlockManager, runner: StepRunner):
         """Start the prefetch thread. blocks: the block manager of the device pool and a host pool."""
         assert blocks.host and runner.host
-        self._disk = disk
+        self._tiers = tiers
         self._blocks = blocks
         self._host_blocks = blocks.host
         self._host_cache = runner.host
         self._runner = runner
         self._fetcher = BackgroundWorker("fetch", use_single_thread)
-        self._all_spilled = False  # whether every cached block is on disk or cannot be written there
+        self._all_spilled = False  # whether every cached block is in the tiers or cannot be written there
 
     def can_prefetch(self, request: GenerateRequest) -> bool:
-        """Return whether blocks of the prompt may be on disk. False for a request with prompt log probabilities, whose
-        prompt must be computed."""
-        return self._disk.up and request.sampling.prompt_logprobs is None
+        """Return whether blocks of the prompt may be in a tier. False for a request with prompt log probabilities,
+        whose prompt must be computed."""
+        return self._tiers.up and request.sampling.prompt_logprobs is None
 
     def prefetch(self, request: GenerateRequest, deliver: Callable[[GenerateRequest, PrefetchedBlocks], None]) -> None:
         """Read the prompt's cached prefix on the prefetch thread, then call `deliver` with the blocks, also on that
@@ -62,11 +62,11 @@ class PrefixDisk:
         try:
             found = self._read(request)
         except Exception:  # computes the request without them
-            log.exception("request %d: could not read its prefix from disk", request.key)
+            log.exception("request %d: could not read its prefix from a tier", request.key)
         deliver(request, found)
 
     def _read(self, request: GenerateRequest) -> PrefetchedBlocks:
-        """Read the blocks of the prompt's prefix that are on disk and in neither pool.
+        """Read the blocks of the prompt's prefix that are in neither pool, up to the first one that no tier has.
 
         The pools' indexes belong to the engine's thread and may change meanwhile. That costs a read or a hit, but never
         gives a wrong block, because every block is looked up by its content.
@@ -74,17 +74,15 @@ class PrefixDisk:
         blocks, size, tokens = self._blocks, self._blocks.block_size, request.prompt_token_ids
         parent: PrefixParent = request.origin
         indexed: PrefixParent | None = request.origin  # the interned entry of the prefix, while there is one
-        found: list[tuple[int, list[Tensor]]] = []
+        missing: list[tuple[int, Entry]] = []
         for index in range((len(tokens) - 1) // size):
             content = tokens[index * size : (index + 1) * size]
             parent = entry = Entry(parent, content)
             indexed = known = None if indexed is None else blocks.cache.contents.find(indexed, content)
             if known is None or blocks.cache.find(known) is None:
-                block = self._disk.get(entry) if len(found) < self._host_blocks.num_available else None
-                if block is None:
-                    break
-                found.append((index, block))
-        return tuple(found)
+                missing.append((index, entry))
+        found = self._tiers.read([entry for _, entry in missing[: self._host_blocks.num_available]])
+        return tuple((index, block) for (index, _), block in zip(missing, found, strict=False))
 
     def store(self, request: GenerateRequest, prefetched: PrefetchedBlocks) -> None:
         """Put prefetched blocks into the host pool, where the scheduler finds them as cache hits."""
@@ -98,18 +96,18 @@ class PrefixDisk:
                 self._host_cache.write_block(self._host_blocks.pages_of(block), content)
 
     def write_moved_out(self, plan: Plan) -> None:
-        """Also write the blocks that a step moved to the host pool to disk. Called after the step."""
+        """Also write the blocks that a step moved to the host pool to the tiers. Called after the step."""
         for move in plan.moves_out:
-            if move.entry and self._disk.should_write(move.entry):
-                self._disk.put(move.entry, self._host_cache.read_block(move.target_pages))
+            if move.entry and self._tiers.should_write(move.entry):
+                self._tiers.put(move.entry, self._host_cache.read_block(move.target_pages))
 
     def mark_changed(self) -> None:
-        """Record that a step ran, so there may be cached blocks that are not on disk."""
+        """Record that a step ran, so there may be cached blocks that are in no tier."""
         self._all_spilled = False
 
     @property
     def all_spilled(self) -> bool:
-        """Whether every cached block is on disk or cannot be written there."""
+        """Whether every cached block is in the tiers or cannot be written there."""
         return self._all_spilled
 
     @property
@@ -117,37 +115,36 @@ class PrefixDisk:
         """Seconds that an idle engine may wait for a message before it calls `spill`; None: no limit."""
         if self._all_spilled:
             return None
-        return 0 if self._disk.free_queue_slots and self._blocks.offload.has_unspilled else SPILL_SECONDS
+        return 0 if self._tiers.free_queue_slots and self._blocks.offload.has_unspilled else SPILL_SECONDS
 
     def spill(self) -> bool:
-        """Write a few cached blocks that are not on disk, as many as the write queue takes. Called only while no step
-        is in flight. Return whether none are left."""
-        slots = self._disk.free_queue_slots
+        """Write a few cached blocks that a tier lacks, as many as the write queues take. Called only while no step is
+        in flight. Return whether none are left."""
+        slots = self._tiers.free_queue_slots
         if not slots:
             return False
-        plan = Plan((), moves_out=self._blocks.offload.spill(self._disk.should_write, min(SPILL_BLOCKS, slots)))
+        plan = Plan((), moves_out=self._blocks.offload.spill(self._tiers.should_write, min(SPILL_BLOCKS, slots)))
         self._runner.move(plan)
         self._runner.transfers.settle()
         self.write_moved_out(plan)
         self._blocks.offload.finish_moves_out(plan.moves_out)
-        self._all_spilled = not plan.moves_out and self._disk.is_idle
+        self._all_spilled = not plan.moves_out and self._tiers.is_idle
         return self._all_spilled
 
     def spill_rest(self, deadline: float) -> bool:
-        """Write cached blocks until all are on disk or `deadline` (time.monotonic()) has passed. Called on the
+        """Write cached blocks until all are in the tiers or `deadline` (time.monotonic()) has passed. Called on the
         engine's thread, or after it has ended. Return whether this wrote the last ones."""
         while not self._all_spilled and (left := deadline - time.monotonic()) > 0:
-            self._disk.settle(left)
+            self._tiers.settle(left)
             if self.spill():
                 return True
         return False
 
     def close(self, deadline: float) -> None:
-        """End the tier's writer and the prefetch thread, at the latest at `deadline` (time.monotonic())."""
-        self._disk.close(deadline - time.monotonic())
+        """End the tiers' threads and the prefetch thread, at the latest at `deadline` (time.monotonic())."""
+        self._tiers.close(deadline - time.monotonic())
         self._fetcher.stop(deadline - time.monotonic())
 
     def add_stats(self, stats: SchedulerStats) -> SchedulerStats:
-        """Return the statistics with those of the disk tier added."""
-        disk = self._disk.stats
-        return replace(stats, disk_up=disk.up, disk_blocks=disk.blocks, disk_read=disk.read, disk_written=disk.written)
+        """Return the statistics with those of the tiers added."""
+        return self._tiers.add_stats(stats)

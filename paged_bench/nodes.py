@@ -1,0 +1,164 @@
+"""Measure tensor parallelism over several machines: tokens per second, and bytes between machines for each step.
+
+The machines are network namespaces of this computer, so they share its cores, and their network has no latency. The
+first figure shows what the exchange of data costs, not what several machines gain. Needs root and the program ip.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.request import GenerateRequest
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.engine.assembly import Assembly, assemble
+from paged_backend.utils.machine import find_python
+from paged_bench import _machines
+from paged_bench._engine import serve
+from paged_bench._report import Record, alternate, arguments, count, not_measured, parser, publish, ratio
+from paged_client.serving.ports import choose_ports
+from paged_client.serving.repository import resolve_model
+
+PROMPT = 64  # tokens
+
+
+@dataclass
+class Traffic:
+    """What moved between the machines during the decode steps of one contestant."""
+
+    steps: int = 0
+    bytes: int = 0
+
+
+def decode(assembly: Assembly, streams: int, output: int, machine: _machines.Machine, traffic: Traffic) -> float:
+    """Return output tokens per second of requests that run at once, prefill included."""
+    requests = [
+        GenerateRequest.from_prompt(
+            key,
+            [(key * 131 + position) % assembly.limits.vocab_size for position in range(PROMPT)],
+            SamplingParams(max_tokens=output, temperature=0, ignore_eos=True),
+            0,
+            frozenset(),
+            assembly.limits,
+        )
+        for key in range(streams)
+    ]
+    started = time.perf_counter()
+    before, steps, found = 0, 0, 0
+    for step in serve(assembly, requests):
+        found += sum(len(delta.token_ids) for delta in step.deltas)
+        if found < 2 * streams:  # prompts are computed
+            before, steps = machine.bytes_moved(), 0
+        else:
+            steps += 1
+    traffic.bytes += machine.bytes_moved() - before
+    traffic.steps += steps
+    return streams * output / (time.perf_counter() - started)
+
+
+def required_bytes(assembly: Assembly, rows: int, nodes: int) -> float:
+    """Return the bytes that a machine must send and receive for a decode step: in each layer the sums of the outputs of
+    attention and MLP, and once those of the embeddings, as an optimal all-reduce moves them; its part of the logits,
+    which rank 0 needs; and the tokens."""
+    config = assembly.loaded.model.config.get_text_config()
+    size = assembly.loaded.spec.dtype.itemsize
+    summed = rows * config.hidden_size * size * (2 * config.num_hidden_layers + 1)
+    logits = rows * config.vocab_size / nodes * size
+    return 4 * (nodes - 1) / nodes * summed + logits + 8 * rows
+
+
+def measure(model: str, nodes: int, streams: int, output: int, rounds: int) -> list[Record]:
+    """Run the contestants alternately, and return their records."""
+    several = f"{nodes} machines"
+    port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
+    options = {"model": resolve_model(model), "dtype": "float32", "num_gpu_blocks_override": 1024, "device": "cpu"}
+    shared = {"tensor_parallel_size": nodes, "nnodes": nodes, "master_addr": _machines.SERVER, "master_port": port}
+    with ExitStack() as stack:
+        machines = stack.enter_context(_machines.machines(nodes - 1))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "MASTER_ADDR": _machines.SERVER,
+            "MASTER_PORT": str(port),
+        }
+        for number, machine in enumerate(machines, 1):
+            command = machine.command(find_python(), "-m", "paged_backend.engine.worker_node")
+            worker = subprocess.Popen(command, env=environment | {"NODE_RANK": str(number)})
+            stack.callback(worker.wait)
+            stack.callback(worker.kill)
+        alone = assemble(EngineConfig.from_options(options))
+        parallel = assemble(EngineConfig.from_options(options | shared))
+        stack.callback(parallel.close)
+        traffic, none = Traffic(), Traffic()
+        figures = alternate(
+            {
+                "one process": lambda: decode(alone, streams, output, machines[0], none),
+                several: lambda: decode(parallel, streams, output, machines[0], traffic),
+            },
+            rounds,
+        )
+        required = required_bytes(parallel, streams, nodes)
+    one, many = figures["one process"], figures[several]
+    peers = {"one process": statistics.median(one)}
+    return [
+        Record(f"output, {streams} streams on {several}", statistics.median(many), "tokens/s", peers=peers),
+        ratio(f"{several} relative to one process", many, one),
+        Record(f"bytes of one of {several}", traffic.bytes / traffic.steps, "bytes/step", limit=required),
+    ]
+
+
+def main(argv: Sequence[str]) -> int:
+    args = arguments(_parser(), argv, {"rounds": 1, "output": 16})
+    if _machines.available():
+        records = measure(args.model, args.nodes, args.streams, args.output, args.rounds)
+    else:
+        records = [not_measured("output on several machines", _machines.MISSING)]
+    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    made = parser("nodes", __doc__)
+    made.add_argument("--model", default="demo", help="model to serve (default: demo)")
+    made.add_argument(
+        "--nodes",
+        type=count,
+        default=3,
+        metavar="N",
+        help="machines (default: 3, which divides the demo model's 9 heads)",
+    )
+    made.add_argument("--streams", type=count, default=16, metavar="N", help="requests at once (default: 16)")
+    made.add_argument("--output", type=count, default=64, metavar="N", help="tokens of each (default: 64)")
+    made.add_argument("--rounds", type=count, default=5, metavar="N", help="rounds (default: 5)")
+    return made
+
+
+def draw(records: Sequence[Record], file: Path, caption: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for record in records:
+        if record.value is None:
+            continue
+        if record.unit == "tokens/s":
+            drawn = left.bar(["one process", "machines"], [record.peers["one process"], record.value])
+            left.bar_label(drawn, fmt="%.0f")
+            left.set_title("output tokens/s", fontsize=10)
+        elif record.unit == "bytes/step":
+            drawn = right.bar(["moved", "required"], [record.value / 1e6, (record.limit or 0) / 1e6])
+            right.bar_label(drawn, fmt="%.2f")
+            right.set_title("MB of one machine per step", fontsize=10)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.text(0, -0.08, caption, fontsize=6, color="#606060")
+    figure.savefig(file, dpi=150, bbox_inches="tight")
