@@ -332,7 +332,8 @@ class Scheduler:
             pass
         self.blocks.offload.clear()
         self.blocks.cache.clear()
-        self.states.clear()
+        self.states.finish(self.states.take_copies(), done=False)
+        self.states.checkpoints.clear()
 
     def check(self) -> None:
         """Assert every invariant of the scheduler and the pools. For tests and idle moments."""

@@ -229,11 +229,6 @@ class StateSlots:
                 self._written.remove(copy.target)
                 self.pool.free(copy.target)
 
-    def clear(self) -> None:
-        """Forget all checkpoints, also those of sessions. No sequence has a slot."""
-        self.finish(self.take_copies(), done=False)
-        self.checkpoints.clear()
-
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert every invariant. For tests and idle moments."""
         sequences = list(sequences)

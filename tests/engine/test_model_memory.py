@@ -4,6 +4,7 @@ import re
 import sys
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -184,6 +185,34 @@ def test_an_allocation_that_fails_leaves_the_model_asleep(tiny, monkeypatch):
             memory.restore()
     left = len(distinct_storages(assembly.runner.kv.tensors))  # a message with the tensors would read them
     assert memory.released and left == 0
+    memory.restore()
+    assembly.scheduler.clear_cache()
+    assert generate(assembly) == expected
+
+
+def test_one_rank_without_memory_keeps_all_from_changing(tiny, monkeypatch):
+    """The other ranks have less memory than this one; then one of them cannot allocate."""
+    as_on_gpu(monkeypatch)
+    assembly = tiny_assembly(tiny[0])
+    expected, memory = generate(assembly), assembly.model_memory
+    memory._moves_weights = True
+    alone = memory._group
+    memory._group = SimpleNamespace(all_reduce_min=lambda number: min(number, -5))
+    with pytest.raises(MemoryShortage, match="pinned host memory"):
+        memory.release()
+    memory._group = SimpleNamespace(all_reduce_min=lambda number: number if type(number) is int else False)
+    with pytest.raises(MemoryShortage, match="pinned host memory"):
+        memory.release()
+    assert memory.released is None
+    memory._group = alone
+    memory.release()
+    for reduced in (lambda number: min(number, -5), lambda number: number if type(number) is int else False):
+        memory._group = SimpleNamespace(all_reduce_min=reduced)
+        with pytest.raises(MemoryShortage):
+            memory.restore()
+        left = len(distinct_storages(assembly.runner.kv.tensors))
+        assert memory.released and left == 0
+    memory._group = alone
     memory.restore()
     assembly.scheduler.clear_cache()
     assert generate(assembly) == expected
