@@ -120,11 +120,11 @@ class ModelMemory:
         needed, free = self._released.total, self._free_bytes()
         missing = -self._group.all_reduce_min(free - needed)
         if missing > 0 or not self._allocate(storages, sizes):
-            gib = max(1, missing) / GIB
+            lacking = f"{missing / GIB:.2f} GiB are missing" if missing > 0 else "not all of it could be allocated"
             raise MemoryShortage(
-                f"the model needs {needed / GIB:.2f} GiB of {self._runner.kv.device.type.upper()} memory, of which"
-                f" {free / GIB:.2f} GiB are free; at least {gib:.2f} GiB are missing. Free it, for example with"
-                " `paged sleep` for another model, and wake this one again"
+                f"the model needs {needed / GIB:.2f} GiB of {self._runner.kv.device.type.upper()} memory, and"
+                f" {free / GIB:.2f} GiB are free: {lacking}. Free it, for example with `paged sleep` for another model,"
+                " and wake this one again"
             )
         self._weights.write_back()
         self._weights = None

@@ -6,6 +6,7 @@ restores the memory, between two steps.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +15,11 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from paged_backend.api.errors import ASLEEP, ErrorCode, ModelAsleep, RequestError
+from paged_backend.api.sizes import GIB
 from paged_backend.engine.messages import MemoryReply, Message, ReleaseMemory, RestoreMemory
 from paged_backend.engine.model_memory import ReleasedMemory
+
+log = logging.getLogger("paged_llm")
 
 GOING_TO_SLEEP = "the model is about to sleep; wake it with `paged wake`"
 WAKING = "the model is being woken by `paged wake`; send the request again later"
@@ -72,6 +76,7 @@ class SleepMode:
                 self._problem = None
                 raise
             self._problem = ASLEEP
+            log.info("the model is asleep: freed %.2f GiB in %.2f s", memory.total / GIB, seconds)
             return Transition(True, memory, seconds)
 
     def wake(self) -> Transition:
@@ -88,8 +93,9 @@ class SleepMode:
                 self._problem = ASLEEP
                 raise
             assert isinstance(memory, ReleasedMemory)
-            self._problem = None
-            return Transition(True, memory, time.monotonic() - began)
+            self._problem, seconds = None, time.monotonic() - began
+            log.info("the model is awake: restored %.2f GiB in %.2f s", memory.total / GIB, seconds)
+            return Transition(True, memory, seconds)
 
     def _drain_and_release(self, timeout: float, report: Callable[[int], None]) -> tuple[ReleasedMemory, float]:
         deadline = time.monotonic() + timeout
