@@ -48,6 +48,11 @@ class Child:
                 stderr=file,
             )
 
+    @property
+    def pid(self) -> int:
+        """The identifier of the process."""
+        return self._process.pid
+
     def load(self, **options: Any) -> dict[str, Any]:
         """Load the model and return the settings that the child uses. Raises ChildError."""
         return self._command("load", options, LOAD_SECONDS)

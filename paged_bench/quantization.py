@@ -2,8 +2,9 @@
 
 Accuracy is relative to float32, with the method and the texts of `paged bench kv_dtype`. Checkpoints are made from the
 model by rounding to the nearest code, so they are less accurate than those that are calibrated. Speed is that of
-streams that start together, with greedy sampling; for one stream, from its first token on. llama.cpp runs each GGUF
-file with its own defaults, which round activations to 8 bits; the engine does not.
+streams that start together, with greedy sampling; for one stream, from its first token on. A run during which other
+processes use the cores is repeated. llama.cpp runs each GGUF file with its own defaults, which round activations to 8
+bits, as the engine does in 16-bit data types.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from paged_backend.utils.machine import usable_cores
 from paged_bench._child import CHILDREN, Child
 from paged_bench._cpu_contestants import first_line
 from paged_bench._cpu_scenarios import output_rate, permute_tokens
+from paged_bench._disturbance import MAX_LOAD, least_disturbed
 from paged_bench._environments import LLAMA_CPP
 from paged_bench._quantization_models import FORMATS, GGUF, QUICK, REFERENCE, engine_options, gguf_file
 from paged_bench._report import Record, alternate, arguments, count, not_measured, parser, percentile, publish, ratio
@@ -123,16 +125,22 @@ def speed(models: Mapping[str, Assembly], peers: Mapping[str, Contestant], strea
         Job([rng.randrange(vocab_size) for _ in range(min(PROMPT, limit - output))], output) for _ in range(streams)
     ]
     runs: dict[str, list[Run]] = {}
+    loads: list[float] = []
 
     def timed(name: str, run: Contestant) -> float:
         made = runs.setdefault(name, [])
-        made.append(run(permute_tokens(len(made), jobs, vocab_size)))
+        child = run.pid if isinstance(run, Child) else None
+        result, load = least_disturbed(partial(run, permute_tokens(len(made), jobs, vocab_size)), child)
+        made.append(result)
+        loads.append(load)
         return output_rate(made[-1], jobs) if streams > 1 else decode_rate(made[-1])
 
     contestants: dict[str, Contestant] = {name: partial(run_paged, one) for name, one in models.items()}
     contestants |= {f"{PEER}, {name}": one for name, one in peers.items()}
     figures = alternate({name: partial(timed, name, one) for name, one in contestants.items()}, rounds)
-    label, records = "1 stream" if streams == 1 else f"{streams} streams", []
+    label = "1 stream" if streams == 1 else f"{streams} streams"
+    disturbed = 100 * sum(load > MAX_LOAD for load in loads) / len(loads)
+    records = [Record(f"{label}: runs beside other processes", disturbed, "%", limit=0.0)]
     for name in models:
         theirs = figures.get(f"{PEER}, {name}")
         spread = {"p10": percentile(figures[name], 0.1), "p90": percentile(figures[name], 0.9)}

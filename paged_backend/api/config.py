@@ -135,6 +135,14 @@ class EngineConfig:
         optional=True,
         device="cpu",
     )
+    quantized_activations: str = option(
+        one_of("auto", "none", "int8"),
+        "`int8` rounds the inputs of linear layers with quantized weights to 8 bits, in groups of up to 32 that share a"
+        " scale, and multiplies integers, which is faster; not for weights in FP8. `auto`: `int8` if `dtype` has 16"
+        " bits, otherwise `none`. [Effect on outputs](../performance.md#quantized-weights).",
+        "auto",
+        device="cpu",
+    )
     device: str = option(one_of("auto", "cpu", "cuda"), "`auto` selects a GPU if there is one.", "auto")
     tensor_parallel_size: int = option(
         integer(1, 64),

@@ -26,6 +26,7 @@ from paged_backend.loading.model_options import (
     pick_kv_dtype,
     pick_max_model_len,
     quantization_spec,
+    rounds_activations,
 )
 from paged_backend.loading.model_source import find_files, read_config
 from paged_backend.loading.quantized_checkpoint import (
@@ -166,11 +167,16 @@ def _verify(
     Returns the KV cache shapes of its layers, and the format of weights that stay quantized as in the files.
     """
     quantizer: Quantizer | None = None
-    keeper = StoredQuantizer(stored, model, *tensor_parallel.rank_and_size()) if stored else None
-    if spec := quantization_spec(config):
+    keeper = None
+    if stored:
+        int8_rows = rounds_activations(config, model.dtype)
+        keeper = StoredQuantizer(stored, model, *tensor_parallel.rank_and_size(), int8_rows=int8_rows)
+    if spec := quantization_spec(config, model.dtype):
         quantizer, keeper = WeightQuantizer(spec, model), None
     elif keeper and model.device.type == "cpu" and native.levels():
         quantizer = keeper
+    if quantizer is None and config.quantized_activations == "int8" and model.device.type == "cpu":
+        log.warning('quantized_activations="int8" has no effect: no weights of %s are quantized', path)
     try:
         layers = verify_model(model, block_size=config.block_size, kv_dtype=kv_dtype, quantizer=quantizer)
     except UnsupportedModel as error:

@@ -88,11 +88,15 @@ def check_quantization(config: EngineConfig, hf_config: PretrainedConfig, path: 
         raise ConfigError(f"quantization={json.dumps(config.quantization)}: {reason}")
 
 
-def quantization_spec(config: EngineConfig) -> QuantizationSpec | None:
-    """Return how weights are rounded, or None if they are not."""
+def rounds_activations(config: EngineConfig, dtype: torch.dtype) -> bool:
+    """Return whether activations of a type are rounded to 8 bits before they are multiplied by quantized weights."""
+    return config.quantized_activations == "int8" or (config.quantized_activations == "auto" and dtype != torch.float32)
+
+
+def quantization_spec(config: EngineConfig, dtype: torch.dtype) -> QuantizationSpec | None:
+    """Return how weights are rounded in a model with activations of a type, or None if they are not."""
     if config.quantization is None:
         return None
     is_int4 = config.quantization == "int4"
-    return QuantizationSpec(
-        4 if is_int4 else 8, config.quantization_group_size or (INT4_GROUP_SIZE if is_int4 else None)
-    )
+    group_size = config.quantization_group_size or (INT4_GROUP_SIZE if is_int4 else None)
+    return QuantizationSpec(4 if is_int4 else 8, group_size, rounds_activations(config, dtype))

@@ -78,29 +78,34 @@ class Blocks(NamedTuple):
         mins = None if self.mins is None else self.mins.half().float()
         return self._replace(scales=self.scales.half().float(), mins=mins)
 
-    def pack(self) -> Weight:
+    def pack(self, *, int8_rows: bool) -> Weight:
         """Return the weight in the layout of the CPU kernels.
 
         Scales and minima are stored in float16 if that does not change any of them, and otherwise in float32.
+
+        int8_rows: round activations to 8 bits, except for FP8, where they are multiplied as they are.
         """
         fits = all(torch.equal(one.half().float(), one) for one in (self.scales, self.mins) if one is not None)
         dtype = torch.float16 if fits else torch.float32
         mins = None if self.mins is None else self.mins.to(dtype)
-        copy = GroupedCopy(pack_quantized(self.codes, self.scales.to(dtype), mins, self.block_inputs, self.bits))
+        packed = pack_quantized(self.codes, self.scales.to(dtype), mins, self.block_inputs, self.bits)
+        copy = GroupedCopy(packed._replace(int8_rows=int8_rows and self.codes.dtype != torch.float8_e4m3fn))
         return copy if self.order is None else PermutedWeight(copy, self.order)
 
     def _of_inputs(self, values: Tensor) -> Tensor:
         return values.repeat_interleave(self.block_inputs, -1)[..., : self.codes.shape[-1]]
 
 
-def pack_joined(parts: Sequence[Blocks]) -> Weight:
+def pack_joined(parts: Sequence[Blocks], *, int8_rows: bool) -> Weight:
     """Return the weight with the outputs of all parts in the layout of the CPU kernels.
 
     Parts that cannot be joined, because they have different kinds of codes or orders of inputs, are multiplied one
     after the other.
     """
     joined = join(parts)
-    return joined.pack() if joined else JoinedWeight([part.pack() for part in parts])
+    if joined is None:
+        return JoinedWeight([part.pack(int8_rows=int8_rows) for part in parts])
+    return joined.pack(int8_rows=int8_rows)
 
 
 def join(parts: Sequence[Blocks]) -> Blocks | None:

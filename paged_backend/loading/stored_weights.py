@@ -68,8 +68,12 @@ class StoredQuantizer:
 
     bits: int | None = None
 
-    def __init__(self, stored: StoredWeights, model: PreTrainedModel, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self, stored: StoredWeights, model: PreTrainedModel, rank: int = 0, ranks: int = 1, *, int8_rows: bool
+    ) -> None:
+        """int8_rows: round activations to 8 bits before they are multiplied."""
         self.description = f"the {stored.format} weights of the files"
+        self.int8_rows = int8_rows
         self._stored, self._model = stored, model
         self._rank, self._ranks = rank, ranks
         self._packer = WeightPacker()
@@ -89,10 +93,13 @@ class StoredQuantizer:
         self.replaced.append(weight)
         self._kept |= {one.name: one.parameter for one in stored}
         if len(stored) == len(found):
-            return pack_joined([one.blocks for one in stored])
+            return pack_joined([one.blocks for one in stored], int8_rows=self.int8_rows)
         # Clones, because a view of the weight would keep all of it in memory.
         return JoinedWeight(
-            [one.blocks.pack() if isinstance(one, Found) else self._packer(one.clone()) for one in found]
+            [
+                one.blocks.pack(int8_rows=self.int8_rows) if isinstance(one, Found) else self._packer(one.clone())
+                for one in found
+            ]
         )
 
     def log_widened(self) -> str | None:

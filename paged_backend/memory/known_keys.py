@@ -7,7 +7,9 @@ import time
 from collections import OrderedDict
 from typing import NamedTuple
 
-MAX_KNOWN_KEYS = 1 << 17  # maximum number of keys; their values are deleted like those above the budget
+MAX_KNOWN_KEYS = (
+    1 << 17
+)  # maximum number of keys; values of this server above it are deleted like those above the budget
 
 
 class _Known(NamedTuple):
@@ -38,20 +40,27 @@ class KnownKeys:
             known = self._keys.get(key)
         return known is not None and known.expires > time.monotonic()
 
-    def make_room(self, nbytes: int) -> list[bytes]:
-        """Remove and return the keys whose values have to be deleted before one of `nbytes` is written."""
-        removed = []
+    def evictable(self, nbytes: int) -> list[bytes]:
+        """Return the keys whose values have to be deleted before one of `nbytes` is written, least recently used first.
+        They stay known until they are removed, so that they count if the store does not delete them. Keys of other
+        servers that were not used for as long are forgotten."""
+        found: list[bytes] = []
+        foreign: list[bytes] = []
         with self._lock:
-            while self._keys and (self._nbytes + nbytes > self._budget or len(self._keys) >= MAX_KNOWN_KEYS):
-                key, known = self._keys.popitem(last=False)
-                self._nbytes -= known.nbytes
-                if known.nbytes:
-                    removed.append(key)
-        return removed
+            left, count = self._nbytes + nbytes, len(self._keys)
+            for key, known in self._keys.items():
+                if left <= self._budget and count < MAX_KNOWN_KEYS:
+                    break
+                (found if known.nbytes else foreign).append(key)
+                left -= known.nbytes
+                count -= 1
+            for key in foreign:
+                del self._keys[key]
+        return found
 
     def add(self, key: bytes, nbytes: int = 0) -> None:
-        """Add a key as the most recently used. nbytes: size of the value if this server has just written it; by default
-        it has been read, and is not added if there are MAX_KNOWN_KEYS."""
+        """Add a key as the most recently used. nbytes: size of the value if this server writes it; by default it has
+        been read, and is not added if there are MAX_KNOWN_KEYS."""
         with self._lock:
             before = self._keys.pop(key, None)
             if not (nbytes or before) and len(self._keys) >= MAX_KNOWN_KEYS:
@@ -60,11 +69,12 @@ class KnownKeys:
             self._keys[key] = _Known(nbytes or held, time.monotonic() + self._ttl)
             self._nbytes += (nbytes or held) - held
 
-    def remove(self, key: bytes) -> None:
-        """Remove a key that the store does not have, if it is known."""
+    def remove(self, *keys: bytes) -> None:
+        """Remove keys that the store does not have, if they are known."""
         with self._lock:
-            if known := self._keys.pop(key, None):
-                self._nbytes -= known.nbytes
+            for key in keys:
+                if known := self._keys.pop(key, None):
+                    self._nbytes -= known.nbytes
 
     def expire(self) -> None:
         """Assume nothing about the store any more, for example because it was restarted. The sizes still count."""

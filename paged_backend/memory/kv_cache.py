@@ -204,8 +204,8 @@ def num_blocks(
 
 
 def host_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Return the bytes of host memory for swapping, of all ranks; 0: none. Raises ConfigError if the requested memory
-    is not free."""
+    """Return the bytes of host memory for swapping, of all ranks of this machine; 0: none. Raises ConfigError if the
+    requested memory is not free."""
     wanted = config.swap_space
     if wanted is None:
         wanted = DEFAULT_SWAP_SPACE if device.type == "cuda" else 0

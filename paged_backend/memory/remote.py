@@ -201,9 +201,11 @@ class RemoteTier:
             value = self._seal.close(key, self._format.encode(entry, tensors))
             if len(value) > self._budget:
                 raise StoreError(f"a block takes {len(value)} bytes, and remote_cache_gib is {self._budget} bytes")
-            self._store.delete(self._keys.make_room(len(value)))
+            evicted = self._keys.evictable(len(value))
+            self._store.delete(evicted)
+            self._keys.remove(*evicted)
+            self._keys.add(key, len(value))  # before it is written: the store may have it although the call fails
             self._store.set(key, value, self._ttl)
-            self._keys.add(key, len(value))
             with self._lock:
                 self._written += 1
         except Exception as error:  # the writer must survive any error, or the queue would never empty

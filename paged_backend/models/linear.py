@@ -231,6 +231,7 @@ class WeightQuantizer:
         output_layer = model.get_output_embeddings()
         self.replaced: list[Tensor] = []
         self.bits: int | None = spec.bits
+        self.int8_rows = spec.int8_rows
         self.description = f"int{spec.bits} weights"
         self._spec = spec
         # The layer that computes logits keeps 8 bits: it is the most sensitive.
@@ -247,9 +248,9 @@ class WeightQuantizer:
             return weight
         self.replaced.append(weight)
         bits = 8 if weight.data_ptr() == self._output_layer else self._spec.bits
-        copy = GroupedCopy(quantize(weight, bits, self._spec.group_size))
+        packed = quantize(weight, bits, self._spec.group_size)
         self._progress.advance(weight.numel())
-        return copy
+        return GroupedCopy(packed._replace(int8_rows=self.int8_rows))
 
 
 def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> Callable[[], None]:

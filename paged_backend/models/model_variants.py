@@ -26,6 +26,7 @@ class ModelVariant(NamedTuple):
     unused: Sequence[Tensor] = ()  # weights that have been replaced by packed or quantized copies
     weight_bits: int | None = None  # bits to which this variant rounds weights
     is_stored: bool = False  # whether weights are those of the files, which the model's are rounded from
+    int8_rows: bool = False  # whether activations are rounded to 8 bits
     is_intermediate: bool = False  # whether it is to be verified, but not used
 
     def release_unused(self, model: PreTrainedModel) -> Callable[[], None]:
@@ -69,7 +70,8 @@ def model_variants(
     if quantizer:
         undo = use(quantizer)
         if quantizer.replaced:
-            yield ModelVariant(f"{shape}, with {quantizer.description}", quantizer.replaced, is_stored=True)
+            name = f"{shape}, with {quantizer.description}"
+            yield ModelVariant(name, quantizer.replaced, is_stored=True, int8_rows=quantizer.int8_rows)
         undo()
         quantizer.replaced.clear()
     if isinstance(fused, FusedModel):

@@ -30,6 +30,7 @@ class Quantizer(Protocol):
 
     description: str  # "int8 weights"
     bits: int | None  # bits to which weights are rounded; None: the model has been quantized before
+    int8_rows: bool  # whether activations are rounded to 8 bits before they are multiplied
     replaced: list[Tensor]  # weights that have been replaced
 
     def __call__(self, weight: Tensor) -> Any:
@@ -38,10 +39,11 @@ class Quantizer(Protocol):
 
 
 class QuantizationSpec(NamedTuple):
-    """How weights are rounded, from the options `quantization` and `quantization_group_size`."""
+    """How weights are rounded, from the engine options."""
 
     bits: int
     group_size: int | None  # number of inputs that share a scale; None: all
+    int8_rows: bool  # whether activations are rounded to 8 bits, too
 
 
 def quantize(weight: Tensor, bits: int, block_inputs: int | None) -> PackedLinear:

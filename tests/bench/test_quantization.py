@@ -38,6 +38,7 @@ def test_streams_are_compared_with_llama_cpp(tiny):
     records = quantization.speed({"GGUF Q4_0": assembly}, {"GGUF Q4_0": run}, streams=1, rounds=2)
     found = {record.name: record for record in records}
     assert list(found) == [
+        "1 stream: runs beside other processes",
         "1 stream GGUF Q4_0",
         "1 stream GGUF Q4_0: times llama.cpp",
         "1 stream GGUF Q4_0: tokens as llama.cpp",

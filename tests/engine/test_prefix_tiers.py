@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from paged_backend.api.errors import ConfigError
 from paged_backend.memory import block_file
 from paged_backend.memory.block_file import TOKENS
+from paged_backend.memory.cache_tier import ReadCost
 from paged_backend.memory.disk import DiskTier
+from paged_backend.memory.tier_chain import READ_BLOCKS
 from tests.support.in_process import WAIT, EngineHarness, generate_with_transformers, running, tiny_assembly
 from tests.support.pool_machine import truncated_keys
 
@@ -112,6 +114,18 @@ def test_quantized_blocks_are_restored_with_their_scales(assembly, kv_cache_dtyp
     made = [ask(assembly(kv_cache_dtype=kv_cache_dtype)) for _ in range(2)]
     assert made[0][0] == made[1][0]
     assert made[1][1].host_tokens == 48
+
+
+@pytest.mark.parametrize(("mode", "read"), [("auto", READ_BLOCKS), ("always", 12)])
+def test_slow_tier_is_read_as_the_option_says(assembly, monkeypatch, alone, mode, read):
+    """With `auto`, the first blocks are read to measure the tier, and the others are computed."""
+    record = ReadCost.record
+    monkeypatch.setattr(ReadCost, "record", lambda cost, seconds, blocks: record(cost, 1e6, blocks))
+    ask(assembly())
+    tokens, stats = ask(assembly(tier_read_mode=mode))
+    assert tokens == alone
+    assert stats.disk_read == read
+    assert stats.disk_seconds == 1e6
 
 
 def test_disk_cache_requires_a_host_pool(tiny, tmp_path):

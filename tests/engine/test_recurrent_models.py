@@ -1,6 +1,7 @@
 """Models with recurrent layers in the engine: the tokens of transformers, whatever runs beside them."""
 
 import random
+import re
 
 import pytest
 import torch
@@ -115,6 +116,10 @@ def test_failed_step_fails_its_requests_and_the_engine_continues(served):
     [
         ({"enable_lora": True}, "enable_lora=true"),
         ({"swap_space": 0.01, "disk_cache_dir": "cache"}, 'disk_cache_dir="cache"'),
+        (
+            {"swap_space": 0.01, "remote_cache_url": "redis://user:password@h"},
+            re.escape('remote_cache_url="redis://***@h"'),
+        ),
     ],
 )
 def test_option_that_states_exclude_is_rejected(lfm2, options, named):

@@ -34,10 +34,16 @@ def test_packing_loses_nothing(kind, dtype, mins):
     """The product with the identity is the weight, up to the rounding of its sum in float32."""
     order = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(1))
     blocks = make_blocks(kind, mins=mins, dtype=dtype, order=order)
-    packed = blocks.pack()
+    packed = blocks.pack(int8_rows=False)
     assert isinstance(packed, PermutedWeight)
     assert packed.weight.packed.scales.dtype == dtype
     assert_close(packed(torch.eye(COLUMNS), None).T, blocks.dequantize(), rtol=2e-7, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("kind", "rounds"), [("int4", True), ("int8", True), ("fp4", True), ("fp8", False)])
+def test_activations_are_rounded_except_for_fp8(kind, rounds):
+    assert make_blocks(kind).pack(int8_rows=True).packed.int8_rows == rounds
 
 
 def test_scales_are_rounded_only_on_request():
@@ -59,7 +65,7 @@ def test_parts_of_different_formats_are_joined():
 def test_other_parts_are_multiplied_one_after_the_other(other):
     parts = [make_blocks("int4", 32), other]
     assert join(parts) is None
-    weight = pack_joined(parts)
+    weight = pack_joined(parts, int8_rows=False)
     assert isinstance(weight, JoinedWeight)
     bias, plain = torch.randn(2 * ROWS), torch.cat([part.dequantize() for part in parts])
     assert_close(weight(torch.eye(COLUMNS), bias).T, plain + bias[:, None])

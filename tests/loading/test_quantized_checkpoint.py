@@ -56,6 +56,25 @@ def test_weights_stay_quantized(name, tmp_path, caplog):
     assert not any(parameter.numel() > 64 for parameter in layer.parameters())
 
 
+ACTIVATIONS = [  # option, dtype, whether they are rounded
+    ("auto", "float32", False),
+    ("auto", "bfloat16", True),
+    ("none", "bfloat16", False),
+    ("int8", "float32", True),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("option", "dtype", "rounded"), ACTIVATIONS)
+def test_activations_are_rounded(option, dtype, rounded, tmp_path, caplog):
+    caplog.set_level("INFO", "paged_llm")
+    write_checkpoint(tmp_path / "model", CONFIG, "awq-32")
+    assembly = tiny_assembly(tmp_path / "model", dtype=dtype, quantized_activations=option)
+    assert "all 14 quantized weights stay quantized" in caplog.text
+    weights = [weight for layer in assembly.loaded.model.model.layers for weight in layer.forward.weights]
+    assert [weight.packed.int8_rows for weight in weights] == [rounded] * len(weights)
+
+
 EXPERTS = [  # architecture, format, weights that stay quantized
     ("gpt_oss", "mxfp4", 6),
     ("qwen3_moe", "fp8-deepseek", 3 * (4 + 3 * 4)),

@@ -9,10 +9,12 @@ KEYS = [b"a", b"b", b"c", b"d"]
 def test_keys_above_the_budget_are_removed_least_recently_used_first():
     keys = KnownKeys(budget=30, ttl=1000)
     for key in KEYS[:3]:
-        assert keys.make_room(10) == []
+        assert keys.evictable(10) == []
         keys.add(key, 10)
     keys.add(b"a")  # has been read
-    assert keys.make_room(15) == [b"b", b"c"]
+    assert keys.evictable(15) == [b"b", b"c"]
+    assert keys.nbytes == 30
+    keys.remove(b"b", b"c")
     assert [key in keys for key in KEYS[:3]] == [True, False, False]
     assert keys.nbytes == 10
 
@@ -21,8 +23,10 @@ def test_values_of_other_servers_do_not_count_and_are_not_deleted():
     keys = KnownKeys(budget=10, ttl=1000)
     keys.add(b"a")
     keys.add(b"b", 10)
+    keys.add(b"c")
     assert keys.nbytes == 10
-    assert keys.make_room(10) == [b"b"]
+    assert keys.evictable(10) == [b"b"]
+    assert [key in keys for key in KEYS[:3]] == [False, True, True]
 
 
 def test_rewritten_value_counts_once():
@@ -54,9 +58,10 @@ def test_number_of_keys_is_bounded(monkeypatch):
     monkeypatch.setattr(known_keys, "MAX_KNOWN_KEYS", 2)
     keys = KnownKeys(budget=100, ttl=1000)
     for key, removed in zip(KEYS, ([], [], [b"a"], [b"b"]), strict=True):
-        assert keys.make_room(1) == removed
+        assert keys.evictable(1) == removed
+        keys.remove(*removed)
         keys.add(key, 1)
     keys.add(b"e")
     assert [key for key in (*KEYS, b"e") if key in keys] == [b"c", b"d"]
     keys.add(b"c")
-    assert keys.make_room(1) == [b"d"]
+    assert keys.evictable(1) == [b"d"]

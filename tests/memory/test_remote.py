@@ -1,6 +1,7 @@
 """The remote tier against a real Redis server: what it stores and reads, and when it is disabled."""
 
 import itertools
+import re
 import threading
 import time
 
@@ -9,6 +10,7 @@ import torch
 
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.request import Origin
+from paged_backend.engine.model_preparation import ROOT
 from paged_backend.memory import remote
 from paged_backend.memory.redis_store import RedisStore
 from paged_backend.memory.remote import RemoteTier
@@ -290,6 +292,19 @@ def test_password_of_the_url_is_used_and_not_logged(tmp_path, connect, retries, 
     assert "p@ss" not in caplog.text and "p%40" not in caplog.text
 
 
+def test_user_with_the_documented_commands_suffices(server, connect):
+    guide = (ROOT / "docs/guides/secure.md").read_text()
+    commands = re.search(r"commands that a user of the store needs: `(.*?)`, on the keys `(.*?)`", guide)
+    server.client.execute_command(
+        "ACL", "SETUSER", "engine", "on", ">password", f"~{commands[2]}", *commands[1].split()
+    )
+    tier = connect(server.url.replace("//", "//engine:password@"), budget=1000)
+    write(tier, *(entry(number, number) for number in range(3)))
+    assert tier.read([entry(2, 2)])
+    assert (tier.stats.written, tier.stats.disabled) == (3, 0)
+    assert len(server.keys) < 3
+
+
 def test_tls_server_is_verified(tmp_path, connect, caplog):
     with running_redis(tmp_path, *make_certificates(tmp_path), tls=True) as server:
         url = f"rediss://localhost:{server.port}/0"
@@ -329,24 +344,31 @@ def test_values_expire_after_their_last_use(server, connect):
     assert server.client.ttl(key) > 10
 
 
-def test_pauses_grow_while_the_store_fails(tmp_path, connect, monkeypatch):
+def test_pauses_grow_while_the_store_fails_and_start_again_later(tmp_path, connect, monkeypatch):
     monkeypatch.setattr(remote, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(remote, "MAX_RETRY_SECONDS", 0.08)
     pauses, waited = [], threading.Event.wait
 
     def wait(event, timeout=None):
-        if threading.current_thread().name == "remote-retry":
+        if timeout in (0.01, 0.02, 0.04, 0.08):
             pauses.append(timeout)
         return waited(event, timeout)
 
     with running_redis(tmp_path) as server:
         tier = connect(server.url)
-        server.kill()
         monkeypatch.setattr(threading.Event, "wait", wait)
+        server.kill()
         assert tier.read(chain(1)) == []
-        until(lambda: [pause for pause in pauses if pause in (0.01, 0.02, 0.04, 0.08)][4:] != [])
-    grown = [pause for pause in pauses if pause in (0.01, 0.02, 0.04, 0.08)]
-    assert grown[:5] == [0.01, 0.02, 0.04, 0.08, 0.08]
+        until(lambda: len(pauses) >= 5)
+        assert pauses[:5] == [0.01, 0.02, 0.04, 0.08, 0.08]
+        server.start()
+        until(lambda: tier.up)
+        time.sleep(0.1)  # longer than MAX_RETRY_SECONDS
+        pauses.clear()
+        server.kill()
+        assert tier.read(chain(1)) == []
+        until(lambda: len(pauses) >= 2)
+        assert pauses[:2] == [0.01, 0.02]
 
 
 def test_reads_and_writes_from_several_threads(server, connect):

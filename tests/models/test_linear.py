@@ -202,6 +202,20 @@ def test_quantized_model_frees_its_own_weights(family, form, quantization, tmp_p
 
 
 @compiled
+@pytest.mark.parametrize(("dtype", "rounded"), [("float32", False), ("bfloat16", True)])
+def test_activations_of_16_bits_are_rounded_for_int8_weights(tiny, dtype, rounded, monkeypatch):
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
+    assembly = tiny_assembly(tiny[0], dtype=dtype, quantization="int8", quantized_activations="auto")
+    layers = assembly.loaded.model.model.layers
+    assert {weight.packed.int8_rows for layer in layers for weight in layer.forward.weights} == {rounded}
+
+
+def test_quantized_activations_without_quantized_weights_are_logged(tiny, caplog):
+    tiny_assembly(tiny[0], quantized_activations="int8")
+    assert 'quantized_activations="int8" has no effect: no weights of' in caplog.text
+
+
+@compiled
 def test_model_degraded_by_int8_weights_is_rejected(tiny, monkeypatch):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     quantize = linear.quantize

@@ -49,7 +49,7 @@ def test_model_of_another_family_is_not_fused(caplog):
 def test_rounded_weights_follow_a_variant_that_is_only_verified(bits):
     model = fusable()
     before = {name: one.clone() for name, one in model.named_parameters()}
-    quantizer = WeightQuantizer(QuantizationSpec(bits, 32), model)
+    quantizer = WeightQuantizer(QuantizationSpec(bits, 32, int8_rows=False), model)
     plain, variant = model_variants(model, SPECS, quantizer=quantizer)
     assert (plain.name, plain.is_intermediate, plain.weight_bits) == ("fused", True, None)
     assert (variant.name, variant.is_intermediate) == (f"fused, with int{bits} weights", False)
@@ -63,7 +63,7 @@ def test_rounded_weights_follow_a_variant_that_is_only_verified(bits):
 @pytest.mark.parametrize("quantized", [False, True])
 def test_last_variant_stays_installed(quantized):
     model = fusable()
-    quantizer = WeightQuantizer(QuantizationSpec(8, None), model) if quantized else None
+    quantizer = WeightQuantizer(QuantizationSpec(8, None, int8_rows=False), model) if quantized else None
     for variant in model_variants(model, SPECS, quantizer=quantizer):
         last = variant.name
     assert bool(layers(model)) == (last != "unmodified") == quantized

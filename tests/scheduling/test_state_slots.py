@@ -64,6 +64,21 @@ def test_state_whose_copy_failed_is_no_checkpoint():
     assert sched.stats.cached_tokens == 0
 
 
+def test_state_that_has_not_arrived_is_no_checkpoint():
+    """A sample without room for a block waits at the end of its prompt, and the step that copies its state fails."""
+    sched = scheduler_with_states(2, 4, 4, 8, 8, caching=True)
+    store = ShadowStates(sched, 5, 8)
+    sched.add(request(0, range(4), n=2, max_tokens=3))
+    first = sched.schedule()
+    result, second = store.run(first), sched.schedule()
+    assert [chunk.sequence.index for chunk in second.chunks] == [0]
+    assert {copy.key for copy in second.state_copies} == {0, None}
+    sched.commit(first, result)
+    sched.fail(second, "device error")
+    finish(sched, store, request(1, range(5), max_tokens=2))
+    assert sched.stats.cached_tokens == 0
+
+
 def preempted_by_priority(host, host_slots, **sampling):
     """Return the tokens of two requests, of which the second preempts the first, with the scheduler and the store."""
     sched = scheduler_with_states(8, 4, 4, 16, host=host, host_slots=host_slots)

@@ -46,7 +46,7 @@ LAYERS = (
         "ranks on several machines: process groups, step inputs",
         ("paged_backend.utils", "paged_backend.api"),
     ),
-    Layer("paged_backend.memory", "KV cache tensors, swapping, disk cache"),
+    Layer("paged_backend.memory", "KV cache tensors, swapping, disk and remote cache"),
     Layer("paged_backend.sampling", "logits processing, sampling, log probabilities"),
     Layer("paged_backend.guided", "structured outputs: grammars and their token masks"),
     Layer("paged_backend.models", "attention, fused and quantized layers, LoRA, tensor parallelism"),

@@ -29,8 +29,9 @@ _AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
 # Levels, the best first. The last one emulates tile instructions in plain C++, for tests.
 LEVELS = {
     "x86_64": {
-        "amx": f"{_AVX512} -mavx512bf16 -mamx-tile -mamx-bf16",
-        "avx512_bf16": f"{_AVX512} -mavx512bf16",
+        "amx": f"{_AVX512} -mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16",
+        "avx512_bf16": f"{_AVX512} -mavx512vnni -mavx512bf16",
+        "avx512_vnni": f"{_AVX512} -mavx512vnni",
         "avx512": _AVX512,
         "avx2": _AVX2,
     }

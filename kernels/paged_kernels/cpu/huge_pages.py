@@ -3,10 +3,14 @@
 import ctypes
 import mmap
 import sys
+import threading
 
+import torch
 from torch import Tensor
 
 HUGE_PAGE = 1 << 21
+CHUNK = 8 * HUGE_PAGE  # memory that small tensors share
+ALIGNMENT = 64  # bytes
 MADV_POPULATE_WRITE = 23  # since Linux 5.14; not in the mmap module
 
 
@@ -18,6 +22,36 @@ def request_huge_pages(memory: Tensor) -> None:
     """
     if sys.platform == "linux":
         _advise(memory, 0, memory.nbytes, HUGE_PAGE, mmap.MADV_HUGEPAGE)
+
+
+class HugePageAllocator:
+    """Allocates tensors that are kept for long, such as weights, in huge pages, also those smaller than a page.
+
+    Small tensors are parts of a chunk, whose memory is freed when none of them is left.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunk = torch.empty(0, dtype=torch.uint8)  # what is left of the newest one
+
+    def copy(self, values: Tensor) -> Tensor:
+        """Return a dense copy of a CPU tensor."""
+        if values.nbytes >= CHUNK:
+            whole = torch.empty_like(values, memory_format=torch.contiguous_format)
+            request_huge_pages(whole)
+            return whole.copy_(values)
+        return self._take(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
+
+    def _take(self, nbytes: int) -> Tensor:
+        with self._lock:
+            if nbytes > len(self._chunk):
+                memory = torch.empty(CHUNK + HUGE_PAGE, dtype=torch.uint8)
+                start = -memory.data_ptr() % HUGE_PAGE
+                self._chunk = memory[start : start + CHUNK]
+                request_huge_pages(self._chunk)
+            taken = self._chunk[:nbytes]
+            self._chunk = self._chunk[-(-nbytes // ALIGNMENT) * ALIGNMENT :]
+            return taken
 
 
 def populate_pages(memory: Tensor, start: int, end: int) -> None:

@@ -204,6 +204,8 @@ def swiglu(gate_up: Tensor, *, level: str | None = None) -> Tensor:
 def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None, *, level: str | None = None) -> Tensor:
     """Multiply x [..., in_features] by a packed weight: [..., out_features], accumulated in float32.
 
+    Rows are rounded to 8 bits first if the weight has `int8_rows`.
+
     x has the type of the weight, or any floating-point type if the weight is quantized. Raises RuntimeError for types
     or sizes that do not match.
     """
@@ -211,8 +213,9 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None, *, level
         raise RuntimeError(f"linear: rows of {x.shape[-1]} for a weight of {weight.in_features} inputs")
     x = _dense(x) if x.dim() == 2 else x.contiguous()
     product: Tensor = _operator("linear")(
-        x, weight.groups, weight.scales, weight.mins, weight.block_inputs, bias, weight.out_features, _index(level)
-    )
+        x, weight.groups, weight.scales, weight.mins, weight.block_inputs, weight.int8_rows, bias, weight.out_features,
+        _index(level),
+    )  # fmt: skip
     return product
 
 
@@ -288,7 +291,8 @@ class ExpertLinear:
         number: int = _operator("make_experts")(
             [one.groups for one in weights], [one.scales for one in weights], [one.mins for one in weights],
             [None] * len(weights) if biases is None else list(biases.contiguous()),
-            [one.block_inputs for one in weights], in_features, out_features, _index(level),
+            [one.block_inputs for one in weights], [int(one.int8_rows) for one in weights],
+            in_features, out_features, _index(level),
         )  # fmt: skip
         self._number = number
         weakref.finalize(self, _operator("free_experts"), number)
@@ -317,7 +321,7 @@ def _make_layer(layer: DecoderLayer, level: int) -> int:
         layer.post_norm.contiguous(), layer.post_eps, layer.down.in_features,
         [one.groups for one in weights], [one.scales for one in weights], [one.mins for one in weights],
         [layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias],
-        [one.block_inputs for one in weights], level,
+        [one.block_inputs for one in weights], [int(one.int8_rows) for one in weights], level,
     )  # fmt: skip
     return number
 

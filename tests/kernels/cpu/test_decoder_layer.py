@@ -36,7 +36,8 @@ def made(*, dtype, biased, head_norms, rotates, codes, **settings):
         bits = codes if outputs == QKV else 8
         whole = torch.randint(-8, 8, (outputs, inputs), generator=generator, dtype=torch.int8)
         scales, mins = torch.rand(2, outputs, -(-inputs // 32), generator=generator).half() / 8
-        return pack_quantized(whole, scales, mins if bits == 4 else None, 32, bits)
+        made = pack_quantized(whole, scales, mins if bits == 4 else None, 32, bits)
+        return made._replace(int8_rows=outputs in (QKV, 2 * INNER))
 
     def bias(outputs):
         return normal(outputs) if biased else None

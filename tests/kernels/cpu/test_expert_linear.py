@@ -41,11 +41,11 @@ def test_each_row_is_multiplied_by_its_expert(level, has_bias, gated, counts, dt
     assert torch.equal(found, swiglu(expected, level=level) if gated else expected)
 
 
-@pytest.mark.parametrize(("bits", "has_mins"), [(8, False), (4, True)])
+@pytest.mark.parametrize(("bits", "has_mins", "int8_rows"), [(8, False, False), (4, True, True)])
 @pytest.mark.parametrize("level", native.levels())
-def test_quantized_experts(level, bits, has_mins):
+def test_quantized_experts(level, bits, has_mins, int8_rows):
     torch.manual_seed(0)
-    packed = [make_quantized(64, 96, bits, 32, has_mins)[0] for _ in range(3)]
+    packed = [make_quantized(64, 96, bits, 32, has_mins)[0]._replace(int8_rows=int8_rows) for _ in range(3)]
     x = torch.randn(9, 96)
     found = ExpertLinear(packed, level=level)(x, starts_of([2, 0, 7]))
     expected = torch.cat([linear(x[:2], packed[0], level=level), linear(x[2:], packed[2], level=level)])

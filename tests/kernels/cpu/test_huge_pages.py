@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paged_kernels.cpu.huge_pages import HUGE_PAGE, request_huge_pages
+from paged_kernels.cpu.huge_pages import CHUNK, HUGE_PAGE, HugePageAllocator, request_huge_pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only on Linux")
 
@@ -33,3 +33,18 @@ def test_small_memory_is_left_alone():
     memory = torch.empty(1000)
     request_huge_pages(memory)
     assert memory.fill_(1.5).sum() == 1500
+
+
+@pytest.mark.parametrize("size", [HUGE_PAGE // 8, CHUNK])
+def test_allocated_copies_are_in_huge_pages(size):
+    values = torch.arange(3 * size // 4, dtype=torch.float32).view(3, -1).T
+    allocator = HugePageAllocator()
+    copies = [allocator.copy(values + index) for index in range(3)]
+    for index, copy in enumerate(copies):
+        assert copy.is_contiguous() and torch.equal(copy, values + index)
+        assert copy.data_ptr() % 64 == 0
+        assert is_requested(copy.data_ptr() + size // 2)
+
+
+def test_copies_of_nothing():
+    assert HugePageAllocator().copy(torch.empty(3, 0)).shape == (3, 0)

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from paged_kernels.cpu import native
 from paged_kernels.cpu.native import linear
-from paged_kernels.cpu.packed_linear import pack_linear, pack_quantized
+from paged_kernels.cpu.packed_linear import pack_linear, pack_quantized, round_rows
 from tests.support.quantized_weights import make_quantized
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
@@ -75,12 +75,73 @@ def test_product_of_a_quantized_weight(level, shape, quantized, dtype):
         assert_close(linear(x, packed, bias, level=level), expected.to(dtype), **NEAR[dtype])
 
 
+ROUNDED = [quantized for quantized in QUANTIZED if quantized[:1] + quantized[3:4] != (8, "float")]  # not FP8
+
+
+def minima_of(packed):
+    """Return the minima of a packed weight, for each of its inputs, as float64."""
+    if packed.mins is None:
+        return torch.zeros(packed.out_features, packed.in_features).double()
+    mins = packed.mins.flatten(2).transpose(1, 2).flatten(0, 1)[: packed.out_features].double()
+    return mins[:, torch.arange(packed.in_features) // packed.block_inputs]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("quantized", [None, *QUANTIZED], ids=str)
+@pytest.mark.parametrize("quantized", [*ROUNDED, (8, 24, True), (4, 40, False)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (70, 47), (129, 576)], ids=str)
 @pytest.mark.parametrize("level", native.levels())
-def test_row_result_does_not_depend_on_other_rows(level, quantized, dtype):
+def test_product_of_rounded_rows(level, shape, quantized, dtype):
+    """Rows are rounded for the products with codes; the minima are multiplied by the sums of the rows as they are."""
+    torch.manual_seed(0)
+    packed, plain = make_quantized(*shape, *quantized)
+    minima, bias = minima_of(packed), torch.randn(shape[0]).to(dtype)
+    for rows in (1, 2, 3, 5, 7, 12, 13, 70):
+        x = torch.randn(rows, shape[1]).to(dtype)
+        rounded = round_rows(x, packed.block_inputs).double()
+        expected = F.linear(rounded, plain - minima, bias.double()) + F.linear(x.double(), minima)
+        found = linear(x, packed._replace(int8_rows=True), bias, level=level)
+        assert_close(found, expected.to(dtype), **NEAR[dtype])
+
+
+@pytest.mark.parametrize("level", native.levels())
+def test_products_of_the_largest_codes_are_exact(level):
+    """No sum of integers saturates or overflows, also over all inputs at once."""
+    x = torch.full((1, 4096), 127.0) * torch.tensor([[1.0], [-1.0]])
+    for code, bits in ((-128, 8), (127, 8), (-8, 4), (7, 4)):
+        codes = torch.full((16, 4096), code, dtype=torch.int8)
+        packed = pack_quantized(codes, torch.ones(16, 1), None, 4096, bits)._replace(int8_rows=True)
+        assert torch.equal(linear(x, packed, level=level), (x.sum(1, keepdim=True) * code).expand(2, 16))
+
+
+def test_rows_are_rounded_to_the_nearest_codes_of_each_group():
+    x = torch.tensor([254.0, 1.0, 3.0, -254.0, 5.1, 0, 0, 0] + [0.0] * 8 + [1e-3] * 16)
+    rounded = [254.0, 0.0, 4.0, -254.0, 6.0, 0, 0, 0]  # steps of 2, ties to even
+    assert_close(round_rows(x, 8)[:8], torch.tensor(rounded))
+    assert_close(round_rows(x, 16), torch.tensor(rounded + [0.0] * 8 + [1e-3] * 16))
+    assert_close(round_rows(x, 96), torch.tensor(rounded + [0.0] * 24))  # groups of 32 at most
+    assert_close(round_rows(x[:20], 16), round_rows(x, 16)[:20])
+
+
+@pytest.mark.parametrize("level", native.levels())
+def test_infinities_and_nans_of_rounded_rows_stay_in_their_rows(level):
+    packed = make_quantized(33, 40, 4, 8, False)[0]._replace(int8_rows=True)
+    x = torch.ones(20, 40)
+    x[3, 5], x[17, 39] = torch.inf, torch.nan
+    found = linear(x, packed, level=level)
+    assert found[3].isnan().all() and found[17].isnan().all()
+    assert found[[row for row in range(20) if row not in (3, 17)]].isfinite().all()
+
+
+CASES = [(None, False), *((one, False) for one in QUANTIZED), *((one, True) for one in ROUNDED)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("quantized", "int8_rows"), CASES, ids=str)
+@pytest.mark.parametrize("level", native.levels())
+def test_row_result_does_not_depend_on_other_rows(level, quantized, int8_rows, dtype):
     torch.manual_seed(0)
     packed = make_quantized(200, 96, *quantized)[0] if quantized else pack_linear(torch.randn(200, 96).to(dtype))
+    packed = packed._replace(int8_rows=int8_rows)
     x = torch.randn(130, 96).to(dtype)
     together = linear(x, packed, level=level)
     for rows in ROWS:
@@ -101,6 +162,7 @@ def test_rows_may_have_any_shape_and_stride():
 def test_mismatched_types_and_sizes_are_rejected():
     x, packed, bias = torch.randn(2, 24), pack_linear(torch.randn(40, 24)), torch.randn(40)
     codes = pack_quantized(torch.ones(40, 24, dtype=torch.int8), torch.rand(40, 3).half(), None, 8, 8)
+    fp8 = pack_quantized(torch.ones(40, 24).to(torch.float8_e4m3fn), torch.rand(40, 3).half(), None, 8, 8)
     for rows, weight, added, message in (
         (x.bfloat16(), packed, None, "the weight and x have different types"),
         (torch.randn(2, 23), packed, None, "rows of 23 for a weight of 24 inputs"),
@@ -114,6 +176,8 @@ def test_mismatched_types_and_sizes_are_rejected():
         (x, codes._replace(mins=codes.scales[:2]), None, "mins must be 144"),
         (x, codes._replace(mins=codes.scales.float()), None, "mins must be 144"),
         (x, codes._replace(block_inputs=12), None, "block_inputs=12: must be a multiple of 8"),
+        (x, packed._replace(int8_rows=True), None, "the weight must have codes in int8, int4 or e2m1"),
+        (x, fp8._replace(int8_rows=True), None, "the weight must have codes in int8, int4 or e2m1"),
         (x.to(torch.int8), codes, None, "rows must be float32, float16 or bfloat16"),
         (x.to(torch.float8_e4m3fn), codes, None, "rows must be float32, float16 or bfloat16"),
     ):

@@ -62,14 +62,14 @@ Tensor swiglu(Tensor gate_up, int64_t level) {
   return out;
 }
 
-Tensor linear(Tensor x, Tensor groups, OptionalTensor scales, OptionalTensor mins, int64_t block_inputs, OptionalTensor bias, int64_t out_features,
-              int64_t level) {
+Tensor linear(Tensor x, Tensor groups, OptionalTensor scales, OptionalTensor mins, int64_t block_inputs, bool int8_rows, OptionalTensor bias,
+              int64_t out_features, int64_t level) {
   const int64_t in_features = x.size(x.dim() - 1);
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = out_features;
   Tensor out = torch::stable::new_empty(x, sizes);
   const int64_t rows = out_features ? out.numel() / out_features : 0;
-  const Linear call = linear_call(type_of(x), x.data_ptr(), rows, x.dim() == 2 ? x.stride(0) : in_features, in_features, {groups, scales, mins, bias, block_inputs}, out.data_ptr(), out_features);
+  const Linear call = linear_call(type_of(x), x.data_ptr(), rows, x.dim() == 2 ? x.stride(0) : in_features, in_features, {groups, scales, mins, bias, block_inputs, int8_rows}, out.data_ptr(), out_features);
   auto program = std::make_unique<Program>();
   program->add(linear_task(level_of(level), call));
   keep(*program, x, groups, scales, mins, bias);
@@ -114,12 +114,13 @@ STABLE_TORCH_LIBRARY(paged_cpu, m) {
   m.def("add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, int level) -> (Tensor, Tensor)");
   m.def("swiglu(Tensor gate_up, int level) -> Tensor");
   m.def(
-      "linear(Tensor x, Tensor weight, Tensor? scales, Tensor? mins, int block_inputs, Tensor? bias, int out_features, "
-      "int level) -> Tensor");
+      "linear(Tensor x, Tensor weight, Tensor? scales, Tensor? mins, int block_inputs, bool int8_rows, Tensor? bias, "
+      "int out_features, int level) -> Tensor");
   m.def(
       "make_layer(Tensor norm, float eps, int num_heads, bool rotates, Tensor? query_norm, Tensor? key_norm, float head_eps, "
       "float scale, int window, float softcap, Tensor? sinks, Tensor post_norm, float post_eps, int inner_features, "
-      "Tensor[] groups, Tensor?[] scales, Tensor?[] mins, Tensor?[] biases, int[] block_inputs, int level) -> int");
+      "Tensor[] groups, Tensor?[] scales, Tensor?[] mins, Tensor?[] biases, int[] block_inputs, int[] int8_rows, "
+      "int level) -> int");
   m.def("free_layer(int layer) -> ()");
   m.def(
       "decoder_layers(int[] layers, Tensor stream, Tensor cos, Tensor sin, Tensor(a!)[] keys, Tensor(b!)[] values, "
@@ -127,7 +128,7 @@ STABLE_TORCH_LIBRARY(paged_cpu, m) {
       "Tensor query_starts) -> Tensor");
   m.def(
       "make_experts(Tensor[] groups, Tensor?[] scales, Tensor?[] mins, Tensor?[] biases, int[] block_inputs, "
-      "int in_features, int out_features, int level) -> int");
+      "int[] int8_rows, int in_features, int out_features, int level) -> int");
   m.def("free_experts(int experts) -> ()");
   m.def("expert_linear(int experts, Tensor x, Tensor starts, bool swiglu) -> Tensor");
 }

@@ -114,6 +114,7 @@ struct Linear {
   const void *scales, *mins;
   bool wide_scales;      // scales and mins are fp32, otherwise fp16
   int64_t block_inputs;  // inputs that share a scale, a multiple of 8
+  bool int8_rows;        // x is rounded to 8 bits; not for plain and fp8
   int64_t x_stride;
   void* out;  // [rows, out_features], dense; with swiglu [rows, out_features / 2]
   int64_t rows, in_features, out_features;
@@ -125,7 +126,7 @@ struct Linear {
 
 // The number of inputs, rounded up to whole steps. A step is what a group of weights stores together.
 static constexpr int64_t padded_inputs(const Linear& call) {
-  const int64_t step = has_4_bits(call.format) ? 8 : 2;
+  const int64_t step = has_4_bits(call.format) ? 8 : call.format == Format::int8 ? 4 : 2;
   return (call.in_features + step - 1) / step * step;
 }
 

@@ -81,13 +81,12 @@ void add_layer(Program& program, const Layer& layer, const Cache& cache, Step& s
 int64_t make_layer(Tensor norm, double eps, int64_t num_heads, bool rotates, OptionalTensor query_norm, OptionalTensor key_norm, double head_eps,
                    double scale, int64_t window, double softcap, OptionalTensor sinks, Tensor post_norm, double post_eps, int64_t inner_features,
                    std::vector<Tensor> groups, std::vector<OptionalTensor> scales, std::vector<OptionalTensor> mins, std::vector<OptionalTensor> biases,
-                   std::vector<int64_t> block_inputs, int64_t level) {
+                   std::vector<int64_t> block_inputs, std::vector<int64_t> int8_rows, int64_t level) {
   if (inner_features % linear_group) throw std::runtime_error("inner_features=" + std::to_string(inner_features) + ": must be a multiple of " + std::to_string(linear_group));
-  if (groups.size() != 4 || scales.size() != 4 || mins.size() != 4 || biases.size() != 4 || block_inputs.size() != 4)
-    throw std::runtime_error("make_layer: must have 4 weights");
-  const auto weight = [&](int i) { return Weight{groups[i], scales[i], mins[i], biases[i], block_inputs[i]}; };
-  return made_layers.add(std::make_shared<const Layer>(Layer{norm, eps, weight(0), num_heads, rotates, query_norm, key_norm, head_eps,
-      {scale, window, softcap, sinks}, weight(1), post_norm, post_eps, weight(2), inner_features, weight(3), level_of(level)}));
+  const std::vector<Weight> weights = weights_of(groups, scales, mins, biases, block_inputs, int8_rows);
+  if (weights.size() != 4) throw std::runtime_error("make_layer: must have 4 weights");
+  return made_layers.add(std::make_shared<const Layer>(Layer{norm, eps, weights[0], num_heads, rotates, query_norm, key_norm, head_eps,
+      {scale, window, softcap, sinks}, weights[1], post_norm, post_eps, weights[2], inner_features, weights[3], level_of(level)}));
 }
 
 void free_layer(int64_t layer) { made_layers.remove(layer); }

@@ -9,7 +9,7 @@ namespace paged {
 int64_t make_layer(Tensor norm, double eps, int64_t num_heads, bool rotates, OptionalTensor query_norm, OptionalTensor key_norm, double head_eps,
                    double scale, int64_t window, double softcap, OptionalTensor sinks, Tensor post_norm, double post_eps, int64_t inner_features,
                    std::vector<Tensor> groups, std::vector<OptionalTensor> scales, std::vector<OptionalTensor> mins, std::vector<OptionalTensor> biases,
-                   std::vector<int64_t> block_inputs, int64_t level);
+                   std::vector<int64_t> block_inputs, std::vector<int64_t> int8_rows, int64_t level);
 void free_layer(int64_t layer);
 
 // Returns the residual stream after these layers. keys, values and scales are those of each layer; the scales are empty

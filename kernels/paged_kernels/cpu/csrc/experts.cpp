@@ -24,12 +24,9 @@ void check_starts(const Tensor& starts, size_t experts, int64_t rows) {
 }  // namespace
 
 int64_t make_experts(std::vector<Tensor> groups, std::vector<OptionalTensor> scales, std::vector<OptionalTensor> mins, std::vector<OptionalTensor> biases,
-                     std::vector<int64_t> block_inputs, int64_t in_features, int64_t out_features, int64_t level) {
-  const size_t count = groups.size();
-  if (count == 0 || scales.size() != count || mins.size() != count || biases.size() != count || block_inputs.size() != count)
-    throw std::runtime_error("make_experts: must have as many weights, scales, minima and biases as experts");
-  std::vector<Weight> weights;
-  for (size_t i = 0; i < count; i++) weights.push_back({groups[i], scales[i], mins[i], biases[i], block_inputs[i]});
+                     std::vector<int64_t> block_inputs, std::vector<int64_t> int8_rows, int64_t in_features, int64_t out_features, int64_t level) {
+  std::vector<Weight> weights = weights_of(groups, scales, mins, biases, block_inputs, int8_rows);
+  if (weights.empty()) throw std::runtime_error("make_experts: no experts");
   return made_experts.add(std::make_shared<const Experts>(Experts{std::move(weights), in_features, out_features, level_of(level)}));
 }
 

@@ -37,8 +37,10 @@ bool is_supported(const std::string& level) {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (level == "avx2") return avx2;
   if (level == "avx512") return avx512;
-  if (level == "avx512_bf16") return avx512 && __builtin_cpu_supports("avx512bf16");
-  if (level == "amx") return avx512 && __builtin_cpu_supports("avx512bf16") && has_amx();
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  if (level == "avx512_vnni") return vnni;
+  if (level == "avx512_bf16") return vnni && __builtin_cpu_supports("avx512bf16");
+  if (level == "amx") return vnni && __builtin_cpu_supports("avx512bf16") && has_amx();
   return true;
 }
 #else

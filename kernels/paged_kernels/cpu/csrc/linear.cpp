@@ -3,10 +3,11 @@
 // Rows of x are packed into panels of some rows, by input, and multiplied by weights in groups of 16 outputs, which
 // weights.h describes. A tile is a panel by one or a few groups, and its sums stay in registers over all inputs. If the
 // weight is quantized, the codes of a block of inputs are summed first, and the sum is multiplied by the block's scale.
-// Each sum adds the inputs in order, so the result of a row does not depend on the other rows.
+// Each sum adds the inputs in order, so the result of a row does not depend on the other rows. Rows that are rounded to
+// 8 bits are multiplied in int8_rows.h.
+#include "int8_rows.h"
 #include "names.h"
 #include "norm.h"
-#include "weights.h"
 
 namespace paged {
 namespace {
@@ -15,7 +16,6 @@ constexpr int max_panel_rows = W == 16 ? 12 : W == 8 ? 6 : 3;
 // Up to this many rows are a single panel, if the weight is not quantized: weights are loaded from memory while it is
 // multiplied, but not during the passes over further panels.
 constexpr int max_single_panel = W == 16 ? 24 : max_panel_rows;
-constexpr int64_t bytes_ahead = 8192;  // of weights that are prefetched, in all groups of a tile
 
 // The heights of panels for which there is code; others are filled up with zeros.
 constexpr int smaller_panel(int rows) {
@@ -29,12 +29,12 @@ constexpr int panel_height(int rows, int height = max_single_panel) {
 template <class Weights>
 constexpr int groups_of_tile(int rows) {  // with few rows, several groups keep the execution units busy
   if (W < 16) return 1;
+  if (Weights::is_int8) return rows <= 2 ? 4 : rows <= 6 ? 2 : 1;  // beside as many sums of integers
   if (Weights::is_quantized) return rows <= 3 ? 4 : rows <= 6 ? 2 : 1;  // beside as many sums of a block
   return rows <= 6 ? 4 : rows <= 12 ? 2 : 1;
 }
 
 INLINE bool uses_dot(const Linear& call) { return has_dot && call.type == Type::bf16; }
-INLINE int64_t blocks_of(const Linear& call) { return call.mins ? (call.in_features + call.block_inputs - 1) / call.block_inputs : 0; }
 
 // Widens rows of x to fp32 [inputs, height], with 0 in missing rows and inputs. Whole vectors are stored: the excess is
 // overwritten later, which is why the last rows come first, or is in the slack at the end.
@@ -85,38 +85,6 @@ INLINE void sum_blocks(const Linear& call, const void* x, int64_t stride, int ro
   }
 }
 
-// A panel, and where its products go.
-struct Panel {
-  const float* units;
-  int64_t first_row;  // of x
-  int rows, height;
-  void* to;
-  int64_t stride, first_output;  // the output of column 0 of `to`
-  int64_t ahead;  // prefetch distance in bytes; 0: that of a tile that is not in the caches
-};
-
-template <Type T>
-INLINE void finish_row(const Linear& call, const Panel& panel, vf sum, int row, int64_t output, int count) {
-  if (call.bias) sum += widen<T>(at<T>(call.bias, output), count);
-  if (call.residual)
-    sum = rounded<T>(sum) + widen<T>(at<T>(call.residual, (panel.first_row + row) * call.out_features + output), count);
-  narrow<T>(at<T>(panel.to, row * panel.stride + output - panel.first_output), sum, count);
-}
-
-// Adds bias and residual to the sums of a tile, [vectors][height], and writes them.
-__attribute__((noinline)) void finish(const Linear& call, const Panel& panel, const vf* sums, int64_t first_output, int number) {
-  for (int v = 0; v < number; v++) {
-    const int64_t output = first_output + v * W, left = call.out_features - output;
-    if (left <= 0) return;
-    for (int row = 0; row < panel.rows; row++)
-      DISPATCH_FLOAT(call.type, T, finish_row<T>(call, panel, sums[v * panel.height + row], row, output, left < W ? (int)left : W));
-  }
-}
-
-INLINE vf scale_at(const Linear& call, const void* scales, int64_t index) {
-  return call.wide_scales ? load<vf>((const float*)scales + index) : widen<Type::f16>((const uint16_t*)scales + index);
-}
-
 // Adds the products of some steps of inputs, of ROWS rows and V vectors of weights.
 template <class Weights, int ROWS, int V>
 INLINE void add_steps(const char* weights, int64_t group_bytes, const float* units, int64_t steps, int64_t ahead, vf (&sums)[V][ROWS]) {
@@ -141,7 +109,7 @@ INLINE void add_steps(const char* weights, int64_t group_bytes, const float* uni
 }
 
 template <class Weights, int ROWS, int GROUPS>
-void multiply_tile(const Linear& call, const Panel& panel, int64_t group) {
+void multiply_float_tile(const Linear& call, const Panel& panel, int64_t group) {
   constexpr int V = GROUPS * vectors;
   const int64_t steps = padded_inputs(call) / Weights::inputs, group_bytes = steps * Weights::bytes;
   const int64_t ahead = panel.ahead ? panel.ahead : bytes_ahead / GROUPS;
@@ -153,7 +121,8 @@ void multiply_tile(const Linear& call, const Panel& panel, int64_t group) {
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t first = block * block_steps, number = steps - first < block_steps ? steps - first : block_steps;
       vf products[V][ROWS] = {};
-      add_steps<Weights, ROWS, V>(weights + first * Weights::bytes, group_bytes, panel.units + first * Weights::operands * ROWS, number, ahead, products);
+      const int64_t block_ahead = panel.ahead ? ahead : tile_ahead(ahead, first * Weights::bytes, group_bytes, GROUPS);
+      add_steps<Weights, ROWS, V>(weights + first * Weights::bytes, group_bytes, panel.units + first * Weights::operands * ROWS, number, block_ahead, products);
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) {
         const int64_t at = ((group + v / vectors) * blocks + block) * linear_group + v % vectors * W;
@@ -177,6 +146,12 @@ void multiply_tile(const Linear& call, const Panel& panel, int64_t group) {
   finish(call, panel, &results[0][0], group * linear_group, V);
 }
 
+template <class Weights, int ROWS, int GROUPS>
+INLINE void multiply_tile(const Linear& call, const Panel& panel, int64_t group) {
+  if constexpr (Weights::is_int8) multiply_int8_tile<Weights, ROWS, GROUPS>(call, panel, group);
+  else multiply_float_tile<Weights, ROWS, GROUPS>(call, panel, group);
+}
+
 template <class Weights, int ROWS = Weights::is_quantized ? max_panel_rows : max_single_panel>
 INLINE void multiply_panel(const Linear& call, const Panel& panel, int64_t group, int64_t last) {
   if (panel.height == ROWS) {
@@ -194,13 +169,23 @@ INLINE void multiply_quantized(const Linear& call, const Panel& panel, int64_t g
   switch (call.format) {
     case Format::int4: return multiply_panel<FourBits<Format::int4, DOT>>(call, panel, group, last);
     case Format::fp4: return multiply_panel<FourBits<Format::fp4, DOT>>(call, panel, group, last);
-    case Format::fp8: return multiply_panel<EightBits<Type::fp8, DOT>>(call, panel, group, last);
-    default: return multiply_panel<EightBits<Type::int8, DOT>>(call, panel, group, last);
+    case Format::fp8: return multiply_panel<Float8<DOT>>(call, panel, group, last);
+    default: return multiply_panel<Int8<DOT>>(call, panel, group, last);
+  }
+}
+
+INLINE void multiply_int8(const Linear& call, const Panel& panel, int64_t group, int64_t last) {
+  switch (call.format) {
+    case Format::int4: return multiply_panel<FourBitCodes<Format::int4>>(call, panel, group, last);
+    case Format::fp4: return multiply_panel<FourBitCodes<Format::fp4>>(call, panel, group, last);
+    default: return multiply_panel<Int8Codes>(call, panel, group, last);
   }
 }
 
 INLINE void multiply_any(const Linear& call, const Panel& panel, int64_t group, int64_t last) {
-  if (uses_dot(call)) {
+  if (call.int8_rows) {
+    multiply_int8(call, panel, group, last);
+  } else if (uses_dot(call)) {
     if (call.format != Format::plain) multiply_quantized<has_dot>(call, panel, group, last);
     else multiply_panel<Plain<Type::bf16, has_dot>>(call, panel, group, last);
   } else if (call.format != Format::plain) {
@@ -211,7 +196,9 @@ INLINE void multiply_any(const Linear& call, const Panel& panel, int64_t group, 
 }
 
 // Units of 32 bits per row of a panel.
-INLINE int64_t panel_units(const Linear& call) { return padded_inputs(call) / (uses_dot(call) ? 2 : 1) + blocks_of(call); }
+INLINE int64_t panel_units(const Linear& call) {
+  return (call.int8_rows ? int8_units(call) : padded_inputs(call) / (uses_dot(call) ? 2 : 1)) + blocks_of(call);
+}
 
 // The rows of a panel, if it is not the last of this many rows.
 INLINE int panel_rows(const Linear& call, int64_t rows) {
@@ -235,7 +222,8 @@ INLINE void pack_panel(const Linear& call, int64_t begin, int rows, float* panel
   }
   const int height = panel_height(rows);
   const int64_t padded = padded_inputs(call);
-  if (uses_dot(call)) pair_panel(x, stride, rows, height, call.in_features, padded, (uint32_t*)panel);
+  if (call.int8_rows) round_panel<T>(call, x, stride, rows, height, (uint32_t*)panel);
+  else if (uses_dot(call)) pair_panel(x, stride, rows, height, call.in_features, padded, (uint32_t*)panel);
   else widen_panel<T>(x, stride, rows, height, call.in_features, padded, panel);
   sum_blocks<T>(call, x, stride, rows, height, panel + (panel_units(call) - blocks_of(call)) * height);
 }

@@ -94,6 +94,12 @@ INLINE float reduce_max(vf x) {
 #endif
 }
 
+INLINE int32_t reduce_add(vi x) {
+  int32_t sum = 0;
+  for (int i = 0; i < W; i++) sum += x[i];
+  return sum;
+}
+
 // 2**x for x in [-infinity, 127]; 0 below -126. The relative error is 2e-9 before rounding, or 3e-6 with FAST.
 template <bool FAST = false>
 INLINE vf exp2(vf x) {
@@ -310,6 +316,48 @@ INLINE vf dot_bf16(vu a, vu b, vf sum) {
 #endif
   sum = fma(as_float(a << 16), as_float(b << 16), sum);
   return fma(as_float(a & 0xFFFF0000u), as_float(b & 0xFFFF0000u), sum);
+}
+
+// --- bytes ----------------------------------------------------------------------------------------------------------
+
+typedef uint8_t bytes16 __attribute__((vector_size(16)));
+
+// Returns table[byte] for each byte, which must be below 16.
+INLINE vu look_up(vu bytes, bytes16 table) {
+#if defined(__AVX512BW__)
+  return (vu)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)bytes);
+#elif defined(__AVX2__)
+  return (vu)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), (__m256i)bytes);
+#else
+  uint8_t found[4 * W];
+  store(found, bytes);
+  for (int i = 0; i < 4 * W; i++) found[i] = table[found[i]];
+  return load<vu>(found);
+#endif
+}
+
+#if defined(__AVX512BW__)
+INLINE vi add_pairs(vu a, vu b) { return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+INLINE vu add_byte_pairs(vu a, vu b) { return (vu)_mm512_maddubs_epi16((__m512i)a, (__m512i)b); }
+#elif defined(__AVX2__)
+INLINE vi add_pairs(vu a, vu b) { return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+INLINE vu add_byte_pairs(vu a, vu b) { return (vu)_mm256_maddubs_epi16((__m256i)a, (__m256i)b); }
+#endif
+
+// Adds the products of 4 unsigned bytes of a and 4 signed bytes of b to each lane. LARGEST: of the bytes of a.
+template <int LARGEST>
+INLINE vi dot_bytes(vu a, vu b, vi sum) {
+#if defined(__AVX512VNNI__)
+  return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  if constexpr (2 * LARGEST * 128 <= 32768) return sum + add_pairs(add_byte_pairs(a, b), vu{} + 0x00010001u);
+  typedef int16_t halves __attribute__((vector_size(4 * W)));
+  const vu even = (vu)((halves)b << 8 >> 8), odd = (vu)((halves)b >> 8);
+  return sum + add_pairs(a & 0x00FF00FFu, even) + add_pairs(a >> 8 & 0x00FF00FFu, odd);
+#else
+  for (uint32_t i = 0; i < 4; i++) sum += (vi)(a >> (8 * i) & 255u) * ((vi)(b << (24 - 8 * i)) >> 24);
+  return sum;
+#endif
 }
 
 // --- transposition of W x W lanes -----------------------------------------------------------------------------------

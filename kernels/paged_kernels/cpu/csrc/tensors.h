@@ -80,7 +80,19 @@ struct Weight {  // of a linear layer, in groups
   Tensor groups;
   OptionalTensor scales, mins, bias;
   int64_t block_inputs;
+  bool int8_rows;
 };
+
+// The weights of several linear layers, by the elements of these lists.
+inline std::vector<Weight> weights_of(const std::vector<Tensor>& groups, const std::vector<OptionalTensor>& scales, const std::vector<OptionalTensor>& mins,
+                                      const std::vector<OptionalTensor>& biases, const std::vector<int64_t>& block_inputs, const std::vector<int64_t>& int8_rows) {
+  const size_t count = groups.size();
+  if (scales.size() != count || mins.size() != count || biases.size() != count || block_inputs.size() != count || int8_rows.size() != count)
+    throw std::runtime_error("linear: " + std::to_string(count) + " weights with lists of another length");
+  std::vector<Weight> weights;
+  for (size_t i = 0; i < count; i++) weights.push_back({groups[i], scales[i], mins[i], biases[i], block_inputs[i], int8_rows[i] != 0});
+  return weights;
+}
 
 inline Format format_of(const Weight& weight, Type type) {
   if (weight.groups.scalar_type() == ScalarType::Int) return Format::int4;
@@ -106,6 +118,9 @@ inline Linear linear_call(Type type, const void* x, int64_t rows, int64_t x_stri
   const int codes = call.format == Format::int4 ? 8 : call.format == Format::fp4 ? 2 : 1;  // of an element
   if (weight.groups.numel() * codes != groups * linear_group * padded_inputs(call))
     throw std::runtime_error("linear: a weight of " + std::to_string(weight.groups.numel()) + " elements for " + std::to_string(in_features) + " inputs and " + std::to_string(out_features) + " outputs");
+  call.int8_rows = weight.int8_rows;
+  if (call.int8_rows && (call.format == Format::plain || call.format == Format::fp8))
+    throw std::runtime_error("linear: int8_rows: the weight must have codes in int8, int4 or e2m1");
   if (call.format != Format::plain) {
     call.block_inputs = weight.block_inputs;
     if (call.block_inputs < 8 || call.block_inputs % 8) throw std::runtime_error("linear: block_inputs=" + std::to_string(call.block_inputs) + ": must be a multiple of 8");

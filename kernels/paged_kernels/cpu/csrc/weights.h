@@ -2,14 +2,15 @@
 //
 // Weights are stored in groups of 16 outputs, so that a group is read sequentially, and a group in steps of some inputs:
 //   plain     [2 inputs][16 outputs]; bf16 in pairs, [16 outputs][2 inputs]
-//   int8      [2 inputs][16 outputs]
-//   fp8       the same, with codes in e4m3fn
+//   int8      [16 outputs][4 inputs]
+//   fp8       [2 inputs][16 outputs] codes in e4m3fn
 //   int4      [16 outputs][2][4] codes of 4 bits: the first four are the even inputs of a step of 8, the others the odd
 //             ones, so that a shift moves a pair of inputs to the lowest bits of both halves of 32 bits. A code
 //             stands for itself minus 8.
 //   fp4       the same, with codes in e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives
 // Operands, the weights of W outputs, are fp32 for one input, or with DOT bf16 for a pair of inputs, which some
-// instruction sets multiply as they are. All codes are exact in bf16.
+// instruction sets multiply as they are. All codes are exact in bf16. For rows that are rounded to 8 bits, operands are
+// codes of 8 bits, of 4 inputs for each of W outputs.
 #pragma once
 #include "simd.h"
 
@@ -27,7 +28,7 @@ INLINE vf add_product(Operand weights, const float* unit, vf sum) {
 // A step of a plain weight, for W outputs.
 template <Type T, bool DOT>
 struct Plain {
-  static constexpr bool is_quantized = false;
+  static constexpr bool is_quantized = false, is_int8 = false;
   static constexpr int inputs = 2, operands = DOT ? 1 : 2, bytes = inputs * linear_group * bytes_of<T>;
   static constexpr int vector_bytes = W * bytes_of<T> * (T == Type::bf16 ? 2 : 1);
 
@@ -41,24 +42,39 @@ struct Plain {
   const char* step;
 };
 
-template <Type T, bool DOT>  // int8 or fp8
-struct EightBits {
-  static constexpr bool is_quantized = true;
+template <bool DOT>
+struct Float8 {
+  static constexpr bool is_quantized = true, is_int8 = false;
   static constexpr int inputs = 2, operands = DOT ? 1 : 2, bytes = inputs * linear_group, vector_bytes = W;
 
   INLINE void read(const char* from) { step = from; }
   INLINE auto operand(int i) const {
-    if constexpr (DOT) return as_bits(code(0)) >> 16 | (as_bits(code(1)) & 0xFFFF0000u);  // exact in bf16
+    if constexpr (DOT) return as_bits(code(0)) >> 16 | (as_bits(code(1)) & 0xFFFF0000u);
     else return code(i);
   }
-  INLINE vf code(int i) const { return widen<T>(step + i * linear_group); }
+  INLINE vf code(int i) const { return widen_fp8(step + i * linear_group); }
 
   const char* step;
 };
 
+template <bool DOT>
+struct Int8 {
+  static constexpr bool is_quantized = true, is_int8 = false;
+  static constexpr int inputs = 4, operands = DOT ? 2 : 4, bytes = inputs * linear_group, vector_bytes = W * 4;
+
+  INLINE void read(const char* step) { words = load<vu>(step); }
+  INLINE auto operand(int i) const {
+    if constexpr (DOT) return as_bits(code(2 * i)) >> 16 | (as_bits(code(2 * i + 1)) & 0xFFFF0000u);
+    else return code(i);
+  }
+  INLINE vf code(int input) const { return __builtin_convertvector((vi)(words << (uint32_t)(24 - 8 * input)) >> 24, vf); }
+
+  vu words;
+};
+
 template <Format F, bool DOT>  // int4 or fp4
 struct FourBits {
-  static constexpr bool is_quantized = true;
+  static constexpr bool is_quantized = true, is_int8 = false;
   static constexpr int inputs = 8, operands = DOT ? 4 : 8, bytes = inputs * linear_group / 2, vector_bytes = W * 4;
 
   INLINE void read(const char* step) { words = load<vu>(step); }
@@ -94,6 +110,35 @@ struct FourBits {
     const vf small = __builtin_convertvector((vi)magnitude, vf) * 0.5f;
     return as_float(as_bits(select((vi)(magnitude < 2u), small, number)) | (shifted & 8u) << 28);
 #endif
+  }
+
+  vu words;
+};
+
+// The codes as unsigned bytes: factor * code + zero.
+struct Int8Codes {
+  static constexpr bool is_quantized = true, is_int8 = true;
+  static constexpr int inputs = 4, operands = 1, bytes = inputs * linear_group, vector_bytes = W * 4;
+  static constexpr int largest = 255;
+
+  INLINE void read(const char* step) { words = load<vu>(step) ^ 0x80808080u; }
+  INLINE vu operand(int) const { return words; }
+
+  vu words;
+};
+
+template <Format F>  // int4 or fp4
+struct FourBitCodes {
+  static constexpr bool is_quantized = true, is_int8 = true;
+  static constexpr int inputs = 8, operands = 2, bytes = inputs * linear_group / 2, vector_bytes = W * 4;
+  static constexpr int largest = 24;
+
+  INLINE void read(const char* step) { words = load<vu>(step); }
+  INLINE vu operand(int i) const {
+    const vu codes = words >> (uint32_t)(4 * i) & 0x0F0F0F0Fu;
+    if constexpr (F == Format::int4) return codes;
+    const bytes16 twice = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    return look_up(codes, twice);
   }
 
   vu words;

@@ -1,0 +1,49 @@
+"""Runs that are repeated because of other processes."""
+
+import os
+
+import pytest
+
+from paged_bench import _disturbance
+from paged_bench._disturbance import ATTEMPTS, MAX_LOAD, least_disturbed, other_cpu_seconds
+
+
+def with_loads(monkeypatch, loads):
+    """Make each run take a second, during which other processes use so many cores."""
+    times, used = iter(range(100)), [0.0]
+    for load in loads:
+        used += [used[-1] + load] * 2
+    readings = iter(used)
+    monkeypatch.setattr(_disturbance.time, "monotonic", lambda: float(next(times)))
+    monkeypatch.setattr(_disturbance, "other_cpu_seconds", lambda child: next(readings))
+
+
+@pytest.mark.parametrize(
+    ("loads", "expected"),
+    [
+        ([0.1], (1, 0.1)),
+        ([1.5, MAX_LOAD], (2, MAX_LOAD)),
+        ([1.5, 0.5, 1.0], (2, 0.5)),  # the least of all attempts
+    ],
+)
+def test_disturbed_runs_are_repeated(loads, expected, monkeypatch):
+    assert len(loads) <= ATTEMPTS
+    with_loads(monkeypatch, loads)
+    numbers = iter(range(1, 10))
+    result, load = least_disturbed(lambda: next(numbers))
+    assert (result, load) == (expected[0], pytest.approx(expected[1]))
+    assert next(numbers) == len(loads) + 1
+
+
+def test_a_system_that_does_not_tell_counts_as_idle(monkeypatch):
+    monkeypatch.setattr(_disturbance, "other_cpu_seconds", lambda child: None)
+    assert least_disturbed(lambda: "result") == ("result", 0.0)
+
+
+def test_time_of_a_process_that_does_not_exist_is_unknown():
+    assert other_cpu_seconds(2**30) is None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="only on Linux")
+def test_time_of_other_processes_is_known_on_linux():
+    assert other_cpu_seconds(None) >= 0 and other_cpu_seconds(os.getppid()) is not None
