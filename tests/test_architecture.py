@@ -71,6 +71,7 @@ TESTED_THROUGH = {
     "paged_client.openai.pooling_routes": "tests/client/openai/test_classification.py",
     "paged_client.pooling": "tests/client/test_sync_client.py",
     "paged_client.addresses": "tests/client/commands/test_generate.py",
+    "paged_client.commands.local_server": "tests/client/commands/test_profile.py",
     "paged_client.commands.unknown_arguments": "tests/client/test_cli.py",
     "paged_client.serving.stubs": "tests/client/serving/test_launch.py",
     "paged_client.sampling_values": "tests/client/test_chat.py",

@@ -70,7 +70,7 @@ def _compose(recording: Recording, width: int, height: int, style: Style, blocks
 
 def _head(pool: PoolMap, blocks: int) -> list[str]:
     counts = [count_label(kind, pool) for kind in KINDS]
-    requests = f"{pool.running} running, {pool.waiting} waiting"
+    requests = "asleep" if pool.sleeping else f"{pool.running} running, {pool.waiting} waiting"
     scale = [f"a cell is {blocks:,} blocks"] if blocks > 1 else []
     slots = state_slots_label(pool)
     return [title(pool), *counts, requests, utilisation_label(pool), *([slots] if slots else []), *scale]

@@ -12,8 +12,9 @@ HIGHEST_PRIORITY = -(2**31)  # lower numbers are scheduled first
 
 
 def probe(client: Client, timeout: float | None) -> None:
-    """Generate a token, or ask a model that generates none, such as a classifier, for a pool map, which the engine loop
-    answers. Raises PagedError if that fails, unless the waiting queue is full, which shows that the engine works.
+    """Generate a token, or ask a model that generates none, such as a classifier or a model that is asleep, for a pool
+    map, which the engine loop answers. Raises PagedError if that fails, unless the waiting queue is full, which shows
+    that the engine works.
 
     The request has the highest priority that the server admits, and a cache salt of its own, so that it neither waits
     behind other requests nor counts against another tenant. It is not traced.
@@ -21,7 +22,7 @@ def probe(client: Client, timeout: float | None) -> None:
     try:
         _generate_token(client, timeout)
     except PagedError as error:
-        if error.code == "INVALID_ARGUMENT":
+        if error.code == "INVALID_ARGUMENT" or (error.code == "UNAVAILABLE" and "`paged wake`" in str(error)):
             client.pool_map(timeout=timeout)
         elif error.code != "UNAVAILABLE" or "max_queue_size" not in str(error):
             raise

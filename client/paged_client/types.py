@@ -128,6 +128,7 @@ class PoolMap:
     preemptions: int  # number since the server started
     max_model_len: int | None = None  # context length; None from a server that does not send it
     state_slots: str = ""  # "" for a model without recurrent layers
+    sleeping: bool = False  # whether `paged sleep` has released the memory of the model
 
     def __post_init__(self) -> None:
         if len(self.states) != self.num_blocks or not self.states or set(self.states) - set(".c123456789+p"):

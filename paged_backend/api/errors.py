@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 SHOWN_CHARS = 80  # maximum characters of a name or a value in a message
+ASLEEP = "the model is asleep; wake it with `paged wake`"
 LORA_NOT_ENABLED = "LoRA feature is not enabled."  # the text of Triton's vLLM backend, without an error class
 
 
@@ -75,6 +76,13 @@ class QueueFull(RequestError):
             ErrorCode.UNAVAILABLE, f"the waiting queue is full: {waiting} requests wait (max_queue_size); retry later"
         )
         self.outcome = "queue_full"
+
+
+class ModelAsleep(RequestError):
+    """The model does not serve requests because of `paged sleep`."""
+
+    def __init__(self, problem: str):
+        super().__init__(ErrorCode.UNAVAILABLE, problem)
 
 
 def internal_error(error: Exception) -> RequestError:

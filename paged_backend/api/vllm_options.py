@@ -113,7 +113,8 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
             "kv_transfer_config": _EMPTY,
         },
     ),
-    ("weights stay on the device; leave it out", {"cpu_offload_gb": (0,), "enable_sleep_mode": _OFF}),
+    ("weights stay on the device; leave it out", {"cpu_offload_gb": (0,)}),
+    ("`paged sleep` and `paged wake` need no option; leave it out", {"enable_sleep_mode": _EITHER}),
     (
         "prefill is always chunked; set max_num_batched_tokens and target_step_ms",
         {

@@ -23,9 +23,10 @@ from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.topology import Topology
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.engine import Engine
+from paged_backend.engine.model_memory import ModelMemory
 from paged_backend.engine.model_preparation import ROOT, PreparedModel, prepare_model
 from paged_backend.engine.outputs import Emit
-from paged_backend.engine.parallel_runner import ParallelRunner
+from paged_backend.engine.parallel_runner import ParallelMemory, ParallelRunner
 from paged_backend.engine.recurrent_models import num_state_slots
 from paged_backend.engine.summary import log_startup
 from paged_backend.engine.workers import Workers
@@ -69,6 +70,7 @@ class Assembly:
     scheduler: Scheduler
     runner: Runner | ParallelRunner
     device: torch.device
+    model_memory: ModelMemory | ParallelMemory
     tiers: TierChain | None = None
     overlap: bool = False
     workers: Workers | None = None
@@ -87,6 +89,7 @@ class Assembly:
             adapters=self.adapters,
             overlap=self.overlap,
             cache_events=self.cache_events,
+            memory=self.model_memory,
         )
         if self.workers:
             self.workers.on_rank_failure(engine.fail)
@@ -98,6 +101,7 @@ class Assembly:
             return MemoryUsage(resident_memory(), 0, 0)
         caches = [cache for cache in (self.runner.host, self.runner.host_states) if cache]
         pinned = sum(tensor.nbytes for cache in caches for tensor in cache.tensors)
+        pinned += self.model_memory.host_bytes
         return MemoryUsage(resident_memory(), torch.cuda.memory_allocated(self.device), pinned)
 
     def close(self) -> None:
@@ -165,6 +169,7 @@ def _build(
     blocks = _block_manager(config, prepared, publisher.events if publisher else None)
     limits = _limits(config, loaded, blocks)
     runner = ParallelRunner(prepared.runner, workers) if workers else prepared.runner
+    memory = ParallelMemory(prepared.memory, workers) if workers else prepared.memory
     scheduler = Scheduler(
         blocks,
         max_num_seqs=config.max_num_seqs,
@@ -189,7 +194,7 @@ def _build(
     )
     overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
     tiers, adapters = _tiers(config, prepared, runner), _adapters(config, loaded, adapter_list)
-    return Assembly(loaded, limits, scheduler, runner, device, tiers, overlap, workers, adapters, publisher)
+    return Assembly(loaded, limits, scheduler, runner, device, memory, tiers, overlap, workers, adapters, publisher)
 
 
 def _block_manager(config: EngineConfig, prepared: PreparedModel, events: CacheEvents | None) -> BlockManager:

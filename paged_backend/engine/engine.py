@@ -31,7 +31,8 @@ from paged_backend.engine.messages import (
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.prefix_tiers import PrefixTiers
 from paged_backend.engine.request_preparation import RequestPreparation
-from paged_backend.engine.state import EngineState
+from paged_backend.engine.sleep_mode import SleepMode
+from paged_backend.engine.state import EngineState, SleepingMemory
 from paged_backend.engine.step_loop import StepLoop
 from paged_backend.execution.runner import StepRunner
 from paged_backend.loading.adapters import AdapterRegistry
@@ -57,9 +58,10 @@ class Engine:
         adapters: AdapterRegistry | None = None,
         overlap: bool = False,
         cache_events: CacheEventPublisher | None = None,
+        memory: SleepingMemory | None = None,
     ):
         """overlap: launch a step while the previous one runs; useful if the device is not the CPU. cache_events:
-        publishes changes of the prefix cache; closed with the engine."""
+        publishes changes of the prefix cache; closed with the engine. memory: what `sleep_mode` releases."""
         self._inbox: SimpleQueue[Message | None] = SimpleQueue()
         self._queued: set[int] = set()  # keys of unfinished requests that no step has computed yet
         self._failed = threading.Event()  # set when no further step can be run
@@ -68,7 +70,10 @@ class Engine:
         if tiers:
             tiers.on_change(lambda: self._inbox.put(TiersChanged()))
         self._cache_events = cache_events
-        self._state = EngineState(scheduler, emit, self._prefix_tiers, cache_events=cache_events)
+        self._state = EngineState(
+            scheduler, emit, self._prefix_tiers, cache_events=cache_events, memory=memory, queued=self._queued
+        )
+        self.sleep_mode = SleepMode(self._inbox.put, lambda: self.alive)
         self._preparation = RequestPreparation(self._inbox.put, self.reject, adapters, self._prefix_tiers)
         self._loop = StepLoop(
             self._state, runner, self._inbox, queued=self._queued, failed=self._failed, overlap=overlap

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
 
-from paged_backend.api.errors import RequestError
+from paged_backend.api.errors import ASLEEP, ErrorCode, ModelAsleep, RequestError
 from paged_backend.api.request import GenerateRequest, TokenDelta
+from paged_backend.engine.model_memory import MemoryShortage, ReleasedMemory
 from paged_backend.engine.outputs import UnknownRequests
 from paged_backend.engine.prefix_tiers import PrefetchedBlocks
 from paged_backend.engine.state import EngineState
 from paged_backend.execution.runner import RunnerDied
 
+# What was released or restored, the number of open requests that prevent it, or an error.
+MemoryReply: TypeAlias = ReleasedMemory | int | RequestError
+
 
 class Message(ABC):
     """A change to the engine's state, requested by another thread."""
+
+    needs_commit: ClassVar[bool] = False  # whether steps in flight are committed first, if no request is open
 
     @abstractmethod
     def apply(self, state: EngineState) -> bool:
@@ -35,6 +42,10 @@ class AddRequest(Message):
         if self.request.key not in state.announced:
             return False
         state.announced.remove(self.request.key)
+        if state.asleep:  # it was admitted just before the model began to go to sleep
+            state.queued.discard(self.request.key)
+            state.emit_step([TokenDelta(self.request.key, error=ModelAsleep(ASLEEP))])
+            return False
         state.scheduler.add(self.request)
         return True
 
@@ -138,6 +149,42 @@ class SnapshotPool(Message):
     def apply(self, state: EngineState) -> bool:
         state.pool_map_requested = True
         return False
+
+
+@dataclass(frozen=True)
+class ReleaseMemory(Message):
+    """Release the memory of the model and forget the prefix cache, unless requests are open."""
+
+    reply: Callable[[MemoryReply], None]
+    needs_commit: ClassVar[bool] = True
+
+    def apply(self, state: EngineState) -> bool:
+        if state.num_open:
+            self.reply(state.num_open)
+            return False
+        return _reply_with(self.reply, state.release_memory)
+
+
+@dataclass(frozen=True)
+class RestoreMemory(Message):
+    """Restore the memory of a model that is asleep."""
+
+    reply: Callable[[MemoryReply], None]
+    needs_commit: ClassVar[bool] = True
+
+    def apply(self, state: EngineState) -> bool:
+        return _reply_with(self.reply, state.restore_memory)
+
+
+def _reply_with(reply: Callable[[MemoryReply], None], change: Callable[[], ReleasedMemory]) -> bool:
+    """Reply with the result of a change. Without enough memory nothing changes; any other error ends the engine."""
+    try:
+        found = change()
+    except MemoryShortage as error:
+        reply(RequestError(ErrorCode.UNAVAILABLE, str(error)))
+        return False
+    reply(found)
+    return True
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.distributed.process_group import ProcessGroup
+from paged_backend.engine.model_memory import ModelMemory
 from paged_backend.engine.recurrent_models import (
     blocks_without_memory,
     check_options,
@@ -44,6 +45,7 @@ class PreparedModel:
     num_host_blocks: int
     num_host_state_slots: int  # for the states of recurrent layers
     costs: Costs
+    memory: ModelMemory
     decode_seconds: float  # time of a decode step of a few sequences; 0 on a CPU
 
 
@@ -88,9 +90,14 @@ def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
         num_host_state_slots=host_slots,
         broadcast_tokens=group.broadcast_tokens,
     )
-    capture_graphs(config, loaded, runner, graph_shapes_of(config, runner), report=True)
-    if not group.all_reduce_min(runner.has_graphs):  # NCCL calls: captured on all ranks or none
-        runner.release_graphs()
+
+    def capture(*, report: bool = False) -> None:
+        capture_graphs(config, loaded, runner, graph_shapes_of(config, runner), report=report)
+        if not group.all_reduce_min(runner.has_graphs):  # NCCL calls: captured on all ranks or none
+            runner.release_graphs()
+
+    capture(report=True)
     decode_seconds = measure_decode(config, loaded, runner) if device.type == "cuda" else 0.0
     costs = measure_costs(runner, warmed.seconds_per_token, num_host_blocks)
-    return PreparedModel(loaded, runner, layout, num_blocks, num_host_blocks, host_slots, costs, decode_seconds)
+    memory = ModelMemory(loaded, runner, group, ranks_per_node=config.ranks_per_node, capture=capture)
+    return PreparedModel(loaded, runner, layout, num_blocks, num_host_blocks, host_slots, costs, memory, decode_seconds)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from paged_backend.engine.model_memory import MemoryCommand, ModelMemory, ReleasedMemory
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.batch import PackedBatch
 from paged_backend.execution.launched_step import LaunchedStep
@@ -69,3 +70,31 @@ class ParallelStep:
     def result(self) -> StepResult:
         """Wait for the step and return its results."""
         return self.runner.run_or_fail(self.launched.result)
+
+
+class ParallelMemory:
+    """The memory of all ranks, which release and restore it at the same time. Sizes are those of rank 0."""
+
+    def __init__(self, memory: ModelMemory, workers: Workers):
+        """memory: that of rank 0."""
+        self._memory, self._workers = memory, workers
+
+    @property
+    def released(self) -> ReleasedMemory | None:
+        """What is released; None while the model is awake."""
+        return self._memory.released
+
+    @property
+    def host_bytes(self) -> int:
+        """The size of the weights of rank 0 in host memory while the model sleeps."""
+        return self._memory.host_bytes
+
+    def release(self) -> ReleasedMemory:
+        """Release the memory of all ranks. Raises MemoryShortage."""
+        self._workers.send(MemoryCommand.RELEASE)
+        return self._memory.release()
+
+    def restore(self) -> ReleasedMemory:
+        """Restore the memory of all ranks. Raises MemoryShortage."""
+        self._workers.send(MemoryCommand.RESTORE)
+        return self._memory.restore()

@@ -132,8 +132,8 @@ class PrefixTiers:
         return self._all_spilled
 
     def spill_rest(self, deadline: float) -> bool:
-        """Write cached blocks until all are in the tiers or `deadline` (time.monotonic()) has passed. Called after the
-        engine's thread has ended. Return whether this wrote the last ones."""
+        """Write cached blocks until all are in the tiers or `deadline` (time.monotonic()) has passed. Called on the
+        engine's thread, or after it has ended. Return whether this wrote the last ones."""
         while not self._all_spilled and (left := deadline - time.monotonic()) > 0:
             self._tiers.settle(left)
             if self.spill():

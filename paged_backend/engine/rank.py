@@ -28,6 +28,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.distributed.links import Meeting, connect
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.step_channel import StepChannel
+from paged_backend.engine.model_memory import MemoryCommand
 from paged_backend.engine.model_preparation import prepare_model
 from paged_backend.loading.model_options import pick_device
 from paged_backend.models.tensor_parallel import check_devices, pick_rank_device
@@ -68,12 +69,15 @@ def run(link: Connection, store: dist.Store, config: EngineConfig, rank: int) ->
     group = ProcessGroup(device, rank, config.tensor_parallel_size)
     group.join(store, os.environ["MASTER_ADDR"])
     steps = StepChannel()
-    runner = prepare_model(config, group).runner
+    prepared = prepare_model(config, group)
+    runner = prepared.runner
     if device.type == "cuda":
         after_ready.watch()  # for the log; the metric counts those of rank 0, which runs the same kernels
     while (message := steps.receive()) is not None:
         if isinstance(message, Plan):
             runner.move(message)
+        elif isinstance(message, MemoryCommand):
+            prepared.memory.run(message)
         else:
             runner.launch(message)
     runner.release_graphs()  # NCCL cannot shut down while graphs hold its calls

@@ -5,15 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from paged_backend.api.request import TokenDelta
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
+from paged_backend.engine.model_memory import ReleasedMemory
 from paged_backend.engine.outputs import Emit, PoolMap, StepOutput, StepReport
 from paged_backend.engine.prefix_tiers import PrefixTiers
 from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_kernels.compilations import after_ready
+
+SPILL_SECONDS = 20.0  # time to write cached blocks to disk before the pool is released
+
+
+class SleepingMemory(Protocol):
+    """The memory of a model, of one process or of several under tensor parallelism; see `ModelMemory`."""
+
+    @property
+    def released(self) -> ReleasedMemory | None: ...
+    def release(self) -> ReleasedMemory: ...
+    def restore(self) -> ReleasedMemory: ...
 
 
 @dataclass(eq=False)
@@ -27,6 +40,33 @@ class EngineState:
     announced: set[int] = field(default_factory=set)
     pool_map_requested: bool = False
     cache_events: CacheEventPublisher | None = None
+    memory: SleepingMemory | None = None
+    queued: set[int] = field(default_factory=set)  # keys of requests that no step has computed yet
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the memory of the model is released, so that no step can run."""
+        return self.memory is not None and self.memory.released is not None
+
+    @property
+    def num_open(self) -> int:
+        """The number of requests that are announced, waiting or running."""
+        return len(self.announced) + len(self.scheduler.running) + len(self.scheduler.waiting)
+
+    def release_memory(self) -> ReleasedMemory:
+        """Release the memory of the model, while no request is open. Blocks that the host pool and the disk hold stay
+        cached. Raises MemoryShortage."""
+        assert self.memory and not self.num_open
+        if self.prefix_tiers:
+            self.prefix_tiers.spill_rest(time.monotonic() + SPILL_SECONDS)
+        released = self.memory.release()
+        self.scheduler.clear_cache()
+        return released
+
+    def restore_memory(self) -> ReleasedMemory:
+        """Restore the memory of the model. Raises MemoryShortage."""
+        assert self.memory
+        return self.memory.restore()
 
     def has_request(self, key: int) -> bool:
         """Return whether a request is announced, waiting or running."""
@@ -38,6 +78,8 @@ class EngineState:
         Announced requests count as waiting.
         """
         stats = self.scheduler.stats
+        if self.asleep:
+            stats = replace(stats, sleeping=True)
         if after_ready.count:
             stats = replace(stats, compilations=after_ready.count)
         if self.announced:  # requests that wait for a grammar, an adapter or blocks of a tier

@@ -102,11 +102,17 @@ class Transfers:
     def __init__(self, kv: KVCache, host: KVCache | None = None, queues: Queues | None = None):
         """queues: by default those of the pool's device."""
         self._queues = queues or (StreamQueues(kv.device) if kv.device.type == "cuda" else SynchronousTransfers())
+        self._kv, self._host = kv, host
+        self.update_addresses()
+        self._arriving: list[Any] = []  # events of swap-ins that no step has waited for
+        self._swapping: list[Any] = []  # event of the last swap, if the host has not waited for it
+
+    def update_addresses(self) -> None:
+        """Record the addresses of both pools, after their memory was allocated again."""
+        kv, host = self._kv, self._host
         self._within = BlockPair.of(kv.tensors, kv.tensors)
         self._out = BlockPair.of(kv.tensors, host.tensors) if host else None
         self._in = BlockPair.of(host.tensors, kv.tensors) if host else None
-        self._arriving: list[Any] = []  # events of swap-ins that no step has waited for
-        self._swapping: list[Any] = []  # event of the last swap, if the host has not waited for it
 
     def move(
         self, moves_out: Sequence[BlockTransfer], moves_in: Sequence[BlockTransfer], copies: Sequence[Copy]

@@ -126,6 +126,11 @@ class HostOffload:
             del self._unspilled[block]
         return self.take_moves_out()
 
+    def clear(self) -> None:
+        """Drop the moves to the host that no step has done: the device's contents are gone."""
+        self.finish_moves_out(self.take_moves_out(), done=False)
+        self._unspilled.clear()
+
     def add_host_block(self, entry: Entry, *, trimmed: bool = False) -> int | None:
         """Allocate a cached block of the host for this content; the caller fills it at once. None if the host already
         has the content, or has no room. trimmed: whether the content lacks window pages."""

@@ -151,6 +151,12 @@ class PrefixCache:
             self._host.forget(entry)
         return True
 
+    def clear(self) -> None:
+        """Forget all contents of the device, the latest first. No block of it is in use; the host keeps its own."""
+        for entry in [self._pool.index.entry(block) for block in reversed(list(self._pool.index.blocks))]:
+            assert entry
+            self._pool.forget(entry)
+
     def check(self) -> None:
         """Assert every invariant. For tests and idle moments."""
         for pool in (self._pool, self._host):

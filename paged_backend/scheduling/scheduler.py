@@ -324,6 +324,17 @@ class Scheduler:
         self.slots.fail(plan.loads)
         return ended
 
+    def clear_cache(self) -> None:
+        """Forget all contents of the device's pool and of the state slots. Called while no request is open. Sessions
+        lose their blocks, as after an eviction."""
+        assert not self.has_work and not self._in_flight
+        while self.pins.drop_oldest():
+            pass
+        self.blocks.offload.clear()
+        self.blocks.cache.clear()
+        self.states.finish(self.states.take_copies(), done=False)
+        self.states.checkpoints.clear()
+
     def check(self) -> None:
         """Assert every invariant of the scheduler and the pools. For tests and idle moments."""
         assert sum(group.num_seqs for group in self._requests.running.values()) <= self.max_num_seqs

@@ -81,3 +81,12 @@ class StateCheckpoints:
         slot = self._pinned.pop(name, None)
         if self._pool and slot is not None:
             self._pool.free(slot)
+
+    def clear(self) -> None:
+        """Forget all checkpoints, also those of sessions. No sequence has a slot."""
+        for name in list(self._pinned):
+            self.unpin(name)
+        if self._pool:
+            for entry in [self._pool.index.entry(slot) for slot in self._pool.index.blocks]:
+                assert entry
+                self._pool.forget(entry)

@@ -70,6 +70,7 @@ class SchedulerStats:
     state_checkpoints: int = 0  # state slots of checkpoints, which the prefix cache or sessions keep
     host_state_slots_total: int = 0  # slots of the host for states
     host_state_slots_used: int = 0  # slots of the host that hold states of preempted requests
+    sleeping: bool = False  # whether the memory of the model is released
 
     def idle(self) -> SchedulerStats:
         """Return these statistics with no request open."""

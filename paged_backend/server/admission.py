@@ -1,9 +1,9 @@
 """Admission: reads, checks, tokenizes and queues each request, or rejects it.
 
 A request is rejected, in this order: if the engine does not respond (`Health`); if an input or a sampling parameter is
-invalid; if its session is busy; if the waiting queue is full (`max_queue_size`, `QueueFull`) or its tenant has too many
-open requests (`max_tenant_requests`); if its adapter is unknown, its text is too long, or two parameters exclude each
-other. Its client gets the error; nothing is raised to the server.
+invalid; if its session is busy; if the model is asleep (`ModelAsleep`); if the waiting queue is full (`max_queue_size`,
+`QueueFull`) or its tenant has too many open requests (`max_tenant_requests`); if its adapter is unknown, its text is
+too long, or two parameters exclude each other. Its client gets the error; nothing is raised to the server.
 """
 
 from __future__ import annotations
@@ -171,7 +171,9 @@ class Admission:
             return self._check(channel, arrived, call, sampling, turn)
 
     def _check_capacity(self, sampling: SamplingParams) -> None:
-        """Raise QueueFull if the waiting queue is full, or TenantLimitReached if the tenant's share is."""
+        """Raise ModelAsleep if the model sleeps, QueueFull if the waiting queue is full, or TenantLimitReached if the
+        tenant's share is."""
+        self._engine.sleep_mode.check()
         ended = self.long_prompts.ended_tenants()  # tenants whose text is still in memory
         waiting, tenant = self._engine.waiting + len(ended), sampling.cache_salt
         if self._max_queue_size and waiting >= self._max_queue_size:

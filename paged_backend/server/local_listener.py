@@ -6,12 +6,14 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError, internal_error
 from paged_backend.api.limits import InputLimits
+from paged_backend.engine.sleep_mode import SleepMode, Transition
 from paged_backend.server.channel import Channel, Received
 from paged_backend.server.local_tensors import read_tensors, write_tensors
 from paged_backend.server.tensors import INPUTS
@@ -67,14 +69,17 @@ class Listener:
         input_limits: InputLimits = InputLimits(),
         *,
         record_profile: Callable[[float], dict[str, Any]] | None = None,
+        sleep_mode: SleepMode | None = None,
     ):
         """Open the socket. Raises OSError.
 
         handle: called for each request, on its connection's thread.
         record_profile: returns a profile of these seconds; called on the connection's thread.
+        sleep_mode: puts the engine to sleep and wakes it; called on the connection's thread.
         """
         self._handle = handle
         self.record_profile = record_profile
+        self.sleep_mode = sleep_mode
         self._input_limits = input_limits
         self._socket, self._name = local_socket.listen(model)
         self._peers: set[_Peer] = set()  # guarded by `changed`, like the open requests of each peer
@@ -177,8 +182,9 @@ class _Peer:
         request_id = frame.get("id")
         if not isinstance(request_id, int):
             raise FrameError("a frame without an id")
-        if (seconds := frame.get("profile")) is not None:
-            self._send_profile(request_id, seconds)
+        answers = {"profile": self._record_profile, "sleep": self._sleep, "wake": self._wake}
+        if command := next((name for name in answers if frame.get(name) is not None), None):
+            self._answer(request_id, command, lambda: answers[command](request_id, frame[command]))
             return
         cancel, stop = frame.get("cancel") is True, frame.get("stop") is True
         if cancel or stop:
@@ -193,17 +199,39 @@ class _Peer:
             self.open[request_id] = channel
         self._listener.handle(channel)
 
-    def _send_profile(self, request_id: int, seconds: Any) -> None:
-        """Record a profile and send it. The connection reads no other request meanwhile."""
-        record = self._listener.record_profile
+    def _answer(self, request_id: int, command: str, run: Callable[[], dict[str, Any]]) -> None:
+        """Run a command and send its result. The connection reads no other request meanwhile."""
         try:
-            if record is None or isinstance(seconds, bool) or not isinstance(seconds, int | float):
-                raise RequestError(ErrorCode.INVALID_ARGUMENT, f"profile={seconds!r}: must be a number of seconds")
-            frame: dict[str, Any] = {"profile": record(seconds)}
-            self.send(pack({"id": request_id} | frame, self.connection.max_frame_bytes))
+            self.send(pack({"id": request_id, command: run()}, self.connection.max_frame_bytes))
         except Exception as error:
             failure = error if isinstance(error, RequestError) else internal_error(error)
             self.send(pack({"id": request_id, "error": {"code": failure.code.value, "text": str(failure)}}))
+
+    def _record_profile(self, request_id: int, seconds: Any) -> dict[str, Any]:
+        record = self._listener.record_profile
+        if record is None or isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"profile={seconds!r}: must be a number of seconds")
+        return record(seconds)
+
+    def _sleep(self, request_id: int, seconds: Any) -> dict[str, Any]:
+        mode = self._listener.sleep_mode
+        if mode is None or isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"sleep={seconds!r}: must be a number of seconds")
+
+        def report(open_requests: int) -> None:  # raises OSError, which ends the wait, if the command has ended
+            self.connection.send(pack({"id": request_id, "open": open_requests}))
+
+        return _write_transition(mode.sleep(seconds, report))
+
+    def _wake(self, request_id: int, value: Any) -> dict[str, Any]:
+        mode = self._listener.sleep_mode
+        if mode is None or value is not True:
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"wake={value!r}: must be true")
+        return _write_transition(mode.wake())
+
+
+def _write_transition(transition: Transition) -> dict[str, Any]:
+    return {"changed": transition.changed, "seconds": transition.seconds, "bytes": asdict(transition.memory)}
 
 
 def _received(request: Any) -> Received:

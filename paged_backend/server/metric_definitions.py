@@ -99,6 +99,7 @@ _FAMILIES = (
         " server did not become ready)",
     ),
     Family("paged_sessions", "GAUGE", "Open sessions"),
+    Family("paged_sleeping", "GAUGE", "1 while the memory of the model is released (`paged sleep`), else 0"),
     Family(
         "paged_host_blocks",
         "GAUGE",
@@ -180,7 +181,7 @@ _FAMILIES = (
         "paged_memory_bytes",
         "GAUGE",
         "Memory in use, updated once a second while there is work: cpu (the model's process), gpu (tensors on its GPU;"
-        " with several GPUs of the first process), pinned (host blocks)",
+        " with several GPUs of the first process), pinned (host blocks, and the weights of a model that is asleep)",
     ),
     Family("paged_guessed_tokens_total", "COUNTER", "Draft tokens verified by speculative decoding"),
     Family("paged_accepted_tokens_total", "COUNTER", "Draft tokens accepted by speculative decoding"),

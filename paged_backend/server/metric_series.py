@@ -58,6 +58,7 @@ GAUGES = (
         "state",
         {"total": lambda stats: stats.host_state_slots_total, "used": lambda stats: stats.host_state_slots_used},
     ),
+    Series("paged_sleeping", lambda stats: stats.sleeping),
     Series("paged_disk_tier_up", lambda stats: stats.disk_up),
     Series("paged_disk_blocks", lambda stats: stats.disk_blocks),
     Series("paged_remote_tier_up", lambda stats: stats.remote_up),

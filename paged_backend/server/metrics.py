@@ -67,6 +67,7 @@ class Metrics:
             for kind in MemoryUsage._fields
         ]
         self._measure_memory, self._next_memory = memory, 0.0
+        self._sleeping = False
         self._counters = [factory.metric(counter.family, counter.labels) for counter in COUNTERS]
         self._counted = [0.0] * len(COUNTERS)
         self._finished = {
@@ -112,7 +113,8 @@ class Metrics:
         if stats.steps != self._steps:
             self._step_time.set(int(time.time()))
             self._steps = stats.steps
-        if self._enabled and time.monotonic() >= self._next_memory:
+        changed, self._sleeping = stats.sleeping != self._sleeping, stats.sleeping
+        if self._enabled and (changed or time.monotonic() >= self._next_memory):
             self._next_memory = time.monotonic() + MEMORY_SECONDS
             self._report_memory()
 

@@ -46,6 +46,7 @@ class PoolMapRequests:
                 "cached_tokens_hit": pool.stats.cached_tokens,
                 "preemptions": pool.stats.preemptions,
                 "max_model_len": self._max_model_len,
+                "sleeping": pool.stats.sleeping,
             }
         )
         self._answer_all(lambda channel: channel.send(outputs, final=True))

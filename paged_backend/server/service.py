@@ -112,8 +112,9 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether requests will be answered: the engine's and the responder's threads live and make progress."""
-        return self._health.problem() is None
+        """Whether requests will be answered: the model is awake, and the engine's and the responder's threads live and
+        make progress."""
+        return self._health.problem() is None and self._engine.sleep_mode.problem is None
 
     def submit(self, pb_request: Any) -> None:
         """Handle one request of the server. Returns once it is queued or rejected."""
@@ -152,7 +153,11 @@ class Service:
         """Open the socket for the models of trtllm/; without it the model still serves its own clients."""
         try:
             return Listener(
-                model, self.handle, self._assembly.limits.input_limits, record_profile=self._profiler.record
+                model,
+                self.handle,
+                self._assembly.limits.input_limits,
+                record_profile=self._profiler.record,
+                sleep_mode=self._engine.sleep_mode,
             )
         except OSError as error:
             log.warning("models in front of this one (trtllm/) cannot connect to it: %s", error)

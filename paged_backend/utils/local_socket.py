@@ -1,13 +1,16 @@
 """The local socket of an engine: for other models of the same tritonserver, each of which is its own process, and for
-`paged profile`.
+`paged profile`, `paged sleep` and `paged wake`.
 
 It is a Unix domain socket in a directory that only this user can access, and carries JSON frames.
 
 Frames to the engine:   {"id": 7, "request": {"tensors": {name: [values]}, "parameters": ..., "timeout_us": ...}}
-                        {"id": 7, "profile": seconds}
+                        {"id": 7, "profile": seconds}, {"id": 7, "sleep": seconds to wait for open requests},
+                        {"id": 7, "wake": true}
                         {"id": 7, "cancel": true}, or {"id": 7, "stop": true}, which keeps the output so far
 Frames from the engine: {"id": 7, "outputs": {name: [values]}, "final": false}
                         {"id": 7, "profile": {...}}, see server/profiler.py
+                        {"id": 7, "sleep": {"changed": true, "seconds": ..., "bytes": {"pool": ..., "weights": ...,
+                        "graphs": ...}}}, before it {"id": 7, "open": number of open requests}; "wake" likewise
                         {"id": 7, "error": {"code": "UNAVAILABLE", "text": ...}}, which is final; with
                         "can_retry": true in it another instance may run the request
                         {"unloading": true}: open requests continue, new ones are rejected

@@ -71,7 +71,7 @@ REJECTED = {
     "enable_prompt_adapter": True,
     "enable_prompt_embeds": True,
     "enable_reasoning": True,
-    "enable_sleep_mode": True,
+    "enable_sleep_mode": "sometimes",
     "engine_use_ray": True,
     "eplb_config": {"window_size": 10},
     "fully_sharded_loras": True,

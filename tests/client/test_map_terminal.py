@@ -60,6 +60,10 @@ class TestTerminal:
         recording = Recording(pool_of("1.", state_slots="1c.."))
         assert any("4 state slots: 1 used, 1 checkpoint" in line for line in frame(recording, 72, 40, Style()))
 
+    def test_a_sleeping_model_is_asleep(self):
+        recording = Recording(pool_of("..", sleeping=True))
+        assert any(line.endswith("  asleep") for line in frame(recording, 200, 40, Style()))
+
     @pytest.mark.parametrize("style", STYLES)
     @pytest.mark.parametrize("states", ["1", "12c.p+1", EVERY * 20, EVERY * 7693])
     @pytest.mark.parametrize(("width", "height"), [(1, 1), (5, 3), (16, 6), (20, 10), (40, 24), (80, 24), (200, 60)])

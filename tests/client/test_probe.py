@@ -46,3 +46,13 @@ def test_a_model_that_does_not_generate_is_asked_for_a_pool_map():
     assert client.asked[1:] == [{"timeout": 1.0}]
     with pytest.raises(PagedError, match="the engine died"):
         probe(FakeClient(refusal, map_error=PagedError("INTERNAL", "the engine died")), 1.0)
+
+
+def test_a_model_that_is_asleep_is_asked_for_a_pool_map():
+    """It is not restarted, unless its engine loop does not answer."""
+    asleep = PagedError("UNAVAILABLE", "the model is asleep; wake it with `paged wake`")
+    client = FakeClient(asleep)
+    probe(client, 1.0)
+    assert client.asked[1:] == [{"timeout": 1.0}]
+    with pytest.raises(PagedError, match="the engine died"):
+        probe(FakeClient(asleep, map_error=PagedError("INTERNAL", "the engine died")), 1.0)

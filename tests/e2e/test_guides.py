@@ -68,7 +68,8 @@ class Place:
         """Return the text of a block with these addresses and directories."""
         http, grpc, metrics = (address.rpartition(":")[2] for address in (self.http, self.grpc, self.metrics))
         text = text.replace("/tmp/", f"{self.scratch}/")  # replaced first, because other paths may lie there
-        text = re.sub(r"paged (generate|chat|probe|map|profile)\b(?!.*--url)", r"paged \1 --url localhost:8001", text)
+        reach_server = r"paged (generate|chat|probe|map|profile|sleep|wake)\b(?!.*--url)"
+        text = re.sub(reach_server, r"paged \1 --url localhost:8001", text)
         text = text.replace("localhost:8000", self.http).replace("localhost:8001", self.grpc)
         text = text.replace("localhost:8002", self.metrics).replace("localhost:9000", f"localhost:{self.gateway}")
         text = text.replace("--port 9000", f"--port {self.gateway}")

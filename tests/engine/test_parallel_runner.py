@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from paged_backend.engine.parallel_runner import ParallelRunner
+from paged_backend.engine.model_memory import MemoryCommand
+from paged_backend.engine.parallel_runner import ParallelMemory, ParallelRunner
 from paged_backend.execution.runner import RunnerDied
 from paged_backend.scheduling.block_manager import Copy
 from paged_backend.scheduling.host_offload import BlockTransfer
 from paged_backend.scheduling.plan import Plan
 
-STATE = dict.fromkeys("kv host drafter transfers gqa_group uniform".split())
+STATE = dict.fromkeys("kv host host_states drafter transfers gqa_group uniform".split())
 
 
 class FakeWorkers:
@@ -61,3 +62,15 @@ def test_any_error_ends_the_runner(reason, message):
     step = runner.launch("packed")
     with pytest.raises(RunnerDied, match=message):
         step.result()
+
+
+def test_memory_of_all_ranks_is_released_and_restored():
+    """The other ranks are told first, as they agree with rank 0 whether the memory suffices."""
+    workers = FakeWorkers()
+    of_rank_0 = SimpleNamespace(
+        released="bytes", host_bytes=5, release=lambda: list(workers.sent), restore=lambda: list(workers.sent)
+    )
+    memory = ParallelMemory(of_rank_0, workers)
+    assert (memory.released, memory.host_bytes) == ("bytes", 5)
+    assert memory.release() == [MemoryCommand.RELEASE]
+    assert memory.restore() == [MemoryCommand.RELEASE, MemoryCommand.RESTORE]

@@ -100,6 +100,18 @@ def test_tokens_match_a_single_process(alone, shared, sampling):
     assert one == two == ahead
 
 
+def test_all_ranks_sleep_and_wake(alone, shared):
+    def run(engine):
+        mode, found = engine.engine.sleep_mode, [engine.generate(PROMPTS, max_tokens=8)]
+        for _ in range(2):
+            assert mode.sleep(WAIT).memory == mode.wake().memory
+            found.append(engine.generate(PROMPTS, max_tokens=8))
+        return found
+
+    one, two, ahead = both(alone, shared, run)
+    assert one == two == ahead == [one[0]] * 3
+
+
 def test_logprobs_match_a_single_process(alone, shared):
     def run(engine):
         sampling = {"max_tokens": 6, "logprobs": 2, "prompt_logprobs": 2}

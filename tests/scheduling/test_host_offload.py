@@ -85,3 +85,18 @@ def test_swapped_request_can_be_aborted():
     assert sched.abort(1)
     sched.check()
     assert sched.stats.host_used == 0
+
+
+def test_moves_that_no_step_has_done_are_dropped():
+    """The device's contents are gone, so the host must not find them."""
+    sched = scheduler(num_blocks=8, host=16)
+    finish(sched, ShadowStore(sched, 5), request(0, range(100, 118), max_tokens=3))
+    blocks = sched.blocks
+    taken = blocks.allocate(blocks.num_available)
+    assert blocks.host.index.blocks
+    blocks.free(taken)
+    sched.clear_cache()
+    assert blocks.offload.take_moves_out() == ()
+    assert not blocks.host.index.blocks and not blocks.pool.index.blocks
+    assert not blocks.offload.has_unspilled
+    sched.check()

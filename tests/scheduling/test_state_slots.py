@@ -202,6 +202,31 @@ def test_state_that_waits_for_its_copy_is_not_saved():
     assert [copy.target for copy in slots.take_copies()] == [child.state_slot]
 
 
+def test_cleared_slots_have_no_checkpoints():
+    """Neither those of sessions nor copies that no step has made, whose sources are gone."""
+    slots, one = StateSlots(4, 2, contents=Contents(), block_size=4, caching=True), sequence(0, range(9))
+    slots.assign(one)
+    one.computed = one.committed = 8
+    slots.save(one)
+    slots.finish(slots.take_copies())
+    slots.checkpoints.pin("chat", one)
+    other = sequence(1, range(20, 29))
+    slots.assign(other)
+    other.computed = other.committed = 8
+    slots.save(other)
+    slots.release(one)
+    slots.release(other)
+    slots.finish(slots.take_copies(), done=False)
+    slots.checkpoints.clear()
+    slots.check([])
+    assert slots.take_copies() == ()
+    for two in (one, other):
+        hit = CacheHit((BlockLocation(0, False), BlockLocation(1, False)))
+        assert slots.checkpoints.restrict(hit, two.chain.entries).blocks == ()
+    slots.checkpoints.unpin("chat")
+    slots.check([])
+
+
 def speculating(num_drafts, prompt=7, caching=True):
     """Return slots, a sequence that has computed its prompt, and the slots of its draft tokens."""
     slots = StateSlots(

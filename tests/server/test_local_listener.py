@@ -6,6 +6,9 @@ import pytest
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.limits import InputLimits
+from paged_backend.engine.model_memory import ReleasedMemory
+from paged_backend.engine.sleep_mode import NOTHING, Transition
+from paged_backend.server.local_listener import Listener
 from paged_backend.server.wire.control import write_adapters, write_num_stopped
 from paged_backend.utils import local_socket
 from paged_backend.utils.local_socket import FrameError, pack
@@ -106,3 +109,69 @@ def test_connections_beyond_the_limit_are_rejected_with_a_reason():
     ask(connected())
     engine.next()
     engine.listener.close()
+
+
+class Mode:
+    """A sleep mode that reports an open request until the report fails."""
+
+    def __init__(self):
+        self.calls, self.failed = [], threading.Event()
+
+    def sleep(self, timeout, report):
+        self.calls.append(timeout)
+        try:
+            while timeout:
+                report(1)
+        except OSError:
+            self.failed.set()
+            raise
+        return Transition(True, ReleasedMemory(5, 4, 3), 2.0)
+
+    def wake(self):
+        return NOTHING
+
+
+@pytest.fixture
+def sleeper():
+    """(sleep mode, connection to its engine)"""
+    mode = Mode()
+    listener = Listener("sleeper", print, sleep_mode=mode)
+    yield mode, connected("sleeper")
+    listener.drain(WAIT)
+    listener.close()
+
+
+def test_an_engine_sleeps_and_wakes(sleeper):
+    mode, connection = sleeper
+    frames = connection.frames()
+    connection.send(pack({"id": 1, "sleep": 0}))
+    slept = {"changed": True, "seconds": 2.0, "bytes": {"pool": 5, "weights": 4, "graphs": 3}}
+    assert next(frames) == {"id": 1, "sleep": slept}
+    connection.send(pack({"id": 2, "wake": True}))
+    nothing = {"changed": False, "seconds": 0.0, "bytes": {"pool": 0, "weights": 0, "graphs": 0}}
+    assert next(frames) == {"id": 2, "wake": nothing}
+    assert mode.calls == [0]
+
+
+def test_the_wait_ends_with_the_command(sleeper):
+    mode, connection = sleeper
+    connection.send(pack({"id": 1, "sleep": 60}))
+    assert next(connection.frames()) == {"id": 1, "open": 1}
+    connection.close()
+    assert mode.failed.wait(WAIT)
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ({"sleep": -1}, "sleep=-1: must be a number of seconds"),
+        ({"sleep": "x"}, "sleep='x': must be a number of seconds"),
+        ({"sleep": True}, "sleep=True: must be a number of seconds"),
+        ({"wake": 1}, "wake=1: must be true"),
+    ],
+)
+def test_an_invalid_command_is_rejected(sleeper, command, reason):
+    connection = sleeper[1]
+    connection.send(pack({"id": 1} | command))
+    text = f"INVALID_ARGUMENT: {reason}"
+    assert next(connection.frames()) == {"id": 1, "error": {"code": "INVALID_ARGUMENT", "text": text}}

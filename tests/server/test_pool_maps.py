@@ -49,6 +49,7 @@ def test_every_caller_gets_next_pool_map_once(responder):
             "cached_tokens_hit": 5,
             "preemptions": 0,
             "max_model_len": 256,
+            "sleeping": False,
         }
     responder.request_pool_map(late.channel())
     responder.emit(POOL)

@@ -1,9 +1,12 @@
 """A service answers each request on its own."""
 
+import json
+
+from paged_backend.api.errors import ASLEEP
 from tests.support.callers import Caller
-from tests.support.service_calls import (
-    outcomes,
-)
+from tests.support.in_process import WAIT
+from tests.support.service_calls import ask, finish, outcomes
+from tests.support.waiting import until
 
 
 def test_an_internal_error_while_reading_fails_only_that_request(serve, monkeypatch):
@@ -17,3 +20,44 @@ def test_an_internal_error_while_reading_fails_only_that_request(serve, monkeypa
     assert broken.empty()
     assert before.all() and after.all()
     assert sorted(ended)[0] == "error" and len(ended) == 3
+
+
+def test_a_sleeping_model_is_not_ready_and_rejects_requests(serve, monkeypatch):
+    ended, service = outcomes(monkeypatch), serve()
+    mode = service._engine.sleep_mode
+    assert finish(ask(service)) == ("length", 9)
+    assert service.ready
+    mode.sleep(WAIT)
+    assert not service.ready
+    assert ask(service).answer() == f"Error generating stream: UNAVAILABLE: {ASLEEP}"
+    assert "must be" in ask(service, max_tokens=-1).answer(), "an invalid request needs no model"
+    embedding = Caller(embedding_request='{"input": "x"}')
+    service.submit(embedding)
+    assert "`paged wake`" in embedding.rejection()
+    until(lambda: len(ended) == 4)
+    assert sorted(ended) == ["length", "refused", "refused", "refused"]
+    mode.wake()
+    assert service.ready
+    assert finish(ask(service)) == ("length", 9)
+
+
+def test_a_sleeping_model_answers_control_requests_and_ends_sessions(serve):
+    """A session that began before continues after waking."""
+    service = serve()
+    mode = service._engine.sleep_mode
+    own = {"correlation_id": 7, "flags": 1}
+    assert finish(ask(service, own=own)) == ("length", 9)
+    mode.sleep(WAIT)
+    pool = Caller(pool_map=True)
+    service.submit(pool)
+    (found,) = pool.all()
+    assert json.loads(found["pool_map"][0])["sleeping"] is True
+    assert "`paged wake`" in ask(service, own=own | {"flags": 0}).answer()
+    mode.wake()
+    assert finish(ask(service, own=own | {"flags": 0})) == ("length", 9)
+    mode.sleep(WAIT)
+    end = Caller()
+    end.correlation_id, end.flags = lambda: 7, lambda: 2
+    service.submit(end)
+    assert end.all()
+    mode.wake()

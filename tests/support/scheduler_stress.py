@@ -336,6 +336,12 @@ class StressTest:
         for name in ("recomputed", "swapped", "cached_tokens", "host_tokens", "evictions", "copies", "moves_out",
                      "moves_in", "draft_tokens", "accepted_tokens", "blocks_pinned"):  # fmt: skip
             self.seen[name] += getattr(stats, name)
+        if self.rnd.random() < 0.5:
+            self.sched.clear_cache()
+            self.sched.check()
+            assert blocks.pool.num_free == self.num_blocks
+            assert blocks.host is None or blocks.host.num_used == 0
+            return
         while self.sched.pins.drop_oldest():
             self.sched.check()
         assert blocks.num_used == 0

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paged_backend.utils import local_socket
-from paged_backend.utils.local_socket import LONGEST_PROFILE, Connection, FrameError, pack
+from paged_backend.utils.local_socket import LONGEST_PROFILE
 from paged_client.commands.arguments import EXIT_ERROR, seconds
+from paged_client.commands.local_server import find_sockets, run_command
 from paged_client.session import UsageError
-from paged_client.types import PagedError
 
 TRACE_BYTES = 1 << 30  # maximum size of a received profile
 SHOWN = 8  # functions of a thread, and threads of the server, in the tables
 THREADS = ("engine", "responder")  # those whose functions are shown; the trace has all
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
 FUNCTIONS_BELOW = 0.005  # share of time below which a function is not shown
 
 
@@ -45,7 +40,7 @@ def profile(args: argparse.Namespace) -> int:
     if args.seconds > LONGEST_PROFILE:
         raise UsageError(f"--seconds {args.seconds:g}: must be at most {LONGEST_PROFILE:g}")
     _check_output(args.output)
-    socket = _socket(args.model, args.url)
+    socket = min(find_sockets(args.model, args.url))
     print(f"recording for {args.seconds:g} s", file=sys.stderr)
     found = _record(socket, args.seconds)
     print("\n".join(report(found)))
@@ -71,59 +66,10 @@ def _check_output(path: Path) -> None:
         raise UsageError(f"--output {path}: {error.strerror}") from None
 
 
-def _socket(model: str, url: str | None) -> str:
-    """Return the name of the socket of the model's first instance. Raises UsageError unless exactly one server fits."""
-    servers = local_socket.servers(model)
-    if url is not None:
-        servers = [server for server in servers if _local_port(url) in _ports(server)]
-    if not servers:
-        where = f" at {url}" if url else ""
-        raise UsageError(
-            f"no server of this user on this machine serves {model}{where}; in a container, run the command there"
-        )
-    if len(servers) > 1:
-        raise UsageError(f"--url: missing; {len(servers)} servers on this machine serve {model}")
-    return min(local_socket.find(model, servers[0]))
-
-
-def _local_port(url: str) -> int:
-    host, _, number = url.removeprefix("http://").rpartition(":")
-    if host not in LOCAL_HOSTS or not number.isdecimal():
-        raise UsageError(f"--url {url}: must be HOST:PORT with one of the hosts {', '.join(LOCAL_HOSTS)}")
-    return int(number)
-
-
-def _ports(pid: int) -> set[int]:
-    """Return the TCP ports on which a process of this user listens."""
-    process, sockets, lines = Path(f"/proc/{pid}"), set(), []
-    with suppress(OSError):  # the process has ended
-        for link in (process / "fd").iterdir():
-            with suppress(OSError):  # the file was closed
-                sockets.add(os.readlink(link))
-        for kind in ("tcp", "tcp6"):
-            lines += [line.split() for line in (process / "net" / kind).read_text().splitlines()]
-    listening = (fields for fields in lines if fields[3] == LISTEN and f"socket:[{fields[9]}]" in sockets)
-    return {int(fields[1].rpartition(":")[2], 16) for fields in listening}
-
-
 def _record(name: str, length: float) -> dict[str, Any]:
     """Return the server's profile. Raises PagedError."""
-    connection = Connection(local_socket.connect(name), TRACE_BYTES)
-    try:
-        connection.send(pack({"id": 1, "profile": length}))
-        for frame in connection.frames():
-            if "profile" in frame:
-                found: dict[str, Any] = frame["profile"]
-                return found
-            if error := frame.get("error"):
-                raise PagedError(error["code"], error["text"].removeprefix(f"{error['code']}: "))
-            if "refused" in frame:
-                raise PagedError("UNAVAILABLE", frame["refused"])
-    except (OSError, FrameError) as error:
-        raise PagedError("UNAVAILABLE", str(error)) from None
-    finally:
-        connection.close()
-    raise PagedError("UNAVAILABLE", "the server has closed the connection")
+    found: dict[str, Any] = next(run_command(name, {"profile": length}, TRACE_BYTES))["profile"]
+    return found
 
 
 def report(found: dict[str, Any]) -> list[str]:

@@ -61,6 +61,12 @@ def populate_pages(memory: Tensor, start: int, end: int) -> None:
         _advise(memory, start, end, mmap.PAGESIZE, MADV_POPULATE_WRITE)
 
 
+def release_pages(memory: Tensor) -> None:
+    """Give the whole pages of CPU memory back to the system, which provides zeros when they are used again."""
+    if sys.platform == "linux":
+        _advise(memory, 0, memory.nbytes, mmap.PAGESIZE, mmap.MADV_DONTNEED)
+
+
 def _advise(memory: Tensor, start: int, end: int, page: int, advice: int) -> None:
     """Call madvise for the whole pages of a range of CPU memory."""
     if memory.device.type != "cpu":

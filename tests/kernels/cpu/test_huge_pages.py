@@ -1,5 +1,6 @@
 """Memory in huge pages, as far as the system shows what was requested."""
 
+import mmap
 import re
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paged_kernels.cpu.huge_pages import CHUNK, HUGE_PAGE, HugePageAllocator, request_huge_pages
+from paged_kernels.cpu.huge_pages import CHUNK, HUGE_PAGE, HugePageAllocator, release_pages, request_huge_pages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only on Linux")
 
@@ -48,3 +49,13 @@ def test_allocated_copies_are_in_huge_pages(size):
 
 def test_copies_of_nothing():
     assert HugePageAllocator().copy(torch.empty(3, 0)).shape == (3, 0)
+
+
+def test_released_pages_are_zeros():
+    """Bytes of pages that the memory shares with other memory keep their content."""
+    memory = torch.full((4 * HUGE_PAGE + 100,), 7, dtype=torch.uint8)
+    part = memory[50:-50]
+    release_pages(part)
+    assert part[mmap.PAGESIZE : -mmap.PAGESIZE].count_nonzero() == 0
+    assert memory[:50].eq(7).all() and memory[-50:].eq(7).all()
+    assert part.fill_(3).eq(3).all()
