@@ -71,7 +71,7 @@ def test_activations_are_rounded(option, dtype, rounded, tmp_path, caplog):
     write_checkpoint(tmp_path / "model", CONFIG, "awq-32")
     assembly = tiny_assembly(tmp_path / "model", dtype=dtype, quantized_activations=option)
     assert "all 14 quantized weights stay quantized" in caplog.text
-    weights = [weight for layer in assembly.loaded.model.model.layers for weight in layer.forward.weights]
+    weights = [one.weight for layer in assembly.loaded.model.model.layers for one in layer.forward.projections]
     assert [weight.packed.int8_rows for weight in weights] == [rounded] * len(weights)
 
 

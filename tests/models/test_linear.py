@@ -207,7 +207,7 @@ def test_activations_of_16_bits_are_rounded_for_int8_weights(tiny, dtype, rounde
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     assembly = tiny_assembly(tiny[0], dtype=dtype, quantization="int8", quantized_activations="auto")
     layers = assembly.loaded.model.model.layers
-    assert {weight.packed.int8_rows for layer in layers for weight in layer.forward.weights} == {rounded}
+    assert {one.weight.packed.int8_rows for layer in layers for one in layer.forward.projections} == {rounded}
 
 
 def test_quantized_activations_without_quantized_weights_are_logged(tiny, caplog):
