@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.utils.worker import CallTimeout, call_with_timeout
-
-if TYPE_CHECKING:
-    pass
 
 CONNECT_SECONDS = 2.0  # limit of `connect`, which looks up the host's name and exchanges certificates
 
