@@ -81,7 +81,7 @@ def round_activations(module, arguments):
 class NoisyWeights:
     """A quantizer whose weights of files differ from the model's by some noise."""
 
-    description, bits = "noisy weights", None
+    description, bits, int8_rows = "noisy weights", None, False
 
     def __init__(self, noise):
         self.noise, self.replaced = noise, []
