@@ -15,6 +15,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import BUILT_IN
 from paged_backend.api.limits import ClassificationSpec, EmbeddingSpec, SamplingDefaults
 from paged_backend.loading import model_files
+from paged_backend.loading.architectures import check_architecture
 from paged_backend.loading.classifier import is_classifier, load_classifier
 from paged_backend.loading.generation_config import read_sampling_defaults
 from paged_backend.loading.gguf_weights import GgufWeights
@@ -100,6 +101,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     """
     path = find_files(config.model, root, config, config.revision)
     hf_config = read_config(config, path)
+    check_architecture(path, hf_config)
     tensor_parallel.check_model(config, hf_config)
     model_files.check_config(path, hf_config)
     check_method(config, hf_config, path, device)
@@ -154,7 +156,9 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
 
 def check_model(config: EngineConfig, root: Path) -> None:
     """Raise ConfigError for a model that `load` would refuse before reading any weights."""
-    hf_config = read_config(config, find_files(config.model, root, config, config.revision))
+    path = find_files(config.model, root, config, config.revision)
+    hf_config = read_config(config, path)
+    check_architecture(path, hf_config)
     tensor_parallel.check_model(config, hf_config)
 
 
