@@ -89,7 +89,7 @@ def check_weights(model_path: Path, *, quantized: bool) -> WeightTotals:
     Raises ConfigError for files that are truncated, do not match their index, or contain dtypes that are not weights.
     """
     if model_path.suffix == GGUF:
-        return _check_gguf(model_path)
+        return check_gguf(model_path)
     if (model_path / ADAPTER).exists():
         raise ConfigError(
             f"{model_path / ADAPTER}: adapters belong in multi_lora.json and not in a model; merge or remove it"
@@ -212,7 +212,8 @@ def _header(path: Path, quantized: bool) -> Iterator[tuple[str, int]]:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _check_gguf(path: Path) -> WeightTotals:
+def check_gguf(path: Path) -> WeightTotals:
+    """Return the totals of a GGUF file. Raises ConfigError if it is truncated, damaged or of another format."""
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -223,7 +224,9 @@ def _check_gguf(path: Path) -> WeightTotals:
         spans = [(int(t.data_offset), int(t.data_offset + t.n_bytes)) for t in tensors]
         elements = sum(int(t.n_elements) for t in tensors)
     except Exception as error:  # e.g. reads past the end, invalid counts or types
-        raise ConfigError(f"{path}: not a valid GGUF file: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path}: is truncated, damaged or no GGUF file: {error}") from error
+    if not tensors:
+        raise ConfigError(f"{path}: contains no tensors")
     size = path.stat().st_size
     for tensor, (_, end), (start, _) in zip(tensors, spans, [*spans[1:], (size, size)], strict=True):
         if tensor.tensor_type.name in ("I8", "I16", "I32", "I64"):
