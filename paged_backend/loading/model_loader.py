@@ -16,7 +16,7 @@ from paged_backend.api.generation_defaults import BUILT_IN
 from paged_backend.api.limits import ClassificationSpec, EmbeddingSpec, SamplingDefaults
 from paged_backend.loading import model_files
 from paged_backend.loading.architectures import check_architecture
-from paged_backend.loading.classifier import is_classifier, load_classifier
+from paged_backend.loading.classifier import check_speculation, is_classifier, load_classifier
 from paged_backend.loading.generation_config import read_sampling_defaults
 from paged_backend.loading.gguf_weights import GgufWeights
 from paged_backend.loading.model_files import GGUF
@@ -102,6 +102,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     path = find_files(config.model, root, config, config.revision)
     hf_config = read_config(config, path)
     check_architecture(path, hf_config)
+    check_speculation(config, hf_config)
     tensor_parallel.check_model(config, hf_config)
     model_files.check_config(path, hf_config)
     check_method(config, hf_config, path, device)
@@ -159,6 +160,7 @@ def check_model(config: EngineConfig, root: Path) -> None:
     path = find_files(config.model, root, config, config.revision)
     hf_config = read_config(config, path)
     check_architecture(path, hf_config)
+    check_speculation(config, hf_config)
     tensor_parallel.check_model(config, hf_config)
 
 
@@ -205,6 +207,7 @@ def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: Mo
         config,
         model=config.speculative_model,
         speculative_model=None,
+        num_speculative_tokens=0,
         dtype=str(spec.dtype).removeprefix("torch."),
         revision=None,
         tokenizer=None,
@@ -220,6 +223,8 @@ def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: Mo
         draft = load(options, root, device)
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from error
+    if not draft.spec.generates:
+        raise ConfigError(f"{field}: only classifies, without an output layer; a draft model must generate tokens")
     if draft.spec.states:
         raise ConfigError(f"{field}: {type(draft.model).__name__} has recurrent layers; a draft model must have none")
     if draft.spec.vocab_size != spec.vocab_size:

@@ -126,6 +126,19 @@ def test_tokens_of_a_model_with_a_head_are_refused(tmp_path):
         tiny_assembly(tmp_path, classifier_from_token=["n", "y"])
 
 
+def test_draft_tokens_of_a_model_that_only_classifies_are_refused(tmp_path):
+    save_classifier(tmp_path)
+    problem = r'num_speculative_tokens=2: \["Qwen3ForSequenceClassification"\] only classifies .*; leave it out'
+    with pytest.raises(ConfigError, match=problem):
+        tiny_assembly(tmp_path, num_speculative_tokens=2)
+
+
+def test_a_draft_model_that_only_classifies_is_refused(tiny, tmp_path):
+    save_classifier(tmp_path)
+    with pytest.raises(ConfigError, match=rf'^speculative_model="{tmp_path}": only classifies'):
+        tiny_assembly(tiny[0], speculative_model=str(tmp_path), num_speculative_tokens=2)
+
+
 def test_a_model_that_scales_its_logits_is_refused(tmp_path):
     save_tiny(CohereConfig(**SIZES, logit_scale=0.3), tmp_path)
     with pytest.raises(ConfigError, match="CohereForCausalLM changes its logits after the output layer"):
