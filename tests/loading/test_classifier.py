@@ -110,9 +110,10 @@ def test_two_tokens_of_a_generating_model_classify(tiny, prompts):
     ("value", "reason"),
     [
         (["yes", "n"], r'"yes" is 3 tokens; must be one'),
-        (["y"], "must be a list of two tokens"),
-        (["", "y"], "must be a list of two tokens"),
-        ("y", "must be a list of two tokens"),
+        (["y"], "must be a list of two different tokens"),
+        (["n", "n"], "must be a list of two different tokens"),
+        (["", "y"], "must be a list of two different tokens"),
+        ("y", "must be a list of two different tokens"),
     ],
 )
 def test_invalid_tokens_are_refused(tiny, value, reason):
