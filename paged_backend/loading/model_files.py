@@ -37,6 +37,7 @@ MAX_POSITIONS = 2**31 - 1
 SLACK = 2
 _SHARD = re.compile(r"(.+)-\d+-of-\d+\.safetensors")
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # dtypes of weights that are not quantized
+_GGUF_FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 _SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -46,6 +47,7 @@ class WeightTotals(NamedTuple):
     num_tensors: int
     num_elements: int
     num_bytes: int
+    is_quantized: bool = False  # of a GGUF file: whether it has quantized weights
 
 
 def check_text_files(directory: Path) -> None:
@@ -235,7 +237,8 @@ def check_gguf(path: Path) -> WeightTotals:
             raise ConfigError(
                 f"{path}: {tensor.name}: ends at byte {end}; the next tensor or end of file is at {start}"
             )
-    return WeightTotals(len(tensors), elements, size)
+    is_quantized = any(tensor.tensor_type.name not in _GGUF_FLOAT_TYPES for tensor in tensors)
+    return WeightTotals(len(tensors), elements, size, is_quantized)
 
 
 def check_config(model_path: Path, config: PretrainedConfig) -> None:
