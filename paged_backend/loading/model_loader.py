@@ -73,7 +73,9 @@ class ModelSpec:
     embedding: EmbeddingSpec | None = None  # None: the model does not support embeddings
     classification: ClassificationSpec | None = None  # None: the model does not classify
     generates: bool = True  # False: the model only classifies
-    weight_format: str | None = None  # of weights that stay quantized as in the files: "AWQ"; None: others
+    weight_format: str | None = (
+        None  # of weights that are quantized by option ("int8") or in the files ("AWQ"); None: others
+    )
     states: tuple[StateShape, ...] = ()  # of the recurrent layers
 
 
@@ -170,15 +172,16 @@ def _verify(
     """Verify the model with the weights that it will run with: rounded if requested, otherwise on a CPU the quantized
     ones of its files.
 
-    Returns the KV cache shapes of its layers, and the format of weights that stay quantized as in the files.
+    Returns the KV cache shapes of its layers, and the format of quantized weights, if there are any.
     """
     quantizer: Quantizer | None = None
-    keeper = None
+    keeper = rounder = None
     if stored:
         int8_rows = rounds_activations(config, model.dtype)
         keeper = StoredQuantizer(stored, model, *tensor_parallel.rank_and_size(), int8_rows=int8_rows)
     if spec := quantization_spec(config, model.dtype):
-        quantizer, keeper = WeightQuantizer(spec, model), None
+        quantizer = rounder = WeightQuantizer(spec, model)
+        keeper = None
     elif keeper and model.device.type == "cpu" and native.levels():
         quantizer = keeper
     if quantizer is None and config.quantized_activations == "int8" and model.device.type == "cpu":
@@ -187,6 +190,8 @@ def _verify(
         layers = verify_model(model, block_size=config.block_size, kv_dtype=kv_dtype, quantizer=quantizer)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from error
+    if rounder:
+        return layers, rounder.log_rounded()
     return layers, keeper.log_widened() if keeper else None
 
 
