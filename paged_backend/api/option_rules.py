@@ -49,6 +49,11 @@ RULES = (
         "has no effect without quantization; set both",
     ),
     Rule(
+        "max_state_checkpoints",
+        lambda config: config.max_state_checkpoints and not config.enable_prefix_caching,
+        "has no effect with enable_prefix_caching=false; leave one of them out",
+    ),
+    Rule(
         "enable_lora",
         lambda config: config.enable_lora and config.tensor_parallel_size > 1,
         "not supported with tensor_parallel_size={config.tensor_parallel_size}; leave one of them out",

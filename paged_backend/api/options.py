@@ -88,7 +88,7 @@ def text(value: Any) -> str | None:
 
 def two_tokens(value: Any) -> str | None:
     is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(text(one) is None for one in value)
-    return None if is_pair else 'must be a list of two tokens like ["no", "yes"]'
+    return None if is_pair and value[0] != value[1] else 'must be a list of two different tokens like ["no", "yes"]'
 
 
 def http_url(value: Any) -> str | None:

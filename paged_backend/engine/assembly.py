@@ -142,7 +142,8 @@ def _assemble(
     if config.swap_space == 0 or (config.swap_space is None and on_cpu):
         for name in ("disk_cache_dir", "remote_cache_url"):
             if getattr(config, name):
-                raise invalid_option(name, getattr(config, name), "needs a host pool; set swap_space as well")
+                problem = "needs a host pool; set swap_space as well, or leave it out for a model with recurrent layers"
+                raise invalid_option(name, getattr(config, name), problem)
     adapters = AdapterListFile(adapter_list) if config.enable_lora else None
     publisher = None
     with ExitStack() as failure:  # what to undo if the engine is not assembled

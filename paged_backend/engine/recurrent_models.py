@@ -30,10 +30,16 @@ EXCLUDED: dict[str, Callable[[EngineConfig], bool]] = {
 
 
 def check_options(config: EngineConfig, loaded: LoadedModel) -> None:
-    """Raise ConfigError for an option that was set and that the model's recurrent layers do not support."""
-    if not loaded.spec.states:
-        return
+    """Raise ConfigError for an option that was set and that the model's recurrent layers do not support.
+
+    Logs an option that has no effect without recurrent layers.
+    """
     name = type(loaded.model).__name__
+    if not loaded.spec.states:
+        if config.max_state_checkpoints is not None:
+            count = config.max_state_checkpoints
+            log.warning("max_state_checkpoints=%d has no effect: %s has no recurrent layers", count, name)
+        return
     for option, is_set in EXCLUDED.items():
         if is_set(config):
             problem = f"not supported for {name}, which has recurrent layers; leave it out"

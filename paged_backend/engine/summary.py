@@ -45,7 +45,7 @@ def summary(config: EngineConfig, prepared: PreparedModel) -> list[str]:
         f"Model: {_describe_model(config.model, loaded)}",
         f"Device: {_describe_device(config, device)}",
         f"Kernels: {_kernels(prepared)}",
-        f"Data types: weights {_weights_type(config, loaded)}, KV cache {_name_of(loaded.spec.kv_dtype)}",
+        f"Data types: weights {_weights_type(loaded)}, KV cache {_name_of(loaded.spec.kv_dtype)}",
         f"Context length: {_context_length(loaded)}",
         f"KV cache: {_kv_cache(config, prepared)}",
     ]
@@ -85,11 +85,11 @@ def _kernels(prepared: PreparedModel) -> str:
     return f"Triton, {'CUDA graphs' if prepared.runner.has_graphs else 'no CUDA graphs'}"
 
 
-def _weights_type(config: EngineConfig, loaded: LoadedModel) -> str:
+def _weights_type(loaded: LoadedModel) -> str:
     quantization = getattr(loaded.model.config, "quantization_config", None)
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     method = method or getattr(quantization, "quant_method", None)
-    quantized = config.quantization or loaded.spec.weight_format or getattr(method, "value", method)
+    quantized = loaded.spec.weight_format or getattr(method, "value", method)
     name = _name_of(loaded.spec.dtype)
     return f"{quantized} (activations {name})" if quantized else name
 

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import ClassificationSpec
+from paged_backend.api.options import invalid_option
 from paged_backend.loading.model_files import CONFIG, read_tensor
 from paged_backend.models.hidden_states import record_hidden_states
 
@@ -24,6 +25,13 @@ TOLERANCE = 0.02  # of the difference of two logits, relative to the largest log
 def is_classifier(hf_config: PretrainedConfig) -> bool:
     """Return whether the files hold a model for sequence classification."""
     return any(name.endswith("ForSequenceClassification") for name in hf_config.architectures or ())
+
+
+def check_speculation(config: EngineConfig, hf_config: PretrainedConfig) -> None:
+    """Raise ConfigError for draft tokens of a model that only classifies."""
+    if config.num_speculative_tokens and is_classifier(hf_config):
+        problem = f"{json.dumps(list(hf_config.architectures or ()))} only classifies and generates no tokens"
+        raise invalid_option("num_speculative_tokens", config.num_speculative_tokens, f"{problem}; leave it out")
 
 
 def as_decoder(hf_config: PretrainedConfig) -> PretrainedConfig:

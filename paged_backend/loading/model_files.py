@@ -37,6 +37,7 @@ MAX_POSITIONS = 2**31 - 1
 SLACK = 2
 _SHARD = re.compile(r"(.+)-\d+-of-\d+\.safetensors")
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # dtypes of weights that are not quantized
+_GGUF_FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 _SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -46,6 +47,7 @@ class WeightTotals(NamedTuple):
     num_tensors: int
     num_elements: int
     num_bytes: int
+    is_quantized: bool = False  # of a GGUF file: whether it has quantized weights
 
 
 def check_text_files(directory: Path) -> None:
@@ -89,7 +91,7 @@ def check_weights(model_path: Path, *, quantized: bool) -> WeightTotals:
     Raises ConfigError for files that are truncated, do not match their index, or contain dtypes that are not weights.
     """
     if model_path.suffix == GGUF:
-        return _check_gguf(model_path)
+        return check_gguf(model_path)
     if (model_path / ADAPTER).exists():
         raise ConfigError(
             f"{model_path / ADAPTER}: adapters belong in multi_lora.json and not in a model; merge or remove it"
@@ -212,7 +214,8 @@ def _header(path: Path, quantized: bool) -> Iterator[tuple[str, int]]:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _check_gguf(path: Path) -> WeightTotals:
+def check_gguf(path: Path) -> WeightTotals:
+    """Return the totals of a GGUF file. Raises ConfigError if it is truncated, damaged or of another format."""
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -223,7 +226,9 @@ def _check_gguf(path: Path) -> WeightTotals:
         spans = [(int(t.data_offset), int(t.data_offset + t.n_bytes)) for t in tensors]
         elements = sum(int(t.n_elements) for t in tensors)
     except Exception as error:  # e.g. reads past the end, invalid counts or types
-        raise ConfigError(f"{path}: not a valid GGUF file: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path}: is truncated, damaged or no GGUF file: {error}") from error
+    if not tensors:
+        raise ConfigError(f"{path}: contains no tensors")
     size = path.stat().st_size
     for tensor, (_, end), (start, _) in zip(tensors, spans, [*spans[1:], (size, size)], strict=True):
         if tensor.tensor_type.name in ("I8", "I16", "I32", "I64"):
@@ -232,7 +237,8 @@ def _check_gguf(path: Path) -> WeightTotals:
             raise ConfigError(
                 f"{path}: {tensor.name}: ends at byte {end}; the next tensor or end of file is at {start}"
             )
-    return WeightTotals(len(tensors), elements, size)
+    is_quantized = any(tensor.tensor_type.name not in _GGUF_FLOAT_TYPES for tensor in tensors)
+    return WeightTotals(len(tensors), elements, size, is_quantized)
 
 
 def check_config(model_path: Path, config: PretrainedConfig) -> None:

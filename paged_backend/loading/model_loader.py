@@ -15,7 +15,8 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import BUILT_IN
 from paged_backend.api.limits import ClassificationSpec, EmbeddingSpec, SamplingDefaults
 from paged_backend.loading import model_files
-from paged_backend.loading.classifier import is_classifier, load_classifier
+from paged_backend.loading.architectures import check_architecture
+from paged_backend.loading.classifier import check_speculation, is_classifier, load_classifier
 from paged_backend.loading.generation_config import read_sampling_defaults
 from paged_backend.loading.gguf_weights import GgufWeights
 from paged_backend.loading.model_files import GGUF
@@ -72,7 +73,9 @@ class ModelSpec:
     embedding: EmbeddingSpec | None = None  # None: the model does not support embeddings
     classification: ClassificationSpec | None = None  # None: the model does not classify
     generates: bool = True  # False: the model only classifies
-    weight_format: str | None = None  # of weights that stay quantized as in the files: "AWQ"; None: others
+    weight_format: str | None = (
+        None  # of weights that are quantized by option ("int8") or in the files ("AWQ"); None: others
+    )
     states: tuple[StateShape, ...] = ()  # of the recurrent layers
 
 
@@ -100,6 +103,8 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     """
     path = find_files(config.model, root, config, config.revision)
     hf_config = read_config(config, path)
+    check_architecture(path, hf_config)
+    check_speculation(config, hf_config)
     tensor_parallel.check_model(config, hf_config)
     model_files.check_config(path, hf_config)
     check_method(config, hf_config, path, device)
@@ -154,7 +159,10 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
 
 def check_model(config: EngineConfig, root: Path) -> None:
     """Raise ConfigError for a model that `load` would refuse before reading any weights."""
-    hf_config = read_config(config, find_files(config.model, root, config, config.revision))
+    path = find_files(config.model, root, config, config.revision)
+    hf_config = read_config(config, path)
+    check_architecture(path, hf_config)
+    check_speculation(config, hf_config)
     tensor_parallel.check_model(config, hf_config)
 
 
@@ -164,15 +172,16 @@ def _verify(
     """Verify the model with the weights that it will run with: rounded if requested, otherwise on a CPU the quantized
     ones of its files.
 
-    Returns the KV cache shapes of its layers, and the format of weights that stay quantized as in the files.
+    Returns the KV cache shapes of its layers, and the format of quantized weights, if there are any.
     """
     quantizer: Quantizer | None = None
-    keeper = None
+    keeper = rounder = None
     if stored:
         int8_rows = rounds_activations(config, model.dtype)
         keeper = StoredQuantizer(stored, model, *tensor_parallel.rank_and_size(), int8_rows=int8_rows)
     if spec := quantization_spec(config, model.dtype):
-        quantizer, keeper = WeightQuantizer(spec, model), None
+        quantizer = rounder = WeightQuantizer(spec, model)
+        keeper = None
     elif keeper and model.device.type == "cpu" and native.levels():
         quantizer = keeper
     if quantizer is None and config.quantized_activations == "int8" and model.device.type == "cpu":
@@ -181,6 +190,8 @@ def _verify(
         layers = verify_model(model, block_size=config.block_size, kv_dtype=kv_dtype, quantizer=quantizer)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from error
+    if rounder:
+        return layers, rounder.log_rounded()
     return layers, keeper.log_widened() if keeper else None
 
 
@@ -201,6 +212,7 @@ def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: Mo
         config,
         model=config.speculative_model,
         speculative_model=None,
+        num_speculative_tokens=0,
         dtype=str(spec.dtype).removeprefix("torch."),
         revision=None,
         tokenizer=None,
@@ -216,6 +228,8 @@ def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: Mo
         draft = load(options, root, device)
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from error
+    if not draft.spec.generates:
+        raise ConfigError(f"{field}: only classifies, without an output layer; a draft model must generate tokens")
     if draft.spec.states:
         raise ConfigError(f"{field}: {type(draft.model).__name__} has recurrent layers; a draft model must have none")
     if draft.spec.vocab_size != spec.vocab_size:

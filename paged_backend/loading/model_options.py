@@ -12,6 +12,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EmbeddingSpec
 from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES
+from paged_backend.loading.model_files import GGUF, check_gguf
 from paged_backend.loading.quantized_checkpoint import is_dequantized
 from paged_backend.models import rope
 from paged_backend.models.quantization import QuantizationSpec
@@ -82,10 +83,17 @@ def check_quantization(config: EngineConfig, hf_config: PretrainedConfig, path: 
         reason = 'only supported on a CPU; leave it out, or set device="cpu"'
     elif not native.levels():
         reason = "requires the CPU kernels, which have not been compiled; run: python -m paged_kernels.cpu.build"
-    elif getattr(hf_config, "quantization_config", None) and not is_dequantized(hf_config, path):
+    elif _has_quantized_weights(config, hf_config, path):
         reason = "the model's weights are quantized already; leave it out"
     if reason:
         raise ConfigError(f"quantization={json.dumps(config.quantization)}: {reason}")
+
+
+def _has_quantized_weights(config: EngineConfig, hf_config: PretrainedConfig, path: Path) -> bool:
+    """Return whether weights are quantized that are not dequantized when they are loaded. Raises ConfigError."""
+    if path.suffix == GGUF:
+        return config.load_format != "dummy" and check_gguf(path).is_quantized
+    return bool(getattr(hf_config, "quantization_config", None)) and not is_dequantized(hf_config, path)
 
 
 def rounds_activations(config: EngineConfig, dtype: torch.dtype) -> bool:

@@ -18,7 +18,8 @@ def find_files(name: str, root: Path, config: EngineConfig, revision: str | None
     """Return the directory or GGUF file of a model or tokenizer. Raises ConfigError.
 
     A relative path is looked up in `root` and then in the working directory. Anything else is the name of a repository
-    on the Hugging Face hub, which is downloaded in the given revision if it is not in the cache.
+    on the Hugging Face hub, which is downloaded in the given revision if it is not in the cache, unless it ends like a
+    GGUF file.
     """
     candidates = possible_paths(name, root)
     for path in candidates:
@@ -26,12 +27,11 @@ def find_files(name: str, root: Path, config: EngineConfig, revision: str | None
             return path
         if path.suffix == GGUF and path.is_file():
             return path
-    if not any(path.exists() for path in candidates) and HUB_NAME.fullmatch(name):
+    found = next((path for path in candidates if path.exists()), None)
+    if found is None and HUB_NAME.fullmatch(name) and not name.endswith(GGUF):
         return _download(name, config, revision)
-    raise ConfigError(
-        f"model={json.dumps(name)}: no config.json in {candidates[0]}; give a Hugging Face model directory, or a"
-        f" {GGUF} file"
-    )
+    problem = f"{candidates[0]} does not exist" if found is None else f"no config.json in {found}"
+    raise ConfigError(f"model={json.dumps(name)}: {problem}; give a Hugging Face model directory, or a {GGUF} file")
 
 
 def possible_paths(name: str, root: Path) -> list[Path]:
@@ -71,4 +71,7 @@ def read_config(config: EngineConfig, path: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(**source_arguments(path), trust_remote_code=config.trust_remote_code)
     except Exception as error:  # e.g. invalid JSON, unknown architecture, inconsistent values
+        if path.suffix == GGUF:
+            model_files.check_gguf(path)  # names a truncated file
+            raise ConfigError(f"{path}: {error}") from error
         raise ConfigError(f"model={json.dumps(config.model)}: config.json: {error}") from error

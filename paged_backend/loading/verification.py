@@ -180,6 +180,8 @@ def _probe(model: PreTrainedModel, mixers: list[nn.Module]) -> tuple[tuple[Layer
         raise UnsupportedModel(f"its forward pass fails: {type(error).__name__}: {error}") from error
     layers = range(model.config.get_text_config().num_hidden_layers)
     _check_layers(model, layers, probe.shapes.keys(), mixers)
+    if invalid := [window for window in probe.layer_windows if window is not None and window < 1]:
+        raise UnsupportedModel(f"sliding_window={min(invalid)} in its configuration: must be at least 1")
     if probe.layer_windows - {None} != probe.mask_windows - {None}:
         raise UnsupportedModel(
             f"its masks have windows {_shown(probe.mask_windows)}, but its layers pass {_shown(probe.layer_windows)}"

@@ -234,6 +234,7 @@ class WeightQuantizer:
         self.int8_rows = spec.int8_rows
         self.description = f"int{spec.bits} weights"
         self._spec = spec
+        self._num_weights = 0
         # The layer that computes logits keeps 8 bits: it is the most sensitive.
         self._output_layer = None if output_layer is None else output_layer.weight.data_ptr()
         sizes = [module.weight.numel() for module in model.modules() if type(module) is nn.Linear]
@@ -244,6 +245,7 @@ class WeightQuantizer:
 
     def __call__(self, weight: Tensor) -> Weight:
         """Return the quantized weight, or a small weight itself, for example a router of a mixture of experts."""
+        self._num_weights += 1
         if weight.numel() < MIN_ELEMENTS:
             return weight
         self.replaced.append(weight)
@@ -251,6 +253,24 @@ class WeightQuantizer:
         packed = quantize(weight, bits, self._spec.group_size)
         self._progress.advance(weight.numel())
         return GroupedCopy(packed._replace(int8_rows=self.int8_rows))
+
+    def log_rounded(self) -> str | None:
+        """Log how many weights are rounded. Weights that are multiplied at once, as of queries and keys, are one.
+
+        Returns the name of their format, or None if all weights are too small.
+        """
+        count, name = len(self.replaced), f"int{self._spec.bits}"
+        if not count:
+            log.warning(
+                'quantization="%s" has no effect: each of the %d weights has less than %d elements',
+                name, self._num_weights, MIN_ELEMENTS,
+            )  # fmt: skip
+            return None
+        log.info(
+            "%d of %d weights are rounded for %s; those with less than %d elements stay as they are",
+            count, self._num_weights, name, MIN_ELEMENTS,
+        )  # fmt: skip
+        return name
 
 
 def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> Callable[[], None]:

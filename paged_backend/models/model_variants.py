@@ -65,7 +65,8 @@ def model_variants(
     if quantizer and quantizer.bits:
         yield ModelVariant(shape, is_intermediate=True)
         use(quantizer)
-        yield ModelVariant(f"{shape}, with {quantizer.description}", quantizer.replaced, quantizer.bits)
+        name = f"{shape}, with {quantizer.description}" if quantizer.replaced else shape
+        yield ModelVariant(name, quantizer.replaced, quantizer.bits)
         return
     if quantizer:
         undo = use(quantizer)

@@ -33,6 +33,7 @@ VIOLATIONS = (
     {"async_scheduling": True, "num_speculative_tokens": 4},
     {"quantization": "int8", "tensor_parallel_size": 2},
     {"quantization_group_size": 32},
+    {"max_state_checkpoints": 4, "enable_prefix_caching": False},
     {"enable_lora": True, "tensor_parallel_size": 2},
     {"speculative_model": "m"},
     {"disk_cache_dir": "d", "enable_prefix_caching": False},

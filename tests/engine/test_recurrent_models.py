@@ -129,6 +129,16 @@ def test_option_that_states_exclude_is_rejected(lfm2, options, named):
         assembly_of(lfm2, **options)
 
 
+def test_checkpoints_without_recurrent_layers_are_logged(tiny, caplog):
+    assembly_of(tiny[0], max_state_checkpoints=3)
+    assert "max_state_checkpoints=3 has no effect: LlamaForCausalLM has no recurrent layers" in caplog.text
+
+
+def test_disk_cache_without_a_host_pool_names_recurrent_layers(lfm2):
+    with pytest.raises(ConfigError, match=r"disk_cache_dir=.*: needs a host pool; .* leave it out for .* recurrent"):
+        assembly_of(lfm2, disk_cache_dir="cache")
+
+
 def test_draft_model_with_states_is_rejected(tiny, lfm2):
     with pytest.raises(ConfigError, match=r"speculative_model=.*Lfm2ForCausalLM has recurrent layers; a draft model"):
         assembly_of(tiny[0], speculative_model=str(lfm2), num_speculative_tokens=2)

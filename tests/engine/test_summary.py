@@ -46,9 +46,9 @@ def test_lines(config, prepared):
 
 
 def test_lines_of_further_parts(config, prepared):
-    more = replace(config, num_speculative_tokens=3, quantization="int8", disk_cache_dir="/cache", disk_cache_gib=2)
+    more = replace(config, num_speculative_tokens=3, disk_cache_dir="/cache", disk_cache_gib=2)
     lora = SimpleNamespace(slots=4, rank=8, nbytes=1 << 29)
-    loaded = replace(prepared.loaded, lora=lora)
+    loaded = replace(prepared.loaded, lora=lora, spec=replace(prepared.loaded.spec, weight_format="int8"))
     lines = dict(line.split(": ", 1) for line in summary(more, replace(prepared, loaded=loaded)))
     assert lines["Speculative decoding"] == "3 draft tokens per step, prompt lookup"
     assert lines["Data types"].startswith("weights int8 (activations float32), ")

@@ -110,9 +110,10 @@ def test_two_tokens_of_a_generating_model_classify(tiny, prompts):
     ("value", "reason"),
     [
         (["yes", "n"], r'"yes" is 3 tokens; must be one'),
-        (["y"], "must be a list of two tokens"),
-        (["", "y"], "must be a list of two tokens"),
-        ("y", "must be a list of two tokens"),
+        (["y"], "must be a list of two different tokens"),
+        (["n", "n"], "must be a list of two different tokens"),
+        (["", "y"], "must be a list of two different tokens"),
+        ("y", "must be a list of two different tokens"),
     ],
 )
 def test_invalid_tokens_are_refused(tiny, value, reason):
@@ -124,6 +125,19 @@ def test_tokens_of_a_model_with_a_head_are_refused(tmp_path):
     save_classifier(tmp_path)
     with pytest.raises(ConfigError, match=r"classifier_from_token=.* has a head for classification; leave it out"):
         tiny_assembly(tmp_path, classifier_from_token=["n", "y"])
+
+
+def test_draft_tokens_of_a_model_that_only_classifies_are_refused(tmp_path):
+    save_classifier(tmp_path)
+    problem = r'num_speculative_tokens=2: \["Qwen3ForSequenceClassification"\] only classifies .*; leave it out'
+    with pytest.raises(ConfigError, match=problem):
+        tiny_assembly(tmp_path, num_speculative_tokens=2)
+
+
+def test_a_draft_model_that_only_classifies_is_refused(tiny, tmp_path):
+    save_classifier(tmp_path)
+    with pytest.raises(ConfigError, match=rf'^speculative_model="{tmp_path}": only classifies'):
+        tiny_assembly(tiny[0], speculative_model=str(tmp_path), num_speculative_tokens=2)
 
 
 def test_a_model_that_scales_its_logits_is_refused(tmp_path):

@@ -12,6 +12,7 @@ import shutil
 import struct
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -247,7 +248,7 @@ BROKEN = {
     "config.json is deeply nested": (write(CONFIG_JSON, b"[" * 100_000), CONFIG_JSON, "recursion"),
     "no model type": (set_json(CONFIG_JSON, model_type=...), CONFIG_JSON, "model_type"),
     "an unknown model type": (set_json(CONFIG_JSON, model_type="nonsense"), CONFIG_JSON, "nonsense"),
-    "an encoder": (set_json(CONFIG_JSON, model_type="bert"), WEIGHTS, "bert.* missing or not in the shape"),
+    "an encoder": (set_json(CONFIG_JSON, model_type="bert"), CONFIG_JSON, 'model_type="bert": an encoder'),
     "a number as a string": (set_json(CONFIG_JSON, num_hidden_layers="3"), CONFIG_JSON, "num_hidden_layers"),
     "an unknown activation": (set_json(CONFIG_JSON, hidden_act="nonsense"), CONFIG_JSON, "nonsense"),
     "an unknown model dtype": (set_json(CONFIG_JSON, dtype="nonsense"), CONFIG_JSON, "nonsense"),
@@ -442,12 +443,34 @@ def test_damaged_file_is_rejected_or_changes_no_weight(model, tiny, name):
 
 
 def test_damaged_gguf_is_rejected_or_changes_no_weight(tmp_path):
-    from gguf import GGUFReader
-
     file, tokenizer = tmp_path / "tiny.gguf", tmp_path / "tokenizer"
     write_gguf(file, save_tiny(CONFIG, tmp_path / "model"))
     byte_tokenizer().save_pretrained(tokenizer)
     state_dict = load(file, tokenizer=str(tokenizer)).state_dict()
     expected = {name: tensor.clone() for name, tensor in state_dict.items()}
-    end = min(int(tensor.data_offset) for tensor in GGUFReader(file).tensors)
+    end = min(int(tensor.data_offset) for tensor in gguf.GGUFReader(file).tensors)
     check_loads_equal_or_is_rejected(file, end, range(80), expected, file, tokenizer=str(tokenizer))
+
+
+@pytest.mark.parametrize("size", [0, 3, 100, -100])
+def test_truncated_gguf_is_named(tmp_path, size):
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, save_tiny(CONFIG, tmp_path / "model"))
+    truncate("tiny.gguf", size)(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^{file}: is truncated, damaged or no GGUF file: ") as caught:
+        load(file, tokenizer=str(tmp_path / "model"))
+    assert CONFIG_JSON not in str(caught.value)
+
+
+@pytest.mark.parametrize(("has_tensor", "reason"), [(True, ".*nonsense"), (False, "contains no tensors")])
+def test_other_errors_of_a_gguf_do_not_name_config_json(tmp_path, has_tensor, reason):
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "nonsense")
+    if has_tensor:
+        writer.add_tensor("token_embd.weight", torch.ones(4, 4).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/tiny\.gguf: {reason}") as caught:
+        load(tmp_path / "tiny.gguf")
+    assert CONFIG_JSON not in str(caught.value)

@@ -11,7 +11,8 @@ from paged_backend.loading import model_options
 from paged_backend.loading.model_options import check_quantization
 from paged_kernels.cpu import native
 from tests.support.families import COMMON, DYNAMIC, LONGROPE
-from tests.support.in_process import tiny_assembly
+from tests.support.gguf import CONFIG, write_gguf
+from tests.support.in_process import save_tiny, tiny_assembly
 
 
 @pytest.mark.parametrize("model_dtype", [None, torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -63,3 +64,19 @@ def test_unsupported_int8_quantization_is_rejected(tiny, tmp_path, monkeypatch):
     check_rejected("requires the CPU kernels, which have not been compiled")
     with pytest.raises(ConfigError, match='quantization="int8": requires the CPU'):
         tiny_assembly(tiny[0], quantization="int8", device="cpu")
+
+
+@pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
+@pytest.mark.parametrize("option", ["int8", "int4"])
+@pytest.mark.parametrize(("stored", "is_rejected"), [("Q8_0", True), ("Q4_0", True), ("F16", False), ("F32", False)])
+def test_quantized_weights_of_a_gguf_are_not_rounded_again(tmp_path, option, stored, is_rejected):
+    model = save_tiny(CONFIG, tmp_path / "model")
+    write_gguf(tmp_path / "tiny.gguf", model, stored)
+    options = {"quantization": option, "tokenizer": str(tmp_path / "model"), "device": "cpu"}
+    if not is_rejected:
+        assert tiny_assembly(tmp_path / "tiny.gguf", **options).loaded.spec.weight_format is None
+        return
+    with pytest.raises(
+        ConfigError, match=f'quantization="{option}": the model\'s weights are quantized already; leave'
+    ):
+        tiny_assembly(tmp_path / "tiny.gguf", **options)

@@ -16,8 +16,12 @@ def test_relative_path_is_found_in_model_repository(tmp_path):
     (tmp_path / "here/config.json").write_text("{}")
     config = EngineConfig.from_options({"model": "here"})
     assert model_source.find_files(config.model, tmp_path, config) == tmp_path / "here"
-    with pytest.raises(ConfigError, match=r'model="gone": no config\.json in'):
-        model_source.find_files("gone", tmp_path, config)
+    for name in ("gone", "gone.gguf", "owner/gone.gguf"):
+        with pytest.raises(ConfigError, match=rf'^model="{name}": {tmp_path}/{name} does not exist; give a'):
+            model_source.find_files(name, tmp_path, config)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=rf'model="empty": no config\.json in {tmp_path}/empty'):
+        model_source.find_files("empty", tmp_path, config)
 
 
 def test_relative_path_falls_back_to_working_directory(tmp_path, monkeypatch):

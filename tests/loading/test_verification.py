@@ -47,6 +47,13 @@ def test_wrong_paged_logits_are_rejected(tiny, monkeypatch):
         tiny_assembly(tiny[0])
 
 
+@pytest.mark.parametrize("window", [0, -1])
+def test_window_below_one_is_named(tmp_path, window):
+    save(hf.MistralConfig(**COMMON, sliding_window=window), tmp_path)
+    with pytest.raises(UnsupportedModel, match=rf"sliding_window={window} in its configuration: must be at least 1"):
+        tiny_assembly(tmp_path)
+
+
 def test_window_missing_from_attention_is_rejected(tmp_path, monkeypatch):
     """A short prompt cannot detect a long window, so the windows of masks and layers must agree."""
     save(hf.MistralConfig(**COMMON, sliding_window=64), tmp_path)

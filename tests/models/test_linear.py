@@ -1,6 +1,7 @@
 """Packed and int8 weights of linear layers on a CPU: results, selection by measurement, memory."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -199,6 +200,26 @@ def test_quantized_model_frees_its_own_weights(family, form, quantization, tmp_p
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         assert (logits > logits.gather(1, torch.tensor(tokens)[:, None])).sum(1).max() < 32  # of 320
+
+
+@compiled
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_number_of_quantized_weights_is_logged(quantization, tiny, monkeypatch, log_lines):
+    """In each of three layers, two of four fused weights are large enough, and so is the output layer's."""
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", tiny[1].model.layers[0].mlp.down_proj.weight.numel() + 1)
+    assembly = tiny_assembly(tiny[0], quantization=quantization)
+    assert f"7 of 13 weights are rounded for {quantization}; those with less than 6145 elements stay" in log_lines.text
+    assert f"with {quantization} weights" in log_lines.text
+    assert assembly.loaded.spec.weight_format == quantization
+
+
+@compiled
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantization_without_large_weights_is_logged(quantization, tiny, log_lines):
+    assembly = tiny_assembly(tiny[0], quantization=quantization)
+    assert re.search(rf'quantization="{quantization}" has no effect: .* less than 65536 elements', log_lines.text)
+    assert f"with {quantization} weights" not in log_lines.text
+    assert assembly.loaded.spec.weight_format is None
 
 
 @compiled

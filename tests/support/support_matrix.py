@@ -84,12 +84,13 @@ REQUEST_NOTES = """\
 Greedy tokens equal those that transformers generates for each prompt alone. Counters of the engine show that blocks
 were found, shared, swapped out or computed again, and that draft tokens were accepted."""
 OPTION_NOTES = """\
-With quantization, tokens are the same alone and in a batch, and have a mean rank of at most 20 (40 with `int4`) among
-the 320 of the model in float32; except with `int4`, at least 60% of them are its most likely ones. LoRA means adapters
-of linear layers; adapters of experts (`target_parameters`) are rejected."""
+With quantization, a prompt has the same tokens alone and in a batch. They are compared with the logits of the model in
+float32, whose vocabulary has 320 tokens: on average, at most 20 tokens are more likely than the chosen one, and with
+`int4` at most 40. At least 60% of the chosen tokens, and with `int4` at least 10%, are the most likely ones. LoRA means
+adapters of linear layers; adapters of experts (`target_parameters`) are rejected."""
 REJECTED_NOTES = """\
-The model does not load, and this is the error after the path of the model. `load` means that the family is rejected
-with any options."""
+The model does not load, and this is the error after the path of the model. The feature is the one whose option causes
+the error. `load` means that the model does not load with any options."""
 UNTESTED_NOTES = "Why there is no test."
 STATUSES = ("tested", "rejected", "untested")
 HOW_TO = "run make matrix"

@@ -63,7 +63,9 @@ class TinyFamily:
         return generate_with_transformers(self.model, prompt, max_tokens, **options)
 
     def assembly(self, *, adapters: Path | None = None, **options: Any) -> Assembly:
-        more = HYBRID_OPTIONS if self.name in HYBRID_FAMILIES else {}
+        more = dict(HYBRID_OPTIONS) if self.name in HYBRID_FAMILIES else {}
+        if not options.get("enable_prefix_caching", True):
+            more.pop("max_state_checkpoints", None)  # belongs to the prefix cache
         return tiny_assembly(self.directory, adapters=adapters, **more, **options)
 
     def smallest_pool(self, assembly: Assembly, block_size: int) -> int:
