@@ -27,13 +27,15 @@ class _ClassificationBody(PoolingBody[Classification]):
         use = self.activation if self.use_activation is None else self.use_activation
         return await servers.classify(use_activation=use is not False, **arguments)
 
-    def _list(self, id: str, data: Sequence[Mapping[str, Any]], results: Sequence[Classification]) -> dict[str, Any]:
+    def _list(
+        self, id: str, data: Sequence[Mapping[str, Any]], results: Sequence[Classification], model: str
+    ) -> dict[str, Any]:
         """Return a response body with an element for each input."""
         return {
             "id": id,
             "object": "list",
             "created": int(time.time()),
-            "model": self.model,
+            "model": model,
             "data": [{"index": index, **one} for index, one in enumerate(data)],
             "usage": usage(results),
         }
@@ -59,9 +61,9 @@ class ClassifyRequest(_ClassificationBody):
         assert self.input is not None
         return [{"input": one} for one in split_inputs(self.input)]
 
-    def response(self, results: Sequence[Classification], request_id: str) -> dict[str, Any]:
+    def response(self, results: Sequence[Classification], request_id: str, model: str) -> dict[str, Any]:
         data = [{"label": one.label, "probs": list(one.probs), "num_classes": len(one.probs)} for one in results]
-        return self._list(f"classify-{request_id}", data, results)
+        return self._list(f"classify-{request_id}", data, results, model)
 
 
 class _PairBody(_ClassificationBody):
@@ -114,9 +116,9 @@ class ScoreRequest(_PairBody):
         queries, documents = self._texts
         return list(zip(queries * (len(documents) if len(queries) == 1 else 1), documents, strict=True))
 
-    def response(self, results: Sequence[Classification], request_id: str) -> dict[str, Any]:
+    def response(self, results: Sequence[Classification], request_id: str, model: str) -> dict[str, Any]:
         data = [{"object": "score", "score": _score(one)} for one in results]
-        return self._list(f"score-{request_id}", data, results)
+        return self._list(f"score-{request_id}", data, results, model)
 
 
 class Document(StrictModel):
@@ -142,12 +144,12 @@ class RerankRequest(_PairBody):
     def pairs(self) -> Sequence[tuple[str, str]]:
         return [(self.query, one if isinstance(one, str) else one.text) for one in self.documents]
 
-    def response(self, results: Sequence[Classification], request_id: str) -> dict[str, Any]:
+    def response(self, results: Sequence[Classification], request_id: str, model: str) -> dict[str, Any]:
         ranked = sorted(enumerate(results), key=lambda one: _score(one[1]), reverse=True)
         texts = [text for _, text in self.pairs]
         return {
             "id": f"rerank-{request_id}",
-            "model": self.model,
+            "model": model,
             "usage": usage(results),
             "results": [
                 {

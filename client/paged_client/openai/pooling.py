@@ -31,6 +31,8 @@ class SamplingFields(StrictModel):
 class PoolingBody(SamplingFields, IgnoredFields, Body, Generic[ResultT]):
     """The base class of the bodies of such requests."""
 
+    model: str | None = None  # None: the servers' model
+
     @property
     def list_field(self) -> str:
         """The field that holds the inputs."""
@@ -45,8 +47,8 @@ class PoolingBody(SamplingFields, IgnoredFields, Body, Generic[ResultT]):
         """Return the result for one input."""
         raise NotImplementedError
 
-    def response(self, results: Sequence[ResultT], request_id: str) -> dict[str, Any]:
-        """Return the response body."""
+    def response(self, results: Sequence[ResultT], request_id: str, model: str) -> dict[str, Any]:
+        """Return the response body. model: the name of the model that computed the results."""
         raise NotImplementedError
 
     @property

@@ -74,8 +74,6 @@ class Body(StrictModel):
     # Fields of OpenAI's API that are not supported, and the values of each that request nothing.
     unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
-    model: str
-
     @classmethod
     def check_values(cls, values: Mapping[str, Any]) -> None:
         """Raises ApiError for values that deserve a better message than that they do not fit the schema.
@@ -187,6 +185,7 @@ ENGINE_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {name: (None, *values) for n
 
 
 class GenerateBody(SamplingFields, GuidedFields, IgnoredFields, Body):
+    model: str
     stream: bool | None = None
     prompt_cache_key: str | None = None  # requests with the same key go to the same server
     return_token_ids: bool | None = None

@@ -120,6 +120,21 @@ def test_scores_need_one_label(front):
     assert body["error"]["message"] == "model: has 2 labels; scores need a model with one"
 
 
+@pytest.mark.parametrize("given", [{}, {"model": None}])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/classify", {"input": "four"}),
+        ("/score", {"text_1": "q", "text_2": "four"}),
+        ("/rerank", {"query": "q", "documents": ["four"]}),
+    ],
+)
+def test_the_model_is_optional(front, fake, path, fields, given):
+    status, body = front.ask(path, fields | given)
+    assert (status, body["model"]) == (200, "paged_llm")
+    assert "lora_name" not in json.loads(fake.requests[-1]["sampling_parameters"])
+
+
 def test_keys_are_checked(fake):
     with gateway(fake.url, "--api-key", "secret") as locked:
         assert ask(locked, "/rerank", query="a", documents=["b"])[0] == 401

@@ -71,6 +71,11 @@ def test_inputs_keep_their_order(front, given, lengths):
     assert body["usage"]["prompt_tokens"] == 7 * len(lengths)
 
 
+def test_the_model_is_optional(front):
+    status, body = front.ask(PATH, {"input": "four"})
+    assert (status, body["model"]) == (200, "paged_llm")
+
+
 def test_base64_encoding(front):
     body = ask(front, input="four", encoding_format="base64")[1]
     assert struct.unpack("<2f", base64.b64decode(body["data"][0]["embedding"])) == (4.0, 0.25)
