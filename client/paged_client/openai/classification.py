@@ -82,34 +82,49 @@ class _PairBody(_ClassificationBody):
         return {**names, "document": names["input"]}
 
 
+# The names in vLLM of a field with queries and one with documents.
+_SCORE_FIELDS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+
+
 class ScoreRequest(_PairBody):
-    """`text_1` is one query, or as many as `text_2` has documents. vLLM's newer names are `queries` and `documents`."""
+    """One query, or as many as there are documents, under one of the pairs of names in _SCORE_FIELDS."""
 
     text_1: str | ListOf[str] | None = None
     text_2: str | ListOf[str] | None = None
+    data_1: str | ListOf[str] | None = None
+    data_2: str | ListOf[str] | None = None
     queries: str | ListOf[str] | None = None
     documents: str | ListOf[str] | None = None
+    items: str | ListOf[str] | None = None
 
     def check(self) -> None:
         super().check()
-        given = [name for name in ("text_1", "text_2", "queries", "documents") if getattr(self, name) is not None]
-        if given not in (["text_1", "text_2"], ["queries", "documents"]):
-            names = f"{', '.join(given)} are given" if given else "none is given"
-            raise ApiError(400, f"text_1: {names}; give text_1 and text_2, or queries and documents", param="text_1")
+        given = self._given
+        if given not in _SCORE_FIELDS:
+            names = {0: "is missing", 1: "is given alone"}.get(len(given), f"is given with {' and '.join(given[1:])}")
+            pairs = [" and ".join(pair) for pair in _SCORE_FIELDS]
+            field = given[0] if given else "text_1"
+            message = f"{field}: {names}; give {', or '.join(pairs)}"
+            raise ApiError(400, message, param=field)
         queries, documents = self._texts
         if not documents or len(queries) not in (1, len(documents)):
             message = f"{given[0]}: {len(queries)} texts for {len(documents)} in {given[1]}; must be one or as many"
             raise ApiError(400, message, param=given[0])
 
     @property
+    def _given(self) -> tuple[str, ...]:
+        """The names of the fields that are given: those of the queries and of the documents, once they are checked."""
+        names = dict.fromkeys(name for pair in _SCORE_FIELDS for name in pair)
+        return tuple(name for name in names if getattr(self, name) is not None)
+
+    @property
     def _texts(self) -> tuple[list[str], list[str]]:
-        first = self.queries if self.text_1 is None else self.text_1
-        second = self.documents if self.text_2 is None else self.text_2
-        return _as_list(first), _as_list(second)
+        queries, documents = (getattr(self, name) for name in self._given)
+        return _as_list(queries), _as_list(documents)
 
     @property
     def list_field(self) -> str:
-        return "documents" if self.text_2 is None else "text_2"
+        return self._given[1]
 
     @property
     def pairs(self) -> Sequence[tuple[str, str]]:
@@ -130,9 +145,14 @@ class RerankRequest(_PairBody):
     documents: ListOf[str | Document] = Field(min_length=1)
     top_n: Integer | None = None
     return_documents: Flag | None = None
+    max_tokens_per_doc: Integer | None = None
 
     def check(self) -> None:
         super().check()
+        if self.max_tokens_per_doc is not None:
+            reason = "not supported; shorten the documents, or let truncate_prompt_tokens shorten whole prompts"
+            message = f"max_tokens_per_doc={self.max_tokens_per_doc}: {reason}"
+            raise ApiError(400, message, param="max_tokens_per_doc")
         if self.top_n is not None and self.top_n < 0:
             raise ApiError(400, f"top_n={self.top_n}: must be at least 0, which returns all documents", param="top_n")
 
@@ -162,8 +182,8 @@ class RerankRequest(_PairBody):
         }
 
 
-def _as_list(texts: str | list[str] | None) -> list[str]:
-    return [texts] if isinstance(texts, str) else texts or []
+def _as_list(texts: str | list[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts
 
 
 def _score(result: Classification) -> float:

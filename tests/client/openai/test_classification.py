@@ -30,6 +30,9 @@ def front(fake):
         yield made
 
 
+PAIRS = [("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items")]
+
+
 def ask(front, path, **fields):
     return front.ask(path, {"model": "paged_llm", **fields})
 
@@ -62,7 +65,7 @@ def test_conversations_are_classified(front, fake):
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
-@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents")])
+@pytest.mark.parametrize("names", PAIRS)
 @pytest.mark.parametrize("queries", ["q", ["q"], ["q", "q"]])
 def test_score(front, path, names, queries):
     status, body = ask(front, path, **dict(zip(names, (queries, ["four", "six666"]), strict=True)))
@@ -97,13 +100,27 @@ def test_rerank(front, fake, path):
             "activation: is another name",
         ),
         ("/classify", {"input": ["a"] * 2049}, "input", "input: has 2049 inputs; must be at most 2048 (--max-inputs)"),
-        ("/score", {"text_1": "a"}, "text_1", "text_1: text_1 are given; give text_1 and text_2"),
-        ("/score", {"text_1": "a", "documents": ["b"]}, "text_1", "text_1: text_1, documents are given"),
+        ("/score", {}, "text_1", "text_1: is missing; give text_1 and text_2, or data_1 and data_2, or queries and"),
+        ("/score", {"text_2": "a"}, "text_2", "text_2: is given alone; give text_1 and text_2, or data_1 and data_2"),
+        ("/score", {"text_2": "a", "queries": ["b"]}, "text_2", "text_2: is given with queries; give text_1 and"),
+        (
+            "/score",
+            {"queries": "a", "documents": "b", "items": "c"},
+            "queries",
+            "queries: is given with documents and items; give",
+        ),
+        ("/score", {"data_1": ["a", "b"], "data_2": ["c"]}, "data_1", "data_1: 2 texts for 1 in data_2"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "text_1: 2 texts for 1 in text_2"),
         ("/score", {"text_1": "a", "text_2": []}, "text_1", "text_1: 1 texts for 0 in text_2"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "documents=[]: "),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "top_n=-1: must be at least 0"),
         ("/rerank", {"query": "a", "documents": ["b", "bad"]}, "documents[1]", "documents[1]: prompt_tokens=9"),
+        (
+            "/rerank",
+            {"query": "a", "documents": ["b"], "max_tokens_per_doc": 9},
+            "max_tokens_per_doc",
+            "max_tokens_per_doc=9: not supported; shorten the documents, or let truncate_prompt_tokens",
+        ),
         ("/rerank", {"documents": ["b"]}, "query", "query: is missing"),
         ("/rerank", {"query": "a", "documents": ["b"], "stream": True}, "stream", "stream: unknown field"),
     ],
