@@ -126,6 +126,10 @@ class ScoreRequest(_PairBody):
     def list_field(self) -> str:
         return self._given[1]
 
+    def names(self, index: int) -> dict[str, str]:
+        queries = self._given[0]
+        return {**super().names(index), "query": self.element(queries, min(index, len(self._texts[0]) - 1))}
+
     @property
     def pairs(self) -> Sequence[tuple[str, str]]:
         queries, documents = self._texts

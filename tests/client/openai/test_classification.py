@@ -14,6 +14,10 @@ def fake():
 
         def script(inputs):
             asked = json.loads(inputs["classification_request"])
+            for field in ("query", "document"):
+                if asked.get(field) == "":
+                    reason = f'INVALID_ARGUMENT: classification_request.{field}="": must be text'
+                    return {"say": [], "fail": reason}
             if asked.get("document") == "bad":
                 return {"say": [], "fail": "INVALID_ARGUMENT: prompt_tokens=9: must be 1..8"}
             prompt = asked.get("input") or asked.get("document") or asked["messages"][0]["content"]
@@ -121,6 +125,15 @@ def test_rerank(front, fake, path):
             "max_tokens_per_doc",
             "max_tokens_per_doc=9: not supported; shorten the documents, or let truncate_prompt_tokens",
         ),
+        ("/rerank", {"query": "a", "documents": ["bad"]}, "documents[0]", "documents[0]: prompt_tokens=9"),
+        ("/rerank", {"query": "a", "documents": [""]}, "documents[0]", 'documents[0]: document="": must be text'),
+        ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents[1]", 'documents[1]: document="": must be text'),
+        ("/rerank", {"query": "", "documents": ["b"]}, "query", 'query="": must be text'),
+        ("/score", {"text_1": "a", "text_2": ""}, "text_2", 'text_2: document="": must be text'),
+        ("/score", {"text_1": "a", "text_2": [""]}, "text_2[0]", 'text_2[0]: document="": must be text'),
+        ("/score", {"text_1": "", "text_2": ["b", "b"]}, "text_1", 'text_1: query="": must be text'),
+        ("/score", {"text_1": ["a", ""], "text_2": ["b", "b"]}, "text_1[1]", 'text_1[1]: query="": must be text'),
+        ("/score", {"queries": [""], "documents": ["b", "b"]}, "queries[0]", 'queries[0]: query="": must be text'),
         ("/rerank", {"documents": ["b"]}, "query", "query: is missing"),
         ("/rerank", {"query": "a", "documents": ["b"], "stream": True}, "stream", "stream: unknown field"),
     ],
