@@ -10,7 +10,7 @@ from pydantic import Field
 
 from paged_client.openai.errors import ApiError
 from paged_client.openai.pooling import PoolingBody, usage
-from paged_client.openai.schema import Flag, Integer, ListOf, StrictModel, split_inputs
+from paged_client.openai.schema import Flag, Integer, ListOf, StrictModel, shown, split_inputs
 from paged_client.openai.servers import Servers
 from paged_client.types import Classification
 
@@ -150,6 +150,15 @@ class RerankRequest(_PairBody):
     top_n: Integer | None = None
     return_documents: Flag | None = None
     max_tokens_per_doc: Integer | None = None
+
+    @classmethod
+    def check_values(cls, values: Mapping[str, Any]) -> None:
+        documents = values.get("documents")
+        for index, one in enumerate(documents if isinstance(documents, list) else ()):
+            is_object = isinstance(one, dict) and one.keys() == {"text"} and isinstance(one["text"], str)
+            if not isinstance(one, str) and not is_object:
+                field = f"documents[{index}]"
+                raise ApiError(400, f'{field}={shown(one)}: must be a string or {{"text": "..."}}', param=field)
 
     def check(self) -> None:
         super().check()
