@@ -60,3 +60,11 @@ def test_gateway(server, model):
         scores = {one["document"]["text"]: one["relevance_score"] for one in body["results"]}
         assert scores == pytest.approx({one: expected(model, one) for one in DOCUMENTS}, rel=1e-3)
         assert list(scores.values()) == sorted(scores.values(), reverse=True)
+        for path, prompt in (
+            ("/v1/completions", {"prompt": "abc"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]}),
+        ):
+            status, body = front.ask(path, {"model": server.model_name, **prompt})
+            assert (status, body["error"]["param"]) == (400, "model")
+            reason = "this model classifies prompts and generates no text; use /classify, /score or /rerank"
+            assert body["error"]["message"] == f"model: {reason}"
