@@ -13,6 +13,7 @@ from typing import Any
 
 SHOWN_CHARS = 80  # maximum characters of a name or a value in a message
 LORA_NOT_ENABLED = "LoRA feature is not enabled."  # the text of Triton's vLLM backend, without an error class
+SEVERAL_LABELS = "labels; scores need a model with one"  # follows a number
 GENERATES_NO_TEXT = "this model classifies prompts and generates no text"
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
 
+from paged_backend.api.errors import SEVERAL_LABELS
 from paged_client.openai.errors import ApiError
 from paged_client.openai.pooling import PoolingBody, usage
 from paged_client.openai.schema import Flag, Integer, ListOf, StrictModel, shown, split_inputs
 from paged_client.openai.servers import Servers
-from paged_client.types import Classification
+from paged_client.types import Classification, PagedError
+
+_LABELS = re.compile(rf"has (\d+) {SEVERAL_LABELS}")
 
 
 class _ClassificationBody(PoolingBody[Classification]):
@@ -76,6 +80,14 @@ class _PairBody(_ClassificationBody):
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
         return [{"query": query, "document": document} for query, document in self.pairs]
+
+    async def ask(self, servers: Servers, arguments: Mapping[str, Any]) -> Classification:
+        try:
+            return await super().ask(servers, arguments)
+        except PagedError as error:  # without a template for pairs, the engine says that none would help
+            if found := _LABELS.search(error.message):
+                raise _several_labels(int(found[1])) from None
+            raise
 
     def names(self, index: int) -> dict[str, str]:
         names = super().names(index)
@@ -202,5 +214,9 @@ def _as_list(texts: str | list[str]) -> list[str]:
 def _score(result: Classification) -> float:
     """Return the score of a model with one label."""
     if len(result.probs) != 1:
-        raise ApiError(400, f"model: has {len(result.probs)} labels; scores need a model with one", param="model")
+        raise _several_labels(len(result.probs))
     return result.probs[0]
+
+
+def _several_labels(count: int) -> ApiError:
+    return ApiError(400, f"model: has {count} {SEVERAL_LABELS}", param="model")

@@ -18,6 +18,9 @@ def fake():
                 if asked.get(field) == "":
                     reason = f'INVALID_ARGUMENT: classification_request.{field}="": must be text'
                     return {"say": [], "fail": reason}
+            if asked.get("document") == "without template":
+                reason = "the model has 2 labels; scores need a model with one; classifying a pair needs the engine"
+                return {"say": [], "fail": f'INVALID_ARGUMENT: classification_request.query="a": {reason} option …'}
             if asked.get("document") == "bad":
                 return {"say": [], "fail": "INVALID_ARGUMENT: prompt_tokens=9: must be 1..8"}
             prompt = asked.get("input") or asked.get("document") or asked["messages"][0]["content"]
@@ -152,8 +155,9 @@ def test_invalid_requests_are_rejected(front, path, fields, param, message):
     assert body["error"]["message"].startswith(message)
 
 
-def test_scores_need_one_label(front):
-    status, body = ask(front, "/score", text_1="a", text_2="two labels")
+@pytest.mark.parametrize("document", ["two labels", "without template"])
+def test_scores_need_one_label(front, document):
+    status, body = ask(front, "/score", text_1="a", text_2=document)
     assert (status, body["error"]["param"]) == (400, "model")
     assert body["error"]["message"] == "model: has 2 labels; scores need a model with one"
 
