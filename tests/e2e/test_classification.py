@@ -1,12 +1,15 @@
 """Classification and reranking through a real Triton server, the client and the gateway."""
 
 import json
+import re
+import urllib.request
 
 import pytest
 import torch
 
 from paged_client import Client, PagedError
 from paged_client.cli import main
+from paged_client.serving.launch import ready_message
 from paged_client.serving.tritonserver import TritonServer
 from tests.support.classifiers import TEMPLATE, save_classifier, scores_of
 from tests.support.gateway import gateway
@@ -47,6 +50,14 @@ def test_client(server, model, protocol):
             client.generate("abc")
         with pytest.raises(ValueError, match="query: give either input, messages, or query and document"):
             client.classify(query="a")
+
+
+def test_the_command_to_try_works(server):
+    curl, gateway_line = ready_message(server).splitlines()[2:4]
+    url, body = re.fullmatch(r"  curl (\S+) -d '(.*)'", curl).groups()
+    with urllib.request.urlopen(f"http://{url}", body.encode()) as reply:
+        assert json.loads(json.load(reply)["text_output"])["label"] == "relevant"
+    assert f"openai --url {server.grpc_url} " in gateway_line
 
 
 def test_probe(server):
