@@ -14,6 +14,8 @@ from typing import Any
 SHOWN_CHARS = 80  # maximum characters of a name or a value in a message
 ASLEEP = "the model is asleep; wake it with `paged wake`"
 LORA_NOT_ENABLED = "LoRA feature is not enabled."  # the text of Triton's vLLM backend, without an error class
+SEVERAL_LABELS = "labels; scores need a model with one"  # follows a number
+GENERATES_NO_TEXT = "this model classifies prompts and generates no text"
 
 
 class ConfigError(ValueError):

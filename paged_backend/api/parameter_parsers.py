@@ -78,6 +78,13 @@ def tokens(low: int) -> Parser:
     return lambda name, value, limits: _integer(name, value, low, limits.max_model_len)
 
 
+def kept_tokens(name: str, value: Any, limits: EngineLimits) -> int:
+    """Parse a number of prompt tokens to keep. As in vLLM, -1 is the context length."""
+    if value in (-1, "-1"):
+        return limits.max_model_len
+    return _integer(name, value, 1, limits.max_model_len, ", or -1 for the context length")
+
+
 def flag(name: str, value: Any, limits: EngineLimits) -> bool:
     """Parse true, false, 1, 0, or one of them as a string."""
     parsed = to_flag(value)

@@ -221,9 +221,10 @@ class SamplingParams:
         section="Prompt",
     )
     truncate_prompt_tokens: int | None = parameter(
-        parsers.tokens(1),
+        parsers.kept_tokens,
         None,
-        "Keep only this many tokens of a longer prompt, the last ones. Not in a session.",
+        "Keep only this many tokens of a longer prompt, the last ones. -1: as many as the context length allows, with"
+        " one token left to generate. Not in a session.",
     )
     priority: int = parameter(
         parsers.priority,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -15,8 +16,10 @@ from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
 from paged_backend.memory.state_cache import bytes_per_slot
 from paged_backend.utils.machine import cpu_name, usable_cores
-from paged_backend.utils.startup import startup_log
+from paged_backend.utils.startup import ONLY_LABELS, startup_log
 from paged_kernels.cpu import native
+
+_SHOWN_LABELS = 8
 
 
 def log_startup(config: EngineConfig, prepared: PreparedModel, seconds: float) -> None:
@@ -49,6 +52,8 @@ def summary(config: EngineConfig, prepared: PreparedModel) -> list[str]:
         f"Context length: {_context_length(loaded)}",
         f"KV cache: {_kv_cache(config, prepared)}",
     ]
+    if loaded.spec.classification and not loaded.spec.generates:
+        lines.append(ONLY_LABELS + _some_of(loaded.spec.classification.labels))
     if loaded.spec.states:
         lines.append(f"States of recurrent layers: {_states(prepared)}")
     if config.num_speculative_tokens:
@@ -63,7 +68,18 @@ def summary(config: EngineConfig, prepared: PreparedModel) -> list[str]:
 def _describe_model(name: str | None, loaded: LoadedModel) -> str:
     count = loaded.spec.num_parameters
     size = f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.2f} million"
-    return f"{name} ({type(loaded.model).__name__}, {size} parameters)"
+    return f"{name} ({_class_name(loaded)}, {size} parameters)"
+
+
+def _class_name(loaded: LoadedModel) -> str:
+    """Return the class of the whole model. That of a classifier is loaded as the decoder below its head."""
+    names = loaded.model.config.architectures if not loaded.spec.generates else None
+    return names[0] if names else type(loaded.model).__name__
+
+
+def _some_of(labels: Sequence[str]) -> str:
+    more = len(labels) - _SHOWN_LABELS
+    return ", ".join(labels[:_SHOWN_LABELS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _device_kind(device: torch.device) -> str:

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import (
+    GENERATES_NO_TEXT,
     LORA_NOT_ENABLED,
     ErrorCode,
     QueueFull,
@@ -159,8 +160,8 @@ class Admission:
         elif limits.generates:
             sampling = SamplingParams.parse(call.sampling, defaults)
         else:
-            reason = "this model classifies prompts and generates no text; use classification_request"
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{call.prompt_field}: {reason}")
+            message = f"{call.prompt_field}: {GENERATES_NO_TEXT}; use classification_request"
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, message)
         turn = self._begin_turn(call, sampling) if call.sequence else None
         if call.only_ends_session and turn:
             turn.finish([], "")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument, is_utf8_text
+from paged_backend.api.errors import SEVERAL_LABELS, ErrorCode, RequestError, invalid_argument, is_utf8_text
 from paged_backend.api.limits import ClassificationSpec, EngineLimits, InputLimits
 from paged_backend.api.request import HiddenState
 from paged_backend.server.pooling import PoolingCall, check_input, pooling_params, reject_unknown
@@ -62,6 +62,8 @@ class ClassificationCall(PoolingCall):
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{FIELD}: {reason}")
         if self.messages and self.messages[0]["role"] == "query" and not spec.renders_pairs:
             reason = "needs the engine option chat_template, which says how the model reads a query and a document"
+            if len(spec.labels) > 1:
+                reason = f"the model has {len(spec.labels)} {SEVERAL_LABELS}; classifying a pair {reason}"
             raise invalid_argument(f"{FIELD}.query", self.messages[0]["content"], reason)
         self.check_ids(limits)
         return replace(self, spec=spec)

@@ -93,7 +93,7 @@ class PromptEncoder:
     def _encode_prompt(self, arrival: Arrival, encode: Encode) -> list[int]:
         call, sampling, turn = arrival.call, arrival.sampling, arrival.turn
         earlier = turn.earlier_tokens() if turn and call.messages is None else []
-        last = None if sampling.truncate_prompt_tokens is None else -sampling.truncate_prompt_tokens
+        last = self._first_kept(sampling)
         if call.input_ids is not None:
             return earlier + self._check_token_ids(call.input_ids[last:], sampling)
         text = call.prompt
@@ -106,6 +106,13 @@ class PromptEncoder:
         # Special tokens only start a prompt; a chat template writes its own.
         special = sampling.add_special_tokens and call.prompt is not None and not earlier
         return earlier + encode(call.prompt_field, text, special=special)[last:]
+
+    def _first_kept(self, sampling: SamplingParams) -> int | None:
+        """Return the index from the end, a negative number, of the first token to keep; None: keep the whole prompt."""
+        if sampling.truncate_prompt_tokens is None:
+            return None
+        # A token is left to generate if any is to be: the context length itself is more than a prompt can have.
+        return -min(sampling.truncate_prompt_tokens, self._limits.max_model_len - min(sampling.max_tokens, 1))
 
     def _check_token_ids(self, ids: np.ndarray, sampling: SamplingParams) -> list[int]:
         """Raise RequestError if there are too many token ids, or one is outside the vocabulary."""

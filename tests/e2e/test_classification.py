@@ -1,12 +1,15 @@
 """Classification and reranking through a real Triton server, the client and the gateway."""
 
 import json
+import re
+import urllib.request
 
 import pytest
 import torch
 
 from paged_client import Client, PagedError
 from paged_client.cli import main
+from paged_client.serving.launch import ready_message
 from paged_client.serving.tritonserver import TritonServer
 from tests.support.classifiers import TEMPLATE, save_classifier, scores_of
 from tests.support.gateway import gateway
@@ -49,6 +52,14 @@ def test_client(server, model, protocol):
             client.classify(query="a")
 
 
+def test_the_command_to_try_works(server):
+    curl, gateway_line = ready_message(server).splitlines()[2:4]
+    url, body = re.fullmatch(r"  curl (\S+) -d '(.*)'", curl).groups()
+    with urllib.request.urlopen(f"http://{url}", body.encode()) as reply:
+        assert json.loads(json.load(reply)["text_output"])["label"] == "relevant"
+    assert f"openai --url {server.grpc_url} " in gateway_line
+
+
 def test_probe(server):
     assert main(["probe", "--url", server.grpc_url, "--model", server.model_name]) == 0
 
@@ -60,3 +71,11 @@ def test_gateway(server, model):
         scores = {one["document"]["text"]: one["relevance_score"] for one in body["results"]}
         assert scores == pytest.approx({one: expected(model, one) for one in DOCUMENTS}, rel=1e-3)
         assert list(scores.values()) == sorted(scores.values(), reverse=True)
+        for path, prompt in (
+            ("/v1/completions", {"prompt": "abc"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]}),
+        ):
+            status, body = front.ask(path, {"model": server.model_name, **prompt})
+            assert (status, body["error"]["param"]) == (400, "model")
+            reason = "this model classifies prompts and generates no text; use /classify, /score or /rerank"
+            assert body["error"]["message"] == f"model: {reason}"

@@ -11,6 +11,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.engine.model_preparation import prepare_model
 from paged_backend.engine.summary import log_startup, summary, unused_options
+from tests.support.classifiers import save_classifier
 from tests.support.families import HYBRID_FAMILIES
 from tests.support.in_process import save_tiny
 
@@ -43,6 +44,15 @@ def test_lines(config, prepared):
     assert lines["Context length"].startswith("32 tokens (the model supports ")
     assert lines["KV cache"].startswith("128 tokens in 8 blocks, 0.00 GiB; host memory ")
     assert lines.keys() == {"Model", "Device", "Kernels", "Data types", "Context length", "KV cache"}
+
+
+@pytest.mark.parametrize(("count", "listed"), [(3, "l0, l1, l2"), (9, "l0, l1, l2, l3, l4, l5, l6, l7 and 1 more")])
+def test_lines_of_a_classifier(config, tmp_path, count, listed):
+    save_classifier(tmp_path, labels={index: f"l{index}" for index in range(count)})
+    own = replace(config, model=str(tmp_path))
+    lines = summary(own, prepare_model(own, ProcessGroup(CPU)))
+    assert lines[0].startswith(f"Model: {tmp_path} (Qwen3ForSequenceClassification, ")
+    assert f"Output: scores of labels, no text: {listed}" in lines
 
 
 def test_lines_of_further_parts(config, prepared):

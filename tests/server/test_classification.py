@@ -64,7 +64,11 @@ def test_hidden_states_that_are_not_finite_have_no_classes(bad):
         ({"input": [5, 320]}, r"classification_request.input\[1\]=320: must be a token id, 0..319"),
         ({"messages": []}, "messages"),
         ({"query": "a", "document": ""}, "classification_request.document="),
-        ({"query": "a", "document": "b"}, "classification_request.query=.*: needs the engine option chat_template"),
+        (
+            {"query": "a", "document": "b"},
+            "classification_request.query=.*: the model has 2 labels; scores need a model with one; classifying a pair"
+            " needs the engine option chat_template",
+        ),
         ({"input": "a", "top_n": 1}, "classification_request.top_n=1: unknown; known are input"),
         ({"input": "a", "pooling_params": 1}, "classification_request.pooling_params=1: must be a JSON object"),
         ({"input": "a", "pooling_params": {"x": 1}}, "classification_request.pooling_params.x=1: unknown"),
@@ -77,6 +81,12 @@ def test_hidden_states_that_are_not_finite_have_no_classes(bad):
 def test_invalid_requests_name_the_field(request_, message):
     with pytest.raises(RequestError, match=message):
         read(**request_)
+
+
+def test_pairs_need_a_template():
+    one = ClassificationSpec(("a",), "sigmoid", np.array([[1, 0]], np.float32))
+    with pytest.raises(RequestError, match=r"classification_request.query=.*: needs the engine option chat_template"):
+        read(replace(LIMITS, classification=one), query="a", document="b")
 
 
 def test_a_request_that_is_no_object_is_rejected():

@@ -49,6 +49,13 @@ def test_a_truncated_text_keeps_its_last_tokens():
     assert encoder().encode(arrival(read(text_input=text("abcd")), truncate_prompt_tokens=3)) == ids("bcd")
 
 
+@pytest.mark.parametrize(("max_tokens", "kept"), [(0, LIMITS.max_model_len), (5, LIMITS.max_model_len - 1)])
+def test_truncation_to_the_context_length_leaves_a_token_to_generate(max_tokens, kept):
+    prompt = np.arange(300, dtype=np.int32)
+    sampling = {"truncate_prompt_tokens": LIMITS.max_model_len, "max_tokens": max_tokens}
+    assert encoder().encode(arrival(read(input_ids=prompt), **sampling)) == prompt[-kept:].tolist()
+
+
 def test_a_text_longer_than_any_prompt_is_rejected_before_it_is_tokenized():
     longest = LIMITS.max_model_len * len("<|end|>")  # the longest token
     encoder().check_length("text_input", "x" * longest)

@@ -100,7 +100,7 @@ class Gateway:
         builder = CompletionResponseBuilder(body, _request_id(request))
 
         async def respond() -> Response:
-            engine_requests = translation.from_completion(body, self._adapter(body))
+            engine_requests = translation.from_completion(body, self._adapter(body.model))
             return await self._respond(request, body, engine_requests, builder)
 
         return await self._with_current_name(respond)
@@ -113,7 +113,7 @@ class Gateway:
 
         async def respond() -> Response:
             engine_request = await translation.from_chat(
-                body, self._adapter(body), use, settings.tool_format, settings.template
+                body, self._adapter(body.model), use, settings.tool_format, settings.template
             )
             return await self._respond(request, body, [engine_request], builder)
 
@@ -173,7 +173,7 @@ class Gateway:
         self._settings.limits.check("max_inputs", body.list_field, len(body.calls), "inputs")
 
         async def ask() -> list[Any]:
-            work = ask_all(self._servers, body, self._adapter(body), _trace_context(request))
+            work = ask_all(self._servers, body, self._adapter(body.model), _trace_context(request))
             try:
                 return await run_while_connected(request.receive, work)
             except ApiError as error:
@@ -181,11 +181,15 @@ class Gateway:
 
         computed = await self._with_current_name(ask)
         self.metrics.count_prompts(request.url.path, computed)
-        return JSONResponse(body.response(computed, request_id))
+        name = self._servers.names[0] if body.model is None else body.model
+        return JSONResponse(body.response(computed, request_id, name))
 
-    def _adapter(self, body: schema.Body) -> str | None:
-        """Return the adapter that a request names in place of the model, or None. The server checks that it exists."""
-        return None if body.model in self._servers.names else body.model
+    def _adapter(self, model: str | None) -> str | None:
+        """Return the adapter that a request names in place of the model, or None. The server checks that it exists.
+
+        model: the request's `model`; None: the servers' model.
+        """
+        return None if model is None or model in self._servers.names else model
 
     async def models(self) -> dict[str, Any]:
         """Return the model and its adapters. Raises ApiError if no server can be reached."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
 
+from paged_backend.api.errors import SEVERAL_LABELS
 from paged_client.openai.errors import ApiError
 from paged_client.openai.pooling import PoolingBody, usage
-from paged_client.openai.schema import Flag, Integer, ListOf, StrictModel, split_inputs
+from paged_client.openai.schema import Flag, Integer, ListOf, StrictModel, shown, split_inputs
 from paged_client.openai.servers import Servers
-from paged_client.types import Classification
+from paged_client.types import Classification, PagedError
+
+_LABELS = re.compile(rf"has (\d+) {SEVERAL_LABELS}")
 
 
 class _ClassificationBody(PoolingBody[Classification]):
@@ -27,13 +31,15 @@ class _ClassificationBody(PoolingBody[Classification]):
         use = self.activation if self.use_activation is None else self.use_activation
         return await servers.classify(use_activation=use is not False, **arguments)
 
-    def _list(self, id: str, data: Sequence[Mapping[str, Any]], results: Sequence[Classification]) -> dict[str, Any]:
+    def _list(
+        self, id: str, data: Sequence[Mapping[str, Any]], results: Sequence[Classification], model: str
+    ) -> dict[str, Any]:
         """Return a response body with an element for each input."""
         return {
             "id": id,
             "object": "list",
             "created": int(time.time()),
-            "model": self.model,
+            "model": model,
             "data": [{"index": index, **one} for index, one in enumerate(data)],
             "usage": usage(results),
         }
@@ -59,9 +65,9 @@ class ClassifyRequest(_ClassificationBody):
         assert self.input is not None
         return [{"input": one} for one in split_inputs(self.input)]
 
-    def response(self, results: Sequence[Classification], request_id: str) -> dict[str, Any]:
+    def response(self, results: Sequence[Classification], request_id: str, model: str) -> dict[str, Any]:
         data = [{"label": one.label, "probs": list(one.probs), "num_classes": len(one.probs)} for one in results]
-        return self._list(f"classify-{request_id}", data, results)
+        return self._list(f"classify-{request_id}", data, results, model)
 
 
 class _PairBody(_ClassificationBody):
@@ -75,48 +81,75 @@ class _PairBody(_ClassificationBody):
     def calls(self) -> Sequence[Mapping[str, Any]]:
         return [{"query": query, "document": document} for query, document in self.pairs]
 
+    async def ask(self, servers: Servers, arguments: Mapping[str, Any]) -> Classification:
+        try:
+            return await super().ask(servers, arguments)
+        except PagedError as error:  # without a template for pairs, the engine says that none would help
+            if found := _LABELS.search(error.message):
+                raise _several_labels(int(found[1])) from None
+            raise
+
     def names(self, index: int) -> dict[str, str]:
         names = super().names(index)
         return {**names, "document": names["input"]}
 
 
+# The names in vLLM of a field with queries and one with documents.
+_SCORE_FIELDS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+
+
 class ScoreRequest(_PairBody):
-    """`text_1` is one query, or as many as `text_2` has documents. vLLM's newer names are `queries` and `documents`."""
+    """One query, or as many as there are documents, under one of the pairs of names in _SCORE_FIELDS."""
 
     text_1: str | ListOf[str] | None = None
     text_2: str | ListOf[str] | None = None
+    data_1: str | ListOf[str] | None = None
+    data_2: str | ListOf[str] | None = None
     queries: str | ListOf[str] | None = None
     documents: str | ListOf[str] | None = None
+    items: str | ListOf[str] | None = None
 
     def check(self) -> None:
         super().check()
-        given = [name for name in ("text_1", "text_2", "queries", "documents") if getattr(self, name) is not None]
-        if given not in (["text_1", "text_2"], ["queries", "documents"]):
-            names = f"{', '.join(given)} are given" if given else "none is given"
-            raise ApiError(400, f"text_1: {names}; give text_1 and text_2, or queries and documents", param="text_1")
+        given = self._given
+        if given not in _SCORE_FIELDS:
+            names = {0: "is missing", 1: "is given alone"}.get(len(given), f"is given with {' and '.join(given[1:])}")
+            pairs = [" and ".join(pair) for pair in _SCORE_FIELDS]
+            field = given[0] if given else "text_1"
+            message = f"{field}: {names}; give {', or '.join(pairs)}"
+            raise ApiError(400, message, param=field)
         queries, documents = self._texts
         if not documents or len(queries) not in (1, len(documents)):
             message = f"{given[0]}: {len(queries)} texts for {len(documents)} in {given[1]}; must be one or as many"
             raise ApiError(400, message, param=given[0])
 
     @property
+    def _given(self) -> tuple[str, ...]:
+        """The names of the fields that are given: those of the queries and of the documents, once they are checked."""
+        names = dict.fromkeys(name for pair in _SCORE_FIELDS for name in pair)
+        return tuple(name for name in names if getattr(self, name) is not None)
+
+    @property
     def _texts(self) -> tuple[list[str], list[str]]:
-        first = self.queries if self.text_1 is None else self.text_1
-        second = self.documents if self.text_2 is None else self.text_2
-        return _as_list(first), _as_list(second)
+        queries, documents = (getattr(self, name) for name in self._given)
+        return _as_list(queries), _as_list(documents)
 
     @property
     def list_field(self) -> str:
-        return "documents" if self.text_2 is None else "text_2"
+        return self._given[1]
+
+    def names(self, index: int) -> dict[str, str]:
+        queries = self._given[0]
+        return {**super().names(index), "query": self.element(queries, min(index, len(self._texts[0]) - 1))}
 
     @property
     def pairs(self) -> Sequence[tuple[str, str]]:
         queries, documents = self._texts
         return list(zip(queries * (len(documents) if len(queries) == 1 else 1), documents, strict=True))
 
-    def response(self, results: Sequence[Classification], request_id: str) -> dict[str, Any]:
+    def response(self, results: Sequence[Classification], request_id: str, model: str) -> dict[str, Any]:
         data = [{"object": "score", "score": _score(one)} for one in results]
-        return self._list(f"score-{request_id}", data, results)
+        return self._list(f"score-{request_id}", data, results, model)
 
 
 class Document(StrictModel):
@@ -128,9 +161,23 @@ class RerankRequest(_PairBody):
     documents: ListOf[str | Document] = Field(min_length=1)
     top_n: Integer | None = None
     return_documents: Flag | None = None
+    max_tokens_per_doc: Integer | None = None
+
+    @classmethod
+    def check_values(cls, values: Mapping[str, Any]) -> None:
+        documents = values.get("documents")
+        for index, one in enumerate(documents if isinstance(documents, list) else ()):
+            is_object = isinstance(one, dict) and one.keys() == {"text"} and isinstance(one["text"], str)
+            if not isinstance(one, str) and not is_object:
+                field = f"documents[{index}]"
+                raise ApiError(400, f'{field}={shown(one)}: must be a string or {{"text": "..."}}', param=field)
 
     def check(self) -> None:
         super().check()
+        if self.max_tokens_per_doc is not None:
+            reason = "not supported; shorten the documents, or let truncate_prompt_tokens shorten whole prompts"
+            message = f"max_tokens_per_doc={self.max_tokens_per_doc}: {reason}"
+            raise ApiError(400, message, param="max_tokens_per_doc")
         if self.top_n is not None and self.top_n < 0:
             raise ApiError(400, f"top_n={self.top_n}: must be at least 0, which returns all documents", param="top_n")
 
@@ -142,12 +189,12 @@ class RerankRequest(_PairBody):
     def pairs(self) -> Sequence[tuple[str, str]]:
         return [(self.query, one if isinstance(one, str) else one.text) for one in self.documents]
 
-    def response(self, results: Sequence[Classification], request_id: str) -> dict[str, Any]:
+    def response(self, results: Sequence[Classification], request_id: str, model: str) -> dict[str, Any]:
         ranked = sorted(enumerate(results), key=lambda one: _score(one[1]), reverse=True)
         texts = [text for _, text in self.pairs]
         return {
             "id": f"rerank-{request_id}",
-            "model": self.model,
+            "model": model,
             "usage": usage(results),
             "results": [
                 {
@@ -160,12 +207,16 @@ class RerankRequest(_PairBody):
         }
 
 
-def _as_list(texts: str | list[str] | None) -> list[str]:
-    return [texts] if isinstance(texts, str) else texts or []
+def _as_list(texts: str | list[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts
 
 
 def _score(result: Classification) -> float:
     """Return the score of a model with one label."""
     if len(result.probs) != 1:
-        raise ApiError(400, f"model: has {len(result.probs)} labels; scores need a model with one", param="model")
+        raise _several_labels(len(result.probs))
     return result.probs[0]
+
+
+def _several_labels(count: int) -> ApiError:
+    return ApiError(400, f"model: has {count} {SEVERAL_LABELS}", param="model")

@@ -26,10 +26,10 @@ class EmbeddingRequest(PoolingBody[Embedding]):
     async def ask(self, servers: Servers, arguments: Mapping[str, Any]) -> Embedding:
         return await servers.embed(dimensions=self.dimensions, **arguments)
 
-    def response(self, results: Sequence[Embedding], request_id: str) -> dict[str, Any]:
+    def response(self, results: Sequence[Embedding], request_id: str, model: str) -> dict[str, Any]:
         return {
             "object": "list",
-            "model": self.model,
+            "model": model,
             "data": [
                 {"object": "embedding", "index": index, "embedding": _encode(embedding.values, self.encoding_format)}
                 for index, embedding in enumerate(results)

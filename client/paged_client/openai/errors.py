@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paged_backend.api.errors import LORA_NOT_ENABLED
+from paged_backend.api.errors import GENERATES_NO_TEXT, LORA_NOT_ENABLED
 from paged_client.discovery import listed
 from paged_client.types import PagedError
 
@@ -60,6 +60,8 @@ def from_engine(error: PagedError, names: Mapping[str, str]) -> ApiError:
     if status == 400 and "lora_name" in names and ((field and field[0] == "lora_name") or message.startswith("LoRA ")):
         # The client may not know what an adapter is, so that a server without adapters is no reason.
         return no_such_model(names["lora_name"], reason="" if LORA_NOT_ENABLED in message else message)
+    if status == 400 and GENERATES_NO_TEXT in message:
+        return ApiError(400, f"model: {GENERATES_NO_TEXT}; use /classify, /score or /rerank", param="model")
     if status == 400 and field:
         param = names.get(field[0], field[0])
         message = message if param == field[0] else f"{param}: {message}"

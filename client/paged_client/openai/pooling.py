@@ -31,6 +31,8 @@ class SamplingFields(StrictModel):
 class PoolingBody(SamplingFields, IgnoredFields, Body, Generic[ResultT]):
     """The base class of the bodies of such requests."""
 
+    model: str | None = None  # None: the servers' model
+
     @property
     def list_field(self) -> str:
         """The field that holds the inputs."""
@@ -45,8 +47,8 @@ class PoolingBody(SamplingFields, IgnoredFields, Body, Generic[ResultT]):
         """Return the result for one input."""
         raise NotImplementedError
 
-    def response(self, results: Sequence[ResultT], request_id: str) -> dict[str, Any]:
-        """Return the response body."""
+    def response(self, results: Sequence[ResultT], request_id: str, model: str) -> dict[str, Any]:
+        """Return the response body. model: the name of the model that computed the results."""
         raise NotImplementedError
 
     @property
@@ -56,8 +58,13 @@ class PoolingBody(SamplingFields, IgnoredFields, Body, Generic[ResultT]):
 
     def names(self, index: int) -> dict[str, str]:
         """Return the names of the fields of an input, by the engine's names."""
-        name = f"{self.list_field}[{index}]" if len(self.calls) > 1 else self.list_field
-        return dict.fromkeys(("input", "prompt_tokens", "text_input", "messages"), name)
+        return dict.fromkeys(("input", "prompt_tokens", "text_input", "messages"), self.element(self.list_field, index))
+
+    def element(self, field: str, index: int) -> str:
+        """Return the name of an input in `field`, which is an element if the field is a list of inputs."""
+        given = getattr(self, field)
+        is_one = isinstance(given, str) or field == "messages" or not given or isinstance(given[0], int)
+        return field if is_one else f"{field}[{index}]"
 
 
 def usage(results: Sequence[Embedding | Classification]) -> dict[str, int]:

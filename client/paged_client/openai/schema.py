@@ -74,8 +74,6 @@ class Body(StrictModel):
     # Fields of OpenAI's API that are not supported, and the values of each that request nothing.
     unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
-    model: str
-
     @classmethod
     def check_values(cls, values: Mapping[str, Any]) -> None:
         """Raises ApiError for values that deserve a better message than that they do not fit the schema.
@@ -187,6 +185,7 @@ ENGINE_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {name: (None, *values) for n
 
 
 class GenerateBody(SamplingFields, GuidedFields, IgnoredFields, Body):
+    model: str
     stream: bool | None = None
     prompt_cache_key: str | None = None  # requests with the same key go to the same server
     return_token_ids: bool | None = None
@@ -248,7 +247,7 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
         if not any(value is one or (type(value) is type(one) and value == one) for one in ignored):
             instead = replacement(name, kind.model_fields)
             hint = f"use {instead} instead" if instead else "leave it out"
-            raise ApiError(400, f"{name}={_shown(value)}: not supported; {hint}", param=name)
+            raise ApiError(400, f"{name}={shown(value)}: not supported; {hint}", param=name)
     kind.check_values(values)
     try:
         request = kind.model_validate(values)
@@ -267,7 +266,7 @@ def _api_error(errors: Sequence[ErrorDetails], kind: type[Body]) -> ApiError:
     if errors[0]["type"] == "missing":
         return ApiError(400, f"{first}: is missing", param=first)
     reasons = "; or ".join(dict.fromkeys(error["msg"] for error in errors if _path(error) == first))
-    return ApiError(400, f"{first}={_shown(errors[0]['input'])}: {reasons}", param=first)
+    return ApiError(400, f"{first}={shown(errors[0]['input'])}: {reasons}", param=first)
 
 
 def _path(error: ErrorDetails) -> str:
@@ -275,7 +274,7 @@ def _path(error: ErrorDetails) -> str:
     return _truncate(".".join(map(str, location[: _DEPTH.get(str(location[0]), 1)])))
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return the beginning of a value as JSON, without encoding the rest."""
     parts = json.JSONEncoder().iterencode(value)  # parts of at least one character each
     return _truncate("".join(islice(parts, _MAX_SHOWN + 1)))

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from paged_backend.utils.startup import ONLY_LABELS
 from paged_client.serving.console import Console
 from paged_client.serving.server_args import check_restart_args
 from paged_client.serving.server_files import ServerNotFoundError, user_cache_directory
@@ -152,18 +153,32 @@ def _signals_forwarded(
 
 
 def ready_message(server: TritonServer) -> str:
-    """Return the endpoints of the server and two commands to try."""
-    ports = "" if server.grpc_url == "localhost:8001" else f" --url {server.grpc_url}"
-    body = json.dumps({"text_input": "The capital of France is", "stream": True, "max_tokens": 16, "temperature": 0})
+    """Return the endpoints of the server and commands to try."""
     return "\n".join(
         [
             f"Ready.  HTTP {server.http_url}   gRPC {server.grpc_url}   metrics {server.metrics_url}/metrics",
             "Try:",
-            f"  curl -N {server.http_url}/v2/models/{server.model_name}/generate_stream -d '{body}'",
-            f"  {_paged()} generate 'The capital of France is' --temperature 0 --max-tokens 16{ports}",
+            *(f"  {command}" for command in _examples(server)),
             "Press Ctrl-C to stop the server.",
         ]
     )
+
+
+def _examples(server: TritonServer) -> list[str]:
+    """Return commands that the served model can answer."""
+    ports = "" if server.grpc_url == "localhost:8001" else f" --url {server.grpc_url}"
+    url = f"{server.http_url}/v2/models/{server.model_name}"
+    if ONLY_LABELS in server.log():
+        body = json.dumps({"classification_request": json.dumps({"input": "A great film."})})
+        return [
+            f"curl {url}/generate -d '{body}'",
+            f"{_paged()} openai{ports}  # a gateway with /classify, /score and /rerank",
+        ]
+    body = json.dumps({"text_input": "The capital of France is", "stream": True, "max_tokens": 16, "temperature": 0})
+    return [
+        f"curl -N {url}/generate_stream -d '{body}'",
+        f"{_paged()} generate 'The capital of France is' --temperature 0 --max-tokens 16{ports}",
+    ]
 
 
 def _paged() -> str:

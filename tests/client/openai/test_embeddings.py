@@ -20,6 +20,8 @@ def fake():
             asked = json.loads(inputs["embedding_request"])
             if asked["input"] == "bad":
                 return {"say": [], "fail": "INVALID_ARGUMENT: prompt_tokens=9: must be 1..8"}
+            if asked["input"] == []:
+                return {"say": [], "fail": "INVALID_ARGUMENT: embedding_request.input=[]: must be text"}
             if asked["input"] == [7]:
                 return {"say": [], "fail": "INVALID_ARGUMENT: embedding_request.input[0]=7: must be a token id"}
             if asked["pooling_params"]:
@@ -71,6 +73,11 @@ def test_inputs_keep_their_order(front, given, lengths):
     assert body["usage"]["prompt_tokens"] == 7 * len(lengths)
 
 
+def test_the_model_is_optional(front):
+    status, body = front.ask(PATH, {"input": "four"})
+    assert (status, body["model"]) == (200, "paged_llm")
+
+
 def test_base64_encoding(front):
     body = ask(front, input="four", encoding_format="base64")[1]
     assert struct.unpack("<2f", base64.b64decode(body["data"][0]["embedding"])) == (4.0, 0.25)
@@ -88,6 +95,8 @@ def test_base64_encoding(front):
         ({"input": "a", "stream": True}, "stream", "stream: unknown field"),
         ({"input": ["a"] * 2049}, "input", "input: has 2049 inputs; must be at most 2048 (--max-inputs)"),
         ({"input": "bad"}, "input", "input: prompt_tokens=9: must be 1..8"),
+        ({"input": []}, "input", "input=[]: must be text"),
+        ({"input": ["bad"]}, "input[0]", "input[0]: prompt_tokens=9: must be 1..8"),
         ({"input": ["a", "bad", "c"]}, "input[1]", "input[1]: prompt_tokens=9: must be 1..8"),
         ({"input": [[5], [7]]}, "input[1]", "input[1]: input[0]=7: must be a token id"),
         ({"input": "a", "dimensions": 2}, "dimensions", "dimensions=[2]: leave it out"),

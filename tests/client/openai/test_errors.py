@@ -26,6 +26,14 @@ def test_error_classes_have_http_statuses(front, says, said, status, message, pa
     assert (got, error["message"], error["param"]) == (status, message, param)
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_models_without_text_name_the_routes_to_use(front, says, path):
+    reason = "this model classifies prompts and generates no text"
+    with says(say=[], fail=f"INVALID_ARGUMENT: text_input: {reason}; use classification_request"):
+        error = error_of(*front.ask(path, BODIES[path]))
+    assert (error["message"], error["param"]) == (f"model: {reason}; use /classify, /score or /rerank", "model")
+
+
 @pytest.mark.parametrize("path", [*BODIES, "/v1/embeddings"])
 def test_cancelled_request_is_not_retried(front, says, fake, path):
     fake.requests.clear()
