@@ -52,11 +52,11 @@ class Machine:
 
     def cut(self) -> None:
         """Drop all packets from and to the machine, without a message to either side."""
-        ip("link", "set", self.link, "nomaster")
+        ip("link", "set", self.link, "down")
 
     def mend(self) -> None:
         """Undo `cut`."""
-        ip("link", "set", self.link, "master", _bridge())
+        ip("link", "set", self.link, "up")
 
 
 def _bridge() -> str:
