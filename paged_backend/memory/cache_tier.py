@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import statistics
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Full, Queue
-from typing import Protocol
 
 from torch import Tensor
 
@@ -39,51 +39,6 @@ class ReadCost:
     def reset(self) -> None:
         """Forget all reads, so that the next one is measured on its own."""
         self._seconds.clear()
-
-
-class CacheTier(Protocol):
-    """Keeps copies of cached blocks, which are addressed by their content. Safe to use from any thread.
-
-    A tier never raises an error of its medium: it is disabled instead, and then has no block. It returns a block only
-    if origin and all tokens of the prefix are those of the requested entry.
-    """
-
-    @property
-    def up(self) -> bool:
-        """Whether the tier is in use."""
-
-    @property
-    def cost(self) -> ReadCost:
-        """The measured duration of its reads."""
-
-    @property
-    def free_queue_slots(self) -> int:
-        """The number of blocks that the write queue can still take."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether every queued block is written."""
-
-    def should_write(self, entry: Entry) -> bool:
-        """Return whether the tier is in use and is not known to have the block."""
-
-    def put(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
-        """Queue a block to be written, unless the queue is full. `tensors` must not change afterwards."""
-
-    def read(self, entries: Sequence[Entry]) -> list[list[Tensor]]:
-        """Return the tensors of the first of `entries`, up to the first one that the tier does not have."""
-
-    def on_change(self, changed: Callable[[], object]) -> None:
-        """Call `changed`, on any thread, when the tier is disabled or enabled from now on."""
-
-    def settle(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds until every queued block is written."""
-
-    def close(self, seconds: float | None = None) -> None:
-        """Write all queued blocks and end the tier's threads. Wait at most `seconds`; None: without limit."""
-
-    def add_stats(self, stats: SchedulerStats) -> SchedulerStats:
-        """Return the statistics with those of the tier."""
 
 
 class BlockWriter:
@@ -138,3 +93,66 @@ class BlockWriter:
         while (item := self._queue.get()) is not None:
             self._write(*item)
             self._queue.task_done()
+
+
+class CacheTier(ABC):
+    """Keeps copies of cached blocks, which are addressed by their content. Safe to use from any thread.
+
+    Reads run on the caller's thread, writes on one of the tier's. A tier never raises an error of its medium: it is
+    disabled instead, and then has no block. It returns a block only if origin and all tokens of the prefix are those of
+    the requested entry.
+    """
+
+    def __init__(self, name: str):
+        """Start the thread that writes. name: of the thread."""
+        self.cost = ReadCost()
+        self._up = True
+        self._changed: Callable[[], object] = lambda: None
+        self._writer = BlockWriter(name, self._write)
+
+    @property
+    def up(self) -> bool:
+        """Whether the tier is in use."""
+        return self._up
+
+    @property
+    def free_queue_slots(self) -> int:
+        """The number of blocks that the write queue can still take."""
+        return self._writer.free_slots
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every queued block is written."""
+        return self._writer.is_idle
+
+    def put(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
+        """Queue a block to be written, unless the queue is full. `tensors` must not change afterwards."""
+        self._writer.put(entry, tensors)
+
+    def on_change(self, changed: Callable[[], object]) -> None:
+        """Call `changed`, on any thread, when the tier is disabled or enabled from now on."""
+        self._changed = changed
+
+    def settle(self, timeout: float) -> None:
+        """Wait at most `timeout` seconds until every queued block is written."""
+        self._writer.settle(timeout)
+
+    def close(self, seconds: float | None = None) -> None:
+        """Write all queued blocks and end the tier's threads. Wait at most `seconds`; None: without limit."""
+        self._writer.close(seconds)
+
+    @abstractmethod
+    def should_write(self, entry: Entry) -> bool:
+        """Return whether the tier is in use and is not known to have the block."""
+
+    @abstractmethod
+    def read(self, entries: Sequence[Entry]) -> list[list[Tensor]]:
+        """Return the tensors of the first of `entries`, up to the first one that the tier does not have."""
+
+    @abstractmethod
+    def add_stats(self, stats: SchedulerStats) -> SchedulerStats:
+        """Return the statistics with those of the tier."""
+
+    @abstractmethod
+    def _write(self, entry: Entry, tensors: list[Tensor]) -> None:
+        """Write a block if `should_write`. Called on the tier's thread; must not raise."""

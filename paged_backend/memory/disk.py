@@ -17,14 +17,14 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from paged_backend.memory.block_file import BlockFormat, DiskStalled
-from paged_backend.memory.cache_tier import BlockWriter, ReadCost
+from paged_backend.memory.cache_tier import CacheTier
 from paged_backend.scheduling.content import Entry, Key
 from paged_backend.scheduling.stats import SchedulerStats
 
@@ -101,8 +101,8 @@ class FileIndex:
             return oldest
 
 
-class DiskTier:
-    """Cached blocks on disk, a `CacheTier`: reads on the caller's thread, writes on its own."""
+class DiskTier(CacheTier):
+    """Cached blocks on disk. The tier stays disabled after an error."""
 
     def __init__(
         self, directory: Path, fingerprint: str, budget: int, layout: Sequence[Tensor], num_base: int | None = None
@@ -114,20 +114,12 @@ class DiskTier:
         self._format = BlockFormat(layout, num_base)
         self._index = FileIndex(fingerprint)
         self._lock = threading.Lock()
-        self._up = True
-        self._changed: Callable[[], object] = lambda: None
         self._read = self._written = 0
+        super().__init__("disk")
         try:
             self._scan()
         except OSError as error:
             self._disable(f"cannot be used: {error}")
-        self.cost = ReadCost()
-        self._writer = BlockWriter("disk", self._write)
-
-    @property
-    def up(self) -> bool:
-        """Whether the tier is in use."""
-        return self._up
 
     @property
     def stats(self) -> DiskStats:
@@ -136,23 +128,9 @@ class DiskTier:
         with self._lock:
             return DiskStats(self._up, blocks, nbytes, self._read, self._written, self._writer.dropped)
 
-    @property
-    def free_queue_slots(self) -> int:
-        """The number of blocks that the write queue can still take."""
-        return self._writer.free_slots
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether every queued block is written."""
-        return self._writer.is_idle
-
     def should_write(self, entry: Entry) -> bool:
         """Return whether the tier is in use and has no file with the block's key."""
         return self._up and self._name(entry.key) not in self._index
-
-    def put(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
-        """Queue a block to be written, unless the queue is full. `tensors` must not change afterwards."""
-        self._writer.put(entry, tensors)
 
     def read(self, entries: Sequence[Entry]) -> list[list[Tensor]]:
         """Return the tensors of the first of `entries`, up to the first one that is not on disk or cannot be read."""
@@ -186,18 +164,6 @@ class DiskTier:
         with self._lock:
             self._read += found is not None
         return found
-
-    def on_change(self, changed: Callable[[], object]) -> None:
-        """Call `changed`, on any thread, when the tier is disabled from now on."""
-        self._changed = changed
-
-    def settle(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds until every queued block is written."""
-        self._writer.settle(timeout)
-
-    def close(self, seconds: float | None = None) -> None:
-        """Write all queued blocks and end the writer. Wait at most `seconds`; None: without limit."""
-        self._writer.close(seconds)
 
     def add_stats(self, stats: SchedulerStats) -> SchedulerStats:
         """Return the statistics with those of this tier."""

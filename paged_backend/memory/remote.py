@@ -13,13 +13,13 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from paged_backend.memory.block_file import MAX_HEADER_BYTES, TOKEN_TYPE, BlockFormat
-from paged_backend.memory.cache_tier import BlockWriter, ReadCost
+from paged_backend.memory.cache_tier import CacheTier
 from paged_backend.memory.known_keys import KnownKeys
 from paged_backend.memory.redis_store import RedisStore, StoreError
 from paged_backend.memory.sealed_value import Seal
@@ -45,8 +45,8 @@ class RemoteStats:
     nbytes: int  # bytes that this server has written and not deleted
 
 
-class RemoteTier:
-    """Cached blocks in a remote store, a `CacheTier`: reads on the caller's thread, writes on its own."""
+class RemoteTier(CacheTier):
+    """Cached blocks in a remote store. A disabled tier is tried again until the store works."""
 
     def __init__(
         self,
@@ -80,22 +80,14 @@ class RemoteTier:
         self._invalid: set[bytes] = set()  # keys of values that must not be read again
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._up = True
-        self._changed: Callable[[], object] = lambda: None
         self._up_since = time.monotonic()
         self._pause = RETRY_SECONDS
         self._read = self._written = self._disabled = 0
-        self.cost = ReadCost()
+        super().__init__("remote")
         try:
             self._probe()
         except StoreError as error:
             self._disable(str(error))
-        self._writer = BlockWriter("remote", self._write)
-
-    @property
-    def up(self) -> bool:
-        """Whether the tier is in use."""
-        return self._up
 
     @property
     def stats(self) -> RemoteStats:
@@ -105,23 +97,9 @@ class RemoteTier:
                 self._up, self._read, self._written, self._writer.dropped, self._disabled, self._keys.nbytes
             )
 
-    @property
-    def free_queue_slots(self) -> int:
-        """The number of blocks that the write queue can still take."""
-        return self._writer.free_slots
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether every queued block is written."""
-        return self._writer.is_idle
-
     def should_write(self, entry: Entry) -> bool:
         """Return whether the tier is in use and the store is not known to have the block."""
         return self._up and self._key(entry) not in self._keys
-
-    def put(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
-        """Queue a block to be written, unless the queue is full. `tensors` must not change afterwards."""
-        self._writer.put(entry, tensors)
 
     def read(self, entries: Sequence[Entry]) -> list[list[Tensor]]:
         """Return the tensors of the first of `entries`, up to the first one that is not in the store or not valid."""
@@ -143,17 +121,9 @@ class RemoteTier:
             self._read += len(blocks)
         return blocks
 
-    def on_change(self, changed: Callable[[], object]) -> None:
-        """Call `changed`, on any thread, when the tier is disabled or enabled from now on."""
-        self._changed = changed
-
-    def settle(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds until every queued block is written."""
-        self._writer.settle(timeout)
-
     def close(self, seconds: float | None = None) -> None:
         """Write all queued blocks and end the tier's threads. Wait at most `seconds`; None: without limit."""
-        self._writer.close(seconds)
+        super().close(seconds)
         self._closed.set()
         self._store.close()
 
