@@ -7,9 +7,8 @@ import time
 from collections import OrderedDict
 from typing import NamedTuple
 
-MAX_KNOWN_KEYS = (
-    1 << 17
-)  # maximum number of keys; values of this server above it are deleted like those above the budget
+# Maximum number of keys. Values of this server above it are deleted like those above the budget.
+MAX_KNOWN_KEYS = 1 << 17
 
 
 class _Known(NamedTuple):

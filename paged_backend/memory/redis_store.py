@@ -41,7 +41,8 @@ class RedisStore:
                 raise ConfigError(f"remote_cache_url: {name}={path}: is not a file")
         self.address = address
         self._timeout = timeout
-        # The limits of sockets apply to each packet, so they do not replace the limit of a call.
+        # The limit of a socket applies to each packet, so it does not replace that of a call. It is longer, so that the
+        # limit of the call is the one that is reported.
         self._client = redis.Redis(
             host=address.host,
             port=address.port,
@@ -50,7 +51,7 @@ class RedisStore:
             password=password or address.password,
             ssl=address.tls,
             **dict(address.tls_files),  # type: ignore[arg-type]
-            socket_timeout=timeout,
+            socket_timeout=2 * timeout,
             socket_connect_timeout=CONNECT_SECONDS,
             retry=Retry(NoBackoff(), 0),
         )
