@@ -59,6 +59,17 @@ def start_rank(rank: int, local_rank: int, environment: Mapping[str, str], *argu
     )
 
 
+def end_rank(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for the process of a rank to end by itself, and kill it if it takes longer."""
+    try:
+        process.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdin:
+        process.stdin.close()
+
+
 def run(link: Connection, store: dist.Store, config: EngineConfig, rank: int) -> None:
     """Run the steps that rank 0 sends, until it sends None."""
     transformers_logging.disable_progress_bar()
