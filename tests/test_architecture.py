@@ -41,7 +41,6 @@ TESTED_THROUGH = {
     "paged_kernels.tuning_inputs": "tests/kernels/test_tune.py",
     "paged_backend.api.guide": "tests/guided/test_compiler.py",
     "paged_backend.engine.rank": "tests/engine/test_workers.py",
-    "paged_backend.engine.worker_node": "tests/e2e/test_nodes.py",
     "paged_backend.memory.cache_tier": "tests/memory/test_tier_chain.py",
     "paged_backend.memory.redis_store": "tests/memory/test_remote.py",
     "paged_backend.guided.sandbox_process": "tests/guided/test_sandbox.py",
