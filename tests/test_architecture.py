@@ -85,6 +85,7 @@ TESTED_THROUGH = {
     "paged_bench._server_load": "tests/e2e/test_load.py",
     "paged_bench._redis_server": "tests/memory/test_remote.py",
     "paged_bench._step_profile": "tests/bench/test_cpu.py",
+    "paged_backend.engine.tier_builder": "tests/integration/test_remote_cache.py",
     "paged_bench._machines": "tests/e2e/test_nodes.py",
     "paged_bench._cache_simulation": "tests/bench/test_memory.py",
     "paged_bench.gateway": "tests/e2e/test_load.py",
