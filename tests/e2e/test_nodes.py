@@ -69,7 +69,11 @@ def workers(machines, port, log):
             process = subprocess.Popen(command, env=environment, stderr=stack.enter_context(log.open("ab")))
             stack.callback(process.wait)
             stack.callback(process.kill)
-        yield
+        try:
+            yield
+        except BaseException:
+            print(f"log of the workers:\n{log.read_text()}")  # shown with the failure
+            raise
 
 
 @contextmanager
