@@ -150,6 +150,13 @@ class EngineConfig:
         " of every layer and of the KV cache.",
         1,
     )
+    data_parallel_size: int = option(
+        integer(1, 64),
+        "Number of copies of the model behind one Triton model, each with its own KV cache and `tensor_parallel_size`"
+        " GPUs of this machine. A request runs in the copy that has computed most of its prompt's beginning, unless that"
+        " one has more than its share of the requests.",
+        1,
+    )
     nnodes: int | None = option(
         integer(1, 64),
         "Number of machines that share the model, each with as many GPUs. `paged worker` runs on all but this one."

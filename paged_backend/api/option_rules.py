@@ -49,6 +49,21 @@ RULES = (
         "has no effect without quantization; set both",
     ),
     Rule(
+        "data_parallel_size",
+        lambda config: config.data_parallel_size > 1 and (config.nnodes or 1) > 1,
+        "not supported with nnodes={config.nnodes}; run a server on each machine",
+    ),
+    Rule(
+        "data_parallel_size",
+        lambda config: config.data_parallel_size > 1 and config.disk_cache_dir,
+        "not supported with disk_cache_dir, which one engine has for itself; remote_cache_url is shared",
+    ),
+    Rule(
+        "data_parallel_size",
+        lambda config: config.data_parallel_size > 1 and config.kv_events_config.is_enabled,
+        "not supported with kv_events_config: the events of several engines cannot be told apart",
+    ),
+    Rule(
         "max_state_checkpoints",
         lambda config: config.max_state_checkpoints and not config.enable_prefix_caching,
         "has no effect with enable_prefix_caching=false; leave one of them out",

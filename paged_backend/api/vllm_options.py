@@ -196,7 +196,6 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
             "worker_cls": ("auto",),
             "worker_extension_cls": _EMPTY,
             "pipeline_parallel_size": (1,),
-            "data_parallel_size": (1,),
             "data_parallel_size_local": (1,),
             "data_parallel_hybrid_lb": _OFF,
             "data_parallel_external_lb": _OFF,

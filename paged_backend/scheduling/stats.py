@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(slots=True)
@@ -75,6 +75,17 @@ class SchedulerStats:
     def idle(self) -> SchedulerStats:
         """Return these statistics with no request open."""
         return replace(self, running=0, waiting=0, paused=0, context_requests=0, context_tokens=0)
+
+    def plus(self, other: SchedulerStats) -> SchedulerStats:
+        """Return the statistics of two engines together. Durations and the block size are those of the first."""
+        total = {}
+        for spec in fields(self):
+            own, added = getattr(self, spec.name), getattr(other, spec.name)
+            if isinstance(own, bool):
+                total[spec.name] = own and added
+            elif isinstance(own, int) and spec.name != "block_size":
+                total[spec.name] = own + added
+        return replace(self, **total)
 
     @property
     def preemptions(self) -> int:

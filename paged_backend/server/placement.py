@@ -30,6 +30,12 @@ def visible_gpus(kind: str, device: int, wanted: str, processes: int, visible: s
     return ",".join(_name(one, visible) for one in ids)
 
 
+def replica_gpus(number: int, size: int, visible: str | None) -> str:
+    """Return CUDA_VISIBLE_DEVICES for an engine of data parallelism. number: that of the engine. size: GPUs of each.
+    Raises ConfigError if there are too few."""
+    return ",".join(_name(one, visible) for one in range(number * size, (number + 1) * size))
+
+
 def _numbers(wanted: str, processes: int) -> list[int]:
     parts = [part.strip() for part in wanted.split(",")]
     if not all(part.isdecimal() for part in parts):
