@@ -51,6 +51,7 @@ class Progress:
     outputs: tuple[tuple[int, ...] | None, ...]  # output tokens of each sample; None: the sample has ended
     has_prompt_logprobs: bool = False  # whether the log probabilities of the prompt were returned
     usage: Usage | None = None  # if the request returns it
+    adapter: bytes = b""  # digest of the LoRA adapter; empty without one
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class GenerateRequest:
     guides: tuple[Guide, ...] = ()  # one guide per sample; empty: unconstrained
     trace: RequestTrace | None = field(default=None, compare=False)  # None: not traced
     progress: Progress | None = None  # None: no other engine has generated anything for it
+    stays: bool = False  # whether it is not moved, because another engine has rejected it
 
     @cached_property
     def constrains_logits(self) -> bool:

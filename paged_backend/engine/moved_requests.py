@@ -120,8 +120,8 @@ class _ReleaseUnused(Message):
 
 
 def _without(request: GenerateRequest, ended: set[int]) -> GenerateRequest | None:
-    """Return the request without the samples that have ended; None if none is left."""
-    if not ended:
+    """Return the request without the samples that have ended; None if none is left. Beams are not samples."""
+    if not ended or request.sampling.beam_width > 1:
         return request
     outputs = request.progress.outputs if request.progress else ((),) * request.sampling.num_samples
     left = tuple(None if index in ended else output for index, output in enumerate(outputs))

@@ -171,9 +171,9 @@ class Group:
 
     @property
     def can_move(self) -> bool:
-        """Whether another engine can continue the request: the beams of a search that has returned tokens are not
-        moved."""
-        return not (self.beams and self.beams.search.num_agreed)
+        """Whether another engine can continue the request. The beams of a search that has returned tokens are not
+        moved, nor are embeddings, which need one pass."""
+        return not (self.request.stays or self.request.embeds or (self.beams and self.beams.search.num_agreed))
 
     @property
     def progress(self) -> Progress | None:
@@ -184,7 +184,7 @@ class Group:
         is_scored = self.request.sampling.prompt_logprobs is not None and not self.unscored(0, self.leader.num_prompt)
         if self.beams or not (is_scored or any(output != () for output in outputs)):
             return None
-        return Progress(tuple(outputs), is_scored, self.usage)
+        return Progress(tuple(outputs), is_scored, self.usage, self.request.origin.adapter)
 
     @property
     def leader(self) -> Sequence:
