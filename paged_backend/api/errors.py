@@ -87,6 +87,13 @@ class ModelAsleep(RequestError):
         super().__init__(ErrorCode.UNAVAILABLE, problem)
 
 
+class CannotContinue(RequestError):
+    """This engine would continue a request of another engine differently."""
+
+    def __init__(self, problem: str):
+        super().__init__(ErrorCode.UNAVAILABLE, problem)
+
+
 def internal_error(error: Exception) -> RequestError:
     """Return the RequestError for an unexpected exception."""
     return RequestError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")

@@ -45,6 +45,16 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """What another engine has generated for a request before the request was moved."""
+
+    outputs: tuple[tuple[int, ...] | None, ...]  # output tokens of each sample; None: the sample has ended
+    has_prompt_logprobs: bool = False  # whether the log probabilities of the prompt were returned
+    usage: Usage | None = None  # if the request returns it
+    adapter: bytes = b""  # digest of the LoRA adapter; empty without one
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """One validated request."""
 
@@ -63,6 +73,8 @@ class GenerateRequest:
     ends: Callable[[Sequence[int]], bool] | None = None  # returns whether a beam with these output tokens has ended
     guides: tuple[Guide, ...] = ()  # one guide per sample; empty: unconstrained
     trace: RequestTrace | None = field(default=None, compare=False)  # None: not traced
+    progress: Progress | None = None  # None: no other engine has generated anything for it
+    stays: bool = False  # whether it is not moved, because another engine has rejected it
 
     @cached_property
     def constrains_logits(self) -> bool:
@@ -219,6 +231,10 @@ class Usage(NamedTuple):
     preempted_seconds: float  # time between preemptions and readmissions
     guessed_tokens: int = 0  # draft tokens that were verified; the name is part of the receipt
     accepted_tokens: int = 0  # draft tokens that were accepted
+
+    def plus(self, more: Usage) -> Usage:
+        """Return the usage of a request that was moved: `more` is that of the later engine."""
+        return Usage._make((self[0], *(one + other for one, other in zip(self[1:], more[1:], strict=True))))
 
 
 class TokenLogprob(NamedTuple):

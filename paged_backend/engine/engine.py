@@ -28,6 +28,7 @@ from paged_backend.engine.messages import (
     TiersChanged,
     UnpinSession,
 )
+from paged_backend.engine.moved_requests import MovedRequests
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.prefix_tiers import PrefixTiers
 from paged_backend.engine.request_preparation import RequestPreparation
@@ -73,6 +74,7 @@ class Engine:
         self._state = EngineState(
             scheduler, emit, self._prefix_tiers, cache_events=cache_events, memory=memory, queued=self._queued
         )
+        self.moved_requests = MovedRequests(self._inbox.put, self._state.moved)
         self.sleep_mode = SleepMode(self._inbox.put, lambda: self.alive)
         self._preparation = RequestPreparation(self._inbox.put, self.reject, adapters, self._prefix_tiers)
         self._loop = StepLoop(

@@ -23,6 +23,7 @@ class Message(ABC):
     """A change to the engine's state, requested by another thread."""
 
     needs_commit: ClassVar[bool] = False  # whether steps in flight are committed first, if no request is open
+    commits_all: ClassVar[bool] = False  # whether steps in flight are committed first, even if requests are open
 
     @abstractmethod
     def apply(self, state: EngineState) -> bool:
@@ -42,9 +43,11 @@ class AddRequest(Message):
         if self.request.key not in state.announced:
             return False
         state.announced.remove(self.request.key)
-        if state.asleep:  # it was admitted just before the model began to go to sleep
+        if state.asleep and not state.wakes_on_demand:  # it was admitted just before the model began to go to sleep
             state.queued.discard(self.request.key)
             state.emit_step([TokenDelta(self.request.key, error=ModelAsleep(ASLEEP))])
+            return False
+        if not state.wake_for(self.request.key):
             return False
         state.scheduler.add(self.request)
         return True
@@ -74,6 +77,9 @@ class AbortRequest(Message):
         if self.key in state.announced:
             state.announced.remove(self.key)
             return True
+        if moved := state.moved.pop(self.key, None):
+            moved.engine.abort(self.key)
+            return False
         return state.scheduler.abort(self.key)
 
 
@@ -88,6 +94,14 @@ class EndSamples(Message):
         if self.key in state.announced:
             state.announced.remove(self.key)
             return True
+        if moved := state.moved.get(self.key):
+            if self.index is None:
+                del state.moved[self.key]
+                moved.engine.end_all(self.key)
+            else:
+                moved.ended.add(self.index)
+                moved.engine.end(self.key, self.index)
+            return False
         if self.index is None:
             return state.scheduler.end_all(self.key)
         return state.scheduler.end(self.key, self.index)
@@ -100,7 +114,10 @@ class EndBeamSearch(Message):
     key: int
 
     def apply(self, state: EngineState) -> bool:
-        state.emit_step(state.scheduler.expire(self.key))
+        if moved := state.moved.get(self.key):
+            moved.engine.expire(self.key)
+        else:
+            state.emit_step(state.scheduler.expire(self.key))
         return False
 
 
@@ -162,6 +179,10 @@ class ReleaseMemory(Message):
         if state.num_open:
             self.reply(state.num_open)
             return False
+        if state.asleep:  # its requests were moved
+            state.wakes_on_demand = False
+            self.reply(ReleasedMemory(0, 0, 0))
+            return True
         return _reply_with(self.reply, state.release_memory)
 
 

@@ -21,6 +21,7 @@ class OutputHandler(Protocol):
     """Receives the outputs of an engine, as the responder does."""
 
     def on_step(self, output: StepOutput) -> None: ...
+    def on_remote_output(self, output: RemoteOutput) -> None: ...
     def on_pool_map(self, pool: PoolMap) -> None: ...
     def on_unknown_requests(self, unknown: UnknownRequests) -> None: ...
     def on_engine_died(self, died: EngineDied) -> None: ...
@@ -52,6 +53,19 @@ class StepOutput:
 
     def dispatch(self, handler: OutputHandler) -> None:
         handler.on_step(self)
+
+
+@dataclass(frozen=True)
+class RemoteOutput:
+    """The new tokens of requests of this process that another engine runs. The fields are those of `StepOutput`."""
+
+    deltas: tuple[TokenDelta, ...]
+    finished_at: float
+    started_at: float = 0.0
+    entered: tuple[int, ...] = ()
+
+    def dispatch(self, handler: OutputHandler) -> None:
+        handler.on_remote_output(self)
 
 
 @dataclass(frozen=True)
@@ -100,5 +114,5 @@ class EngineDied:
         handler.on_engine_died(self)
 
 
-EngineOutput: TypeAlias = StepOutput | PoolMap | UnknownRequests | EngineDied
+EngineOutput: TypeAlias = StepOutput | RemoteOutput | PoolMap | UnknownRequests | EngineDied
 Emit: TypeAlias = Callable[[EngineOutput], None]

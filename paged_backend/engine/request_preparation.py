@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.api.errors import CannotContinue, ErrorCode, RequestError
 from paged_backend.api.request import GenerateRequest
 from paged_backend.engine.messages import AddRequest, EmitStats, Message
 from paged_backend.engine.prefix_tiers import PrefetchedBlocks, PrefixTiers
@@ -43,7 +43,10 @@ class RequestPreparation:
         """Load the request's adapter. Runs on the adapters' thread."""
         assert self._adapters and request.sampling.lora_name is not None
         try:
-            request = replace(request, adapter=self._adapters.get(request.sampling.lora_name))
+            adapter = self._adapters.get(request.sampling.lora_name)
+            if request.progress and request.progress.adapter != adapter.digest:
+                raise CannotContinue(f"lora_name={request.sampling.lora_name!r}: the adapter's files have changed")
+            request = replace(request, adapter=adapter)
         except RequestError as error:
             self._reject(request.key, error)
         except Exception as error:

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from paged_backend.api.request import TokenDelta
+from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.api.request import GenerateRequest, TokenDelta
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
-from paged_backend.engine.model_memory import ReleasedMemory
+from paged_backend.engine.model_memory import MemoryShortage, ReleasedMemory
 from paged_backend.engine.outputs import Emit, PoolMap, StepOutput, StepReport
 from paged_backend.engine.prefix_tiers import PrefixTiers
 from paged_backend.scheduling.plan import Plan
@@ -29,6 +30,24 @@ class SleepingMemory(Protocol):
     def restore(self) -> ReleasedMemory: ...
 
 
+class OtherEngine(Protocol):
+    """An engine that runs requests of this one; see `RemoteEngine`."""
+
+    def submit(self, request: GenerateRequest) -> None: ...
+    def abort(self, key: int) -> None: ...
+    def end(self, key: int, index: int) -> None: ...
+    def end_all(self, key: int) -> None: ...
+    def expire(self, key: int) -> None: ...
+
+
+@dataclass(eq=False)
+class Moved:
+    """A request that another engine runs."""
+
+    engine: OtherEngine
+    ended: set[int] = field(default_factory=set)  # samples that were ended since
+
+
 @dataclass(eq=False)
 class EngineState:
     """The scheduler, the requests that have not reached it yet, and the callback for outputs."""
@@ -42,6 +61,8 @@ class EngineState:
     cache_events: CacheEventPublisher | None = None
     memory: SleepingMemory | None = None
     queued: set[int] = field(default_factory=set)  # keys of requests that no step has computed yet
+    moved: dict[int, Moved] = field(default_factory=dict)  # by key; another thread removes those that have ended
+    wakes_on_demand: bool = False  # whether the memory was released because the requests were moved
 
     @property
     def asleep(self) -> bool:
@@ -66,11 +87,25 @@ class EngineState:
     def restore_memory(self) -> ReleasedMemory:
         """Restore the memory of the model. Raises MemoryShortage."""
         assert self.memory
-        return self.memory.restore()
+        restored = self.memory.restore()
+        self.wakes_on_demand = False
+        return restored
+
+    def wake_for(self, key: int) -> bool:
+        """Restore the memory that was released because requests were moved, if it was. Without enough memory, fail the
+        request and return False."""
+        if self.asleep:
+            try:
+                self.restore_memory()
+            except MemoryShortage as error:
+                self.queued.discard(key)
+                self.emit_step([TokenDelta(key, error=RequestError(ErrorCode.UNAVAILABLE, str(error)))])
+                return False
+        return True
 
     def has_request(self, key: int) -> bool:
-        """Return whether a request is announced, waiting or running."""
-        return key in self.announced or self.scheduler.has_request(key)
+        """Return whether a request is announced, waiting or running, here or in another engine."""
+        return key in self.announced or key in self.moved or self.scheduler.has_request(key)
 
     def stats(self) -> SchedulerStats:
         """Return the statistics of the scheduler, the tiers and the kernels.
@@ -78,7 +113,7 @@ class EngineState:
         Announced requests count as waiting.
         """
         stats = self.scheduler.stats
-        if self.asleep:
+        if self.asleep and not self.wakes_on_demand:
             stats = replace(stats, sleeping=True)
         if after_ready.count:
             stats = replace(stats, compilations=after_ready.count)

@@ -121,7 +121,7 @@ class StepLoop:
             if message is None:
                 stopped = True
                 break
-            if message.needs_commit and not self._scheduler.has_work:
+            if message.commits_all or (message.needs_commit and not self._scheduler.has_work):
                 self._commit_steps()
             changed |= message.apply(state)
         if changed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from paged_backend.api.request import GenerateRequest, Logprobs, Usage
+from paged_backend.api.request import GenerateRequest, Logprobs, Progress, Usage
 from paged_backend.scheduling.accounts import Account
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
 from paged_backend.scheduling.content import Chain
@@ -110,18 +110,19 @@ class Group:
 
     def __init__(self, request: GenerateRequest, account: Account | None = None):
         """account: the tenant's account; by default one for this request alone."""
-        sampling = request.sampling
+        sampling, progress = request.sampling, request.progress
         self.request = request
         self.account = account or Account(sampling.priority, sampling.cache_salt)
         is_beam_search = sampling.beam_width > 1
         self.beams = BeamState(BeamSearch(sampling, request.stop_ids, request.ends)) if is_beam_search else None
-        num_sequences = 1 if is_beam_search else sampling.num_samples
+        outputs = progress.outputs if progress else ((),) * (1 if is_beam_search else sampling.num_samples)
         self.sequences = [  # sequences that have not ended, by index
-            Sequence(request, list(request.prompt_token_ids), Chain(request.origin), index)
-            for index in range(num_sequences)
+            Sequence(request, [*request.prompt_token_ids, *output], Chain(request.origin), index)
+            for index, output in enumerate(outputs)
+            if output is not None
         ]
-        self.forked = num_sequences == 1
-        self.scores_prompt = sampling.prompt_logprobs is not None
+        self.forked = len(self.sequences) == 1
+        self.scores_prompt = sampling.prompt_logprobs is not None and not (progress and progress.has_prompt_logprobs)
         self.has_output = sampling.max_tokens > 0
         # Beams continue from the candidates of the previous step, and guides depend on its tokens.
         self.needs_previous_result = is_beam_search or bool(request.guides)
@@ -154,8 +155,8 @@ class Group:
     def usage(self) -> Usage | None:
         if not self.request.returns_usage:
             return None
-        blocks = self.block_usage
-        return Usage(
+        blocks, progress = self.block_usage, self.request.progress
+        usage = Usage(
             self.cached_tokens,
             blocks.new,
             blocks.reused,
@@ -166,6 +167,24 @@ class Group:
             self.draft_tokens,
             self.accepted_tokens,
         )
+        return progress.usage.plus(usage) if progress and progress.usage else usage
+
+    @property
+    def can_move(self) -> bool:
+        """Whether another engine can continue the request. The beams of a search that has returned tokens are not
+        moved, nor are embeddings, which need one pass."""
+        return not (self.request.stays or self.request.embeds or (self.beams and self.beams.search.num_agreed))
+
+    @property
+    def progress(self) -> Progress | None:
+        """What another engine needs to continue the request, next to the request; None: nothing was generated."""
+        outputs: list[tuple[int, ...] | None] = [None] * self.request.sampling.num_samples
+        for sequence in self.sequences:
+            outputs[sequence.index] = tuple(sequence.output)
+        is_scored = self.request.sampling.prompt_logprobs is not None and not self.unscored(0, self.leader.num_prompt)
+        if self.beams or not (is_scored or any(output != () for output in outputs)):
+            return None
+        return Progress(tuple(outputs), is_scored, self.usage, self.request.origin.adapter)
 
     @property
     def leader(self) -> Sequence:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError, internal_error
 from paged_backend.api.limits import InputLimits
+from paged_backend.engine.engine_service import EngineService, EngineSession
 from paged_backend.engine.sleep_mode import SleepMode, Transition
 from paged_backend.server.channel import Channel, Received
 from paged_backend.server.local_tensors import read_tensors, write_tensors
@@ -21,6 +23,8 @@ from paged_backend.utils import local_socket
 from paged_backend.utils.local_socket import Connection, FrameError, pack
 
 log = logging.getLogger("paged_llm")
+
+DRAIN_POLL_SECONDS = 0.2  # time between two checks whether requests of other processes are open
 
 
 class LocalChannel:
@@ -70,42 +74,56 @@ class Listener:
         *,
         record_profile: Callable[[float], dict[str, Any]] | None = None,
         sleep_mode: SleepMode | None = None,
+        engine_service: EngineService | None = None,
+        description: Mapping[str, Any] | None = None,
     ):
         """Open the socket. Raises OSError.
 
         handle: called for each request, on its connection's thread.
         record_profile: returns a profile of these seconds; called on the connection's thread.
         sleep_mode: puts the engine to sleep and wakes it; called on the connection's thread.
+        engine_service: runs requests of other instances of the model.
+        description: describes this instance to others; see `Successors`.
         """
         self._handle = handle
         self.record_profile = record_profile
         self.sleep_mode = sleep_mode
+        self.engine_service = engine_service
+        self.description = description
         self._input_limits = input_limits
-        self._socket, self._name = local_socket.listen(model)
+        self._socket, self.name = local_socket.listen(model)
         self._peers: set[_Peer] = set()  # guarded by `changed`, like the open requests of each peer
         self.changed = threading.Condition()
         self._unloading = False
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
 
-    def drain(self, seconds: float) -> None:
-        """Reject new requests, and wait at most this many seconds until the open ones have ended."""
+    def drain(self, seconds: float, must_wait: Callable[[], bool] = lambda: False) -> None:
+        """Reject new requests, and wait until the open ones have ended: at most this many seconds, but as long as
+        `must_wait` returns true."""
         self._unloading = True
-        local_socket.remove(self._name)
+        local_socket.remove(self.name)
         with self.changed:
             peers = list(self._peers)
         for peer in peers:  # one thread each, because sending blocks while a peer does not read
             threading.Thread(target=peer.send, args=[pack({"unloading": True})], name="unloading", daemon=True).start()
-        with self.changed:
-            if not self.changed.wait_for(lambda: not any(peer.open for peer in self._peers), seconds):
+        deadline = time.monotonic() + seconds
+        while not self._wait_until_idle(DRAIN_POLL_SECONDS):
+            if time.monotonic() >= deadline and not must_wait():
                 log.warning("requests of other models are still open after %g s and end now", seconds)
+                break
+
+    def _wait_until_idle(self, seconds: float) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: not any(peer.num_open for peer in self._peers), seconds)
 
     def close(self) -> None:
         """Close the socket and all connections. Call `drain` first."""
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._socket.close()
         with self.changed:
-            for peer in self._peers:
-                peer.connection.close()
+            peers = list(self._peers)
+        for peer in peers:
+            peer.close()
 
     def handle(self, channel: LocalChannel) -> None:
         """Pass a request on, or reject it while the model is being unloaded."""
@@ -127,7 +145,7 @@ class Listener:
             except OSError:  # the socket was closed
                 return
             if not local_socket.is_own(end):
-                log.warning("refused a connection to %s: it belongs to another user", self._name)
+                log.warning("refused a connection to %s: it belongs to another user", self.name)
                 end.close()
                 continue
             peer = _Peer(self, Connection(end, limits.max_frame_bytes))
@@ -137,7 +155,7 @@ class Listener:
                     self._peers.add(peer)
             if full:
                 reason = f"too many connections: {limits.max_local_connections} are open (max_local_connections)"
-                log.warning("refused a connection to %s: %s", self._name, reason)
+                log.warning("refused a connection to %s: %s", self.name, reason)
                 peer.send(pack({"refused": reason}))
                 end.close()
             else:
@@ -151,6 +169,20 @@ class _Peer:
         self.connection = connection
         self.open: dict[int, LocalChannel] = {}  # guarded by the listener's condition
         self._listener = listener
+        self._session: EngineSession | None = None  # requests of another instance of the model
+        if service := listener.engine_service:
+            self._session = service.open_session(self.send, connection.close, connection.max_frame_bytes)
+
+    @property
+    def num_open(self) -> int:
+        """The number of open requests."""
+        return len(self.open) + (self._session.num_open if self._session else 0)
+
+    def close(self) -> None:
+        """Send the outputs so far, and end the connection."""
+        if self._session:
+            self._session.flush()
+        self.connection.close()
 
     def run(self) -> None:
         """Read requests until the connection ends; then mark the open ones as cancelled."""
@@ -164,6 +196,8 @@ class _Peer:
             with self._listener.changed:
                 for channel in self.open.values():
                     channel.cancelled = True
+            if self._session:
+                self._session.close()
             self._listener.remove(self)
 
     def send(self, frame: bytes) -> None:
@@ -182,9 +216,16 @@ class _Peer:
         request_id = frame.get("id")
         if not isinstance(request_id, int):
             raise FrameError("a frame without an id")
-        answers = {"profile": self._record_profile, "sleep": self._sleep, "wake": self._wake}
+        answers = {
+            "profile": self._record_profile,
+            "sleep": self._sleep,
+            "wake": self._wake,
+            "describe": self._describe,
+        }
         if command := next((name for name in answers if frame.get(name) is not None), None):
             self._answer(request_id, command, lambda: answers[command](request_id, frame[command]))
+            return
+        if self._session and self._session.handle(request_id, frame):
             return
         cancel, stop = frame.get("cancel") is True, frame.get("stop") is True
         if cancel or stop:
@@ -212,6 +253,11 @@ class _Peer:
         if record is None or isinstance(seconds, bool) or not isinstance(seconds, int | float):
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"profile={seconds!r}: must be a number of seconds")
         return record(seconds)
+
+    def _describe(self, request_id: int, value: Any) -> dict[str, Any]:
+        if self._listener.description is None:
+            raise RequestError(ErrorCode.UNAVAILABLE, "describe: the instance runs no requests of other instances")
+        return dict(self._listener.description)
 
     def _sleep(self, request_id: int, seconds: Any) -> dict[str, Any]:
         mode = self._listener.sleep_mode

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.engine.outputs import EngineDied, PoolMap, StepOutput, UnknownRequests
+from paged_backend.engine.outputs import EngineDied, PoolMap, RemoteOutput, StepOutput, UnknownRequests
 from paged_backend.server.cancellation import Cancellation
 from paged_backend.server.cancellation_poller import CancellationPoller, PollResult
 from paged_backend.server.channel import Channel
@@ -90,6 +90,9 @@ class ResponderMessageHandler:
     def on_rejected(self, outcome: str) -> None:
         self._metrics.count_finished(outcome)
 
+    def on_requests_moved(self, count: int) -> None:
+        self._metrics.count_moved(count)
+
     def on_cancel(self, channel: Channel, request_id: str) -> None:
         self._cancellation.cancel_by_id(channel, request_id)
 
@@ -120,10 +123,18 @@ class ResponderMessageHandler:
         self._updated |= self._streams.by_key
 
     def on_step(self, output: StepOutput) -> None:
-        """Add the tokens of a step to their streams. This is the hot path: it runs once per token and sample."""
+        """Add the tokens of a step to their streams."""
         self._updates.record(output.stats)
         if output.report:
             self._metrics.steps.add_step(output.report)
+        self._take(output)
+
+    def on_remote_output(self, output: RemoteOutput) -> None:
+        """Add the tokens of another engine to their streams."""
+        self._take(output)
+
+    def _take(self, output: StepOutput | RemoteOutput) -> None:
+        """Add tokens to their streams. This is the hot path: it runs once per token and sample."""
         streams, updated, when, generated = self._streams.by_key, self._updated, output.finished_at, 0
         latencies: dict[float, int] = {}  # tokens by inter-token latency, which most samples share
         for key in output.entered:

@@ -21,6 +21,7 @@ class MessageHandler(OutputHandler, Protocol):
     def on_stream_opened(self, stream: Stream) -> None: ...
     def on_prompt_tokenized(self, opened: Stream, tokenized: Stream) -> None: ...
     def on_rejected(self, outcome: str) -> None: ...
+    def on_requests_moved(self, count: int) -> None: ...
     def on_cancel(self, channel: Channel, request_id: str) -> None: ...
     def on_pool_map_request(self, channel: Channel, arrived: float) -> None: ...
     def on_clients_polled(self, result: PollResult[Stream]) -> None: ...
@@ -60,6 +61,16 @@ class Rejected:
 
     def dispatch(self, handler: MessageHandler) -> None:
         handler.on_rejected(self.outcome)
+
+
+@dataclass(frozen=True)
+class RequestsMoved:
+    """Requests were moved to another instance of the model."""
+
+    count: int
+
+    def dispatch(self, handler: MessageHandler) -> None:
+        handler.on_requests_moved(self.count)
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,6 +98,11 @@ _FAMILIES = (
         " process), not_responding (no token in time), engine_failed (probes end with errors), start_failed (the new"
         " server did not become ready)",
     ),
+    Family(
+        "paged_migrated_requests_total",
+        "COUNTER",
+        "Requests that were moved to a newer instance, because Triton loaded the model again; each move counts",
+    ),
     Family("paged_sessions", "GAUGE", "Open sessions"),
     Family("paged_sleeping", "GAUGE", "1 while the memory of the model is released (`paged sleep`), else 0"),
     Family(

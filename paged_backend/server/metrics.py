@@ -73,6 +73,7 @@ class Metrics:
         self._finished = {
             reason: factory.metric("paged_requests_finished_total", {"reason": reason}) for reason in OUTCOMES
         }
+        self._moved = factory.metric("paged_migrated_requests_total")
         self._pending: dict[Metric, float] = {}  # counts that `flush` will report
         self._sessions = factory.metric("paged_sessions")
         self._session_count = -1
@@ -144,6 +145,10 @@ class Metrics:
     def count_finished(self, reason: str) -> None:
         """Count a finished request by one of OUTCOMES; `flush` reports it."""
         self._count(self._finished[reason], 1)
+
+    def count_moved(self, count: int) -> None:
+        """Count requests that were moved to another instance; `flush` reports them."""
+        self._count(self._moved, count)
 
     @property
     def has_pending(self) -> bool:

@@ -30,6 +30,7 @@ from paged_backend.server.messages import (
     PoolMapRequested,
     PromptTokenized,
     Rejected,
+    RequestsMoved,
     Stop,
     StreamOpened,
 )
@@ -144,6 +145,10 @@ class Responder:
     def count_rejected(self, outcome: str) -> None:
         """Count a request that never became a stream."""
         self._inbox.put(Rejected(outcome))
+
+    def count_moved(self, count: int) -> None:
+        """Count requests that were moved to another instance."""
+        self._inbox.put(RequestsMoved(count))
 
     def cancel(self, channel: Channel, request_id: str) -> None:
         """Cancel the streams with this request id, and answer `channel` with their number."""

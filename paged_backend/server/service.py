@@ -13,16 +13,23 @@ from queue import SimpleQueue
 from typing import Any
 
 from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import LORA_NOT_ENABLED, ErrorCode, RequestError
+from paged_backend.api.request import GenerateRequest
 from paged_backend.engine.assembly import assemble
+from paged_backend.engine.engine_service import EngineService
+from paged_backend.engine.fingerprint import fingerprint
 from paged_backend.guided.compiler import GrammarCompiler
 from paged_backend.server.admission import Admission
 from paged_backend.server.channel import Channel, ServerChannel
 from paged_backend.server.health import Health
 from paged_backend.server.local_listener import Listener
 from paged_backend.server.metrics import Metrics
+from paged_backend.server.migration import Migration
 from paged_backend.server.profiler import Profiler
 from paged_backend.server.responder import Inbox, Responder
 from paged_backend.server.sessions import Sessions
+from paged_backend.server.submission import Submission
+from paged_backend.server.successors import Description, Successors
 from paged_backend.server.tenants import Tenants
 from paged_backend.server.tracing import Tracing
 from paged_backend.utils import restarts
@@ -35,12 +42,22 @@ DRAIN_SHARE = 0.7  # share of stop_timeout for open requests of other models; th
 class Service:
     """One model instance. `submit` never raises: errors of a request are sent to its client."""
 
-    def __init__(self, config: EngineConfig, pb_utils: Any, labels: dict[str, str], listing: Path | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        pb_utils: Any,
+        labels: dict[str, str],
+        listing: Path | None = None,
+        *,
+        instance: str | None = None,
+    ):
         """Load the model and start serving.
 
         pb_utils: the module that Triton gives its Python models.
         labels: labels of every metric; `model` also names the local socket.
         listing: the file that lists LoRA adapters.
+        instance: Triton's name of this instance. If Triton loads the model again, open requests move to the new
+            instance of this name. None: requests are not moved.
         """
         self._pb_utils = pb_utils
         self._stop_timeout = config.stop_timeout
@@ -69,7 +86,8 @@ class Service:
         )
         inbox: Inbox = SimpleQueue()
         self._profiler = Profiler(inbox.put)
-        self._engine = assembly.engine(self._profiler.emit)
+        self._engine_service = EngineService(limits, loaded.tokenizer, self._profiler.emit)
+        self._engine = assembly.engine(self._engine_service.emit)
         self._tenants = Tenants(config.max_tenant_requests)
         sessions = Sessions(
             config.session_ttl,
@@ -102,10 +120,24 @@ class Service:
             health=self._health,
             tracing=self._tracing,
         )
+        self._migration = Migration(
+            self._engine.moved_requests,
+            self._engine_service,
+            self._responder.emit,
+            self._responder.count_moved,
+            limits.input_limits.max_frame_bytes,
+        )
         metrics.update(assembly.scheduler.stats)
         self._responder.start()
         self._engine.start()
-        self._listener = self._listen(labels["model"])
+        description = None
+        if instance is not None:
+            self._engine_service.start(self._engine, Submission(self._engine, self._grammars).submit, self._check)
+            name = f"{labels.get('version')}/{instance}"
+            description = Description(name, time.monotonic_ns(), fingerprint(config, loaded, limits))
+        self._listener = self._listen(labels["model"], description)
+        if self._listener and description:
+            self._migration.start(Successors(labels["model"], self._listener.name, description))
         # Objects from loading live as long as the process, so exclude them from garbage collection.
         gc.collect()
         gc.freeze()
@@ -130,18 +162,25 @@ class Service:
         self._admission.admit(channel)
 
     def stop(self) -> None:
-        """Stop all threads within stop_timeout.
+        """Stop all threads within stop_timeout; later if requests of other models continue in a newer instance, because
+        their responses go through this one.
 
         The server calls this once its own requests have ended, and waits for it; nothing can be sent to it any more.
         """
-        deadline = time.monotonic() + self._stop_timeout
+        if self._listener:
+            self._migration.begin_unload()
+            began = time.monotonic()
+            self._listener.drain(DRAIN_SHARE * self._stop_timeout, lambda: self._migration.has_successor)
+            self._listener.close()
+            drained = min(time.monotonic() - began, DRAIN_SHARE * self._stop_timeout)
+        else:
+            drained = 0.0
+        deadline = time.monotonic() + self._stop_timeout - drained
 
         def remaining() -> float:
             return max(0.0, deadline - time.monotonic())
 
-        if self._listener:
-            self._listener.drain(DRAIN_SHARE * remaining())
-            self._listener.close()
+        self._migration.stop()
         self._grammars.stop()
         self._engine.stop(remaining())
         self._responder.stop(remaining())
@@ -149,7 +188,15 @@ class Service:
         self._tracing.stop()
         self._assembly.close()
 
-    def _listen(self, model: str) -> Listener | None:
+    def _check(self, request: GenerateRequest) -> None:
+        """Raise RequestError if a request of another instance cannot run."""
+        self._engine.sleep_mode.check()
+        if (name := request.sampling.lora_name) is not None:
+            if self._assembly.adapters is None:
+                raise RequestError(ErrorCode.INVALID_ARGUMENT, LORA_NOT_ENABLED)
+            self._assembly.adapters.check(name)
+
+    def _listen(self, model: str, description: Description | None) -> Listener | None:
         """Open the socket for the models of trtllm/; without it the model still serves its own clients."""
         try:
             return Listener(
@@ -158,6 +205,8 @@ class Service:
                 self._assembly.limits.input_limits,
                 record_profile=self._profiler.record,
                 sleep_mode=self._engine.sleep_mode,
+                engine_service=self._engine_service,
+                description=description.write() if description else None,
             )
         except OSError as error:
             log.warning("models in front of this one (trtllm/) cannot connect to it: %s", error)

@@ -52,7 +52,8 @@ class TritonPythonModel:
             # Imported late: Triton also runs this file to read its configuration, which should not load torch.
             from paged_backend.server.service import Service
 
-            self.service = Service(config, pb_utils, labels, version / "multi_lora.json")
+            instance = args["model_instance_name"]
+            self.service = Service(config, pb_utils, labels, version / "multi_lora.json", instance=instance)
         except ConfigError as error:
             raise pb_utils.TritonModelException(f"{type(error).__name__}: {error}") from None
 

@@ -5,7 +5,7 @@ It is a Unix domain socket in a directory that only this user can access, and ca
 
 Frames to the engine:   {"id": 7, "request": {"tensors": {name: [values]}, "parameters": ..., "timeout_us": ...}}
                         {"id": 7, "profile": seconds}, {"id": 7, "sleep": seconds to wait for open requests},
-                        {"id": 7, "wake": true}
+                        {"id": 7, "wake": true}, {"id": 7, "describe": true}
                         {"id": 7, "cancel": true}, or {"id": 7, "stop": true}, which keeps the output so far
 Frames from the engine: {"id": 7, "outputs": {name: [values]}, "final": false}
                         {"id": 7, "profile": {...}}, see server/profiler.py
@@ -15,6 +15,8 @@ Frames from the engine: {"id": 7, "outputs": {name: [values]}, "final": false}
                         "can_retry": true in it another instance may run the request
                         {"unloading": true}: open requests continue, new ones are rejected
                         {"refused": "…"}: why the connection was closed at once
+
+Instances of a model move requests to each other with the frames of engine/remote_engine.py.
 
 The sender of a request chooses its id, unique on the connection. Each frame is preceded by its length as a 4-byte
 big-endian integer. The types of tensors are those of server/tensors.py.

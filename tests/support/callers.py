@@ -82,11 +82,13 @@ class Serving:
 
 
 @contextmanager
-def serving(directory: Path, service_class: type[Service] = Service, **options: Any) -> Iterator[Serving]:
-    """A running service over a tiny model, which stops at the end."""
+def serving(
+    directory: Path, service_class: type[Service] = Service, *, instance: str | None = None, **options: Any
+) -> Iterator[Serving]:
+    """A running service over a tiny model, which stops at the end. instance: Triton's name of it."""
     pb_utils = SimpleNamespace(**vars(PB_UTILS) | {"TritonError": FakeTritonError})
     config = EngineConfig.from_options({"model": str(directory)} | TINY | options)
-    service = service_class(config, pb_utils, {"model": "tiny"})
+    service = service_class(config, pb_utils, {"model": "tiny"}, instance=instance)
     try:
         yield Serving(service)
     finally:

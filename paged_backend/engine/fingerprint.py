@@ -1,0 +1,25 @@
+"""Identifies what the tokens of a model depend on, so that one instance of it can continue a request of another."""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.limits import EngineLimits
+from paged_backend.loading.model_loader import LoadedModel
+from paged_backend.memory.block_file import BlockSource
+
+
+def fingerprint(config: EngineConfig, loaded: LoadedModel, limits: EngineLimits) -> str:
+    """Return a digest of the model's files, data types, quantization, device and vocabulary. It changes if a file of
+    the model is written again. A draft model is not part of it: it does not change tokens."""
+    spec = loaded.spec
+    source = BlockSource(config, limits.layout, [loaded.path], spec.dtype, spec.kv_dtype, loaded.model.device)
+    facts = {
+        "source": source.fingerprint,
+        "activations": config.quantized_activations,
+        "vocabulary": [spec.vocab_size, len(loaded.tokenizer), sorted(spec.eos_ids)],
+        "tokenizer": config.tokenizer,
+    }
+    return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

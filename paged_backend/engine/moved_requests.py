@@ -1,0 +1,131 @@
+"""Moves requests between engines as their tokens.
+
+    engine A                                                       engine B
+    take_out: tokens so far, blocks are freed  -- submit --------> computes prompt and tokens, like after a preemption
+    ends of samples, cancellation              -- forwarded -----> frees the blocks
+    emits to the same streams as before        <-- outputs ------- next token
+    put_back, or submitted to engine C         <-- given back ---- if B is replaced itself
+
+The streams stay where they are: `Engine` forwards what is asked for a moved request to the engine that has it. All of
+this happens on the engine's thread, in order with its messages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from paged_backend.api.request import GenerateRequest, Progress
+from paged_backend.engine.messages import Message
+from paged_backend.engine.model_memory import MemoryShortage
+from paged_backend.engine.state import EngineState, Moved, OtherEngine
+from paged_backend.scheduling.sequence import Group
+
+log = logging.getLogger("paged_llm")
+
+Take = Callable[[GenerateRequest], OtherEngine | None]
+
+
+class MovedRequests:
+    """Moves requests out of an engine and back. The methods may be called from any thread."""
+
+    def __init__(self, post: Callable[[Message], None], moved: dict[int, Moved]):
+        """post: posts a message to the engine's inbox. moved: the engine's moved requests."""
+        self._post = post
+        self._moved = moved
+
+    def take_out(self, is_wanted: Callable[[GenerateRequest], bool], take: Take) -> None:
+        """Take out the requests that another engine can continue, each with its progress.
+
+        is_wanted: returns whether to move a request. take: called with each request, on the engine's thread, after all
+        of its outputs were emitted. Returns the engine that it was submitted to, or None if it belongs to another
+        process, which was told. It must not block.
+        """
+        self._post(_TakeOut(is_wanted, take))
+
+    def put_back(self, request: GenerateRequest, engine: OtherEngine | None = None) -> None:
+        """Continue a moved request, in this engine or in another one, unless it was aborted."""
+        self._post(_PutBack(request, engine))
+
+    def remove(self, key: int) -> None:
+        """Forget a moved request, after its last output was emitted."""
+        self._moved.pop(key, None)
+
+    def release_memory(self) -> None:
+        """Release the memory of the model if no request is open. It is restored for the next request."""
+        self._post(_ReleaseUnused())
+
+
+@dataclass(frozen=True)
+class _TakeOut(Message):
+    is_wanted: Callable[[GenerateRequest], bool]
+    take: Take
+    commits_all: ClassVar[bool] = True
+
+    def apply(self, state: EngineState) -> bool:
+        waiting = sorted(state.scheduler.waiting, key=lambda group: group.key)
+        found = [group for group in (*state.scheduler.running, *waiting) if self._can_move(group)]
+        for group in found:
+            request = replace(group.request, progress=group.progress)
+            state.scheduler.abort(group.key)
+            state.queued.discard(group.key)
+            if engine := self.take(request):
+                state.moved[group.key] = Moved(engine)
+                engine.submit(request)
+        return bool(found)
+
+    def _can_move(self, group: Group) -> bool:
+        return group.can_move and self.is_wanted(group.request)
+
+
+@dataclass(frozen=True)
+class _PutBack(Message):
+    request: GenerateRequest
+    engine: OtherEngine | None
+
+    def apply(self, state: EngineState) -> bool:
+        key = self.request.key
+        moved = state.moved.get(key)
+        request = _without(self.request, moved.ended) if moved else None
+        if request is None:  # it was aborted, or has ended
+            state.moved.pop(key, None)
+            return False
+        if self.engine:
+            state.moved[key] = Moved(self.engine)
+            self.engine.submit(request)
+            return False
+        del state.moved[key]
+        if state.wake_for(key):
+            state.scheduler.add(request)
+        return True
+
+
+@dataclass(frozen=True)
+class _ReleaseUnused(Message):
+    needs_commit: ClassVar[bool] = True
+
+    def apply(self, state: EngineState) -> bool:
+        if state.memory is None or state.asleep or state.num_open:
+            return False
+        try:
+            released = state.release_memory()
+        except MemoryShortage as error:
+            log.warning("the memory of a model whose requests were moved is kept: %s", error)
+            return False
+        state.wakes_on_demand = True
+        log.info("released %d bytes: the requests were moved to a newer instance", released.total)
+        return True
+
+
+def _without(request: GenerateRequest, ended: set[int]) -> GenerateRequest | None:
+    """Return the request without the samples that have ended; None if none is left. Beams are not samples."""
+    if not ended or request.sampling.beam_width > 1:
+        return request
+    outputs = request.progress.outputs if request.progress else ((),) * request.sampling.num_samples
+    left = tuple(None if index in ended else output for index, output in enumerate(outputs))
+    if all(output is None for output in left):
+        return None
+    progress = replace(request.progress, outputs=left) if request.progress else Progress(left)
+    return replace(request, progress=progress)

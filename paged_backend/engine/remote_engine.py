@@ -1,0 +1,249 @@
+"""A handle to an engine in another process of this machine, over its local socket (utils/local_socket.py).
+
+`RemoteEngine` has the methods of `Engine` for running requests, and emits the same outputs. The other side is
+`EngineService`.
+
+Frames to the engine:   {"id": 7, "generate": {...}}, see request_frames.py
+                        {"id": 7, "control": "abort"}, "end_all", "expire", or "end" with "sample": 0
+Frames from the engine: {"step": {"deltas": [...], "entered": [ids], "started_at": ..., "finished_at": ...}}
+                        {"id": 7, "returned": "moved"}: it runs the request no longer, another one may
+                        {"id": 7, "returned": "rejected", "text": ...}: it cannot run the request
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.api.request import GenerateRequest, Progress, TokenDelta, Usage
+from paged_backend.engine.outputs import Emit, RemoteOutput
+from paged_backend.engine.request_frames import read_delta, write_request
+from paged_backend.utils.local_socket import Connection, FrameError, pack
+
+log = logging.getLogger("paged_llm")
+
+
+class RequestOwner(Protocol):
+    """Whose requests a remote engine runs. Its methods are called on the thread of the remote engine."""
+
+    def on_ended(self, key: int) -> None:
+        """Called after the last output of a request was emitted."""
+
+    def on_returned(self, engine: RemoteEngine, request: GenerateRequest, rejected: str | None) -> None:
+        """Called with a request, and its progress, that the engine does not run, or no longer.
+
+        rejected: why it cannot; None if another engine may run it.
+        """
+
+
+@dataclass(eq=False)
+class _Open:
+    """A request that the engine runs, and what it has returned so far."""
+
+    id: int
+    request: GenerateRequest
+    outputs: list[list[int] | None] = field(init=False)  # tokens by sample; None: the sample has ended
+    has_prompt_logprobs: bool = False
+    usage: Usage | None = None
+
+    def __post_init__(self) -> None:
+        progress = self.request.progress
+        outputs = progress.outputs if progress else ((),) * self.request.sampling.num_samples
+        self.outputs = [None if output is None else list(output) for output in outputs]
+        if progress:
+            self.has_prompt_logprobs, self.usage = progress.has_prompt_logprobs, progress.usage
+
+    @property
+    def ended(self) -> bool:
+        return all(output is None for output in self.outputs)
+
+    def add(self, delta: TokenDelta) -> bool:
+        """Store the tokens of a delta. Return False if its sample has ended. Raises IndexError."""
+        output = self.outputs[delta.sample]
+        if output is None:
+            return False
+        output += delta.token_ids
+        self.has_prompt_logprobs |= delta.prompt_logprobs is not None
+        self.usage = delta.usage or self.usage
+        if delta.finish:
+            self.outputs[delta.sample] = None
+        return True
+
+    def current(self) -> GenerateRequest:
+        """Return the request with its progress."""
+        if self.request.sampling.beam_width > 1 or not (
+            self.has_prompt_logprobs or any(output != [] for output in self.outputs)
+        ):
+            return self.request
+        outputs = tuple(None if output is None else tuple(output) for output in self.outputs)
+        progress = Progress(outputs, self.has_prompt_logprobs, self.usage, self.request.origin.adapter)
+        return replace(self.request, progress=progress)
+
+
+class RemoteEngine:
+    """Runs requests in another process. The methods may be called from any thread, and do not block."""
+
+    def __init__(self, name: str, connection: Connection, emit: Emit, owner: RequestOwner):
+        """name: name of the socket, which identifies the engine. emit: receives the outputs, on the thread of the
+        connection, and must not block."""
+        self.name = name
+        self._connection = connection
+        self._emit = emit
+        self._owner = owner
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._open: dict[int, _Open] = {}  # by key; guarded by the lock
+        self._keys: dict[int, int] = {}  # key by id; guarded by the lock
+        self._alive = True
+        self._frames: SimpleQueue[dict[str, Any] | None] = SimpleQueue()  # to send
+        threading.Thread(target=self._send_all, name="remote engine sender", daemon=True).start()
+        threading.Thread(target=self._receive_all, name="remote engine", daemon=True).start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the connection is open."""
+        return self._alive
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Run a request, after its progress if it has any. Its outputs are emitted with its key."""
+        with self._lock:
+            opened = self._open[request.key] = _Open(next(self._ids), request)
+            self._keys[opened.id] = request.key
+        self._frames.put({"id": opened.id, "generate": write_request(request)})
+        if not self._alive:
+            self._fail_all()
+
+    def abort(self, key: int) -> None:
+        """Drop a request without any further output."""
+        self._end(key, "abort")
+
+    def end_all(self, key: int) -> None:
+        """End every sample of a request."""
+        self._end(key, "end_all")
+
+    def end(self, key: int, index: int) -> None:
+        """End one sample of a request, and the request with its last one."""
+        with self._lock:
+            opened = self._open.get(key)
+            if opened is None:
+                return
+            opened.outputs[index] = None
+            ended = opened.ended
+        self._frames.put({"id": opened.id, "control": "end", "sample": index})
+        if ended:
+            self._close(key)
+
+    def expire(self, key: int) -> None:
+        """End a beam search and emit its hypotheses so far."""
+        with self._lock:
+            opened = self._open.get(key)
+        if opened:
+            self._frames.put({"id": opened.id, "control": "expire"})
+
+    def close(self) -> None:
+        """End the connection; requests that are still open fail."""
+        self._connection.close()
+
+    def _end(self, key: int, control: str) -> None:
+        with self._lock:
+            opened = self._open.pop(key, None)
+            if opened:
+                del self._keys[opened.id]
+        if opened:
+            self._frames.put({"id": opened.id, "control": control})
+
+    def _close(self, key: int) -> None:
+        """Forget a request that has ended."""
+        with self._lock:
+            if opened := self._open.pop(key, None):
+                del self._keys[opened.id]
+        self._owner.on_ended(key)
+
+    def _send_all(self) -> None:
+        while (frame := self._frames.get()) is not None:
+            try:
+                self._connection.send(pack(frame, self._connection.max_frame_bytes))
+            except FrameError as error:
+                self._return(frame["id"], str(error))
+            except OSError:  # the receiving thread fails the open requests
+                return
+
+    def _receive_all(self) -> None:
+        try:
+            for frame in self._connection.frames():
+                self._handle(frame)
+        except (FrameError, OSError) as error:
+            log.warning("the connection to another instance of the model ended: %s", error)
+        except Exception:
+            log.exception("unexpected error of the connection to another instance of the model")
+        finally:
+            self._alive = False
+            self._connection.close()
+            self._frames.put(None)
+            self._fail_all()
+
+    def _handle(self, frame: Mapping[str, Any]) -> None:
+        if isinstance(step := frame.get("step"), dict):
+            self._handle_step(step)
+        elif (returned := frame.get("returned")) in ("moved", "rejected") and isinstance(frame.get("id"), int):
+            self._return(frame["id"], str(frame.get("text")) if returned == "rejected" else None)
+        elif "unloading" not in frame:
+            raise FrameError(f"unknown frame with {', '.join(sorted(frame))[:100]}")
+
+    def _handle_step(self, step: Mapping[str, Any]) -> None:
+        found, ended, first = [], [], []
+        started_at, finished_at = step.get("started_at"), step.get("finished_at")
+        values, entered = step.get("deltas"), step.get("entered")
+        if not (isinstance(values, list) and isinstance(entered, list)):
+            raise FrameError("a step without lists of outputs and requests")
+        if not (isinstance(started_at, float) and isinstance(finished_at, float)):
+            raise FrameError("a step without times")
+        with self._lock:
+            for value in values:
+                if not isinstance(value, dict) or value.get("id") not in self._keys:
+                    continue  # it was aborted
+                delta = read_delta(value, self._keys.__getitem__)
+                opened = self._open[delta.key]
+                if not 0 <= delta.sample < len(opened.outputs):
+                    raise FrameError(f"sample {delta.sample} of {len(opened.outputs)}")
+                if delta.error or opened.add(delta):
+                    found.append(delta)
+                if delta.error or opened.ended:
+                    ended.append(delta.key)
+            for key in (self._keys[one] for one in entered if one in self._keys):
+                if self._open[key].request.progress is None:
+                    first.append(key)
+        self._emit(RemoteOutput(tuple(found), finished_at, started_at, tuple(first)))
+        for key in ended:
+            self._close(key)
+
+    def _return(self, request_id: int, rejected: str | None) -> None:
+        with self._lock:
+            key = self._keys.pop(request_id, None)
+            opened = self._open.pop(key) if key is not None else None
+        if opened:
+            self._owner.on_returned(self, opened.current(), rejected)
+
+    def _fail_all(self) -> None:
+        """Fail the open requests: the other process has ended."""
+        with self._lock:
+            keys = list(self._open)
+            self._open.clear()
+            self._keys.clear()
+        error = RequestError(
+            ErrorCode.UNAVAILABLE, "the instance that the request was moved to has ended; send it again"
+        )
+        if keys:
+            self._emit(RemoteOutput(tuple(TokenDelta(key, error=error) for key in keys), 0.0))
+        for key in keys:
+            self._owner.on_ended(key)

@@ -1,0 +1,138 @@
+"""Live migration: moves the requests of an instance to the one that replaces it.
+
+Triton loads the model again      the new instance listens; this one finds it (successors.py)
+requests of this process          continue in the new instance; their streams stay here
+requests of an earlier instance   are given back to it, and it sends them to the newest one
+a moved request is given back     continues in the newest instance, or here if there is none
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from paged_backend.api.request import GenerateRequest
+from paged_backend.engine.engine_service import EngineService
+from paged_backend.engine.moved_requests import MovedRequests
+from paged_backend.engine.outputs import Emit
+from paged_backend.engine.remote_engine import RemoteEngine
+from paged_backend.server.successors import Successors
+from paged_backend.utils import local_socket
+from paged_backend.utils.local_socket import Connection
+
+log = logging.getLogger("paged_llm")
+
+POLL_SECONDS = 0.25  # time between two searches for a successor, and between moves of requests that arrive late
+RELEASE_SECONDS = 5.0  # time after the first move until the memory is released, as late requests may arrive until then
+
+
+class Migration:
+    """Moves the requests of one instance, on a thread of its own. Implements `RequestOwner`."""
+
+    def __init__(
+        self,
+        moved: MovedRequests,
+        service: EngineService,
+        emit: Emit,
+        on_moved: Callable[[int], None],
+        max_frame_bytes: int,
+    ):
+        """moved: of the engine. service: the requests of other instances that it runs. emit: receives the outputs of
+        moved requests. on_moved: called with the number of requests that were moved."""
+        self._moved = moved
+        self._service = service
+        self._emit = emit
+        self._on_moved = on_moved
+        self._max_frame_bytes = max_frame_bytes
+        self._successors: Successors | None = None
+        self._engines: dict[str, RemoteEngine] = {}  # by name; guarded by the lock
+        self._lock = threading.Lock()
+        self._unloading = False
+        self._stopping = threading.Event()
+        self._first_move: float | None = None  # time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="migration", daemon=True)
+
+    def start(self, successors: Successors) -> None:
+        self._successors = successors
+        self._thread.start()
+
+    def begin_unload(self) -> None:
+        """Give requests of other instances back, even if this one has no successor."""
+        self._unloading = True
+
+    @property
+    def has_successor(self) -> bool:
+        """Whether requests are moved to another instance."""
+        return bool(self._successors and self._successors.find())
+
+    def stop(self) -> None:
+        """Stop moving requests, and close the connections to other instances."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for engine in self._engines.values():
+            engine.close()
+
+    def on_ended(self, key: int) -> None:
+        self._moved.remove(key)
+
+    def on_returned(self, engine: RemoteEngine, request: GenerateRequest, rejected: str | None) -> None:
+        """Continue a request that the successor does not run, or no longer."""
+        if rejected is not None:
+            log.warning("a request is not moved: %s", rejected)
+            self._moved.put_back(replace(request, stays=True))
+            return
+        assert self._successors
+        self._successors.exclude(engine.name)
+        newest = self._successor()
+        if newest:
+            self._on_moved(1)
+        self._moved.put_back(request, newest)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(POLL_SECONDS):
+            try:
+                self._move()
+            except Exception:
+                log.exception("could not move requests to another instance")
+
+    def _move(self) -> None:
+        """Move all requests to the successor, if there is one."""
+        successor = self._successor()
+        if successor is None and not (self._unloading and self._service.num_open):
+            return
+
+        def is_wanted(request: GenerateRequest) -> bool:
+            return successor is not None or self._service.serves(request.key)
+
+        def take(request: GenerateRequest) -> RemoteEngine | None:
+            if self._service.serves(request.key):
+                self._service.give_back(request.key)
+                return None
+            self._on_moved(1)
+            return successor
+
+        self._moved.take_out(is_wanted, take)
+        if successor:
+            self._first_move = self._first_move or time.monotonic()
+            if time.monotonic() - self._first_move > RELEASE_SECONDS:
+                self._moved.release_memory()
+
+    def _successor(self) -> RemoteEngine | None:
+        """Return a connection to the successor; None if there is none."""
+        assert self._successors
+        name = self._successors.find()
+        if name is None:
+            return None
+        with self._lock:
+            engine = self._engines.get(name)
+            if engine is None:
+                try:
+                    connection = Connection(local_socket.connect(name), self._max_frame_bytes)
+                except OSError:  # it has just ended
+                    return None
+                engine = self._engines[name] = RemoteEngine(name, connection, self._emit, self)
+        return engine if engine.alive else None

@@ -1,0 +1,49 @@
+"""Streams continue in the new instance when Triton loads the model again: every token is compared."""
+
+import asyncio
+import json
+from contextlib import closing
+
+import pytest
+
+from tests.support import faults
+from tests.support.replacements import distinct_requests, replace_under_load
+from tests.support.stress.models import Models
+from tests.support.stress.server import ROOMY, engine_alone, save_printable
+from tests.support.triton import idle, metrics, plain_server
+
+FLAGS = ("--model-control-mode=explicit", "--load-model=paged_llm")
+
+
+@pytest.mark.parametrize(
+    ("streams", "replacements", "output"),
+    [
+        pytest.param(8, 2, (100, 200), id="few"),
+        pytest.param(1_000, 10, (300, 900), id="many", marks=pytest.mark.nightly),
+    ],
+)
+def test_streams_continue_when_the_model_is_replaced(tmp_path, streams, replacements, output, print_line, figures):
+    save_printable(tmp_path / "model", positions=1024)
+    repository = engine_alone(tmp_path / "repository")
+    if streams < 100:
+        faults.inject_into_repository(repository, {"slow_steps": 20})
+    options = ROOMY | {
+        "max_num_seqs": 2 * streams,
+        "num_gpu_blocks_override": 300 * streams,
+        "model": str(tmp_path / "model"),
+    }
+    (repository / "paged_llm" / "1" / "model.json").write_text(json.dumps(options))
+    requests = distinct_requests(streams, output=output, seed=3)
+    with plain_server(repository, *FLAGS) as server, closing(Models(server, repository)) as models:
+        report = asyncio.run(
+            replace_under_load(server.grpc_url, requests, models.replace, replacements=replacements, say=print_line)
+        )
+        moved = metrics(server)["paged_migrated_requests_total"]
+        idle(server)
+        log = "".join(server.log)
+        models.close()
+    figures(f"{report}; moved {moved:.0f} requests")
+    assert report.interrupted == [] and report.wrong == []
+    assert report.replaced == replacements and report.streams >= streams
+    assert moved >= streams
+    assert "Traceback" not in log

@@ -1,0 +1,204 @@
+"""Requests that are moved from one engine to another after some tokens have the output of an uninterrupted run."""
+
+from dataclasses import replace
+from queue import SimpleQueue
+
+import pytest
+
+from paged_backend.api.errors import ErrorCode
+from paged_backend.api.request import FinishReason
+from paged_backend.engine.engine import Engine
+from tests.support.grammars import compile_guides, create_compiler
+from tests.support.in_process import EngineHarness, Output, running, tiny_assembly
+from tests.support.waiting import until
+
+PROMPT = list(range(5, 25))
+CASES = {
+    "greedy": {"max_tokens": 24},
+    "seed": {"max_tokens": 24, "temperature": 1.0, "seed": 11, "top_p": 0.9},
+    "penalties": {"max_tokens": 24, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    "logprobs": {"max_tokens": 24, "logprobs": 3, "prompt_logprobs": 2},
+    "samples": {"max_tokens": 24, "temperature": 1.0, "seed": 3, "n": 3},
+    "min_tokens": {"max_tokens": 40, "min_tokens": 30, "ignore_eos": False, "stop_token_ids": list(range(160))},
+    "bad_words": {"max_tokens": 24, "temperature": 1.0, "seed": 5, "bad_words_token_ids": [[7], [9, 12]]},
+    "allowed": {"max_tokens": 24, "temperature": 1.0, "seed": 5, "allowed_token_ids": list(range(40, 90))},
+    "beams": {"max_tokens": 12, "beam_width": 3, "n": 2},
+}
+
+
+class InProcess:
+    """The interface of an engine in another process, over an engine of this one."""
+
+    def __init__(self, engine: Engine, guides=None):
+        self.engine, self.requests, self._guides = engine, [], guides
+        self.abort, self.end, self.end_all, self.expire = engine.abort, engine.end, engine.end_all, engine.expire
+
+    def submit(self, request):
+        self.requests.append(request)
+        self.engine.submit(replace(request, guides=self._guides() if self._guides else ()))
+
+
+@pytest.fixture(scope="module")
+def assemblies(tiny):
+    return [tiny_assembly(tiny[0], num_gpu_blocks_override=128) for _ in range(2)]
+
+
+class SampleHarness(EngineHarness):
+    """Collects the outputs of each sample: `outputs` has the key (request, sample) next to the request."""
+
+    def step(self):
+        output = self.steps.get(timeout=60)
+        for delta in output.deltas:
+            one = self.outputs.setdefault((delta.key, delta.sample), Output())
+            assert one.finish is None and one.error is None, "a token after the last"
+            one.tokens += delta.token_ids
+            one.logprobs += delta.logprobs
+            if delta.prompt_logprobs is not None:
+                assert one.prompt_logprobs is None, "the prompt was returned twice"
+                one.prompt_logprobs = delta.prompt_logprobs
+            one.finish, one.error = delta.finish, delta.error
+        return output
+
+    def collect(self, key, n):
+        while not all(self.outputs.get((key, i), Output()).finish for i in range(n)):
+            self.step()
+        return [self.outputs[key, i] for i in range(n)]
+
+
+def run(assemblies, case, *, move_after=None, guides=None):
+    """Return the samples of a request. move_after: tokens of its first sample after which it is moved, and back."""
+    first, second = assemblies
+    n = case.get("n", 1)
+    with running(first) as one, running(second) as two:
+        harness = SampleHarness(first, one.engine, one.steps)
+        key = harness.submit(PROMPT, guides=guides() if guides else (), **case)
+        if move_after is None:
+            return harness.collect(key, n)
+        other = InProcess(two.engine, guides)
+        while len(harness.outputs.get((key, 0), Output()).tokens) < move_after and case.get("beam_width", 1) == 1:
+            harness.step()
+        moved = SimpleQueue()
+        one.engine.moved_requests.take_out(lambda request: True, lambda request: moved.put(request) or other)
+        request = moved.get(timeout=60)
+        while not harness.steps.empty():
+            harness.step()
+        if request.progress:
+            tokens = [harness.outputs.get((key, i), Output()).tokens for i in range(n)]
+            assert [list(output) for output in request.progress.outputs] == tokens
+        harness.steps = two.steps
+        return harness.collect(key, n)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_moved_request_has_the_same_output(assemblies, name):
+    expected = run(assemblies, CASES[name])
+    moved = run(assemblies, CASES[name], move_after=7)
+    for one, other in zip(expected, moved, strict=True):
+        assert other.tokens == one.tokens and other.finish is one.finish
+        assert [[token.token for token in step] for step in other.logprobs] == [
+            [token.token for token in step] for step in one.logprobs
+        ]
+        for step, same in zip(one.logprobs, other.logprobs, strict=True):
+            assert [token.logprob for token in same] == pytest.approx([token.logprob for token in step], abs=1e-4)
+        assert (other.prompt_logprobs is None) == (one.prompt_logprobs is None)
+
+
+def test_moved_grammar_continues_in_its_state(assemblies):
+    with_grammar = create_compiler()
+
+    def guides():
+        return compile_guides(with_grammar, "regex", "[a-f]{3}(-[0-9]{2}){5}(xy)*")
+
+    case = {"max_tokens": 30, "temperature": 1.0, "seed": 2, "ignore_eos": False}
+    (expected,) = run(assemblies, case, guides=guides)
+    (moved,) = run(assemblies, case, move_after=6, guides=guides)
+    with_grammar.stop()
+    assert moved.tokens == expected.tokens
+    assert len(moved.tokens) > 10
+
+
+def test_request_returns_to_the_engine_that_it_came_from(assemblies, tiny):
+    """Its memory was released meanwhile, and is restored."""
+    case = {"max_tokens": 24, "temperature": 1.0, "seed": 8}
+    (expected,) = run(assemblies, case)
+    first = assemblies[0]
+    with running(first) as one:
+        harness = SampleHarness(first, one.engine, one.steps)
+        key = harness.submit(PROMPT, **case)
+        while len(harness.outputs.get((key, 0), Output()).tokens) < 5:
+            harness.step()
+        kept = Kept()
+        one.engine.moved_requests.take_out(lambda request: True, lambda request: kept)
+        until(lambda: kept.requests, "the request")
+        one.engine.moved_requests.release_memory()
+        until(lambda: first.model_memory.released, "released memory")
+        one.engine.moved_requests.put_back(kept.requests[0])
+        (output,) = harness.collect(key, 1)
+        assert output.tokens == expected.tokens
+        assert not first.model_memory.released
+
+
+def test_ended_samples_stay_ended_when_the_request_comes_back(assemblies):
+    first = assemblies[0]
+    with running(first) as one:
+        harness = SampleHarness(first, one.engine, one.steps)
+        keys = [harness.submit(PROMPT, max_tokens=30, temperature=1.0, n=2) for _ in range(2)]
+        while any(len(harness.outputs.get((key, 1), Output()).tokens) < 3 for key in keys):
+            harness.step()
+        kept = Kept()
+        one.engine.moved_requests.take_out(lambda request: True, lambda request: kept)
+        until(lambda: len(kept.requests) == 2, "the requests")
+        one.engine.end(keys[0], 0)
+        one.engine.abort(keys[1])
+        until(lambda: kept.calls == [("end", keys[0], 0), ("abort", keys[1])], "forwarded calls")
+        for request in kept.requests:
+            one.engine.moved_requests.put_back(request)
+        while not harness.outputs[keys[0], 1].finish:
+            harness.step()
+        assert harness.outputs[keys[0], 1].finish is FinishReason.LENGTH
+        assert harness.outputs[keys[0], 0].finish is None
+        assert not first.scheduler.has_work
+
+
+def test_request_fails_if_the_memory_cannot_be_restored(assemblies, monkeypatch):
+    from paged_backend.engine.model_memory import MemoryShortage
+
+    first = assemblies[0]
+    with running(first) as one:
+        harness = SampleHarness(first, one.engine, one.steps)
+        one.engine.moved_requests.release_memory()
+        until(lambda: first.model_memory.released, "released memory")
+        restore = first.model_memory.restore
+
+        def fail():
+            raise MemoryShortage("1.00 GiB are missing")
+
+        monkeypatch.setattr(first.model_memory, "restore", fail)
+        key = harness.submit(PROMPT, max_tokens=4)
+        while (key, 0) not in harness.outputs:
+            harness.step()
+        assert harness.outputs[key, 0].error.code is ErrorCode.UNAVAILABLE
+        monkeypatch.setattr(first.model_memory, "restore", restore)
+        assert harness.collect(harness.submit(PROMPT, max_tokens=4), 1)[0].tokens
+
+
+class Kept:
+    """An engine that keeps what it is asked."""
+
+    def __init__(self):
+        self.requests, self.calls = [], []
+
+    def submit(self, request):
+        self.requests.append(request)
+
+    def abort(self, key):
+        self.calls.append(("abort", key))
+
+    def end(self, key, index):
+        self.calls.append(("end", key, index))
+
+    def end_all(self, key):
+        self.calls.append(("end_all", key))
+
+    def expire(self, key):
+        self.calls.append(("expire", key))
