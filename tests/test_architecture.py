@@ -85,6 +85,8 @@ TESTED_THROUGH = {
     "paged_bench._server_load": "tests/e2e/test_load.py",
     "paged_bench._redis_server": "tests/memory/test_remote.py",
     "paged_bench._step_profile": "tests/bench/test_cpu.py",
+    "paged_backend.server.replica": "tests/e2e/test_replicas.py",
+    "paged_backend.server.replicas": "tests/e2e/test_replicas.py",
     "paged_backend.engine.tier_builder": "tests/integration/test_remote_cache.py",
     "paged_bench._machines": "tests/e2e/test_nodes.py",
     "paged_bench._cache_simulation": "tests/bench/test_memory.py",

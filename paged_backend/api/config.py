@@ -152,9 +152,9 @@ class EngineConfig:
     )
     data_parallel_size: int = option(
         integer(1, 64),
-        "Number of copies of the model behind one Triton model, each with its own KV cache and `tensor_parallel_size`"
-        " GPUs of this machine. A request runs in the copy that has computed most of its prompt's beginning, unless that"
-        " one has more than its share of the requests.",
+        "Number of engines behind one Triton model, each with the whole model, its own KV cache, and"
+        " `tensor_parallel_size` GPUs of this machine. A request runs in the engine that has computed most of its"
+        " prompt's beginning, unless that one has more than its share of the requests.",
         1,
     )
     nnodes: int | None = option(

@@ -114,6 +114,11 @@ class Engine:
         return self._loop.busy_seconds
 
     @property
+    def num_open(self) -> int:
+        """The number of requests that are announced, waiting or running here. May be read from any thread."""
+        return self._state.num_open
+
+    @property
     def waiting(self) -> int:
         """The number of unfinished requests that no step has computed yet. A request that is ended before it is
         computed no longer counts, even if the loop has not seen the message yet."""

@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from paged_backend.api.limits import EngineLimits
 from paged_backend.api.request import GenerateRequest, TokenDelta
 from paged_backend.engine.outputs import Emit, EngineDied, EngineOutput, StepOutput
 from paged_backend.engine.request_frames import read_request, write_delta
+from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.utils.local_socket import FrameError, pack
 
 log = logging.getLogger("paged_llm")
@@ -60,6 +61,7 @@ class EngineService:
         self._check: Callable[[GenerateRequest], None] = lambda request: None
         self._keys = itertools.count(FIRST_KEY)
         self._served: dict[int, EngineSession] = {}  # by key
+        self._sessions: set[EngineSession] = set()  # those that have sent a request
 
     def start(
         self,
@@ -81,13 +83,17 @@ class EngineService:
 
     def emit(self, output: EngineOutput) -> None:
         """Pass outputs on, on the engine's thread: to other processes, and to `emit` of the constructor."""
-        if self._served and isinstance(output, StepOutput):
+        if self._sessions and isinstance(output, StepOutput):
             output = self._emit_served(output)
         elif self._served and isinstance(output, EngineDied):
             error = RequestError(ErrorCode.UNAVAILABLE, output.reason)
             for key, session in list(self._served.items()):
                 session.send_step([TokenDelta(key, error=error)], [], 0.0, 0.0)
         self._emit_own(output)
+
+    def forget(self, session: EngineSession) -> None:
+        """Send nothing more to a session, whose connection has ended."""
+        self._sessions.discard(session)
 
     def give_back(self, key: int) -> None:
         """Tell the process that a request, which the engine no longer has, may continue elsewhere."""
@@ -106,6 +112,7 @@ class EngineService:
             raise RequestError(ErrorCode.UNAVAILABLE, "the engine accepts no requests of other processes")
         request = read_request(values, next(self._keys), self._limits, self._tokenizer)
         self._check(request)
+        self._sessions.add(session)
         session.add(request_id, request)
         self._served[request.key] = session
         self._engine.announce(request.key)
@@ -141,8 +148,9 @@ class EngineService:
                 by_session.setdefault(session, ([], []))[0].append(delta)
             else:
                 own.append(delta)
-        for session, (deltas, entered) in by_session.items():
-            for key in session.send_step(deltas, entered, output.started_at, output.finished_at):
+        for session in list(self._sessions):
+            deltas, entered = by_session.get(session, ((), ()))
+            for key in session.send_step(deltas, entered, output.started_at, output.finished_at, output.stats):
                 served.pop(key, None)
         return replace(output, deltas=tuple(own)) if len(own) < len(output.deltas) else output
 
@@ -188,7 +196,12 @@ class EngineSession:
             self._keys[request_id] = request.key
 
     def send_step(
-        self, deltas: Sequence[TokenDelta], entered: Sequence[int], started_at: float, finished_at: float
+        self,
+        deltas: Sequence[TokenDelta],
+        entered: Sequence[int],
+        started_at: float,
+        finished_at: float,
+        stats: SchedulerStats | None = None,
     ) -> list[int]:
         """Queue outputs, on the engine's thread. Return the keys of the requests that have ended."""
         written, ended = [], []
@@ -208,7 +221,8 @@ class EngineSession:
                     self._remove(delta.key)
                     ended.append(delta.key)
         times = {"started_at": float(started_at), "finished_at": float(finished_at)}
-        self._frames.put({"step": {"deltas": written, "entered": ids} | times})
+        found = {"stats": asdict(stats)} if stats else {}
+        self._frames.put({"step": {"deltas": written, "entered": ids} | times | found})
         return ended
 
     def give_back(self, key: int) -> None:
@@ -226,6 +240,7 @@ class EngineSession:
             self._keys.clear()
         for key in keys:
             self._service.control(key, "abort", None)
+        self._service.forget(self)
         self._frames.put(None)
 
     def flush(self) -> None:

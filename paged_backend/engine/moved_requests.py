@@ -36,6 +36,10 @@ class MovedRequests:
         self._post = post
         self._moved = moved
 
+    def send(self, request: GenerateRequest, engine: OtherEngine) -> None:
+        """Run an announced request in another engine from its start, unless it was aborted."""
+        self._post(_Send(request, engine))
+
     def take_out(self, is_wanted: Callable[[GenerateRequest], bool], take: Take) -> None:
         """Take out the requests that another engine can continue, each with its progress.
 
@@ -56,6 +60,23 @@ class MovedRequests:
     def release_memory(self) -> None:
         """Release the memory of the model if no request is open. It is restored for the next request."""
         self._post(_ReleaseUnused())
+
+
+@dataclass(frozen=True)
+class _Send(Message):
+    request: GenerateRequest
+    engine: OtherEngine
+
+    def apply(self, state: EngineState) -> bool:
+        key = self.request.key
+        if key not in state.announced:
+            self.engine.abort(key)
+            return False
+        state.announced.remove(key)
+        state.queued.discard(key)
+        state.moved[key] = Moved(self.engine)
+        self.engine.submit(self.request)
+        return True
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@
 
 Frames to the engine:   {"id": 7, "generate": {...}}, see request_frames.py
                         {"id": 7, "control": "abort"}, "end_all", "expire", or "end" with "sample": 0
-Frames from the engine: {"step": {"deltas": [...], "entered": [ids], "started_at": ..., "finished_at": ...}}
+Frames from the engine: {"step": {"deltas": [...], "entered": [ids], "started_at": ..., "finished_at": ...,
+                        "stats": {...}}}, the last of which are those of the scheduler
                         {"id": 7, "returned": "moved"}: it runs the request no longer, another one may
                         {"id": 7, "returned": "rejected", "text": ...}: it cannot run the request
 """
@@ -24,6 +25,7 @@ from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import GenerateRequest, Progress, TokenDelta, Usage
 from paged_backend.engine.outputs import Emit, RemoteOutput
 from paged_backend.engine.request_frames import read_delta, write_request
+from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.utils.local_socket import Connection, FrameError, pack
 
 log = logging.getLogger("paged_llm")
@@ -89,9 +91,11 @@ class _Open:
 class RemoteEngine:
     """Runs requests in another process. The methods may be called from any thread, and do not block."""
 
-    def __init__(self, name: str, connection: Connection, emit: Emit, owner: RequestOwner):
+    def __init__(
+        self, name: str, connection: Connection, emit: Emit, owner: RequestOwner, stats: SchedulerStats | None = None
+    ):
         """name: name of the socket, which identifies the engine. emit: receives the outputs, on the thread of the
-        connection, and must not block."""
+        connection, and must not block. stats: the engine's statistics, if they are known."""
         self.name = name
         self._connection = connection
         self._emit = emit
@@ -100,7 +104,9 @@ class RemoteEngine:
         self._lock = threading.Lock()
         self._open: dict[int, _Open] = {}  # by key; guarded by the lock
         self._keys: dict[int, int] = {}  # key by id; guarded by the lock
+        self._reserved: set[int] = set()  # keys of requests that will be submitted
         self._alive = True
+        self.stats = stats  # the newest that are known
         self._frames: SimpleQueue[dict[str, Any] | None] = SimpleQueue()  # to send
         threading.Thread(target=self._send_all, name="remote engine sender", daemon=True).start()
         threading.Thread(target=self._receive_all, name="remote engine", daemon=True).start()
@@ -112,11 +118,22 @@ class RemoteEngine:
 
     @property
     def num_open(self) -> int:
-        return len(self._open)
+        """The number of requests that it runs or that are reserved."""
+        return len(self._open) + self.num_reserved
+
+    @property
+    def num_reserved(self) -> int:
+        """The number of requests that were announced with `reserve`."""
+        return len(self._reserved)
+
+    def reserve(self, key: int) -> None:
+        """Count a request that will be submitted or aborted."""
+        self._reserved.add(key)
 
     def submit(self, request: GenerateRequest) -> None:
         """Run a request, after its progress if it has any. Its outputs are emitted with its key."""
         with self._lock:
+            self._reserved.discard(request.key)
             opened = self._open[request.key] = _Open(next(self._ids), request)
             self._keys[opened.id] = request.key
         self._frames.put({"id": opened.id, "generate": write_request(request)})
@@ -156,6 +173,7 @@ class RemoteEngine:
 
     def _end(self, key: int, control: str) -> None:
         with self._lock:
+            self._reserved.discard(key)
             opened = self._open.pop(key, None)
             if opened:
                 del self._keys[opened.id]
@@ -208,6 +226,8 @@ class RemoteEngine:
             raise FrameError("a step without lists of outputs and requests")
         if not (isinstance(started_at, float) and isinstance(finished_at, float)):
             raise FrameError("a step without times")
+        if "stats" in step:
+            self.stats = read_stats(step["stats"])
         with self._lock:
             for value in values:
                 if not isinstance(value, dict) or value.get("id") not in self._keys:
@@ -247,3 +267,14 @@ class RemoteEngine:
             self._emit(RemoteOutput(tuple(TokenDelta(key, error=error) for key in keys), 0.0))
         for key in keys:
             self._owner.on_ended(key)
+
+
+def read_stats(values: Any) -> SchedulerStats:
+    """Return statistics that another process sent. Raises FrameError."""
+    try:
+        stats = SchedulerStats(**values)
+    except TypeError as error:
+        raise FrameError(f"stats: {error}") from None
+    if not all(isinstance(value, int | float) for value in values.values()):
+        raise FrameError("stats: must be numbers")
+    return stats

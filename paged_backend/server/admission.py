@@ -40,6 +40,7 @@ from paged_backend.server.health import Health
 from paged_backend.server.long_prompts import LongPrompts
 from paged_backend.server.pooling import parse_pooling_sampling
 from paged_backend.server.prompts import PromptEncoder
+from paged_backend.server.replicas import Replicas
 from paged_backend.server.responder import Responder
 from paged_backend.server.sessions import SessionName, Sessions, Turn
 from paged_backend.server.stream_builder import StreamBuilder
@@ -72,6 +73,7 @@ class Admission:
         grammars: GrammarCompiler,
         health: Health,
         tracing: Tracing,
+        replicas: Replicas,
     ):
         limits, loaded = assembly.limits, assembly.loaded
         self._limits = limits
@@ -102,7 +104,8 @@ class Admission:
             seed=config.seed,
             max_seconds=config.request_timeout or math.inf,
         )
-        self._submission = Submission(engine, grammars)
+        self._replicas = replicas
+        self._submission = Submission(engine, grammars, replicas.place)
         self._control = ControlRequests(engine, responder, assembly.adapters, assembly.scheduler.slots)
         self.long_prompts = LongPrompts(self._lock, self._prompts, self._builder, engine, responder, self._submission)
 
@@ -176,7 +179,7 @@ class Admission:
         tenant's share is."""
         self._engine.sleep_mode.check()
         ended = self.long_prompts.ended_tenants()  # tenants whose text is still in memory
-        waiting, tenant = self._engine.waiting + len(ended), sampling.cache_salt
+        waiting, tenant = self._engine.waiting + self._replicas.waiting + len(ended), sampling.cache_salt
         if self._max_queue_size and waiting >= self._max_queue_size:
             raise QueueFull(waiting)
         self._tenants.check(tenant, ended.count(tenant))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -15,8 +16,16 @@ class LoopThread(Protocol):
 class Health:
     """Checks that the engine's and the responder's threads live and make progress."""
 
-    def __init__(self, engine: LoopThread, responder: LoopThread, stall_timeout: float):
-        """stall_timeout: seconds that one step, or one iteration of the responder, may take."""
+    def __init__(
+        self,
+        engine: LoopThread,
+        responder: LoopThread,
+        stall_timeout: float,
+        replica_problem: Callable[[], str | None] = lambda: None,
+    ):
+        """stall_timeout: seconds that one step, or one iteration of the responder, may take. replica_problem: returns
+        why a replica cannot run requests; None if all can."""
+        self._replica_problem = replica_problem
         self._engine = engine
         self._responder = responder
         self._stall_timeout = stall_timeout
@@ -28,4 +37,4 @@ class Health:
         for action, thread in (("a step", self._engine), ("sending responses", self._responder)):
             if (seconds := thread.busy_seconds) > self._stall_timeout:
                 return f"{action} has taken {seconds:.0f} s, more than stall_timeout={self._stall_timeout}"
-        return None
+        return self._replica_problem()

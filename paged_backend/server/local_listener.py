@@ -24,6 +24,7 @@ from paged_backend.utils.local_socket import Connection, FrameError, pack
 
 log = logging.getLogger("paged_llm")
 
+NO_SLEEP_MODE = "sleep mode is not supported with data_parallel_size above 1"
 DRAIN_POLL_SECONDS = 0.2  # time between two checks whether requests of other processes are open
 
 
@@ -81,7 +82,7 @@ class Listener:
 
         handle: called for each request, on its connection's thread.
         record_profile: returns a profile of these seconds; called on the connection's thread.
-        sleep_mode: puts the engine to sleep and wakes it; called on the connection's thread.
+        sleep_mode: puts the engine to sleep and wakes it; called on the connection's thread. None: not supported.
         engine_service: runs requests of other instances of the model.
         description: describes this instance to others; see `Successors`.
         """
@@ -261,7 +262,9 @@ class _Peer:
 
     def _sleep(self, request_id: int, seconds: Any) -> dict[str, Any]:
         mode = self._listener.sleep_mode
-        if mode is None or isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+        if mode is None:
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, NO_SLEEP_MODE)
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"sleep={seconds!r}: must be a number of seconds")
 
         def report(open_requests: int) -> None:  # raises OSError, which ends the wait, if the command has ended
@@ -271,7 +274,9 @@ class _Peer:
 
     def _wake(self, request_id: int, value: Any) -> dict[str, Any]:
         mode = self._listener.sleep_mode
-        if mode is None or value is not True:
+        if mode is None:
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, NO_SLEEP_MODE)
+        if value is not True:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"wake={value!r}: must be true")
         return _write_transition(mode.wake())
 

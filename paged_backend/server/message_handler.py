@@ -131,6 +131,7 @@ class ResponderMessageHandler:
 
     def on_remote_output(self, output: RemoteOutput) -> None:
         """Add the tokens of another engine to their streams."""
+        self._updates.record_others()
         self._take(output)
 
     def _take(self, output: StepOutput | RemoteOutput) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.metrics import Metrics
 
@@ -11,8 +13,10 @@ UPDATE_SECONDS = 0.1  # time between two updates, while steps only add tokens
 class MetricsUpdates:
     """Collects scheduler statistics and updates `Metrics` with the newest at intervals, because updates are slow."""
 
-    def __init__(self, metrics: Metrics):
+    def __init__(self, metrics: Metrics, add_stats: Callable[[SchedulerStats], SchedulerStats] = lambda stats: stats):
+        """add_stats: adds the statistics of other engines to those of this process's."""
         self._metrics = metrics
+        self._add_stats = add_stats
         self._stats: SchedulerStats | None = None  # the newest statistics
         self._is_current = True  # whether the metrics show `_stats`
         self.next_update = 0.0  # time.monotonic()
@@ -24,6 +28,10 @@ class MetricsUpdates:
 
     def record(self, stats: SchedulerStats) -> None:
         self._stats, self._is_current = stats, False
+
+    def record_others(self) -> None:
+        """Record that the statistics of other engines have changed."""
+        self._is_current = False
 
     def record_idle(self) -> None:
         """Record that no request runs or waits: the engine has died."""
@@ -37,6 +45,6 @@ class MetricsUpdates:
         """
         self.next_update = now + UPDATE_SECONDS
         if self._stats and not self._is_current:
-            self._metrics.update(self._stats)
+            self._metrics.update(self._add_stats(self._stats))
         self._is_current = True
         self._metrics.flush()

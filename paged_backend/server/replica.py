@@ -1,7 +1,7 @@
 """A replica of the engine in a process of its own, which runs requests of the process that started it.
 
-The first line on its standard output is JSON: {"socket": name} once it is ready, or {"error": reason}. It ends when its
-standard input is closed.
+The first line on its standard output is JSON: {"socket": name, "stats": statistics} once it is ready, or
+{"error": reason}. It ends when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main(text: str) -> None:
     except ConfigError as error:
         print(json.dumps({"error": str(error)}), file=answers, flush=True)
         sys.exit(1)
-    print(json.dumps({"socket": service.socket_name}), file=answers, flush=True)
+    print(json.dumps({"socket": service.socket_name, "stats": asdict(service.stats)}), file=answers, flush=True)
     sys.stdin.read()
     service.stop()
     os._exit(0)  # the interpreter's own shutdown takes a second

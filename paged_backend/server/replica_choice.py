@@ -25,17 +25,16 @@ class ReplicaChoice:
         self._block_size = block_size
         self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(count)]
 
-    def choose(self, owner: Hashable, prompt: Sequence[int], loads: Sequence[float]) -> int:
+    def choose(self, owner: Hashable, prompt: Sequence[int], loads: Sequence[int]) -> int:
         """Return the number of the replica that should run a prompt, and remember the choice.
 
         Args:
             owner: what a cached block belongs to besides its tokens: the tenant's salt and the adapter.
             prompt: token ids.
-            loads: open requests of each replica; infinite for one that has ended.
+            loads: open requests of each replica.
         """
         chain = self._chain(owner, prompt)
-        usable = [load for load in loads if load < math.inf]
-        mean = (sum(usable) + 1) / len(usable)
+        mean = (sum(loads) + 1) / len(loads)
         capacity = math.ceil(max(LOAD_FACTOR * mean, mean + LOAD_SLACK))
         held = [self._held(number, chain) for number in range(len(loads))]
 

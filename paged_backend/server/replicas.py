@@ -1,27 +1,31 @@
 """Data parallelism: several engines behind one model, selected by the beginning of the prompt and by load.
 
-    clients -> admission, streams, sessions, metrics (this process)
-                 |               |               |
-               engine         replica 1       replica 2        processes of their own, with GPUs of their own
-             (this process)   (local socket)  (local socket)
+clients -> admission, streams, sessions, metrics (this process)
+             |               |               |
+           engine         replica 1       replica 2        processes of their own, with GPUs of their own
+         (this process)   (local socket)  (local socket)
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.request import GenerateRequest
-from paged_backend.engine.moved_requests import MovedRequests
+from paged_backend.engine.engine import Engine
 from paged_backend.engine.outputs import Emit
-from paged_backend.engine.remote_engine import RemoteEngine
+from paged_backend.engine.remote_engine import RemoteEngine, read_stats
+from paged_backend.loading.model_options import pick_device
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.placement import replica_gpus
 from paged_backend.server.replica import ReplicaStart, options_of, start_replica
@@ -38,56 +42,66 @@ STOP_SECONDS = 10  # time for a replica to end by itself
 class Replicas:
     """The replicas other than this process's engine, which has the number 0. Implements `RequestOwner`."""
 
-    def __init__(self, config: EngineConfig, model: str, version: str, listing: str | None):
-        """Start the processes, and do not wait for them.
+    def __init__(self, config: EngineConfig, labels: Mapping[str, str], listing: Path | None):
+        """Start the processes, and do not wait for them. With `data_parallel_size=1` there are none.
 
-        model: name of the model for clients. listing: the file that lists LoRA adapters. Raises ConfigError.
+        labels: name and version of the model. listing: the file that lists LoRA adapters. Raises ConfigError.
         """
-        count = config.data_parallel_size
+        self.count = count = config.data_parallel_size
         self._max_frame_bytes = config.limits.max_frame_bytes
         self._choice = ReplicaChoice(count, config.block_size)
         self._processes: list[subprocess.Popen[str]] = []
         self._engines: list[RemoteEngine] = []
-        self._moved: MovedRequests | None = None
-        self._num_open: Callable[[], int] = lambda: 0
-        options = options_of(config)
+        self._own: Engine | None = None
+        if count == 1:
+            return
+        share_cores(count)
+        options, file = options_of(config), str(listing) if listing else None
         try:
             for number in range(1, count):
-                gpus = replica_gpus(number, config.tensor_parallel_size, os.environ.get("CUDA_VISIBLE_DEVICES"))
-                start = ReplicaStart(number, model, version, listing, options)
-                self._processes.append(start_replica(start, {"CUDA_VISIBLE_DEVICES": gpus}))
+                start = ReplicaStart(number, labels["model"], labels.get("version", ""), file, options)
+                self._processes.append(start_replica(start, device_environment(config, number)))
         except BaseException as error:
             self.stop()
             if isinstance(error, OSError):
                 raise ConfigError(f"data_parallel_size={count}: cannot start a process: {error}") from error
             raise
 
-    def connect(self, moved: MovedRequests, emit: Emit, num_open: Callable[[], int]) -> None:
+    def connect(self, engine: Engine, emit: Emit) -> None:
         """Wait until the replicas have loaded the model, and connect to them.
 
-        moved: of this process's engine. emit: receives the outputs of the replicas. num_open: returns the number of
-        open requests of this process. Raises ConfigError if a replica does not start.
+        engine: that of this process. emit: receives the outputs of the replicas. Raises ConfigError if a replica does
+        not start.
         """
-        self._moved, self._num_open = moved, num_open
+        self._own = engine
         for number, process in enumerate(self._processes, 1):
-            name = _socket_of(number, process)
-            connection = Connection(local_socket.connect(name), self._max_frame_bytes)
-            self._engines.append(RemoteEngine(f"replica {number}", connection, emit, self))
-        log.info("%d replicas serve the model", len(self._engines) + 1)
+            answer = _first_answer(number, process)
+            connection = Connection(local_socket.connect(answer["socket"]), self._max_frame_bytes)
+            stats = read_stats(answer["stats"])
+            self._engines.append(RemoteEngine(f"replica {number}", connection, emit, self, stats))
+            log.info("replica %d of %d is ready", number, self.count)
 
     def place(self, request: GenerateRequest) -> bool:
         """Send a request to a replica, if one is the best choice. Return whether it was sent."""
         if request.embeds or not self._engines:
             return False
-        others = [engine.num_open if engine.alive else math.inf for engine in self._engines]
-        own = self._num_open() - sum(engine.num_open for engine in self._engines)
-        sampling = request.sampling
-        number = self._choice.choose((sampling.cache_salt, sampling.lora_name), request.prompt_token_ids, [own, *others])
+        assert self._own
+        others = [engine.num_open for engine in self._engines]
+        # This request, and those that are on the way to a replica, are still counted by the engine.
+        own = max(0, self._own.num_open - 1 - sum(engine.num_reserved for engine in self._engines))
+        owner = request.sampling.cache_salt, request.sampling.lora_name
+        number = self._choice.choose(owner, request.prompt_token_ids, [own, *others])
         if number == 0:
             return False
-        assert self._moved
-        self._moved.send(request, self._engines[number - 1])
+        replica = self._engines[number - 1]
+        replica.reserve(request.key)
+        self._own.moved_requests.send(request, replica)
         return True
+
+    def problem(self) -> str | None:
+        """Return why requests cannot be answered; None if they can."""
+        ended = (engine.name for engine in self._engines if not engine.alive)
+        return next((f"{name} has ended; reload the model" for name in ended), None)
 
     @property
     def waiting(self) -> int:
@@ -97,19 +111,19 @@ class Replicas:
     def add_stats(self, stats: SchedulerStats) -> SchedulerStats:
         """Return the statistics of this process's engine with those of the replicas added."""
         for engine in self._engines:
-            if engine.stats and engine.alive:
+            if engine.stats:
                 stats = stats.plus(engine.stats)
         return stats
 
     def on_ended(self, key: int) -> None:
-        assert self._moved
-        self._moved.remove(key)
+        assert self._own
+        self._own.moved_requests.remove(key)
 
     def on_returned(self, engine: RemoteEngine, request: GenerateRequest, rejected: str | None) -> None:
         """Run a request here that a replica cannot run."""
-        assert self._moved
+        assert self._own
         log.warning("%s returned a request, which runs in the first engine: %s", engine.name, rejected)
-        self._moved.put_back(replace(request, stays=True))
+        self._own.moved_requests.put_back(replace(request, stays=True))
 
     def stop(self) -> None:
         """End the processes."""
@@ -128,19 +142,39 @@ class Replicas:
             process.stdout.close()
 
 
+def device_environment(config: EngineConfig, number: int) -> dict[str, str]:
+    """Return the environment in which a replica sees its own GPUs; on a CPU it is empty. Raises ConfigError."""
+    if pick_device(config).type != "cuda":
+        return {}
+    needed, found = config.ranks_per_node * config.data_parallel_size, torch.cuda.device_count()
+    if needed > found:
+        raise ConfigError(
+            f"data_parallel_size={config.data_parallel_size}: needs {needed} GPUs, {config.ranks_per_node} for each"
+            f" engine; {found} are visible"
+        )
+    gpus = replica_gpus(number, config.ranks_per_node, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return {"CUDA_VISIBLE_DEVICES": gpus}
+
+
 def share_cores(count: int) -> None:
     """Give each of `count` processes its part of the cores, this one included."""
     threads = max(1, min(omp_num_threads() or usable_cores(), usable_cores() // count))
     os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
-def _socket_of(number: int, process: subprocess.Popen[str]) -> str:
-    """Return the name of a replica's socket, once it is ready. Raises ConfigError."""
+def _first_answer(number: int, process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Return the answer of a replica once it is ready. Raises ConfigError."""
     assert process.stdout
     line = process.stdout.readline()
     if not line:
-        raise ConfigError(f"data_parallel_size: replica {number} did not start: its process ended with {process.wait()}")
-    answer = json.loads(line)
+        raise ConfigError(
+            f"data_parallel_size: replica {number} did not start: its process ended with {process.wait()}"
+        )
+    answer: dict[str, Any] = json.loads(line)
     if "error" in answer:
-        raise ConfigError(f"data_parallel_size: replica {number} did not start: {answer['error']}")
-    return str(answer["socket"])
+        raise _did_not_start(number, answer["error"])
+    return answer
+
+
+def _did_not_start(number: int, reason: str) -> ConfigError:
+    return ConfigError(f"data_parallel_size: replica {number} did not start: {reason}")

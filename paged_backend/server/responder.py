@@ -14,9 +14,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from paged_backend.engine.outputs import EngineOutput
+from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.cancellation import Cancellation
 from paged_backend.server.cancellation_poller import CancellationPoller
 from paged_backend.server.channel import Channel
@@ -69,13 +71,15 @@ class Responder:
         stall_seconds: float = 60.0,
         max_model_len: int | None = None,
         tracing: Tracing | None = None,
+        add_stats: Callable[[SchedulerStats], SchedulerStats] = lambda stats: stats,
     ):
         """inbox: the queue that the engine emits to; by default a new one.
         first_response: seconds until a streaming request without a token gets an empty response; None: never.
         max_response_mib: the limit for all responses of one request together.
         stall_seconds: maximum seconds of an engine step and of its answer to a pool map request.
         max_model_len: the context length, which pool maps contain.
-        tracing: exports traces of requests; None: no traces."""
+        tracing: exports traces of requests; None: no traces.
+        add_stats: adds the statistics of other engines to those of this process's, for the metrics."""
         self._metrics = metrics
         self._sessions = sessions
         self._tenants = tenants
@@ -92,7 +96,7 @@ class Responder:
         self._poller: CancellationPoller[Stream] = CancellationPoller(
             self.streams.is_open, self._round_trips, lambda result: self._inbox.put(ClientsPolled(result))
         )
-        self._updates = MetricsUpdates(metrics)
+        self._updates = MetricsUpdates(metrics, add_stats)
         self._cancellation = Cancellation(self.streams, engine)
         self._monitor = EngineMonitor(engine, self.streams, stall_seconds)
         self._first_responses = FirstResponses(self.streams, first_response)

@@ -19,6 +19,7 @@ from paged_backend.engine.assembly import assemble
 from paged_backend.engine.engine_service import EngineService
 from paged_backend.engine.fingerprint import fingerprint
 from paged_backend.guided.compiler import GrammarCompiler
+from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.admission import Admission
 from paged_backend.server.channel import Channel, ServerChannel
 from paged_backend.server.health import Health
@@ -26,6 +27,7 @@ from paged_backend.server.local_listener import Listener
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.migration import Migration
 from paged_backend.server.profiler import Profiler
+from paged_backend.server.replicas import Replicas
 from paged_backend.server.responder import Inbox, Responder
 from paged_backend.server.sessions import Sessions
 from paged_backend.server.submission import Submission
@@ -65,6 +67,17 @@ class Service:
         self._tracing = Tracing(
             config.otlp_traces_endpoint, model=labels["model"], sample_ratio=config.trace_sample_ratio
         )
+        # Before the model is loaded here, so that all load it at the same time.
+        self._replicas = Replicas(config, labels, listing)
+        try:
+            self._start(config, labels, listing, instance)
+        except BaseException:
+            self._replicas.stop()
+            raise
+
+    def _start(self, config: EngineConfig, labels: dict[str, str], listing: Path | None, instance: str | None) -> None:
+        """Load the model, and start the threads."""
+        replicas, pb_utils = self._replicas, self._pb_utils
         self._assembly = assembly = assemble(config, listing)
         limits, loaded = assembly.limits, assembly.loaded
         metrics = Metrics(
@@ -107,8 +120,9 @@ class Service:
             stall_seconds=config.stall_timeout,
             max_model_len=limits.max_model_len,
             tracing=self._tracing,
+            add_stats=replicas.add_stats,
         )
-        self._health = Health(self._engine, self._responder, config.stall_timeout)
+        self._health = Health(self._engine, self._responder, config.stall_timeout, replicas.problem)
         self._admission = Admission(
             config,
             assembly,
@@ -119,6 +133,7 @@ class Service:
             grammars=self._grammars,
             health=self._health,
             tracing=self._tracing,
+            replicas=replicas,
         )
         self._migration = Migration(
             self._engine.moved_requests,
@@ -127,7 +142,8 @@ class Service:
             self._responder.count_moved,
             limits.input_limits.max_frame_bytes,
         )
-        metrics.update(assembly.scheduler.stats)
+        replicas.connect(self._engine, self._responder.emit)
+        metrics.update(replicas.add_stats(assembly.scheduler.stats))
         self._responder.start()
         self._engine.start()
         description = None
@@ -141,6 +157,16 @@ class Service:
         # Objects from loading live as long as the process, so exclude them from garbage collection.
         gc.collect()
         gc.freeze()
+
+    @property
+    def socket_name(self) -> str | None:
+        """The name of the local socket; None if it could not be opened."""
+        return self._listener.name if self._listener else None
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The statistics of the engine, before it has run a request."""
+        return self._assembly.scheduler.stats
 
     @property
     def ready(self) -> bool:
@@ -186,6 +212,7 @@ class Service:
         self._responder.stop(remaining())
         self._admission.stop(remaining())
         self._tracing.stop()
+        self._replicas.stop()
         self._assembly.close()
 
     def _check(self, request: GenerateRequest) -> None:
@@ -204,7 +231,7 @@ class Service:
                 self.handle,
                 self._assembly.limits.input_limits,
                 record_profile=self._profiler.record,
-                sleep_mode=self._engine.sleep_mode,
+                sleep_mode=None if self._replicas.count > 1 else self._engine.sleep_mode,
                 engine_service=self._engine_service,
                 description=description.write() if description else None,
             )

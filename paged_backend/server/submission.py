@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from paged_backend.api.errors import RequestError, internal_error
@@ -17,13 +18,22 @@ log = logging.getLogger("paged_llm")
 class Submission:
     """Submits requests whose streams are open; a failure ends the stream with an error."""
 
-    def __init__(self, engine: Engine, grammars: GrammarCompiler):
+    def __init__(
+        self,
+        engine: Engine,
+        grammars: GrammarCompiler,
+        place: Callable[[GenerateRequest], bool] = lambda request: False,
+    ):
+        """place: sends an announced request to another engine, and returns whether it did."""
         self._engine = engine
         self._grammars = grammars
+        self._place = place
 
     def submit(self, request: GenerateRequest) -> None:
         """Give an announced request to the engine. Never raises."""
         try:
+            if self._place(request):
+                return
             if request.sampling.structure is None:
                 self._engine.deliver(request)
             else:

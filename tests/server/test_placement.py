@@ -3,7 +3,7 @@
 import pytest
 
 from paged_backend.api.errors import ConfigError
-from paged_backend.server.placement import visible_gpus
+from paged_backend.server.placement import replica_gpus, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,10 @@ def test_invalid_placements_are_rejected_by_name(kind, wanted, processes, reason
     with pytest.raises(ConfigError) as caught:
         visible_gpus(kind, 0, wanted, processes, "4,5")
     assert str(caught.value).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("number", "size", "visible", "expected"), [(1, 1, None, "1"), (2, 2, None, "4,5"), (1, 2, "7,5,3,1", "3,1")]
+)
+def test_a_replica_sees_its_own_gpus(number, size, visible, expected):
+    assert replica_gpus(number, size, visible) == expected

@@ -1,0 +1,141 @@
+"""Data parallelism: several engines behind one model of the server."""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from paged_client import Client
+from paged_client.cli import main
+from paged_client.serving.tritonserver import ServerError, TritonServer
+from tests.support.in_process import save_tiny
+from tests.support.processes import children, needs_server
+from tests.support.triton import metrics, post, raw_stream
+from tests.support.waiting import until
+
+pytestmark = needs_server
+
+OPTIONS = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 4096, "max_num_seqs": 1}
+GREEDY = {"temperature": 0, "ignore_eos": True}
+PROMPTS = [f"{word} {word} {word} {word}" for word in ("one", "two", "six", "ten", "red", "sky", "sea", "oak")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model whose outputs may be long, for streams that do not end during a test."""
+    directory = tmp_path_factory.mktemp("long")
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1 << 14,
+    )
+    save_tiny(config, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with TritonServer(model, OPTIONS | {"data_parallel_size": 2}, engine_only=True) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    with TritonServer(model, OPTIONS, engine_only=True) as alone, Client(alone.grpc_url) as client:
+        return [client.generate(prompt, max_tokens=12, **GREEDY).text for prompt in PROMPTS]
+
+
+def replicas(server):
+    """Return the processes of the replicas."""
+    found = []
+    for stub in children(server.pid):
+        for process in children(stub):
+            if b"paged_backend.server.replica" in Path(f"/proc/{process}/cmdline").read_bytes():
+                found.append(process)
+    return found
+
+
+@contextmanager
+def endless_stream(server, prompt):
+    with raw_stream(server) as stream:
+        stream.send(text_input=prompt, stream=True, sampling_parameters=GREEDY | {"max_tokens": 1 << 13})
+        assert stream.next().text is not None
+        yield stream
+
+
+def test_tokens_are_those_of_one_engine(server, expected):
+    with Client(server.grpc_url) as client, ThreadPoolExecutor(len(PROMPTS)) as pool:
+        for _ in range(3):
+            answers = list(pool.map(lambda prompt: client.generate(prompt, max_tokens=12, **GREEDY).text, PROMPTS))
+            assert answers == expected
+
+
+def test_engines_run_at_the_same_time_and_their_metrics_are_added(server):
+    assert metrics(server)["paged_kv_blocks{total}"] == 2 * OPTIONS["num_gpu_blocks_override"]
+    with endless_stream(server, "a first story") as first, endless_stream(server, "another one") as second:
+        until(lambda: metrics(server)["paged_requests{running}"] == 2, "two engines, each with one request at once")
+        for stream in (first, second):
+            stream.cancel()
+    until(lambda: metrics(server)["paged_requests{running}"] == 0, "the end of both")
+    until(lambda: metrics(server)["paged_kv_blocks{used}"] == 0, "free blocks in both engines")
+
+
+def test_prompt_runs_where_its_beginning_was_computed(server):
+    shared = "a long beginning that several prompts share, which takes many blocks"
+    with Client(server.grpc_url) as client:
+        for number in range(6):
+            answer = client.generate(f"{shared} {number}", max_tokens=2, **GREEDY)
+            assert (answer.receipt["cached_tokens"] > 16) == (number > 0)
+
+
+def test_sessions_streams_and_requests_that_are_ended_work_in_every_engine(server):
+    with Client(server.grpc_url) as client:
+        for _ in range(4):
+            with client.conversation() as conversation:
+                first = conversation.generate("my name is Ada", max_tokens=4, **GREEDY)
+                second = conversation.generate("and yours?", max_tokens=4, **GREEDY)
+                assert second.num_input_tokens > first.num_input_tokens
+    for prompt in PROMPTS[:4]:
+        with raw_stream(server) as stream:
+            inputs = {"stream": True, "sampling_parameters": GREEDY | {"max_tokens": 1 << 13}}
+            stream.send(request_id=prompt, text_input=prompt, **inputs)
+            assert stream.next().text is not None
+            with Client(server.grpc_url) as client:
+                assert client.cancel(prompt) == 1
+            assert "CANCELLED" in str(stream.all()[-1].error)
+
+
+def test_embeddings_and_pool_maps_are_answered(server):
+    with Client(server.grpc_url) as client:
+        assert client.embed("one").values == client.embed("one").values
+    assert post(server, {"pool_map": True})[0] == 200
+
+
+def test_death_of_a_replica_is_reported(model):
+    with TritonServer(model, OPTIONS | {"data_parallel_size": 2}, engine_only=True) as server:
+        (replica,) = replicas(server)
+        with endless_stream(server, "a first story") as first, endless_stream(server, "another one") as second:
+            until(lambda: metrics(server)["paged_requests{running}"] == 2, "two engines")
+            os.kill(replica, signal.SIGKILL)
+            errors = [stream.all()[-1].error for stream in (first, second)]
+            assert len([error for error in errors if error]) == 1  # the other engine goes on
+            assert "UNAVAILABLE" in str(next(filter(None, errors)))
+        assert "replica 1 has ended; reload the model" in post(server, {"text_input": "x"})[1]
+
+
+def test_sleep_mode_is_rejected(server, capsys):
+    assert main(["sleep", "--url", server.grpc_url]) == 1
+    assert "sleep mode is not supported with data_parallel_size above 1" in capsys.readouterr().err
+
+
+def test_invalid_combination_is_rejected(tiny):
+    with pytest.raises(ServerError, match="data_parallel_size=2: not supported with nnodes=2"):
+        TritonServer(tiny[0], OPTIONS | {"data_parallel_size": 2, "nnodes": 2}, engine_only=True).__enter__()
