@@ -44,7 +44,6 @@ REJECTED = {
     "cudagraph_metrics": True,
     "data_parallel_external_lb": True,
     "data_parallel_hybrid_lb": True,
-    "data_parallel_size": 2,
     "data_parallel_size_local": 2,
     "decode_context_parallel_size": 2,
     "default_mm_loras": {"image": "adapter"},
