@@ -74,7 +74,7 @@ class Engine:
         self._state = EngineState(
             scheduler, emit, self._prefix_tiers, cache_events=cache_events, memory=memory, queued=self._queued
         )
-        self.moved_requests = MovedRequests(self._inbox.put, self._state.moved)
+        self.moved_requests = MovedRequests(self._inbox.put, self._state)
         self.sleep_mode = SleepMode(self._inbox.put, lambda: self.alive)
         self._preparation = RequestPreparation(self._inbox.put, self.reject, adapters, self._prefix_tiers)
         self._loop = StepLoop(
@@ -112,11 +112,6 @@ class Engine:
     def busy_seconds(self) -> float:
         """Seconds since the current iteration of the step loop began; 0 between iterations."""
         return self._loop.busy_seconds
-
-    @property
-    def num_open(self) -> int:
-        """The number of requests that are announced, waiting or running here. May be read from any thread."""
-        return self._state.num_open
 
     @property
     def waiting(self) -> int:

@@ -31,10 +31,15 @@ Take = Callable[[GenerateRequest], OtherEngine | None]
 class MovedRequests:
     """Moves requests out of an engine and back. The methods may be called from any thread."""
 
-    def __init__(self, post: Callable[[Message], None], moved: dict[int, Moved]):
-        """post: posts a message to the engine's inbox. moved: the engine's moved requests."""
+    def __init__(self, post: Callable[[Message], None], state: EngineState):
+        """post: posts a message to the engine's inbox."""
         self._post = post
-        self._moved = moved
+        self._state = state
+
+    @property
+    def num_kept(self) -> int:
+        """The number of open requests that have not been moved."""
+        return self._state.num_open
 
     def send(self, request: GenerateRequest, engine: OtherEngine) -> None:
         """Run an announced request in another engine from its start, unless it was aborted."""
@@ -55,7 +60,7 @@ class MovedRequests:
 
     def remove(self, key: int) -> None:
         """Forget a moved request, after its last output was emitted."""
-        self._moved.pop(key, None)
+        self._state.moved.pop(key, None)
 
     def release_memory(self) -> None:
         """Release the memory of the model if no request is open. It is restored for the next request."""

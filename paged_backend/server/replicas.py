@@ -12,10 +12,11 @@ import json
 import logging
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,15 +29,43 @@ from paged_backend.engine.remote_engine import RemoteEngine, read_stats
 from paged_backend.loading.model_options import pick_device
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.placement import replica_gpus
-from paged_backend.server.replica import ReplicaStart, options_of, start_replica
 from paged_backend.server.replica_choice import ReplicaChoice
 from paged_backend.utils import local_socket
 from paged_backend.utils.local_socket import Connection
-from paged_backend.utils.machine import omp_num_threads, usable_cores
+from paged_backend.utils.machine import find_python, omp_num_threads, usable_cores
 
 log = logging.getLogger("paged_llm")
 
 STOP_SECONDS = 10  # time for a replica to end by itself
+
+
+class ReplicaStart(NamedTuple):
+    """The arguments of a replica's process."""
+
+    number: int  # 1 and up; the process that starts the replicas is number 0
+    model: str  # name of the model for clients
+    version: str
+    listing: str | None  # file that lists LoRA adapters
+    options: Mapping[str, object]
+
+
+def start_replica(start: ReplicaStart, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start the process of a replica, which ends with this process. environment: changes to that of this process.
+    Raises OSError."""
+    return subprocess.Popen(
+        [find_python(), "-m", "paged_backend.server.replica", json.dumps(start)],
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a terminal's Ctrl-C then reaches the server only, which drains open streams
+    )
+
+
+def options_of(config: EngineConfig) -> dict[str, object]:
+    """Return the options of a replica: those of the model, without what the first process does for all of them."""
+    own = {"data_parallel_size": 1, "disable_log_stats": True, "otlp_traces_endpoint": None}
+    return asdict(config) | own
 
 
 class Replicas:
@@ -88,7 +117,7 @@ class Replicas:
         assert self._own
         others = [engine.num_open for engine in self._engines]
         # This request, and those that are on the way to a replica, are still counted by the engine.
-        own = max(0, self._own.num_open - 1 - sum(engine.num_reserved for engine in self._engines))
+        own = max(0, self._own.moved_requests.num_kept - 1 - sum(engine.num_reserved for engine in self._engines))
         owner = request.sampling.cache_salt, request.sampling.lora_name
         number = self._choice.choose(owner, request.prompt_token_ids, [own, *others])
         if number == 0:
