@@ -89,6 +89,7 @@ class EngineService:
             error = RequestError(ErrorCode.UNAVAILABLE, output.reason)
             for key, session in list(self._served.items()):
                 session.send_step([TokenDelta(key, error=error)], [], 0.0, 0.0)
+                self._served.pop(key, None)
         self._emit_own(output)
 
     def forget(self, session: EngineSession) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import socket
 import struct
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from paged_backend.utils.local_socket import Connection, FrameError, pack
 log = logging.getLogger("paged_llm")
 
 ANSWER_SECONDS = 5  # time for another instance to describe itself
+MAX_ATTEMPTS = 3  # after which an instance that does not describe itself is not asked again
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,9 @@ class Description:
         return cls(**{name: value[name] for name in kinds})
 
 
+_NONE = Description("", 0, "")  # of an instance that does not describe itself, such as one of an earlier version
+
+
 class Successors:
     """Finds the successor of one instance. Thread-safe."""
 
@@ -50,6 +56,7 @@ class Successors:
         self._model = model
         self._own = own
         self._known: dict[str, Description | None] = {own_name: None}  # by socket name; None: cannot be used
+        self._attempts: Counter[str] = Counter()  # failed attempts to ask an instance, by socket name
 
     def exclude(self, name: str) -> None:
         """Never return this instance again."""
@@ -69,8 +76,11 @@ class Successors:
         """Return the description of an instance, if it is a successor."""
         if name not in self._known:
             description = _ask(name)
-            if description is None:  # it may be starting or ending; asked again later
-                return None
+            if description is None:
+                self._attempts[name] += 1
+                if self._attempts[name] < MAX_ATTEMPTS:
+                    return None
+                description = _NONE
             self._known[name] = description if self._succeeds(description) else None
         return self._known[name]
 
@@ -91,10 +101,8 @@ def _ask(name: str) -> Description | None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", ANSWER_SECONDS, 0))
         connection = Connection(end)
         connection.send(pack({"id": 1, "describe": True}))
-        for frame in connection.frames():
-            if "describe" in frame:
-                connection.close()
-                return Description.read(frame["describe"])
+        with closing(connection.frames()) as frames:
+            return Description.read(next(frames, {}).get("describe"))
     except (FrameError, OSError) as error:
         log.debug("an instance of the model did not describe itself: %s", error)
     return None

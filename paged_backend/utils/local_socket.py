@@ -32,7 +32,7 @@ import socket
 import struct
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -66,14 +66,14 @@ class Connection:
                 self.close()  # the peer may have received part of the frame
                 raise
 
-    def frames(self) -> Iterator[dict[str, Any]]:
+    def frames(self) -> Generator[dict[str, Any], None, None]:
         """Yield received frames until the connection ends. Raises FrameError or OSError."""
         with self._socket, self._socket.makefile("rb", buffering=_READ_BYTES) as file:
-            while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
+            while len(head := file.read(_LENGTH.size) or b"") == _LENGTH.size:  # None: a receive timeout has passed
                 (length,) = _LENGTH.unpack(head)
                 if length > self.max_frame_bytes:
                     raise FrameError(_too_long(length, self.max_frame_bytes, "received"))
-                if len(body := file.read(length)) < length:
+                if len(body := file.read(length) or b"") < length:
                     return
                 yield _unpack(body)
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import shutil
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,9 @@ from tests.support.replacements import distinct_requests, replace_under_load
 from tests.support.stress.models import Models
 from tests.support.stress.server import ROOMY, engine_alone, save_printable
 from tests.support.triton import idle, metrics, plain_server
+from tests.support.trtllm_streams import ASKED, opened
 
+ROOT = Path(__file__).parents[2]
 FLAGS = ("--model-control-mode=explicit", "--load-model=paged_llm")
 
 
@@ -47,3 +51,32 @@ def test_streams_continue_when_the_model_is_replaced(tmp_path, streams, replacem
     assert report.replaced == replacements and report.streams >= streams
     assert moved >= streams
     assert "Traceback" not in log
+
+
+def test_streams_through_other_models_continue(tiny, tmp_path):
+    """Triton ends the old instance at once, since it has no requests of its own. It stays longer than stop_timeout,
+    because the other model's streams go through it."""
+    repository = engine_alone(tmp_path)
+    shutil.copytree(ROOT / "model_repository" / "ensemble", tmp_path / "ensemble")
+    faults.inject_into_repository(repository, {"slow_steps": 60})
+    options = {"model": str(tiny[0]), "dtype": "float32", "num_gpu_blocks_override": 64, "stop_timeout": 1}
+    (repository / "paged_llm" / "1" / "model.json").write_text(json.dumps(options))
+    asked = ASKED | {"max_tokens": [[200]]}
+    with (
+        plain_server(repository, *FLAGS, "--load-model=ensemble") as server,
+        closing(Models(server, repository)) as models,
+        opened(server, "ensemble") as whole,
+        opened(server, "ensemble") as moved,
+    ):
+        whole.send(**asked)
+        expected = _text(whole.all())
+        moved.send(**asked)
+        begun, _ = moved.next()
+        models.replace()
+        assert _text([begun, *moved.all()]) == expected
+        assert metrics(server)["paged_migrated_requests_total"] == 1
+        models.close()
+
+
+def _text(responses):
+    return b"".join(one["text_output"].item() for one in responses if "text_output" in one)

@@ -8,9 +8,12 @@ import pytest
 from paged_backend.api.errors import ErrorCode
 from paged_backend.api.request import FinishReason
 from paged_backend.engine.engine import Engine
+from tests.support.adapters import adapter_files, write_adapter_list
 from tests.support.grammars import compile_guides, create_compiler
 from tests.support.in_process import EngineHarness, Output, running, tiny_assembly
 from tests.support.waiting import until
+
+__all__ = ["adapter_files"]
 
 PROMPT = list(range(5, 25))
 CASES = {
@@ -57,11 +60,13 @@ class SampleHarness(EngineHarness):
                 assert one.prompt_logprobs is None, "the prompt was returned twice"
                 one.prompt_logprobs = delta.prompt_logprobs
             one.finish, one.error = delta.finish, delta.error
+            assert not delta.error or delta.error.code is ErrorCode.UNAVAILABLE
         return output
 
     def collect(self, key, n):
         while not all(self.outputs.get((key, i), Output()).finish for i in range(n)):
             self.step()
+            assert not self.outputs.get((key, 0), Output()).error, self.outputs[key, 0].error
         return [self.outputs[key, i] for i in range(n)]
 
 
@@ -101,6 +106,33 @@ def test_moved_request_has_the_same_output(assemblies, name):
         for step, same in zip(one.logprobs, other.logprobs, strict=True):
             assert [token.logprob for token in same] == pytest.approx([token.logprob for token in step], abs=1e-4)
         assert (other.prompt_logprobs is None) == (one.prompt_logprobs is None)
+
+
+@pytest.mark.parametrize("options", [{"async_scheduling": True}, {"num_speculative_tokens": 3}])
+@pytest.mark.parametrize("name", ["greedy", "seed", "samples"])
+def test_moved_request_has_the_same_output_with_steps_in_flight_and_drafts(tiny, assemblies, options, name):
+    others = [tiny_assembly(tiny[0], num_gpu_blocks_override=128, **options) for _ in range(2)]
+    expected, moved = run(assemblies, CASES[name]), run(others, CASES[name], move_after=7)
+    assert [one.tokens for one in moved] == [one.tokens for one in expected]
+
+
+def test_moved_request_keeps_its_adapter(tiny, adapter_files, tmp_path):
+    """An engine whose adapter of this name has other files does not continue the request."""
+    lists = []
+    for name in list(adapter_files)[:2]:
+        (tmp_path / name).mkdir()
+        lists.append(write_adapter_list(tmp_path / name, {"mine": adapter_files[name]}))
+    options = {"num_gpu_blocks_override": 128, "enable_lora": True, "max_lora_rank": 16}
+    case = {"max_tokens": 24, "lora_name": "mine"}
+
+    def assemble(*chosen):
+        return [tiny_assembly(tiny[0], adapters=listed, **options) for listed in chosen]
+
+    (expected,) = run(assemble(lists[0], lists[0]), case)
+    (moved,) = run(assemble(lists[0], lists[0]), case, move_after=7)
+    assert moved.tokens == expected.tokens
+    with pytest.raises(AssertionError, match="files have changed"):
+        run(assemble(lists[0], lists[1]), case, move_after=7)
 
 
 def test_moved_grammar_continues_in_its_state(assemblies):

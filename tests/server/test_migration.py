@@ -115,7 +115,7 @@ def test_moved_requests_are_cancelled_stopped_and_time_out(tiny, slow):
             stream.deadline = 0.0
             until(lambda: served.num_open == 0, "a request whose deadline has passed")
             assert reason(timed.all()) == "timeout"
-            assert "CANCELLED" in [error for _, error, _ in _drain(ended) if error][0]
+            assert "CANCELLED" in next(error for _, error, _ in _drain(ended) if error)
             until(lambda: not second.service._assembly.scheduler.has_work, "a free engine")
             slow.seconds = 0.0
 
@@ -190,9 +190,7 @@ def test_streams_fail_with_one_error_if_the_new_instance_dies(tiny, slow):
 
 def test_moved_requests_are_counted(tiny, slow, monkeypatch):
     counts = []
-    monkeypatch.setattr(
-        "paged_backend.server.metrics.Metrics.count_moved", lambda self, count: counts.append(count)
-    )
+    monkeypatch.setattr("paged_backend.server.metrics.Metrics.count_moved", lambda self, count: counts.append(count))
     with serve(tiny) as first:
         slow.seconds = 0.02
         stream = ask(first.service, "abcd", **LONG)
