@@ -257,6 +257,8 @@ class _Peer:
         return record(seconds)
 
     def _describe(self, request_id: int, value: Any) -> dict[str, Any]:
+        if value is not True:
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"describe={value!r}: must be true")
         if self._listener.description is None:
             raise RequestError(ErrorCode.UNAVAILABLE, "describe: the instance runs no requests of other instances")
         return dict(self._listener.description)
