@@ -12,7 +12,7 @@ from paged_backend.api.request import GenerateRequest, TokenDelta
 from paged_backend.engine.model_memory import MemoryShortage, ReleasedMemory
 from paged_backend.engine.outputs import UnknownRequests
 from paged_backend.engine.prefix_tiers import PrefetchedBlocks
-from paged_backend.engine.state import EngineState
+from paged_backend.engine.state import EngineState, Moved
 from paged_backend.execution.runner import RunnerDied
 
 # What was released or restored, the number of open requests that prevent it, or an error.
@@ -46,6 +46,11 @@ class AddRequest(Message):
         if state.asleep and not state.wakes_on_demand:  # it was admitted just before the model began to go to sleep
             state.queued.discard(self.request.key)
             state.emit_step([TokenDelta(self.request.key, error=ModelAsleep(ASLEEP))])
+            return False
+        if state.asleep and state.successor and state.successor.alive:
+            state.queued.discard(self.request.key)
+            state.moved[self.request.key] = Moved(state.successor)
+            state.successor.submit(self.request)
             return False
         if not state.wake_for(self.request.key):
             return False
@@ -194,6 +199,9 @@ class RestoreMemory(Message):
     needs_commit: ClassVar[bool] = True
 
     def apply(self, state: EngineState) -> bool:
+        if not state.asleep:  # it was restored for a request that was given back
+            self.reply(ReleasedMemory(0, 0, 0))
+            return False
         return _reply_with(self.reply, state.restore_memory)
 
 

@@ -62,9 +62,10 @@ class MovedRequests:
         """Forget a moved request, after its last output was emitted."""
         self._state.moved.pop(key, None)
 
-    def release_memory(self) -> None:
-        """Release the memory of the model if no request is open. It is restored for the next request."""
-        self._post(_ReleaseUnused())
+    def release_memory(self, successor: OtherEngine) -> None:
+        """Release the memory of the model if no request is open. Requests that arrive later are submitted to the
+        successor. The memory is restored if one is given back, or if the successor has ended."""
+        self._post(_ReleaseUnused(successor))
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,11 @@ class _PutBack(Message):
 
 @dataclass(frozen=True)
 class _ReleaseUnused(Message):
+    successor: OtherEngine
     needs_commit: ClassVar[bool] = True
 
     def apply(self, state: EngineState) -> bool:
+        state.successor = self.successor
         if state.memory is None or state.asleep or state.num_open:
             return False
         try:

@@ -33,6 +33,8 @@ class SleepingMemory(Protocol):
 class OtherEngine(Protocol):
     """An engine that runs requests of this one; see `RemoteEngine`."""
 
+    @property
+    def alive(self) -> bool: ...
     def submit(self, request: GenerateRequest) -> None: ...
     def abort(self, key: int) -> None: ...
     def end(self, key: int, index: int) -> None: ...
@@ -63,6 +65,7 @@ class EngineState:
     queued: set[int] = field(default_factory=set)  # keys of requests that no step has computed yet
     moved: dict[int, Moved] = field(default_factory=dict)  # by key; another thread removes those that have ended
     wakes_on_demand: bool = False  # whether the memory was released because the requests were moved
+    successor: OtherEngine | None = None  # runs requests that arrive after the memory was released
 
     @property
     def asleep(self) -> bool:

@@ -99,8 +99,8 @@ class Listener:
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
 
     def drain(self, seconds: float, must_wait: Callable[[], bool] = lambda: False) -> None:
-        """Reject new requests, and wait until the open ones have ended: at most this many seconds, but as long as
-        `must_wait` returns true."""
+        """Reject new requests, and wait until the open ones have ended: as long as `must_wait` returns true, and then
+        at most this many seconds."""
         self._unloading = True
         local_socket.remove(self.name)
         with self.changed:
@@ -109,7 +109,9 @@ class Listener:
             threading.Thread(target=peer.send, args=[pack({"unloading": True})], name="unloading", daemon=True).start()
         deadline = time.monotonic() + seconds
         while not self._wait_until_idle(DRAIN_POLL_SECONDS):
-            if time.monotonic() >= deadline and not must_wait():
+            if must_wait():
+                deadline = time.monotonic() + seconds
+            elif time.monotonic() >= deadline:
                 log.warning("requests of other models are still open after %g s and end now", seconds)
                 break
 
@@ -256,6 +258,8 @@ class _Peer:
         return record(seconds)
 
     def _describe(self, request_id: int, value: Any) -> dict[str, Any]:
+        if value is not True:
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"describe={value!r}: must be true")
         if self._listener.description is None:
             raise RequestError(ErrorCode.UNAVAILABLE, "describe: the instance runs no requests of other instances")
         return dict(self._listener.description)

@@ -26,7 +26,7 @@ from paged_backend.utils.local_socket import Connection
 log = logging.getLogger("paged_llm")
 
 POLL_SECONDS = 0.25  # time between two searches for a successor, and between moves of requests that arrive late
-RELEASE_SECONDS = 5.0  # time after the first move until the memory is released, as late requests may arrive until then
+RELEASE_SECONDS = 5.0  # time after the last move until the memory is released, as late requests may arrive until then
 
 
 class Migration:
@@ -52,7 +52,7 @@ class Migration:
         self._lock = threading.Lock()
         self._unloading = False
         self._stopping = threading.Event()
-        self._first_move: float | None = None  # time.monotonic()
+        self._moved_at: float | None = None  # time.monotonic() of the last move, or when the successor was found
         self._thread = threading.Thread(target=self._run, name="migration", daemon=True)
 
     def start(self, successors: Successors) -> None:
@@ -113,13 +113,14 @@ class Migration:
                 self._service.give_back(request.key)
                 return None
             self._on_moved(1)
+            self._moved_at = time.monotonic()
             return successor
 
         self._moved.take_out(is_wanted, take)
         if successor:
-            self._first_move = self._first_move or time.monotonic()
-            if time.monotonic() - self._first_move > RELEASE_SECONDS:
-                self._moved.release_memory()
+            self._moved_at = self._moved_at or time.monotonic()
+            if time.monotonic() - self._moved_at > RELEASE_SECONDS:
+                self._moved.release_memory(successor)
 
     def _successor(self) -> RemoteEngine | None:
         """Return a connection to the successor; None if there is none."""

@@ -32,6 +32,8 @@ CASES = {
 class InProcess:
     """The interface of an engine in another process, over an engine of this one."""
 
+    alive = True
+
     def __init__(self, engine: Engine, guides=None):
         self.engine, self.requests, self._guides = engine, [], guides
         self.abort, self.end, self.end_all, self.expire = engine.abort, engine.end, engine.end_all, engine.expire
@@ -162,7 +164,7 @@ def test_request_returns_to_the_engine_that_it_came_from(assemblies, tiny):
         kept = Kept()
         one.engine.moved_requests.take_out(lambda request: True, lambda request: kept)
         until(lambda: kept.requests, "the request")
-        one.engine.moved_requests.release_memory()
+        one.engine.moved_requests.release_memory(kept)
         until(lambda: first.model_memory.released, "released memory")
         one.engine.moved_requests.put_back(kept.requests[0])
         (output,) = harness.collect(key, 1)
@@ -197,8 +199,9 @@ def test_request_fails_if_the_memory_cannot_be_restored(assemblies, monkeypatch)
 
     first = assemblies[0]
     with running(first) as one:
-        harness = SampleHarness(first, one.engine, one.steps)
-        one.engine.moved_requests.release_memory()
+        harness, kept = SampleHarness(first, one.engine, one.steps), Kept()
+        kept.alive = False
+        one.engine.moved_requests.release_memory(kept)
         until(lambda: first.model_memory.released, "released memory")
         restore = first.model_memory.restore
 
@@ -214,8 +217,38 @@ def test_request_fails_if_the_memory_cannot_be_restored(assemblies, monkeypatch)
         assert harness.collect(harness.submit(PROMPT, max_tokens=4), 1)[0].tokens
 
 
+def test_late_requests_go_to_the_engine_that_has_the_others(assemblies):
+    first = assemblies[0]
+    with running(first) as one:
+        harness, kept = SampleHarness(first, one.engine, one.steps), Kept()
+        one.engine.moved_requests.release_memory(kept)
+        until(lambda: first.model_memory.released, "released memory")
+        key = harness.submit(PROMPT, max_tokens=4)
+        until(lambda: kept.requests, "the request")
+        assert one.engine.waiting == 0 and first.model_memory.released
+        one.engine.abort(key)
+        until(lambda: kept.calls == [("abort", key)], "the forwarded call")
+        kept.alive = False
+        assert harness.collect(harness.submit(PROMPT, max_tokens=4), 1)[0].tokens
+        assert not first.model_memory.released
+
+
+def test_sleep_mode_of_an_engine_whose_requests_were_moved(assemblies):
+    first = assemblies[0]
+    with running(first) as one:
+        harness, kept = SampleHarness(first, one.engine, one.steps), Kept()
+        one.engine.moved_requests.release_memory(kept)
+        until(lambda: first.model_memory.released, "released memory")
+        assert one.engine.sleep_mode.sleep(0).memory.total == 0
+        assert one.engine.sleep_mode.wake().memory.pool > 0
+        key = harness.submit(PROMPT, max_tokens=4)
+        assert harness.collect(key, 1)[0].tokens
+
+
 class Kept:
     """An engine that keeps what it is asked."""
+
+    alive = True
 
     def __init__(self):
         self.requests, self.calls = [], []

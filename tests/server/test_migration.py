@@ -150,6 +150,27 @@ def test_requests_move_on_to_the_newest_instance(tiny, slow):
                 assert text_of(stream.all()) == text_of(expected)
 
 
+def test_turn_of_a_session_moves(tiny, slow):
+    """The text of the session stays in the first instance."""
+
+    def turns(service, second_instance):
+        own = {"correlation_id": 7, "flags": 1}
+        slow.seconds = 0.02 if second_instance else 0.0
+        first = ask(service, "abcd", own, seed=1, **LONG | {"max_tokens": 100})
+        if second_instance:
+            until(lambda: moved(service) == 1, "a moved request")
+        slow.seconds = 0.0
+        texts = [text_of(first.all())]
+        last = ask(service, "more", own | {"flags": 2}, seed=1, **LONG | {"max_tokens": 20})
+        return [*texts, text_of(last.all())]
+
+    with serve(tiny) as first:
+        expected = turns(first.service, False)
+        with serve(tiny) as second:
+            assert turns(first.service, True) == expected
+            assert second.service._assembly.scheduler.pins.num_blocks == 0
+
+
 @pytest.mark.parametrize("difference", ["instance", "options"])
 def test_requests_stay_if_the_other_instance_is_no_successor(tiny, slow, difference):
     """An instance of another name is of the same instance group; with other options the tokens might differ."""

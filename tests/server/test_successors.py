@@ -8,7 +8,7 @@ import pytest
 from paged_backend.server.local_listener import Listener
 from paged_backend.server.successors import MAX_ATTEMPTS, Description, Successors
 from paged_backend.utils import local_socket
-from paged_backend.utils.local_socket import FrameError
+from paged_backend.utils.local_socket import Connection, FrameError, pack
 
 pytestmark = pytest.mark.usefixtures("socket_directory")
 
@@ -74,3 +74,13 @@ def test_an_instance_that_does_not_answer_is_asked_three_times(listen):
 def test_invalid_description_is_an_error_of_the_frame(value):
     with pytest.raises(FrameError):
         Description.read(value)
+
+
+def test_an_instance_describes_itself_if_asked_to(listen):
+    connection = Connection(local_socket.connect(listen(OWN)))
+    frames = connection.frames()
+    for value, answer in ((True, {"describe": OWN.write()}), (1, None), ("yes", None)):
+        connection.send(pack({"id": 3, "describe": value}))
+        found = next(frames)
+        assert found.pop("id") == 3
+        assert found == answer if isinstance(answer, dict) else found["error"]["code"] == "INVALID_ARGUMENT"

@@ -43,7 +43,7 @@ def test_an_engine_can_be_unloaded_and_reloaded(relay):
     assert request.next() == ([b"a"], False)
     first.listener.close()
     assert request.next() == ("UNAVAILABLE: the engine's model was unloaded, or has ended", True)
-    local_socket.remove(first.listener._name)
+    local_socket.remove(first.listener.name)
     assert submit(relay).next()[0].endswith("is not loaded")
     second = Engine()
     request = submit(relay)

@@ -282,7 +282,7 @@ def test_rows_of_an_engine_that_dies_during_submission_move_once(relay, old_engi
     new, send = make_engine(), Relay._send
 
     def end_between(self, row, frame):
-        if row is row.job.rows[-1] and row.link.name == old_engine.listener._name:
+        if row is row.job.rows[-1] and row.link.name == old_engine.listener.name:
             old_engine.stop(seconds=0)
             until(lambda: row.retry_error)
         send(self, row, frame)
