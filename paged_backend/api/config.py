@@ -150,6 +150,12 @@ class EngineConfig:
         " of every layer and of the KV cache.",
         1,
     )
+    pipeline_parallel_size: int = option(
+        integer(1, 64),
+        "Number of stages of a pipeline, each with an equal part of the layers and their KV cache. A stage has"
+        " `tensor_parallel_size` GPUs. As many steps are in flight as there are stages, each with other requests.",
+        1,
+    )
     nnodes: int | None = option(
         integer(1, 64),
         "Number of machines that share the model, each with as many GPUs. `paged worker` runs on all but this one."
@@ -441,9 +447,14 @@ class EngineConfig:
     )
 
     @property
+    def num_ranks(self) -> int:
+        """The number of processes on all machines that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def ranks_per_node(self) -> int:
         """The number of processes on this machine that share the model."""
-        return self.tensor_parallel_size // (self.nnodes or 1)
+        return self.num_ranks // (self.nnodes or 1)
 
     def __post_init__(self) -> None:
         validate(self)

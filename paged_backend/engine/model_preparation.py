@@ -8,6 +8,7 @@ from pathlib import Path
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.distributed.process_group import ProcessGroup
+from paged_backend.distributed.stage_links import StageLinks
 from paged_backend.engine.model_memory import ModelMemory
 from paged_backend.engine.recurrent_models import (
     blocks_without_memory,
@@ -88,7 +89,8 @@ def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
         num_host_blocks=num_host_blocks,
         num_state_slots=num_state_slots(config),
         num_host_state_slots=host_slots,
-        broadcast_tokens=group.broadcast_tokens,
+        # With a pipeline no later step depends on tokens that only the device has.
+        broadcast_tokens=group.broadcast_tokens if config.pipeline_parallel_size == 1 else lambda tokens: None,
     )
 
     def capture(*, report: bool = False) -> None:
@@ -97,7 +99,17 @@ def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
             runner.release_graphs()
 
     capture(report=True)
-    decode_seconds = measure_decode(config, loaded, runner) if device.type == "cuda" else 0.0
-    costs = measure_costs(runner, warmed.seconds_per_token, num_host_blocks)
+    stages = config.pipeline_parallel_size  # each of which takes about as long as this one
+    decode_seconds = stages * measure_decode(config, loaded, runner) if device.type == "cuda" else 0.0
+    costs = measure_costs(runner, stages * warmed.seconds_per_token, num_host_blocks)
     memory = ModelMemory(loaded, runner, group, ranks_per_node=config.ranks_per_node, capture=capture)
     return PreparedModel(loaded, runner, layout, num_blocks, num_host_blocks, host_slots, costs, memory, decode_seconds)
+
+
+def stage_links(config: EngineConfig, prepared: PreparedModel, group: ProcessGroup) -> StageLinks | None:
+    """Return this rank's links with other stages, which all ranks create at the same time; None without a pipeline."""
+    stages = config.pipeline_parallel_size
+    if stages == 1:
+        return None
+    hidden_size = prepared.loaded.model.config.get_text_config().hidden_size
+    return StageLinks(group, stages, hidden_size, prepared.loaded.spec.dtype)

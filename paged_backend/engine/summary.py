@@ -87,7 +87,7 @@ def _device_kind(device: torch.device) -> str:
 
 
 def _describe_device(config: EngineConfig, device: torch.device) -> str:
-    ranks = config.tensor_parallel_size
+    ranks = config.num_ranks
     if device.type == "cpu":
         cores = usable_cores()
         name = f"CPU, {cpu_name()}, {cores} core{'s' if cores > 1 else ''}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.utils import is_accelerate_available
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.distributed.keep_alive import new_connections_kept_alive
 from paged_backend.loading import model_files
 from paged_backend.loading.classifier import as_decoder, is_classifier, without_head
 from paged_backend.loading.load_progress import weights_reported
@@ -44,7 +46,7 @@ def load_weights(
     } | distributed_arguments(config)
     try:
         model_config = as_decoder(hf_config) if is_classifier(hf_config) else hf_config
-        with weights_reported():
+        with weights_reported(), new_connections_kept_alive() if config.num_ranks > 1 else nullcontext():
             if checkpoint is not None:
                 model, info = _from_checkpoint(config, model_config, path, checkpoint, dtype, common)
             else:
@@ -106,7 +108,7 @@ def _format_arguments(
     if is_dequantized(hf_config, path):
         quantization["dequantize"] = True
     to_gpu = device.type != "cpu" and is_accelerate_available()
-    is_whole = config.tensor_parallel_size == 1
+    is_whole = config.num_ranks == 1
     return {"use_safetensors": True} | ({"device_map": device} if is_whole and (quantization or to_gpu) else {})
 
 
@@ -114,13 +116,13 @@ def _random_weights(
     config: EngineConfig, hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """Return a model with random weights, which are generated on the device, or for several ranks on the CPU."""
-    where = device if config.tensor_parallel_size == 1 else torch.device("cpu")
+    where = device if config.num_ranks == 1 else torch.device("cpu")
     with torch.random.fork_rng(), where:
         torch.manual_seed(config.seed)
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation="eager", trust_remote_code=config.trust_remote_code
         )
-    return model if config.tensor_parallel_size == 1 else _shard(config, model)
+    return model if config.num_ranks == 1 else _shard(config, model)
 
 
 def _shard(config: EngineConfig, model: PreTrainedModel) -> PreTrainedModel:

@@ -177,12 +177,13 @@ class RowParallelForward:
 
     module: nn.Linear  # its weight is [out_features, in_features of this rank]
     weight: Weight | None = None  # in the place of the module's
+    group: dist.ProcessGroup | None = None  # the ranks; None: all
 
     runs_own_forward = True  # so its weight may be converted
 
     def __call__(self, x: Tensor) -> Tensor:
         product = project(x, self.module.weight if self.weight is None else self.weight, None)
-        dist.all_reduce(product)
+        dist.all_reduce(product, group=self.group)
         return product if self.module.bias is None else product + self.module.bias
 
 
