@@ -26,7 +26,7 @@ from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.step_channel import content_of, frame_and_content
 
 TIMEOUT = timedelta(minutes=10)  # time for a step to pass through all stages
-STATES, RESULTS = 0, 1  # tags
+STATES, RESULTS, MORE_RESULTS = range(3)  # tags; the frames of several steps may be awaited before one's content is
 RESULT_FRAME = 1024  # bytes of a result's first message; the results of 16 sequences take 0.7 KB
 
 
@@ -72,9 +72,9 @@ class StageLinks:
 
     def send_results(self, message: Any) -> None:
         """Send the results of a step to rank 0. Does not wait for it."""
-        for part in frame_and_content(message, RESULT_FRAME):
+        for tag, part in zip((RESULTS, MORE_RESULTS), frame_and_content(message, RESULT_FRAME), strict=True):
             if len(part):
-                self._keep(dist.isend(part, 0, group=self._group, tag=RESULTS), part)
+                self._keep(dist.isend(part, 0, group=self._group, tag=tag), part)
 
     def expect_results(self) -> Callable[[], Any]:
         """Return a function that waits for the results of the next step. Raises RuntimeError if the last stage cannot
@@ -88,7 +88,7 @@ class StageLinks:
             content, missing = content_of(frame)
             if missing:
                 content = torch.empty(missing, dtype=torch.uint8)
-                dist.recv(content, self._last, group=self._group, tag=RESULTS)
+                dist.recv(content, self._last, group=self._group, tag=MORE_RESULTS)
             return pickle.loads(content.numpy())
 
         return wait

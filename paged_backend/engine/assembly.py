@@ -25,7 +25,7 @@ from paged_backend.distributed.topology import Topology
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.model_memory import ModelMemory
-from paged_backend.engine.model_preparation import ROOT, PreparedModel, prepare_model, stage_links
+from paged_backend.engine.model_preparation import ROOT, PreparedModel, RankShare, prepare_model, stage_links
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import ParallelMemory, ParallelRunner
 from paged_backend.engine.pipeline_runner import FirstStage
@@ -78,6 +78,7 @@ class Assembly:
     workers: Workers | None = None
     adapters: AdapterRegistry | None = None
     cache_events: CacheEventPublisher | None = None
+    shares: tuple[RankShare, ...] = ()  # what each rank holds
 
     def engine(self, emit: Emit) -> Engine:
         """Return an engine for this assembly, not started yet. emit: receives its outputs, on the engine's thread."""
@@ -203,7 +204,9 @@ def _build(
     if overlap is None:
         overlap = device.type != "cpu" and config.pipeline_parallel_size == 1
     tiers, adapters = _tiers(config, prepared, runner), _adapters(config, loaded, adapter_list)
-    return Assembly(loaded, limits, scheduler, runner, device, memory, tiers, overlap, workers, adapters, publisher)
+    return Assembly(
+        loaded, limits, scheduler, runner, device, memory, tiers, overlap, workers, adapters, publisher, prepared.shares
+    )
 
 
 def _block_manager(config: EngineConfig, prepared: PreparedModel, events: CacheEvents | None) -> BlockManager:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
@@ -26,6 +27,7 @@ from paged_backend.loading import model_loader
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
 from paged_backend.memory.cache_layout import CacheLayout
+from paged_backend.memory.host_copy import distinct_storages, find_tensors
 from paged_backend.memory.state_cache import bytes_per_slot
 from paged_backend.scheduling.plan import Costs
 from paged_backend.utils.machine import limit_torch_threads
@@ -33,6 +35,14 @@ from paged_kernels.compile_ahead import check_cache
 from paged_kernels.cpu import native
 
 ROOT = Path(__file__).resolve().parents[2]  # the repository, or the directory in which the package is installed
+
+
+class RankShare(NamedTuple):
+    """What one rank holds of a model."""
+
+    layers: int
+    weight_bytes: int
+    kv_bytes: int  # of the pool on the device
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +58,7 @@ class PreparedModel:
     costs: Costs
     memory: ModelMemory
     decode_seconds: float  # time of a decode step of a few sequences; 0 on a CPU
+    shares: tuple[RankShare, ...]  # by rank
 
 
 def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
@@ -103,7 +114,20 @@ def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
     decode_seconds = stages * measure_decode(config, loaded, runner) if device.type == "cuda" else 0.0
     costs = measure_costs(runner, stages * warmed.seconds_per_token, num_host_blocks)
     memory = ModelMemory(loaded, runner, group, ranks_per_node=config.ranks_per_node, capture=capture)
-    return PreparedModel(loaded, runner, layout, num_blocks, num_host_blocks, host_slots, costs, memory, decode_seconds)
+    shares = tuple(RankShare(*share) for share in group.all_gather(_share(loaded, runner)))
+    return PreparedModel(
+        loaded, runner, layout, num_blocks, num_host_blocks, host_slots, costs, memory, decode_seconds, shares
+    )
+
+
+def _share(loaded: LoadedModel, runner: Runner) -> RankShare:
+    weights = distinct_storages(find_tensors(loaded.model))
+    pool = distinct_storages(runner.kv.tensors)
+    return RankShare(
+        len(loaded.spec.layers),
+        sum(storage.nbytes() for storage in weights),
+        sum(storage.nbytes() for storage in pool),
+    )
 
 
 def stage_links(config: EngineConfig, prepared: PreparedModel, group: ProcessGroup) -> StageLinks | None:

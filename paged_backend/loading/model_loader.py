@@ -119,7 +119,9 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     sampling_defaults = read_sampling_defaults(config, root, path)
     dummy = config.load_format == "dummy"
     totals = None if dummy else model_files.check_weights(path, quantized=is_quantized(hf_config))
-    model_files.check_sizes(path, hf_config, totals, dtype=dtype, trust_remote_code=config.trust_remote_code)
+    described = model_files.check_sizes(
+        path, hf_config, totals, dtype=dtype, trust_remote_code=config.trust_remote_code
+    )
     form = None if dummy else format_of(hf_config, path, device)
     checkpoint = QuantizedCheckpoint(path, form) if form else None
     model = load_weights(config, hf_config, path, dtype, device, checkpoint)
@@ -128,6 +130,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         tensor_parallel.replace_dtensors(model)
     if config.pipeline_parallel_size > 1:
         keep_stage(model)
+        num_parameters = described  # those of all stages
     model = model.to(device).eval()
     if config.pipeline_parallel_size > 1:
         _check_stage(config, model)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from paged_backend.loading.load_progress import weights_reported
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_source import source_arguments
 from paged_backend.loading.quantized_checkpoint import QuantizedCheckpoint, is_dequantized
+from paged_backend.models.pipeline import plans_of_stage
 from paged_backend.models.tensor_parallel import distributed_arguments
 
 
@@ -37,7 +39,8 @@ def load_weights(
     checkpoint: the quantized weights of the files, which are converted to `dtype`; None: transformers reads the files.
     """
     if config.load_format == "dummy":
-        return _random_weights(config, hf_config, dtype, device)
+        with _several_ranks(config):
+            return _random_weights(config, hf_config, dtype, device)
     common = {
         "dtype": dtype,
         "attn_implementation": "eager",
@@ -46,7 +49,7 @@ def load_weights(
     } | distributed_arguments(config)
     try:
         model_config = as_decoder(hf_config) if is_classifier(hf_config) else hf_config
-        with weights_reported(), new_connections_kept_alive() if config.num_ranks > 1 else nullcontext():
+        with weights_reported(), _several_ranks(config):
             if checkpoint is not None:
                 model, info = _from_checkpoint(config, model_config, path, checkpoint, dtype, common)
             else:
@@ -68,6 +71,17 @@ def load_weights(
     if is_dequantized(hf_config, path):
         vars(model.config).pop("quantization_config", None)  # otherwise marks the model as quantized
     return model
+
+
+@contextmanager
+def _several_ranks(config: EngineConfig) -> Iterator[None]:
+    """Inside the context, transformers loads this rank's part of the model, and connects the ranks that share it."""
+    with ExitStack() as stack:
+        if config.num_ranks > 1:
+            stack.enter_context(new_connections_kept_alive())
+        if config.pipeline_parallel_size > 1:
+            stack.enter_context(plans_of_stage())
+        yield
 
 
 def _from_checkpoint(

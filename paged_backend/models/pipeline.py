@@ -86,6 +86,27 @@ class Stage:
             self.input.received = None
 
 
+@contextmanager
+def plans_of_stage() -> Iterator[None]:
+    """Make transformers apply tensor parallelism to the modules of a stage only, inside the context. transformers plans
+    it for the whole model before it removes the layers of other stages, and then does not find them."""
+    from transformers.distributed import mixin
+    from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
+
+    apply = mixin.apply_tensor_parallelism
+
+    def apply_to_stage(model: nn.Module, mesh: Any, plan: dict[str, str]) -> nn.Module:
+        modules = {name for name, module in model.named_modules() if not isinstance(module, PipelineIdentityLayer)}
+        names = modules | {name for name, _ in model.named_parameters()}
+        return apply(model, mesh, {name: style for name, style in plan.items() if name in names})
+
+    mixin.apply_tensor_parallelism = apply_to_stage
+    try:
+        yield
+    finally:
+        mixin.apply_tensor_parallelism = apply
+
+
 def keep_stage(model: PreTrainedModel) -> None:
     """Make a model that transformers has loaded for one stage a model of the layers of this stage. Raises
     UnsupportedModel."""
@@ -109,7 +130,7 @@ def keep_stage(model: PreTrainedModel) -> None:
     if not loaded.pp_is_first_stage:
         decoder.embed_tokens = StageInput(config.hidden_size, model.dtype)
     if not loaded.pp_is_last_stage:
-        decoder.norm = StageOutput()
+        decoder.norm, model.lm_head = StageOutput(), nn.Identity()
 
 
 @torch.inference_mode()
