@@ -135,6 +135,8 @@ def assemble(config: EngineConfig, adapter_list: Path | None = None) -> Assembly
         workers.stop(at_once=True)
         if reason is None or str(error) in reason:  # true if all ranks reject the model for one reason
             raise
+        if not isinstance(error, ConfigError):  # a connection that the other rank has closed
+            raise ConfigError(reason) from error
         raise ConfigError(f"{error} ({reason})") from error
 
 

@@ -19,32 +19,36 @@ COMMON = {
 }
 PROMPTS = [list(range(1, 30)), [5, 6, 7], list(range(40, 57)), [8]]
 
+DEEPSEEK = COMMON | {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_shared_experts": 1,
+}
+WINDOW = {"head_dim": 16, "sliding_window": 8}
 FAMILIES = {
     "llama": hf.LlamaConfig(**COMMON),
-    "gemma3": hf.Gemma3TextConfig(**COMMON, head_dim=16, sliding_window=8),
-    "gemma2": hf.Gemma2Config(**COMMON, head_dim=16, sliding_window=8),
+    "gemma3": hf.Gemma3TextConfig(**COMMON, **WINDOW),  # layers with and without windows, not fused
+    "deepseek_v3": hf.DeepseekV3Config(**DEEPSEEK),  # latent attention, a dense layer in the first stage only
+}
+MORE_FAMILIES = {
+    "gemma2": hf.Gemma2Config(**COMMON, **WINDOW),
     "phi3": hf.Phi3Config(**COMMON, pad_token_id=0),
     "mixtral": hf.MixtralConfig(**COMMON, num_local_experts=4),
-    "qwen2-windows": hf.Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=8, max_window_layers=2),
+    # Only the layers of the second stage have windows.
+    "qwen2": hf.Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=8, max_window_layers=2),
     "olmo2": hf.Olmo2Config(**COMMON),
-    "granite": hf.GraniteConfig(**COMMON, embedding_multiplier=2.0),
     "cohere": hf.CohereConfig(**COMMON),
-    "deepseek_v3": hf.DeepseekV3Config(
-        **COMMON | {"num_key_value_heads": 4},
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        moe_intermediate_size=32,
-        kv_lora_rank=16,
-        q_lora_rank=24,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-        n_shared_experts=1,
-    ),
-    "gpt_oss": hf.GptOssConfig(**COMMON, head_dim=16, num_local_experts=4, sliding_window=8),
+    "gpt_oss": hf.GptOssConfig(**COMMON, **WINDOW, num_local_experts=4),
 }
 
 
@@ -57,7 +61,60 @@ def generate(directory, **options):
         assembly.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_match_a_single_process(family, tmp_path):
-    save_tiny(FAMILIES[family], tmp_path)
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(pytest.param(config, id=name) for name, config in FAMILIES.items()),
+        *(pytest.param(config, id=name, marks=pytest.mark.nightly) for name, config in MORE_FAMILIES.items()),
+    ],
+)
+def test_families_match_a_single_process(config, tmp_path):
+    save_tiny(config, tmp_path)
     assert generate(tmp_path) == generate(tmp_path, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_speculative_tokens": 3},
+        {"quantization": "int8"},
+        {"load_format": "dummy"},
+        {"kv_cache_dtype": "fp8"},
+    ],
+)
+def test_options_match_a_single_process(options, tmp_path):
+    save_tiny(FAMILIES["llama"], tmp_path)
+    assert generate(tmp_path, **options) == generate(tmp_path, **options, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (hf.LlamaConfig(**COMMON), "pipeline_parallel_size=5: must be at most 4, the model's num_hidden_layers"),
+        (
+            hf.GPT2Config(n_embd=32, n_head=2, n_layer=6, vocab_size=320, n_positions=64),
+            "pipeline_parallel_size=5: must be 1 for gpt2, which cannot be divided: GPT2LMHeadModel has transformer",
+        ),
+        (
+            hf.MambaConfig(hidden_size=32, num_hidden_layers=6, vocab_size=320),
+            "pipeline_parallel_size=5: must be 1 for mamba, which cannot be divided: MambaForCausalLM has backbone",
+        ),
+        (
+            hf.LlamaConfig(**COMMON | {"num_hidden_layers": 6}, architectures=["LlamaForSequenceClassification"]),
+            "pipeline_parallel_size=5: must be 1 for a model that classifies",
+        ),
+    ],
+)
+def test_models_that_cannot_be_divided_are_rejected(config, message, tmp_path):
+    save_tiny(config, tmp_path)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        tiny_assembly(tmp_path, pipeline_parallel_size=5)
+
+
+def test_embeddings_that_the_decoder_scales_are_rejected(tmp_path):
+    """A later stage would scale the hidden states."""
+    save_tiny(hf.GraniteConfig(**COMMON, embedding_multiplier=2.0), tmp_path)
+    message = "pipeline_parallel_size=2: must be 1 for GraniteForCausalLM: it changes the embeddings before the first"
+    with pytest.raises(ConfigError, match=message):
+        tiny_assembly(tmp_path, pipeline_parallel_size=2)
