@@ -1,9 +1,12 @@
 """Which models can be divided into stages, and that those that can give the same tokens."""
 
+import json
+
 import pytest
 import torch
 import transformers as hf
 
+from paged_backend.api.errors import ConfigError
 from tests.support.in_process import running, save_tiny, tiny_assembly
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with GPUs the ranks would use them")
@@ -99,17 +102,25 @@ def test_options_match_a_single_process(options, tmp_path):
             hf.MambaConfig(hidden_size=32, num_hidden_layers=6, vocab_size=320),
             "pipeline_parallel_size=5: must be 1 for mamba, which cannot be divided: MambaForCausalLM has backbone",
         ),
-        (
-            hf.LlamaConfig(**COMMON | {"num_hidden_layers": 6}, architectures=["LlamaForSequenceClassification"]),
-            "pipeline_parallel_size=5: must be 1 for a model that classifies",
-        ),
     ],
 )
 def test_models_that_cannot_be_divided_are_rejected(config, message, tmp_path):
     save_tiny(config, tmp_path)
-    config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=message):
         tiny_assembly(tmp_path, pipeline_parallel_size=5)
+
+
+def test_classifiers_and_quantized_weights_are_rejected(tmp_path):
+    save_tiny(FAMILIES["llama"], tmp_path)
+    path = tmp_path / "config.json"
+    plain = json.loads(path.read_text())
+    for more, reason in (
+        ({"architectures": ["LlamaForSequenceClassification"]}, "a model that classifies"),
+        ({"quantization_config": {"quant_method": "awq"}}, "a model whose files hold quantized weights"),
+    ):
+        path.write_text(json.dumps(plain | more))
+        with pytest.raises(ConfigError, match=f"pipeline_parallel_size=2: must be 1 for {reason}"):
+            tiny_assembly(tmp_path, pipeline_parallel_size=2)
 
 
 def test_embeddings_that_the_decoder_scales_are_rejected(tmp_path):

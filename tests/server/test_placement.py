@@ -27,12 +27,7 @@ def test_an_instance_sees_its_configured_gpus(kind, device, wanted, processes, v
 @pytest.mark.parametrize(
     ("kind", "wanted", "processes", "reason"),
     [
-        (
-            "GPU",
-            "",
-            2,
-            "pipeline_parallel_size=2: KIND_GPU is for one GPU, please specify KIND_MODEL",
-        ),
+        ("GPU", "", 2, "tensor_parallel_size * pipeline_parallel_size=2: KIND_GPU is for one GPU, please specify"),
         ("MODEL", "0,x", 1, 'GPU_DEVICE_IDS="0,x": must be comma-separated numbers'),
         ("MODEL", "-1", 1, 'GPU_DEVICE_IDS="-1": must be comma-separated numbers'),
         ("MODEL", "0,0", 1, 'GPU_DEVICE_IDS="0,0": names a GPU twice'),
