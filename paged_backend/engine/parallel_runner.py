@@ -22,7 +22,7 @@ class ParallelRunner:
     def __init__(self, runner: Runner, workers: Workers, launch: Callable[[PackedBatch], PendingStep] | None = None):
         """runner: the runner of rank 0. launch: its part of a step, if that is not `runner.launch`."""
         self._runner = runner
-        self._launch = launch or runner.launch
+        self._launch = launch or (lambda packed: runner.launch(packed))
         self.workers = workers
         self.kv, self.host, self.host_states = runner.kv, runner.host, runner.host_states
         self.drafter, self.transfers = runner.drafter, runner.transfers
