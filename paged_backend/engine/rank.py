@@ -41,7 +41,7 @@ from paged_backend.utils.machine import find_python
 from paged_kernels.compilations import after_ready
 
 CONNECT_SECONDS = 30
-START_KEY = "paged/start"  # in the store: JSON with `id`, `config` and `meeting`
+START_KEY = "paged/start"  # in the store while rank 0 waits for the others: JSON with `config` and `meeting`
 READY = "ready"  # message of a rank that has imported its modules and can use its device
 
 

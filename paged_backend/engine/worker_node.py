@@ -37,7 +37,6 @@ class WorkerNode:
         self._address, self._port = address, port
         self._node_rank = node_rank
         self._model = model
-        self._last_id = ""  # of the last server that was found
 
     def run(self) -> None:
         """Serve until the process is ended. Raises ConfigError if the server's options exclude this machine."""
@@ -49,14 +48,12 @@ class WorkerNode:
 
     def _find_server(self) -> EngineConfig:
         while True:
-            start = self._read_start()
-            if start and start["id"] != self._last_id:
-                self._last_id = start["id"]
+            if start := self._read_start():
                 return EngineConfig.from_options(start["config"])
             time.sleep(RETRY_SECONDS)
 
     def _read_start(self) -> dict[str, Any] | None:
-        """Return the message of a server that starts; None if there is none."""
+        """Return the message of a server that waits for ranks; None if there is none."""
         try:
             # TCPStore would print a stack trace for each attempt without a server.
             socket.create_connection((self._address, self._port), CONNECT_SECONDS).close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import subprocess
 import threading
 import time
@@ -113,7 +112,7 @@ class Workers:
                 master_listen_fd=listening.detach(),
             )
         listener = LinkListener(topology.master_addr)
-        start = {"id": secrets.token_hex(), "config": asdict(config), "meeting": listener.meeting}
+        start = {"config": asdict(config), "meeting": listener.meeting}
         environment = topology.environment(port)
         try:
             store.set(START_KEY, json.dumps(start))
@@ -125,6 +124,7 @@ class Workers:
                         f"tensor_parallel_size: cannot start a process for rank {rank}: {error}"
                     ) from error
             self._links = listener.accept(topology.size - 1, _Patience(self.processes, topology).check)
+            store.delete_key(START_KEY)  # a rank that ends before this is started again by `paged worker`
         finally:
             listener.close()
         for rank, link in self._links.items():
