@@ -89,7 +89,7 @@ class StepLoop:
         self._inbox = inbox
         self._queued = queued
         self._failed = failed
-        self._steps_ahead = self._scheduler.max_steps_ahead if overlap or self._scheduler.is_pipeline else 0
+        self._steps_ahead = max(int(overlap), self._scheduler.stages - 1)
         self._in_flight: deque[InFlightStep] = deque()  # at most `_steps_ahead` between two iterations
         self._iteration_began: float | None = None  # time.monotonic(); None between iterations
         self._next_map = 0.0  # earliest time.monotonic() of the next pool map while requests run

@@ -22,7 +22,6 @@ class ChunkPlanner:
         pins: Pins,
         preemption: Preemption,
         counters: SchedulerCounters,
-        *,
         stages: int = 1,
     ):
         """stages: of a pipeline; 1: there is none."""
