@@ -296,8 +296,8 @@ class Scheduler:
         if self._prefill_budget:
             last, self._committed_at = self._committed_at, self._clock()
             if plan.prefill_tokens is not None:
-                seconds = self._committed_at - max(last, plan.planned_at)
-                self._prefill_budget.record_step(plan.prefill_tokens, seconds)
+                started = plan.planned_at if self.stages > 1 else max(last, plan.planned_at)
+                self._prefill_budget.record_step(plan.prefill_tokens, self._committed_at - started)
         self.blocks.offload.finish_moves_out(plan.moves_out)
         self.blocks.offload.finish_moves_in(plan.moves_in)
         self.blocks.finish_copies(plan.copies)
