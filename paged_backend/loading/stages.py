@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:
     if stages == 1:
         return
     field, text = f"pipeline_parallel_size={stages}", hf_config.get_text_config()
-    if not _is_supported_by_transformers():
+    if find_spec("transformers.distributed.pipeline_parallel") is None:
         raise ConfigError(f"{field}: must be 1 with this version of transformers, which loads no stages")
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers < stages:
@@ -36,12 +36,6 @@ def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:
         raise ConfigError(f"{field}: must be 1 for a model whose files hold quantized weights")
     if reason := _obstacle(config, hf_config):
         raise ConfigError(f"{field}: must be 1 for {text.model_type}, which cannot be divided: {reason}")
-
-
-def _is_supported_by_transformers() -> bool:
-    from transformers.distributed import DistributedConfig
-
-    return "pp_size" in {field.name for field in fields(DistributedConfig)}
 
 
 def _obstacle(config: EngineConfig, hf_config: PretrainedConfig) -> str | None:

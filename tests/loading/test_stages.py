@@ -1,15 +1,24 @@
 """Which models can be divided into stages, and that those that can give the same tokens."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
 import transformers as hf
+from transformers import core_model_loading
 
 from paged_backend.api.errors import ConfigError
+from paged_backend.loading import stages
 from tests.support.in_process import running, save_tiny, tiny_assembly
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with GPUs the ranks would use them")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with GPUs the ranks would use them"),
+    pytest.mark.skipif(
+        find_spec("transformers.distributed.pipeline_parallel") is None,
+        reason="this version of transformers loads no stages",
+    ),
+]
 
 COMMON = {
     "vocab_size": 320,
@@ -129,3 +138,44 @@ def test_embeddings_that_the_decoder_scales_are_rejected(tmp_path):
     message = "pipeline_parallel_size=2: must be 1 for GraniteForCausalLM: it changes the embeddings before the first"
     with pytest.raises(ConfigError, match=message):
         tiny_assembly(tmp_path, pipeline_parallel_size=2)
+
+
+def test_old_versions_of_transformers_are_rejected(tmp_path, monkeypatch):
+    save_tiny(FAMILIES["llama"], tmp_path)
+    monkeypatch.setattr(stages, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2: must be 1 with this version of transformers"):
+        tiny_assembly(tmp_path, pipeline_parallel_size=2)
+
+
+def test_models_with_recurrent_layers_are_rejected(tmp_path):
+    """Also if only some of the stages have any."""
+    types = ["full_attention", "full_attention", "linear_attention", "full_attention"]
+    recurrent = {
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }
+    save_tiny(hf.Qwen3NextConfig(**COMMON, **recurrent, head_dim=16, layer_types=types), tmp_path)
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2: .*Qwen3NextForCausalLM, which has recurrent"):
+        tiny_assembly(tmp_path, pipeline_parallel_size=2)
+
+
+def test_weights_of_other_stages_are_not_read(tmp_path, monkeypatch):
+    whole = save_tiny(FAMILIES["llama"], tmp_path)
+    read, materialize = [], core_model_loading._materialize_copy
+
+    def counted(*arguments, **more):
+        tensor = materialize(*arguments, **more)
+        read.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(core_model_loading, "_materialize_copy", counted)
+    assembly = tiny_assembly(tmp_path, pipeline_parallel_size=2)
+    assembly.close()
+    first = [whole.model.embed_tokens, *whole.model.layers[:2]]
+    assert sum(read) == sum(parameter.numel() for module in first for parameter in module.parameters())
