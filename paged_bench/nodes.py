@@ -1,4 +1,6 @@
-"""Measure tensor parallelism over several machines: tokens per second, and bytes between machines for each step.
+"""Measure a model on several machines: tokens per second, and bytes between machines for each step.
+
+By default the machines share each layer (tensor parallelism); with --pipeline-parallel-size they form stages.
 
 The machines are network namespaces of this computer, so they share its cores, and their network has no latency. The
 first figure shows what the exchange of data costs, not what several machines gain. Needs root and the program ip.
@@ -65,24 +67,33 @@ def decode(assembly: Assembly, streams: int, output: int, machine: _machines.Mac
     return streams * output / (time.perf_counter() - started)
 
 
-def required_bytes(assembly: Assembly, rows: int, nodes: int) -> float:
-    """Return the bytes that a machine must send and receive for a decode step: in each layer the sums of the outputs of
-    attention and MLP, and once those of the embeddings, as an optimal all-reduce moves them; its part of the logits,
-    which rank 0 needs; and the tokens."""
+def required_bytes(assembly: Assembly, streams: int, nodes: int, stages: int) -> float:
+    """Return the bytes that machine 1 must send and receive for a decode step, in which one of `stages` parts of the
+    streams are computed.
+
+    In each layer the sums of the outputs of attention and MLP, and once those of the embeddings, as an optimal
+    all-reduce moves them; hidden states from and to the stages beside its own; its part of the logits, which one rank
+    needs to sample; and the tokens.
+    """
     config = assembly.loaded.model.config.get_text_config()
-    size = assembly.loaded.spec.dtype.itemsize
-    summed = rows * config.hidden_size * size * (2 * config.num_hidden_layers + 1)
-    logits = rows * config.vocab_size / nodes * size
-    return 4 * (nodes - 1) / nodes * summed + logits + 8 * rows
+    size, rows, width = assembly.loaded.spec.dtype.itemsize, -(-streams // stages), nodes // stages
+    stage = 1 // width
+    states = rows * config.hidden_size * size
+    sums = 2 * assembly.shares[1].layers + (stage == 0)
+    moved = 4 * (width - 1) / width * sums * states + ((stage > 0) + (stage < stages - 1)) * states
+    if stage < stages - 1:
+        return moved
+    return moved + (rows * config.vocab_size / width * size if width > 1 else 0) + 8 * rows
 
 
-def measure(model: str, nodes: int, streams: int, output: int, rounds: int) -> list[Record]:
+def measure(model: str, nodes: int, stages: int, streams: int, output: int, rounds: int) -> list[Record]:
     """Run the contestants alternately, and return their records."""
-    several = f"{nodes} machines"
+    several = f"{nodes} machines" if stages == 1 else f"{nodes} machines in {stages} stages"
     port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
     options = {"model": resolve_model(model), "dtype": "float32", "num_gpu_blocks_override": 1024, "device": "cpu"}
     shared = {
-        "tensor_parallel_size": nodes,
+        "tensor_parallel_size": nodes // stages,
+        "pipeline_parallel_size": stages,
         "nnodes": nodes,
         "master_addr": _machines.server_address(),
         "master_port": port,
@@ -111,7 +122,7 @@ def measure(model: str, nodes: int, streams: int, output: int, rounds: int) -> l
             },
             rounds,
         )
-        required = required_bytes(parallel, streams, nodes)
+        required = required_bytes(parallel, streams, nodes, stages)
     one, many = figures["one process"], figures[several]
     peers = {"one process": statistics.median(one)}
     return [
@@ -122,9 +133,13 @@ def measure(model: str, nodes: int, streams: int, output: int, rounds: int) -> l
 
 
 def main(argv: Sequence[str]) -> int:
-    args = arguments(_parser(), argv, {"rounds": 1, "output": 16})
+    made = _parser()
+    args = arguments(made, argv, {"rounds": 1, "output": 16})
+    stages = args.pipeline_parallel_size
+    if args.nodes % stages:
+        made.error(f"--pipeline-parallel-size {stages}: must divide {args.nodes}, the number of machines")
     if _machines.available():
-        records = measure(args.model, args.nodes, args.streams, args.output, args.rounds)
+        records = measure(args.model, args.nodes, stages, args.streams, args.output, args.rounds)
     else:
         records = [not_measured("output on several machines", _machines.MISSING)]
     publish(records, args.json, lambda file, caption: draw(records, file, caption))
@@ -140,6 +155,13 @@ def _parser() -> ArgumentParser:
         default=3,
         metavar="N",
         help="machines (default: 3, which divides the demo model's 9 heads)",
+    )
+    made.add_argument(
+        "--pipeline-parallel-size",
+        type=count,
+        default=1,
+        metavar="N",
+        help="stages, of which each has an equal part of the machines (default: 1)",
     )
     made.add_argument("--streams", type=count, default=16, metavar="N", help="requests at once (default: 16)")
     made.add_argument("--output", type=count, default=64, metavar="N", help="tokens of each (default: 64)")

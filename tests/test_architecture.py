@@ -59,6 +59,7 @@ TESTED_THROUGH = {
     "paged_backend.models.fused_layer": "tests/models/test_fusion.py",
     "paged_backend.models.fusible": "tests/models/test_fusion.py",
     "paged_backend.models.native_decoder": "tests/models/test_fusion.py",
+    "paged_backend.models.pipeline": "tests/loading/test_stages.py",
     "paged_backend.scheduling.plan": "tests/scheduling/test_plan_builder.py",
     "paged_backend.scheduling.state_checkpoints": "tests/scheduling/test_state_slots.py",
     "paged_backend.server.arrival": "tests/server/test_admission.py",

@@ -150,10 +150,16 @@ class EngineConfig:
         " of every layer and of the KV cache.",
         1,
     )
+    pipeline_parallel_size: int = option(
+        integer(1, 64),
+        "Number of stages of a pipeline, each with an equal part of the layers and their KV cache. A stage has"
+        " `tensor_parallel_size` GPUs. As many steps are in flight as there are stages, each with other requests.",
+        1,
+    )
     data_parallel_size: int = option(
         integer(1, 64),
-        "Number of engines behind one Triton model, each with the whole model, its own KV cache, and"
-        " `tensor_parallel_size` GPUs of this machine. A request runs in the engine that has computed most of its"
+        "Number of engines behind one Triton model, each with the whole model, its own KV cache and its own GPUs of"
+        " this machine. A request runs in the engine that has computed most of its"
         " prompt's beginning, unless that one has more than its share of the requests.",
         1,
     )
@@ -448,9 +454,14 @@ class EngineConfig:
     )
 
     @property
+    def num_ranks(self) -> int:
+        """The number of processes on all machines that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def ranks_per_node(self) -> int:
         """The number of processes on this machine that share the model."""
-        return self.tensor_parallel_size // (self.nnodes or 1)
+        return self.num_ranks // (self.nnodes or 1)
 
     def __post_init__(self) -> None:
         validate(self)

@@ -39,6 +39,17 @@ RULES = (
         " many draft tokens were accepted; leave one of them out",
     ),
     Rule(
+        "async_scheduling",
+        lambda config: config.async_scheduling and config.pipeline_parallel_size > 1,
+        "has no effect with pipeline_parallel_size={config.pipeline_parallel_size}, which has a step of other requests"
+        " in flight for each stage; leave one of them out",
+    ),
+    Rule(
+        "speculative_model",
+        lambda config: config.speculative_model and config.pipeline_parallel_size > 1,
+        "not supported with pipeline_parallel_size={config.pipeline_parallel_size}; leave one of them out",
+    ),
+    Rule(
         "quantization",
         lambda config: config.quantization and config.tensor_parallel_size > 1,
         "not supported with tensor_parallel_size={config.tensor_parallel_size}; leave one of them out",
@@ -74,6 +85,11 @@ RULES = (
         "not supported with tensor_parallel_size={config.tensor_parallel_size}; leave one of them out",
     ),
     Rule(
+        "enable_lora",
+        lambda config: config.enable_lora and config.pipeline_parallel_size > 1,
+        "not supported with pipeline_parallel_size={config.pipeline_parallel_size}; leave one of them out",
+    ),
+    Rule(
         "speculative_model",
         lambda config: config.speculative_model and not config.num_speculative_tokens,
         "has no effect without num_speculative_tokens; set both",
@@ -90,6 +106,12 @@ RULES = (
         " part of every block; leave one of them out",
     ),
     Rule(
+        "disk_cache_dir",
+        lambda config: config.disk_cache_dir and config.pipeline_parallel_size > 1,
+        "files hold whole blocks, and with pipeline_parallel_size={config.pipeline_parallel_size} each process has"
+        " only the layers of its stage; leave one of them out",
+    ),
+    Rule(
         "remote_cache_url",
         lambda config: config.remote_cache_url and not config.enable_prefix_caching,
         "stores blocks of the prefix cache; needs enable_prefix_caching=true",
@@ -99,6 +121,12 @@ RULES = (
         lambda config: config.remote_cache_url and config.tensor_parallel_size > 1,
         "values hold whole blocks, and with tensor_parallel_size={config.tensor_parallel_size} each process has only a"
         " part of every block; leave one of them out",
+    ),
+    Rule(
+        "remote_cache_url",
+        lambda config: config.remote_cache_url and config.pipeline_parallel_size > 1,
+        "values hold whole blocks, and with pipeline_parallel_size={config.pipeline_parallel_size} each process has"
+        " only the layers of its stage; leave one of them out",
     ),
 )
 

@@ -188,14 +188,14 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     ("code comes with the model, at its `revision`", {"code_revision": ()}),
     ("set it in the environment, as HF_TOKEN", {"hf_token": ()}),
     (
-        "set tensor_parallel_size to use several GPUs, and nnodes for several machines; for more, run more instances",
+        "set tensor_parallel_size, pipeline_parallel_size or data_parallel_size to use several GPUs, and nnodes for"
+        " several machines",
         {
             "distributed_executor_backend": ("mp", "uni"),
             "worker_use_ray": _OFF,
             "engine_use_ray": _OFF,
             "worker_cls": ("auto",),
             "worker_extension_cls": _EMPTY,
-            "pipeline_parallel_size": (1,),
             "data_parallel_size_local": (1,),
             "data_parallel_hybrid_lb": _OFF,
             "data_parallel_external_lb": _OFF,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -61,6 +62,15 @@ class ProcessGroup:
         minimum = torch.tensor(number, device=self.device)
         dist.all_reduce(minimum, dist.ReduceOp.MIN)
         return int(minimum)
+
+    def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of each rank, of which all have the same count."""
+        if self.size == 1:
+            return [list(numbers)]
+        own = torch.tensor(numbers, device=self.device)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own)
+        return [one.tolist() for one in found]
 
     def broadcast_tokens(self, tokens: Tensor) -> None:
         """Overwrite `tokens`, on the device, with those of rank 0. Asynchronous on a GPU."""

@@ -30,14 +30,7 @@ class StepChannel:
 
     def send(self, message: Any) -> None:
         """Send a message to all other ranks. Raises RuntimeError if one cannot be reached."""
-        data = pickled(message)
-        frame = torch.zeros(FRAME, dtype=torch.uint8)
-        content = torch.frombuffer(data, dtype=torch.uint8)
-        frame[: LENGTH.itemsize] = torch.from_numpy(np.array([len(data)], LENGTH).view(np.uint8))
-        if len(data) <= FRAME - LENGTH.itemsize:
-            frame[LENGTH.itemsize : LENGTH.itemsize + len(data)] = content
-            content = content[:0]
-        for part in (frame, content):
+        for part in frame_and_content(message, FRAME):
             if len(part):
                 dist.broadcast(part, 0, self._group)
 
@@ -45,12 +38,30 @@ class StepChannel:
         """Wait for the next message of rank 0. Raises RuntimeError if it cannot be reached."""
         frame = torch.empty(FRAME, dtype=torch.uint8)
         dist.broadcast(frame, 0, self._group)
-        start, length = LENGTH.itemsize, int(frame.numpy()[: LENGTH.itemsize].view(LENGTH)[0])
-        content = frame[start : start + length]
-        if length > FRAME - start:
-            content = torch.empty(length, dtype=torch.uint8)
+        content, missing = content_of(frame)
+        if missing:
+            content = torch.empty(missing, dtype=torch.uint8)
             dist.broadcast(content, 0, self._group)
         return pickle.loads(content.numpy())
+
+
+def frame_and_content(message: Any, size: int) -> tuple[Tensor, Tensor]:
+    """Return the two parts of a message: a frame of `size` bytes, with the length of the message and the message itself
+    if it fits, and otherwise the message, which is empty if it fits."""
+    data = pickled(message)
+    frame = torch.zeros(size, dtype=torch.uint8)
+    content = torch.frombuffer(data, dtype=torch.uint8)
+    frame[: LENGTH.itemsize] = torch.from_numpy(np.array([len(data)], LENGTH).view(np.uint8))
+    if len(data) <= size - LENGTH.itemsize:
+        frame[LENGTH.itemsize : LENGTH.itemsize + len(data)] = content
+        content = content[:0]
+    return frame, content
+
+
+def content_of(frame: Tensor) -> tuple[Tensor, int]:
+    """Return the message that a frame holds, and 0; or nothing, and the length of the message that follows it."""
+    start, length = LENGTH.itemsize, int(frame.numpy()[: LENGTH.itemsize].view(LENGTH)[0])
+    return (frame[start : start + length], 0) if length <= len(frame) - start else (frame[:0], length)
 
 
 class _Pickler(pickle.Pickler):

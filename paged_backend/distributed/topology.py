@@ -4,6 +4,9 @@
     ranks              0 (server), 1        2, 3           tensor_parallel_size=4, nnodes=2
     GPU, LOCAL_RANK    0, 1                 0, 1
 
+With a pipeline, consecutive ranks form a stage: rank i is rank i % tensor_parallel_size of stage
+i // tensor_parallel_size.
+
 Rank 0 runs in the server's process, and `paged worker` runs the ranks of the other machines. All meet at the TCPStore
 of rank 0, at `master_addr` and `master_port`.
 """
@@ -39,9 +42,13 @@ class Topology:
         """Return the topology that the options ask for, and where they are not set the environment variables of
         torchrun: NNODES, MASTER_ADDR and MASTER_PORT. Raises ConfigError."""
         nodes = config.nnodes if config.nnodes is not None else read_number(environment, "NNODES", 1)
-        size = config.tensor_parallel_size
+        size, stages = config.num_ranks, config.pipeline_parallel_size
         if size % nodes:
-            raise ConfigError(f"tensor_parallel_size={size}: must be a multiple of {nodes}, the number of machines")
+            of_stages = f" and pipeline_parallel_size={stages}: their product" if stages > 1 else ":"
+            raise ConfigError(
+                f"tensor_parallel_size={config.tensor_parallel_size}{of_stages} must be a multiple of {nodes}, the"
+                " number of machines"
+            )
         if node_rank := read_number(environment, "NODE_RANK", 0):
             raise ConfigError(f"NODE_RANK={node_rank}: the server is node 0; run `paged worker` on the other machines")
         if nodes == 1:

@@ -17,13 +17,15 @@ from paged_backend.api.limits import EngineLimits
 from paged_backend.api.options import invalid_option
 from paged_backend.api.sizes import GIB
 from paged_backend.distributed.process_group import ProcessGroup
+from paged_backend.distributed.stage_links import StageLinks
 from paged_backend.distributed.topology import Topology
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.model_memory import ModelMemory
-from paged_backend.engine.model_preparation import ROOT, PreparedModel, prepare_model
+from paged_backend.engine.model_preparation import ROOT, PreparedModel, RankShare, prepare_model, stage_links
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import ParallelMemory, ParallelRunner
+from paged_backend.engine.pipeline_runner import FirstStage
 from paged_backend.engine.recurrent_models import num_state_slots
 from paged_backend.engine.summary import log_startup
 from paged_backend.engine.tier_builder import build_tiers, read_remote_access
@@ -68,6 +70,7 @@ class Assembly:
     workers: Workers | None = None
     adapters: AdapterRegistry | None = None
     cache_events: CacheEventPublisher | None = None
+    shares: tuple[RankShare, ...] = ()  # what each rank holds
 
     def engine(self, emit: Emit) -> Engine:
         """Return an engine for this assembly, not started yet. emit: receives its outputs, on the engine's thread."""
@@ -124,6 +127,8 @@ def assemble(config: EngineConfig, adapter_list: Path | None = None) -> Assembly
         workers.stop(at_once=True)
         if reason is None or str(error) in reason:  # true if all ranks reject the model for one reason
             raise
+        if not isinstance(error, ConfigError):  # a connection that the other rank has closed
+            raise ConfigError(reason) from error
         raise ConfigError(f"{error} ({reason})") from error
 
 
@@ -146,7 +151,8 @@ def _assemble(
         prepared = prepare_model(config, group)
         # Must precede the end of the process group: NCCL waits for captured calls.
         failure.callback(prepared.runner.release_graphs)
-        assembly = _build(config, adapters, prepared, workers, started, publisher)
+        links = stage_links(config, prepared, group)
+        assembly = _build(config, adapters, prepared, workers, started, publisher, links)
         failure.pop_all()
     return assembly
 
@@ -158,11 +164,13 @@ def _build(
     workers: Workers | None,
     started: float,
     publisher: CacheEventPublisher | None,
+    links: StageLinks | None,
 ) -> Assembly:
     loaded, device = prepared.loaded, prepared.runner.kv.device
     blocks = _block_manager(config, prepared, publisher.events if publisher else None)
     limits = _limits(config, loaded, blocks)
-    runner = ParallelRunner(prepared.runner, workers) if workers else prepared.runner
+    launch = FirstStage(prepared.runner, links).launch if links else None
+    runner = ParallelRunner(prepared.runner, workers, launch) if workers else prepared.runner
     memory = ParallelMemory(prepared.memory, workers) if workers else prepared.memory
     scheduler = Scheduler(
         blocks,
@@ -178,6 +186,7 @@ def _build(
         fair_tenants=config.fair_tenants,
         state_slots=num_state_slots(config) if loaded.spec.states else 0,
         host_state_slots=prepared.num_host_state_slots,
+        stages=config.pipeline_parallel_size,
     )
     if device.type == "cuda":
         after_ready.watch()
@@ -186,9 +195,13 @@ def _build(
         "computing a token takes %.3g ms, copying a block %.3g ms, swapping a block %.3g ms",
         *(1e3 * cost for cost in (prepared.costs.token, prepared.costs.copy, prepared.costs.move)),
     )
-    overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
+    overlap = config.async_scheduling
+    if overlap is None:
+        overlap = device.type != "cpu" and config.pipeline_parallel_size == 1
     tiers, adapters = build_tiers(config, prepared, runner), _adapters(config, loaded, adapter_list)
-    return Assembly(loaded, limits, scheduler, runner, device, memory, tiers, overlap, workers, adapters, publisher)
+    return Assembly(
+        loaded, limits, scheduler, runner, device, memory, tiers, overlap, workers, adapters, publisher, prepared.shares
+    )
 
 
 def _block_manager(config: EngineConfig, prepared: PreparedModel, events: CacheEvents | None) -> BlockManager:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.distributed.process_group import ProcessGroup
+from paged_backend.distributed.stage_links import StageLinks
 from paged_backend.engine.model_memory import ModelMemory
 from paged_backend.engine.recurrent_models import (
     blocks_without_memory,
@@ -25,6 +27,7 @@ from paged_backend.loading import model_loader
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
 from paged_backend.memory.cache_layout import CacheLayout
+from paged_backend.memory.host_copy import distinct_storages, find_tensors
 from paged_backend.memory.state_cache import bytes_per_slot
 from paged_backend.scheduling.plan import Costs
 from paged_backend.utils.machine import limit_torch_threads
@@ -32,6 +35,14 @@ from paged_kernels.compile_ahead import check_cache
 from paged_kernels.cpu import native
 
 ROOT = Path(__file__).resolve().parents[2]  # the repository, or the directory in which the package is installed
+
+
+class RankShare(NamedTuple):
+    """What one rank holds of a model."""
+
+    layers: int
+    weight_bytes: int
+    kv_bytes: int  # of the pool on the device
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +58,7 @@ class PreparedModel:
     costs: Costs
     memory: ModelMemory
     decode_seconds: float  # time of a decode step of a few sequences; 0 on a CPU
+    shares: tuple[RankShare, ...]  # by rank
 
 
 def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
@@ -88,7 +100,8 @@ def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
         num_host_blocks=num_host_blocks,
         num_state_slots=num_state_slots(config),
         num_host_state_slots=host_slots,
-        broadcast_tokens=group.broadcast_tokens,
+        # With a pipeline no later step depends on tokens that only the device has.
+        broadcast_tokens=group.broadcast_tokens if config.pipeline_parallel_size == 1 else lambda tokens: None,
     )
 
     def capture(*, report: bool = False) -> None:
@@ -97,7 +110,30 @@ def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
             runner.release_graphs()
 
     capture(report=True)
-    decode_seconds = measure_decode(config, loaded, runner) if device.type == "cuda" else 0.0
-    costs = measure_costs(runner, warmed.seconds_per_token, num_host_blocks)
+    stages = config.pipeline_parallel_size  # each of which takes about as long as this one
+    decode_seconds = stages * measure_decode(config, loaded, runner) if device.type == "cuda" else 0.0
+    costs = measure_costs(runner, stages * warmed.seconds_per_token, num_host_blocks)
     memory = ModelMemory(loaded, runner, group, ranks_per_node=config.ranks_per_node, capture=capture)
-    return PreparedModel(loaded, runner, layout, num_blocks, num_host_blocks, host_slots, costs, memory, decode_seconds)
+    shares = tuple(RankShare(*share) for share in group.all_gather(_share(loaded, runner)))
+    return PreparedModel(
+        loaded, runner, layout, num_blocks, num_host_blocks, host_slots, costs, memory, decode_seconds, shares
+    )
+
+
+def _share(loaded: LoadedModel, runner: Runner) -> RankShare:
+    weights = distinct_storages(find_tensors(loaded.model))
+    pool = distinct_storages(runner.kv.tensors)
+    return RankShare(
+        len(loaded.spec.layers),
+        sum(storage.nbytes() for storage in weights),
+        sum(storage.nbytes() for storage in pool),
+    )
+
+
+def stage_links(config: EngineConfig, prepared: PreparedModel, group: ProcessGroup) -> StageLinks | None:
+    """Return this rank's links with other stages, which all ranks create at the same time; None without a pipeline."""
+    stages = config.pipeline_parallel_size
+    if stages == 1:
+        return None
+    hidden_size = prepared.loaded.model.config.get_text_config().hidden_size
+    return StageLinks(group, stages, hidden_size, prepared.loaded.spec.dtype)

@@ -1,4 +1,4 @@
-"""The runner of rank 0 under tensor parallelism: the other ranks run the same steps at the same time."""
+"""The runner of rank 0 of several: the other ranks run the same steps, at the same time or in later stages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TypeVar
 from paged_backend.engine.model_memory import MemoryCommand, ModelMemory, ReleasedMemory
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.batch import PackedBatch
-from paged_backend.execution.launched_step import LaunchedStep
-from paged_backend.execution.runner import Runner, RunnerDied
+from paged_backend.execution.runner import PendingStep, Runner, RunnerDied
 from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.step_result import StepResult
 
@@ -20,9 +19,10 @@ T = TypeVar("T")
 class ParallelRunner:
     """A `StepRunner` that sends each step to the other ranks before it runs the step itself."""
 
-    def __init__(self, runner: Runner, workers: Workers):
-        """runner: the runner of rank 0."""
+    def __init__(self, runner: Runner, workers: Workers, launch: Callable[[PackedBatch], PendingStep] | None = None):
+        """runner: the runner of rank 0. launch: its part of a step, if that is not `runner.launch`."""
         self._runner = runner
+        self._launch = launch or (lambda packed: runner.launch(packed))
         self.workers = workers
         self.kv, self.host, self.host_states = runner.kv, runner.host, runner.host_states
         self.drafter, self.transfers = runner.drafter, runner.transfers
@@ -40,7 +40,7 @@ class ParallelRunner:
     def launch(self, packed: PackedBatch) -> ParallelStep:
         """Enqueue a step on all ranks."""
         self.workers.send(packed)
-        return ParallelStep(self.run_or_fail(lambda: self._runner.launch(packed)), self)
+        return ParallelStep(self.run_or_fail(lambda: self._launch(packed)), self)
 
     def release_graphs(self) -> None:
         """Free the graphs of rank 0."""
@@ -59,7 +59,7 @@ class ParallelRunner:
 class ParallelStep:
     """A step that was launched on all ranks."""
 
-    launched: LaunchedStep
+    launched: PendingStep
     runner: ParallelRunner
 
     @property

@@ -1,7 +1,7 @@
-"""The process of a rank other than 0 under tensor parallelism.
+"""The process of a rank other than 0.
 
 Rank 0 is the server's process. Only rank 0 schedules. It sends the integers of each step to the other ranks, so all
-ranks move the same blocks and run the same rows, each with its own attention heads.
+ranks move the same blocks and run the same rows, each with its own attention heads and the layers of its stage.
 
 The process has the environment of torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. It ends when its
 connection to rank 0 or its standard input is closed.
@@ -15,10 +15,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,9 @@ from paged_backend.distributed.links import Meeting, connect
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.step_channel import StepChannel
 from paged_backend.engine.model_memory import MemoryCommand
-from paged_backend.engine.model_preparation import prepare_model
+from paged_backend.engine.model_preparation import PreparedModel, prepare_model, stage_links
+from paged_backend.engine.pipeline_runner import StageRunner
+from paged_backend.execution.batch import PackedBatch
 from paged_backend.loading.model_options import pick_device
 from paged_backend.models.tensor_parallel import check_devices, pick_rank_device
 from paged_backend.scheduling.plan import Plan
@@ -77,22 +81,32 @@ def run(link: Connection, store: dist.Store, config: EngineConfig, rank: int) ->
     device = pick_rank_device(device, int(os.environ["LOCAL_RANK"]))
     torch.zeros(1, device=device)  # fails for an unusable GPU, before other ranks wait
     link.send_bytes(READY.encode())
-    group = ProcessGroup(device, rank, config.tensor_parallel_size)
+    group = ProcessGroup(device, rank, config.num_ranks)
     group.join(store, os.environ["MASTER_ADDR"])
     steps = StepChannel()
     prepared = prepare_model(config, group)
     runner = prepared.runner
     if device.type == "cuda":
         after_ready.watch()  # for the log; the metric counts those of rank 0, which runs the same kernels
-    while (message := steps.receive()) is not None:
-        if isinstance(message, Plan):
-            runner.move(message)
-        elif isinstance(message, MemoryCommand):
-            prepared.memory.run(message)
-        else:
-            runner.launch(message)
+    if links := stage_links(config, prepared, group):
+        stage = StageRunner(runner, links)
+        for message, arriving in stage.messages(steps):
+            run_message(prepared, message, partial(stage.launch, arriving=arriving))
+    else:
+        while (message := steps.receive()) is not None:
+            run_message(prepared, message, runner.launch)
     runner.release_graphs()  # NCCL cannot shut down while graphs hold its calls
     group.leave()
+
+
+def run_message(prepared: PreparedModel, message: Any, launch: Callable[[PackedBatch], object]) -> None:
+    """Do what rank 0 does: a step, block transfers, or a change of the model's memory. launch: runs a step."""
+    if isinstance(message, Plan):
+        prepared.runner.move(message)
+    elif isinstance(message, MemoryCommand):
+        prepared.memory.run(message)
+    else:
+        launch(message)
 
 
 def end_with(link: Connection) -> None:

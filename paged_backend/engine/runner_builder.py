@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,8 +25,11 @@ from paged_backend.utils.startup import Progress
 
 def cache_layout(config: EngineConfig, loaded: LoadedModel) -> CacheLayout:
     """Return where the pool holds the layers of the model and of its draft model."""
+    layers = loaded.layers
+    if config.pipeline_parallel_size > 1:  # all stages have the same blocks, although other layers have windows
+        layers = tuple(replace(layer, window=None) for layer in layers)
     return CacheLayout.of(
-        loaded.layers,
+        layers,
         config.block_size,
         max_model_len=loaded.spec.max_model_len,
         max_pending=2 * config.max_num_batched_tokens,  # a step may be planned while another is in flight
@@ -104,7 +108,8 @@ def capture_graphs(
 ) -> None:
     """Capture graphs of these shapes if the device supports graphs and the options allow them. report: whether to log
     the progress."""
-    capture = None if config.enforce_eager or loaded.spec.states else graph_capture(runner.kv.device)
+    eager = config.enforce_eager or loaded.spec.states or config.pipeline_parallel_size > 1
+    capture = None if eager else graph_capture(runner.kv.device)
     if capture:
         if report:
             total = len(shapes) + (len(draft_shapes(shapes)) if runner.drafter else 0)

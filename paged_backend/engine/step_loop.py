@@ -6,6 +6,11 @@ wait for the host: a step is launched before the tokens of the previous one have
     host    | schedule 1 | schedule 2 | commit 1, schedule 3 ...| commit 2, schedule 4 ...|
     device               | step 1 ............... | step 2 ............... | step 3 ..... |
                                                   '-- its tokens stay on the device, and are copied to the host as well
+
+A pipeline has a step of other requests in flight for each of its stages:
+
+    stage 1 | step 1 | step 2 | step 3 | step 4 ...      step 3 has the requests of step 1, whose tokens are committed
+    stage 2          | step 1 | step 2 | step 3 ...
 """
 
 from __future__ import annotations
@@ -76,7 +81,7 @@ class StepLoop:
     ):
         """inbox: messages to apply; None ends the loop. queued: keys of requests that no step has computed yet; those
         that a step schedules are removed. failed: set when the loop ends with an error. overlap: launch a step while
-        the previous one runs; useful if the device is not the CPU."""
+        the previous one runs; useful if the device is not the CPU. A pipeline always does so."""
         self._state = state
         self._scheduler = state.scheduler
         self._tiers = state.prefix_tiers
@@ -84,8 +89,8 @@ class StepLoop:
         self._inbox = inbox
         self._queued = queued
         self._failed = failed
-        self._overlap = overlap
-        self._in_flight: deque[InFlightStep] = deque()  # steps in flight; at most one between two iterations
+        self._steps_ahead = max(int(overlap), self._scheduler.stages - 1)
+        self._in_flight: deque[InFlightStep] = deque()  # at most `_steps_ahead` between two iterations
         self._iteration_began: float | None = None  # time.monotonic(); None between iterations
         self._next_map = 0.0  # earliest time.monotonic() of the next pool map while requests run
 
@@ -151,11 +156,11 @@ class StepLoop:
                 self._tiers.mark_changed()
             launched = self._launch(plan)
             self._in_flight.append(InFlightStep(plan, launched, scheduled - began, time.monotonic() - scheduled))
-            self._commit_steps(keep=1)
+            self._commit_steps(keep=0 if self._scheduler.needs_results else self._steps_ahead)
         elif self._tiers and not (self._in_flight or self._tiers.all_spilled) and self._tiers.spill():
             self._state.emit_step()
-        if plan is None or not self._overlap or self._scheduler.needs_results:
-            self._commit_steps()
+        if plan is None:  # the next plan may need the results of the oldest step
+            self._commit_steps(keep=max(0, len(self._in_flight) - 1))
 
     def _launch(self, plan: Plan) -> PendingStep | Exception:
         runner = self._runner

@@ -52,6 +52,8 @@ def summary(config: EngineConfig, prepared: PreparedModel) -> list[str]:
         f"Context length: {_context_length(loaded)}",
         f"KV cache: {_kv_cache(config, prepared)}",
     ]
+    if config.pipeline_parallel_size > 1:
+        lines.append(f"Pipeline: {_stages(config, prepared)}")
     if loaded.spec.classification and not loaded.spec.generates:
         lines.append(ONLY_LABELS + _some_of(loaded.spec.classification.labels))
     if loaded.spec.states:
@@ -63,6 +65,17 @@ def summary(config: EngineConfig, prepared: PreparedModel) -> list[str]:
         size = loaded.lora.nbytes / GIB
         lines.append(f"LoRA: {loaded.lora.slots} slots of rank {loaded.lora.rank}, {size:.2f} GiB")
     return lines
+
+
+def _stages(config: EngineConfig, prepared: PreparedModel) -> str:
+    """Return what a process of each stage holds."""
+    parts, first = [], 0
+    for share in prepared.shares[:: config.tensor_parallel_size]:
+        last = first + share.layers - 1
+        layers = f"layers {first} to {last}" if share.layers > 1 else f"layer {first}"
+        parts.append(f"{layers} ({share.weight_bytes / GIB:.2f} GiB and {share.kv_bytes / GIB:.2f} GiB of KV cache)")
+        first = last + 1
+    return f"{len(parts)} stages: {', '.join(parts)}"
 
 
 def _describe_model(name: str | None, loaded: LoadedModel) -> str:
@@ -87,7 +100,7 @@ def _device_kind(device: torch.device) -> str:
 
 
 def _describe_device(config: EngineConfig, device: torch.device) -> str:
-    ranks = config.tensor_parallel_size
+    ranks = config.num_ranks
     if device.type == "cpu":
         cores = usable_cores()
         name = f"CPU, {cpu_name()}, {cores} core{'s' if cores > 1 else ''}"

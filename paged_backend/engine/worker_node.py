@@ -65,7 +65,7 @@ class WorkerNode:
         return found
 
     def _run_ranks(self, config: EngineConfig) -> None:
-        topology = Topology(config.tensor_parallel_size, config.nnodes or 1, self._address, self._port)
+        topology = Topology(config.num_ranks, config.nnodes or 1, self._address, self._port)
         if self._node_rank >= topology.num_nodes:
             raise ConfigError(f"node_rank={self._node_rank}: must be below nnodes={topology.num_nodes} of the server")
         environment = topology.environment(self._port)

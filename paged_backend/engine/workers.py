@@ -29,6 +29,7 @@ log = logging.getLogger("paged_llm")
 
 START_SECONDS = 300  # time for a process to import its modules, from a cold disk
 REASON_SECONDS = 6  # time to notice a broken connection, or for a failing process to send its reason
+GATHER_SECONDS = 0.1  # after the first sign of a failed rank, time for others to tell the cause from its effects
 STOP_SECONDS = 10  # time for a process to end by itself
 REMINDER_SECONDS = 30  # between two log lines that name machines that are missing
 
@@ -142,12 +143,20 @@ class Workers:
 
     def _watch(self) -> None:
         """Wait for the first message, or the first connection that closes. Both mean that a rank has failed."""
-        ready = wait(self._links.values())
-        rank = next(rank for rank, link in self._links.items() if link in ready)
-        try:
-            reason = self._links[rank].recv_bytes().decode()
-        except (EOFError, OSError) as error:
-            reason = self._end_reason(rank, error)
+        wait(self._links.values())
+        if not self._stopping:
+            time.sleep(GATHER_SECONDS)
+        ready = wait(self._links.values(), 0)
+        reasons: dict[int, str] = {}
+        ended: dict[int, Exception] = {}  # without a reason: others only find that their connections to it are closed
+        for rank, link in self._links.items():
+            if link in ready:
+                try:
+                    reasons[rank] = link.recv_bytes().decode()
+                except (EOFError, OSError) as error:
+                    ended[rank] = error
+        rank = next(iter(ended or reasons))
+        reason = self._end_reason(rank, ended[rank]) if ended else reasons[rank]
         if not self._stopping:
             self.reason = f"rank {rank} of {self._topology.size} has ended: {reason}"
             self.group.abort()

@@ -25,3 +25,17 @@ def paged_logits(model: PreTrainedModel, batch: PackedBatch, kv: KVCache, states
     ).logits[0]
     # A model without the parameter logits_to_keep projects every row.
     return logits if len(logits) == len(batch.sample_rows) else logits[batch.sample_rows]
+
+
+@torch.inference_mode()
+def paged_hidden_states(model: PreTrainedModel, batch: PackedBatch, kv: KVCache) -> Tensor:
+    """Run one forward pass of a stage before the last over a packed batch. Returns the hidden states [num_tokens,
+    hidden_size] for the next stage."""
+    output = model.base_model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        paged=AttentionMeta(batch.paging, kv, batch.more_pages),
+    )
+    states: Tensor = output.last_hidden_state[0]
+    return states

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -38,6 +38,19 @@ class LaunchedStep:
     failed_rows: tuple[tuple[int, str], ...]  # (row, reason) of samples that are not used
     arrived: torch.cuda.Event | None
     replayed: bool = False  # whether a captured graph ran the forward pass
+    states: Tensor | None = None  # [num_tokens, hidden_size], on the device: of a stage before the last
+
+    @classmethod
+    def of_states(cls, states: Tensor) -> LaunchedStep:
+        """Return the step of a stage before the last, which samples nothing."""
+        none = torch.zeros(0, dtype=torch.int64)
+        return cls(none, None, None, (), (), (), None, None, (), (), None, states=states)
+
+    def on_host(self) -> LaunchedStep:
+        """Wait for the device, and return the step without what belongs to it."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return replace(self, arrived=None)
 
     def result(self) -> StepResult:
         """Wait for the step and return its results. The only place where the host waits for the device."""

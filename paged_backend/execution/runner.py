@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from paged_backend.execution.batch import PackedBatch, UniformBatch
 from paged_backend.execution.cpu_threads import CpuThreads
 from paged_backend.execution.drafter import Drafter, propose
-from paged_backend.execution.forward import paged_logits
+from paged_backend.execution.forward import paged_hidden_states, paged_logits
 from paged_backend.execution.graph_shapes import GraphShape, draft_shapes
 from paged_backend.execution.graphs import ForwardOutput, GraphCapture, Graphs
 from paged_backend.execution.launched_step import LaunchedStep
@@ -25,6 +25,7 @@ from paged_backend.memory.state_cache import StateCache
 from paged_backend.memory.transfers import Transfers
 from paged_backend.models.hidden_states import record_hidden_states
 from paged_backend.models.lora import Lora
+from paged_backend.models.pipeline import Stage
 from paged_backend.sampling.logprobs import compute_prompt_logprobs
 from paged_backend.sampling.sampler import SamplingBatch, compute_logprobs, sample, top_logprobs
 from paged_backend.scheduling.plan import Plan
@@ -51,7 +52,7 @@ class PendingStep(Protocol):
 
 
 class StepRunner(Protocol):
-    """The interface of a runner, of one process or of several under tensor parallelism."""
+    """The interface of a runner, of one process or of several that share the model."""
 
     kv: KVCache
     host: KVCache | None  # the host pool
@@ -108,6 +109,8 @@ class Runner:
         self._upload = DeviceUpload(kv.device)
         self._graphs: Graphs | None = None
         self._draft_graphs: Graphs | None = None  # graphs of the draft model's own steps
+        stage = Stage.of(model)
+        self._is_last = stage is None or stage.is_last
         self._previous = torch.zeros(max_sampled, dtype=torch.int64, device=kv.device)
 
     @torch.inference_mode()
@@ -190,6 +193,10 @@ class Runner:
         if self._threads:
             self._threads.start_step()
         step = self._run(packed)
+        if not self._is_last:
+            if self._threads:
+                self._threads.end_step()
+            return LaunchedStep.of_states(step.logits)
         logits = step.logits if step.logit_rows is None else step.logits[step.logit_rows]
         sampling = step.sampling
         tokens = step.tokens if step.tokens is not None else self._sample(logits, sampling)
@@ -248,7 +255,7 @@ class Runner:
             draft_ids = batch.input_ids[0]
         if graphs and shape:
             return replace(graphs.replay(shape, batch, NO_UPLOAD), draft_ids=draft_ids)
-        if batch.hidden_rows is None:
+        if batch.hidden_rows is None or not self._is_last:
             return ForwardOutput(self._forward(batch), batch.logit_rows, batch.sampling, draft_ids)
         with record_hidden_states(self.model) as states:
             logits = self._forward(batch)
@@ -256,10 +263,12 @@ class Runner:
         return ForwardOutput(logits, batch.logit_rows, batch.sampling, draft_ids, hidden)
 
     def _forward(self, batch: PackedBatch) -> Tensor:
-        """Return the model's logits of a batch on the device, after the draft model has computed its keys and
-        values."""
+        """Return the model's logits of a batch on the device, after the draft model has computed its keys and values.
+        A stage before the last returns the hidden states of all rows instead."""
         if self.drafter:
             self.drafter.update_kv(batch)
+        if not self._is_last:
+            return paged_hidden_states(self.model, batch, self.kv)
         if batch.adapters is None:
             return paged_logits(self.model, batch, self.kv, self.states)
         assert self.lora

@@ -261,8 +261,9 @@ def check_sizes(
     *,
     dtype: torch.dtype,
     trust_remote_code: bool,
-) -> None:
-    """Raise ConfigError if the configuration has no layers or describes more weights than the files contain.
+) -> int:
+    """Return the number of weights that the configuration describes. Raises ConfigError if it has no layers or
+    describes more weights than the files contain.
 
     Without weight files (`totals` is None), the weights in `dtype` must fit the available memory instead.
     """
@@ -285,6 +286,7 @@ def check_sizes(
             raise ConfigError(f"{name}: describes {described} weights in {dtype}; available memory is {memory} bytes")
     elif described > (limit if packed else SLACK * limit):
         raise ConfigError(f"{name}: describes {described} weights; the files contain {totals.num_elements}")
+    return described
 
 
 def _layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:

@@ -14,7 +14,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import BUILT_IN
 from paged_backend.api.limits import ClassificationSpec, EmbeddingSpec, SamplingDefaults
-from paged_backend.loading import model_files
+from paged_backend.loading import model_files, stages
 from paged_backend.loading.architectures import check_architecture
 from paged_backend.loading.classifier import check_speculation, is_classifier, load_classifier
 from paged_backend.loading.generation_config import read_sampling_defaults
@@ -50,6 +50,7 @@ from paged_backend.models.hidden_states import hidden_size
 from paged_backend.models.latent_attention import absorbed_layers
 from paged_backend.models.linear import WeightQuantizer
 from paged_backend.models.lora import Lora, find_adaptable_layers
+from paged_backend.models.pipeline import check_stage, keep_stage
 from paged_backend.models.quantization import Quantizer
 from paged_backend.models.recurrent import state_shapes
 from paged_kernels.cpu import native
@@ -104,6 +105,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     check_architecture(path, hf_config)
     check_speculation(config, hf_config)
     tensor_parallel.check_model(config, hf_config)
+    _check_stages(config, hf_config, path)
     model_files.check_config(path, hf_config)
     check_method(config, hf_config, path, device)
     check_quantization(config, hf_config, path, device)
@@ -115,14 +117,21 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     sampling_defaults = read_sampling_defaults(config, root, path)
     dummy = config.load_format == "dummy"
     totals = None if dummy else model_files.check_weights(path, quantized=is_quantized(hf_config))
-    model_files.check_sizes(path, hf_config, totals, dtype=dtype, trust_remote_code=config.trust_remote_code)
+    described = model_files.check_sizes(
+        path, hf_config, totals, dtype=dtype, trust_remote_code=config.trust_remote_code
+    )
     form = None if dummy else format_of(hf_config, path, device)
     checkpoint = QuantizedCheckpoint(path, form) if form else None
     model = load_weights(config, hf_config, path, dtype, device, checkpoint)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # some are freed later
     if config.tensor_parallel_size > 1:
         tensor_parallel.replace_dtensors(model)
+    if config.pipeline_parallel_size > 1:
+        keep_stage(model)
+        num_parameters = described  # those of all stages
     model = model.to(device).eval()
+    if config.pipeline_parallel_size > 1:
+        _check_stage(config, model)
     kv_dtype = pick_kv_dtype(config.kv_cache_dtype, dtype)
     embedding = pick_embedding(hf_config, hidden_size(model))
     classification = load_classifier(config, hf_config, path, model, tokenizer)
@@ -155,6 +164,16 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     return LoadedModel(path, model, tokenizer, spec, draft, lora)
 
 
+def _check_stage(config: EngineConfig, model: PreTrainedModel) -> None:
+    try:
+        check_stage(model)
+    except UnsupportedModel as error:
+        name = type(model).__name__
+        raise UnsupportedModel(
+            f"pipeline_parallel_size={config.pipeline_parallel_size}: must be 1 for {name}: it {error}"
+        ) from error
+
+
 def check_model(config: EngineConfig, root: Path) -> None:
     """Raise ConfigError for a model that `load` would refuse before reading any weights."""
     path = find_files(config.model, root, config, config.revision)
@@ -162,6 +181,13 @@ def check_model(config: EngineConfig, root: Path) -> None:
     check_architecture(path, hf_config)
     check_speculation(config, hf_config)
     tensor_parallel.check_model(config, hf_config)
+    _check_stages(config, hf_config, path)
+
+
+def _check_stages(config: EngineConfig, hf_config: PretrainedConfig, path: Path) -> None:
+    if config.pipeline_parallel_size > 1 and path.suffix == GGUF:
+        raise ConfigError(f"pipeline_parallel_size={config.pipeline_parallel_size}: must be 1 for a GGUF file")
+    stages.check_model(config, hf_config)
 
 
 def _verify(
@@ -176,7 +202,7 @@ def _verify(
     keeper = rounder = None
     if stored:
         int8_rows = rounds_activations(config, model.dtype)
-        keeper = StoredQuantizer(stored, model, *tensor_parallel.rank_and_size(), int8_rows=int8_rows)
+        keeper = StoredQuantizer(stored, model, *tensor_parallel.rank_and_size(config), int8_rows=int8_rows)
     if spec := quantization_spec(config, model.dtype):
         quantizer = rounder = WeightQuantizer(spec, model)
         keeper = None

@@ -37,6 +37,7 @@ from paged_backend.models import recurrent, rope
 from paged_backend.models.attention import ATTENTION, AttentionSpec, UnsupportedModel
 from paged_backend.models.latent_attention import find_latent_layers
 from paged_backend.models.model_variants import ModelVariant, model_variants
+from paged_backend.models.pipeline import Stage
 from paged_backend.models.quantization import Quantizer
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group, Sequence
@@ -182,7 +183,8 @@ def _probe(model: PreTrainedModel, mixers: list[nn.Module]) -> tuple[tuple[Layer
     _check_layers(model, layers, probe.shapes.keys(), mixers)
     if invalid := [window for window in probe.layer_windows if window is not None and window < 1]:
         raise UnsupportedModel(f"sliding_window={min(invalid)} in its configuration: must be at least 1")
-    if probe.layer_windows - {None} != probe.mask_windows - {None}:
+    unused = frozenset() if Stage.of(model) is None else probe.mask_windows - probe.layer_windows  # by other stages
+    if probe.layer_windows - {None} != probe.mask_windows - unused - {None}:
         raise UnsupportedModel(
             f"its masks have windows {_shown(probe.mask_windows)}, but its layers pass {_shown(probe.layer_windows)}"
         )

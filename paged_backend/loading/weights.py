@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ from transformers.utils import is_accelerate_available
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.distributed.keep_alive import new_connections_kept_alive
 from paged_backend.loading import model_files
 from paged_backend.loading.classifier import as_decoder, is_classifier, without_head
 from paged_backend.loading.load_progress import weights_reported
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_source import source_arguments
 from paged_backend.loading.quantized_checkpoint import QuantizedCheckpoint, is_dequantized
+from paged_backend.models.pipeline import plans_of_stage
 from paged_backend.models.tensor_parallel import distributed_arguments
 
 
@@ -35,7 +39,8 @@ def load_weights(
     checkpoint: the quantized weights of the files, which are converted to `dtype`; None: transformers reads the files.
     """
     if config.load_format == "dummy":
-        return _random_weights(config, hf_config, dtype, device)
+        with _several_ranks(config):
+            return _random_weights(config, hf_config, dtype, device)
     common = {
         "dtype": dtype,
         "attn_implementation": "eager",
@@ -44,7 +49,7 @@ def load_weights(
     } | distributed_arguments(config)
     try:
         model_config = as_decoder(hf_config) if is_classifier(hf_config) else hf_config
-        with weights_reported():
+        with weights_reported(), _several_ranks(config):
             if checkpoint is not None:
                 model, info = _from_checkpoint(config, model_config, path, checkpoint, dtype, common)
             else:
@@ -66,6 +71,17 @@ def load_weights(
     if is_dequantized(hf_config, path):
         vars(model.config).pop("quantization_config", None)  # otherwise marks the model as quantized
     return model
+
+
+@contextmanager
+def _several_ranks(config: EngineConfig) -> Iterator[None]:
+    """Inside the context, transformers loads this rank's part of the model, and connects the ranks that share it."""
+    with ExitStack() as stack:
+        if config.num_ranks > 1:
+            stack.enter_context(new_connections_kept_alive())
+        if config.pipeline_parallel_size > 1:
+            stack.enter_context(plans_of_stage())
+        yield
 
 
 def _from_checkpoint(
@@ -106,7 +122,7 @@ def _format_arguments(
     if is_dequantized(hf_config, path):
         quantization["dequantize"] = True
     to_gpu = device.type != "cpu" and is_accelerate_available()
-    is_whole = config.tensor_parallel_size == 1
+    is_whole = config.num_ranks == 1
     return {"use_safetensors": True} | ({"device_map": device} if is_whole and (quantization or to_gpu) else {})
 
 
@@ -114,13 +130,13 @@ def _random_weights(
     config: EngineConfig, hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """Return a model with random weights, which are generated on the device, or for several ranks on the CPU."""
-    where = device if config.tensor_parallel_size == 1 else torch.device("cpu")
+    where = device if config.num_ranks == 1 else torch.device("cpu")
     with torch.random.fork_rng(), where:
         torch.manual_seed(config.seed)
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation="eager", trust_remote_code=config.trust_remote_code
         )
-    return model if config.tensor_parallel_size == 1 else _shard(config, model)
+    return model if config.num_ranks == 1 else _shard(config, model)
 
 
 def _shard(config: EngineConfig, model: PreTrainedModel) -> PreTrainedModel:

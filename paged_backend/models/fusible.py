@@ -16,6 +16,7 @@ from transformers.activations import ACT2FN
 
 from paged_backend.models.latent_attention import LatentAttention
 from paged_backend.models.linear import has_custom_forward
+from paged_backend.models.pipeline import StageOutput
 from paged_backend.models.rotary_table import Angles, Rotation, for_both_halves, of_complex
 
 
@@ -110,7 +111,9 @@ def find_obstacle(model: PreTrainedModel) -> str | None:
     family = find_family(decoder)
     if family is None:
         return f"{type(decoder).__name__} is not a supported family"
-    if not is_own(decoder.norm, family, "RMSNorm") or has_custom_forward(decoder.norm):
+    if isinstance(decoder.norm, StageOutput):
+        pass  # adds the residual to the output of the last fused layer
+    elif not is_own(decoder.norm, family, "RMSNorm") or has_custom_forward(decoder.norm):
         return "its final norm differs"
     if FAMILIES[family].convert_angles and not has_own_rotary(decoder, family):
         return "its rotary embedding differs"

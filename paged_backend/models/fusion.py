@@ -55,6 +55,7 @@ from paged_backend.models.fusible import (
 )
 from paged_backend.models.linear import Weight
 from paged_backend.models.native_decoder import NativeDecoder, native_layers
+from paged_backend.models.pipeline import StageOutput
 from paged_backend.models.rotary_table import Rotation, look_up_angles
 from paged_kernels.compile_ahead import compile_ahead
 from paged_kernels.ops import add_rms_norm
@@ -107,9 +108,9 @@ class FusedModel:
     def uninstall(self) -> None:
         """Restore the model's own layers."""
         decoder = self.model.model
-        for module in (*decoder.layers, decoder.norm):
+        for module in decoder.layers:
             del module.forward
-        for module in (decoder, decoder.rotary_emb):
+        for module in (decoder, decoder.norm, decoder.rotary_emb):
             vars(module).pop("forward", None)
 
 
@@ -137,17 +138,22 @@ def fuse(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> FusedModel |
     layers = tuple(_fuse_layer(layer, spec, family) for layer, spec in zip(decoder.layers, specs, strict=True))
     for layer, fused in zip(decoder.layers, layers, strict=True):
         layer.forward = fused
-    norm = _norm(decoder.norm)
-
-    def final_norm(states: tuple[Tensor, Tensor]) -> Tensor:
-        x, residual = states
-        return add_rms_norm(x, residual, *norm)[0][None]
-
-    decoder.norm.forward = final_norm
+    if not isinstance(decoder.norm, StageOutput):
+        _fuse_final_norm(decoder.norm)
     if has_own_rotary(decoder, family):
         positions, _ = rope.max_static_len(model.config.get_text_config())
         look_up_angles(decoder, positions, model.dtype, FAMILIES[family].convert_angles)
     return FusedModel(model, layers)
+
+
+def _fuse_final_norm(module: nn.Module) -> None:
+    norm = _norm(module)
+
+    def forward(states: tuple[Tensor, Tensor]) -> Tensor:
+        x, residual = states
+        return add_rms_norm(x, residual, *norm)[0][None]
+
+    module.forward = forward
 
 
 def _fuse_layer(layer: nn.Module, spec: AttentionSpec, family: str) -> FusedLayer:

@@ -177,12 +177,13 @@ class RowParallelForward:
 
     module: nn.Linear  # its weight is [out_features, in_features of this rank]
     weight: Weight | None = None  # in the place of the module's
+    group: dist.ProcessGroup | None = None  # the ranks; None: all
 
     runs_own_forward = True  # so its weight may be converted
 
     def __call__(self, x: Tensor) -> Tensor:
         product = project(x, self.module.weight if self.weight is None else self.weight, None)
-        dist.all_reduce(product)
+        dist.all_reduce(product, group=self.group)
         return product if self.module.bias is None else product + self.module.bias
 
 
@@ -228,7 +229,7 @@ class WeightQuantizer:
     """Rounds weights to 8 or 4 bits."""
 
     def __init__(self, spec: QuantizationSpec, model: PreTrainedModel) -> None:
-        output_layer = model.get_output_embeddings()
+        output_weight = getattr(model.get_output_embeddings(), "weight", None)  # a stage before the last has none
         self.replaced: list[Tensor] = []
         self.bits: int | None = spec.bits
         self.int8_rows = spec.int8_rows
@@ -236,7 +237,7 @@ class WeightQuantizer:
         self._spec = spec
         self._num_weights = 0
         # The layer that computes logits keeps 8 bits: it is the most sensitive.
-        self._output_layer = None if output_layer is None else output_layer.weight.data_ptr()
+        self._output_layer = None if output_weight is None else output_weight.data_ptr()
         sizes = [module.weight.numel() for module in model.modules() if type(module) is nn.Linear]
         for parameter in model.parameters():
             if parameter.dim() == 3:  # the weights of all experts of a layer

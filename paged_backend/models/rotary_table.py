@@ -71,7 +71,7 @@ def look_up_angles(
         dtype: type of the hidden states.
         convert: returns what the rotary embedding returns as angles; None: it returns angles.
     """
-    rotary, x = decoder.rotary_emb, decoder.norm.weight.data.new_empty(0, dtype=dtype)
+    rotary, x = decoder.rotary_emb, next(decoder.layers.parameters()).data.new_empty(0, dtype=dtype)
     converted = ConvertedAngles(rotary, convert) if convert else None
     table = None if positions is None else rotary_table(converted or rotary, positions, x)
     if forward := table or converted:

@@ -28,17 +28,22 @@ def pick_rank_device(device: torch.device, local_rank: int) -> torch.device:
 
 def check_devices(config: EngineConfig, device: torch.device) -> None:
     """Raise ConfigError if there are more ranks on this machine than GPUs."""
-    size = config.tensor_parallel_size
-    if size == 1:
+    if config.num_ranks == 1:
         return
-    gpus, nodes = torch.cuda.device_count(), config.nnodes or 1
+    gpus, nodes, sizes = torch.cuda.device_count(), config.nnodes or 1, _sizes(config)
     if device.type == "cuda" and config.ranks_per_node > gpus:
         limit = f"{gpus}, the number of visible GPUs" if nodes == 1 else f"{nodes} x {gpus}, the visible GPUs"
-        raise ConfigError(f"tensor_parallel_size={size}: must be at most {limit}")
+        raise ConfigError(f"{sizes} must be at most {limit}")
     if device.type == "cpu" and torch.cuda.is_available():
-        raise ConfigError(
-            f'tensor_parallel_size={size}: device="cpu" requires that no GPU is visible (CUDA_VISIBLE_DEVICES="")'
-        )
+        raise ConfigError(f'{sizes} device="cpu" requires that no GPU is visible (CUDA_VISIBLE_DEVICES="")')
+
+
+def _sizes(config: EngineConfig) -> str:
+    """Return the beginning of an error about the number of ranks."""
+    sizes = f"tensor_parallel_size={config.tensor_parallel_size}"
+    if config.pipeline_parallel_size == 1:
+        return f"{sizes}:"
+    return f"{sizes} * pipeline_parallel_size={config.pipeline_parallel_size}:"
 
 
 def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:
@@ -56,18 +61,22 @@ def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:
             raise ConfigError(f"tensor_parallel_size={size}: must divide {heads}, the model's {name}")
 
 
-def rank_and_size() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks of its group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def rank_and_size(config: EngineConfig) -> tuple[int, int]:
+    """Return the tensor parallel rank of this process, and the number of such ranks."""
+    size = config.tensor_parallel_size
+    return (dist.get_rank() % size if dist.is_initialized() else 0), size
 
 
 def distributed_arguments(config: EngineConfig) -> dict[str, object]:
-    """Return the arguments with which `from_pretrained` loads this rank's shards. Call after `join`."""
-    if config.tensor_parallel_size == 1:
+    """Return the arguments with which `from_pretrained` loads this rank's shards of its stage. Call after `join`."""
+    if config.num_ranks == 1:
         return {}
     from transformers.distributed import DistributedConfig
 
-    return {"distributed_config": DistributedConfig(tp_size=config.tensor_parallel_size)}
+    sizes = {"tp_size": config.tensor_parallel_size}
+    if config.pipeline_parallel_size > 1:
+        sizes["pp_size"] = config.pipeline_parallel_size
+    return {"distributed_config": DistributedConfig(**sizes)}
 
 
 def replace_dtensors(model: PreTrainedModel) -> None:
@@ -82,6 +91,7 @@ def replace_dtensors(model: PreTrainedModel) -> None:
         if isinstance(module, nn.Embedding) and isinstance(module.weight, DTensor):
             _replace_embedding(module, shards)
         elif type(module) is nn.Linear and isinstance(module.weight, DTensor):
+            group = _group_of(module.weight)
             _replace_parameters(module, shards)
             plan = model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
             if plan == "colwise":
@@ -89,7 +99,13 @@ def replace_dtensors(model: PreTrainedModel) -> None:
                 module.out_features = module.weight.shape[0]
             elif plan == "rowwise":
                 module.in_features = module.weight.shape[1]
-                module.__dict__["forward"] = RowParallelForward(module)
+                module.__dict__["forward"] = RowParallelForward(module, group=group)
+
+
+def _group_of(weight: DTensor) -> dist.ProcessGroup | None:
+    """Return the ranks that share a weight; None: all ranks."""
+    mesh = weight.device_mesh
+    return None if mesh.size() == dist.get_world_size() else mesh.get_group()
 
 
 def _replace_parameters(module: nn.Module, shards: dict[Tensor, nn.Parameter]) -> None:
@@ -109,13 +125,16 @@ def _replace_embedding(module: nn.Embedding, shards: dict[Tensor, nn.Parameter])
     assert isinstance(weight, DTensor)
     if weight.placements != (Shard(0),):
         return
-    first = dist.get_rank() * -(-weight.shape[0] // dist.get_world_size())  # split as in torch.chunk
+    group = _group_of(weight)
+    first = dist.get_rank(group) * -(-weight.shape[0] // dist.get_world_size(group))  # split as in torch.chunk
     _replace_parameters(module, shards)
     module.padding_idx = None  # removes an index of the whole vocabulary, which only affects gradients
-    module.forward = _lookup(module, first, len(module.weight))
+    module.forward = _lookup(module, first, len(module.weight), group)
 
 
-def _lookup(module: nn.Embedding, first: int, count: int) -> Callable[[Tensor], Tensor]:
+def _lookup(
+    module: nn.Embedding, first: int, count: int, group: dist.ProcessGroup | None
+) -> Callable[[Tensor], Tensor]:
     """Return the forward function of a shard that holds the rows of tokens first to first + count - 1."""
     embed = type(module).forward  # forward of the subclass, which may scale the embeddings
 
@@ -123,7 +142,7 @@ def _lookup(module: nn.Embedding, first: int, count: int) -> Callable[[Tensor], 
         local = input_ids - first
         elsewhere = (local < 0) | (local >= count)
         rows = embed(module, local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
-        dist.all_reduce(rows)
+        dist.all_reduce(rows, group=group)
         return rows
 
     return forward

@@ -22,25 +22,34 @@ class ChunkPlanner:
         pins: Pins,
         preemption: Preemption,
         counters: SchedulerCounters,
+        stages: int = 1,
     ):
+        """stages: of a pipeline; 1: there is none."""
         self._requests = requests
         self._tables = tables
         self._pins = pins
         self._preemption = preemption
         self._counters = counters
+        self._stages = stages
 
     def split(self, *, in_flight: bool) -> tuple[list[tuple[Group, Sequence]], list[tuple[Group, Sequence]]]:
         """Return the sequences that decode and those that prefill, each in scheduling order.
 
-        Decode is planned first, so that a long prompt hardly delays running streams.
+        Decode is planned first, so that a long prompt hardly delays running streams. In a pipeline, sequences with a
+        placeholder wait for its token, and at most an equal share of those that decode is returned for each stage.
         """
         decoding: list[tuple[Group, Sequence]] = []
         prefilling: list[tuple[Group, Sequence]] = []
+        waiting = 0  # sequences that decode in other steps of the pipeline
         for group in self._requests.running.values():  # iterates in scheduling order, which `check` asserts
             for sequence in group.active:
-                if not (in_flight and sequence.has_all_tokens):
+                if self._stages > 1 and sequence.tokens[-1] < 0:
+                    waiting += 1
+                elif not (in_flight and sequence.has_all_tokens):
                     is_decode = len(sequence.tokens) - sequence.computed == 1
                     (decoding if is_decode else prefilling).append((group, sequence))
+        if self._stages > 1:
+            del decoding[-(-(len(decoding) + waiting) // self._stages) :]
         return decoding, prefilling
 
     def extend_all(self, ordered: list[tuple[Group, Sequence]], builder: PlanBuilder) -> None:

@@ -45,7 +45,8 @@ class Scheduler:
 
     A step may be planned while the one before is in flight. Tokens that are still to be sampled then stand in the
     sequences as placeholders. If the sequence has ended meanwhile, one row is computed for nothing. No request is
-    preempted while a step is in flight: a request that does not fit waits for the commit.
+    preempted while a step is in flight: a request that does not fit waits for the commit. With several stages, as many
+    steps are in flight, each with its share of the sequences, and none is planned whose last token is a placeholder.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Scheduler:
         fair_tenants: bool = False,
         state_slots: int = 0,
         host_state_slots: int = 0,
+        stages: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ):
         """preemption: "swap", "recompute", or "auto" for the cheaper one. session_blocks: maximum blocks pinned for
@@ -71,7 +73,8 @@ class Scheduler:
         tokens of a step that decodes. max_loras: maximum adapters on the device. fair_tenants: within a priority, admit
         the tenant that was served the fewest tokens instead of first come, first served. state_slots: slots for the
         states of recurrent layers, at least max_num_seqs and `num_draft_slots`; 0: the model has none.
-        host_state_slots: slots on the host for the states of swapped-out requests. clock: returns seconds.
+        host_state_slots: slots on the host for the states of swapped-out requests. stages: of a pipeline. clock:
+        returns seconds.
         """
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.blocks = blocks
@@ -95,7 +98,7 @@ class Scheduler:
         self._tables = BlockTables(blocks, self.costs, preemption, self.states)
         self._requests = RequestRegistry(blocks, self._tables, self.slots, self.pins, self._accounts)
         self._preemption = Preemption(self._requests, blocks, self._tables, self._counters, clock)
-        self._planner = ChunkPlanner(self._requests, self._tables, self.pins, self._preemption, self._counters)
+        self._planner = ChunkPlanner(self._requests, self._tables, self.pins, self._preemption, self._counters, stages)
         self._admission = BatchAdmission(
             self._requests,
             blocks,
@@ -116,6 +119,7 @@ class Scheduler:
         self._max_draft_tokens = max_draft_tokens
         self._prefill_budget = prefill_budget
         self._clock = clock
+        self.stages = stages
         self._in_flight = 0  # plans that were neither committed nor failed
         self._blocked = False  # whether a request waits for a commit
         self._committed_at = 0.0  # time of the last commit
@@ -184,11 +188,11 @@ class Scheduler:
 
     @property
     def needs_results(self) -> bool:
-        """True if the steps in flight have to be committed before the next one is planned: a request waits for it, or
-        beams, guides or draft tokens depend on the results."""
-        if self._blocked or self._proposer is not None:
-            return True
-        return any(group.needs_previous_result for group in self._requests.running.values())
+        """True if the steps in flight must be committed before the next one is planned, since requests depend on it."""
+        if self._blocked or self.stages > 1:  # with stages, each sequence waits for its own results
+            return self._blocked
+        running = self._requests.running.values()  # beams, guides and draft tokens depend on results
+        return self._proposer is not None or any(group.needs_previous_result for group in running)
 
     def add(self, request: GenerateRequest) -> None:
         """Add a new request to the waiting queue."""
@@ -221,8 +225,7 @@ class Scheduler:
         return True
 
     def end_all(self, key: int) -> bool:
-        """End every sample of a request. Its blocks are free at once, or pinned for its session. False if it has ended
-        already."""
+        """End every sample of a request. Its blocks are freed, or pinned for its session. False if it has ended."""
         group = self._requests.find(key)
         if group is None or group.beams:
             return self.abort(key)
@@ -230,14 +233,13 @@ class Scheduler:
         return True
 
     def expire(self, key: int) -> list[TokenDelta]:
-        """End a beam search, and return the best outputs that it has, finished or not. Empty if it has ended
-        already."""
+        """End a beam search, and return the best outputs that it has. Empty if it has ended already."""
         group = self._requests.find(key)
         return self._beams.expire(group) if group else []
 
     def schedule(self) -> Plan | None:
-        """Plan the next step. None if nothing can run. At most one step may be in flight."""
-        assert self._in_flight <= 1
+        """Plan the next step. None if nothing can run. One step may be in flight, or one for each other stage."""
+        assert self._in_flight <= max(1, self.stages - 1)
         builder = PlanBuilder(self.max_num_batched_tokens, self._clock(), in_flight=self._in_flight > 0)
         preemptions = self._counters.preemptions
         decoding, prefilling = self._planner.split(in_flight=builder.in_flight)
@@ -294,8 +296,8 @@ class Scheduler:
         if self._prefill_budget:
             last, self._committed_at = self._committed_at, self._clock()
             if plan.prefill_tokens is not None:
-                seconds = self._committed_at - max(last, plan.planned_at)
-                self._prefill_budget.record_step(plan.prefill_tokens, seconds)
+                started = plan.planned_at if self.stages > 1 else max(last, plan.planned_at)
+                self._prefill_budget.record_step(plan.prefill_tokens, self._committed_at - started)
         self.blocks.offload.finish_moves_out(plan.moves_out)
         self.blocks.offload.finish_moves_in(plan.moves_in)
         self.blocks.finish_copies(plan.copies)
@@ -325,8 +327,7 @@ class Scheduler:
         return ended
 
     def clear_cache(self) -> None:
-        """Forget all contents of the device's pool and of the state slots. Called while no request is open. Sessions
-        lose their blocks, as after an eviction."""
+        """Forget all contents of the pool and of the state slots, also of sessions. Called while no request is open."""
         assert not self.has_work and not self._in_flight
         while self.pins.drop_oldest():
             pass

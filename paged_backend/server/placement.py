@@ -5,6 +5,7 @@ from __future__ import annotations
 from paged_backend.api.errors import ConfigError
 
 GPU_DEVICE_IDS = "GPU_DEVICE_IDS"
+SIZES = "tensor_parallel_size * pipeline_parallel_size * data_parallel_size"  # the number of GPUs
 
 
 def visible_gpus(kind: str, device: int, wanted: str, processes: int, visible: str | None) -> str | None:
@@ -12,7 +13,7 @@ def visible_gpus(kind: str, device: int, wanted: str, processes: int, visible: s
 
     kind, device: kind and device id of the instance, as Triton passes them ("GPU", "MODEL", "CPU").
     wanted: the parameter GPU_DEVICE_IDS of config.pbtxt, comma-separated numbers; "" if it is not set.
-    processes: the number of GPUs that the engine uses (tensor_parallel_size).
+    processes: the number of GPUs that the model uses (SIZES).
     visible: the current CUDA_VISIBLE_DEVICES; device numbers count the GPUs in it.
 
     Raises ConfigError for a contradiction or an invalid number.
@@ -20,7 +21,7 @@ def visible_gpus(kind: str, device: int, wanted: str, processes: int, visible: s
     if kind == "GPU":
         if processes > 1:
             raise ConfigError(
-                f"tensor_parallel_size={processes}: KIND_GPU is for one GPU, please specify KIND_MODEL in config.pbtxt"
+                f"{SIZES}={processes}: KIND_GPU is for one GPU, please specify KIND_MODEL in config.pbtxt"
             )
         ids = [device]
     elif kind == "MODEL" and wanted:
@@ -44,7 +45,7 @@ def _numbers(wanted: str, processes: int) -> list[int]:
     if len(set(ids)) < len(ids):
         raise ConfigError(f'{GPU_DEVICE_IDS}="{wanted}": names a GPU twice')
     if processes > 1 and len(ids) != processes:
-        raise ConfigError(f'{GPU_DEVICE_IDS}="{wanted}": must name tensor_parallel_size={processes} GPUs')
+        raise ConfigError(f'{GPU_DEVICE_IDS}="{wanted}": must name {SIZES}={processes} GPUs')
     return ids
 
 

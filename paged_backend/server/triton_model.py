@@ -90,7 +90,7 @@ def _pin(args: Mapping[str, str], parameters: Mapping[str, Any], config: EngineC
         args["model_instance_kind"],
         int(args["model_instance_device_id"]),
         _parameter(parameters, GPU_DEVICE_IDS),
-        config.tensor_parallel_size,
+        config.num_ranks * config.data_parallel_size,
         os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
     if gpus is not None:

@@ -31,6 +31,8 @@ VIOLATIONS = (
     {"prompt_lookup_min": 3, "prompt_lookup_max": 2},
     {"max_cpu_loras": 1, "max_loras": 2},
     {"async_scheduling": True, "num_speculative_tokens": 4},
+    {"async_scheduling": True, "pipeline_parallel_size": 2},
+    {"speculative_model": "m", "pipeline_parallel_size": 2},
     {"quantization": "int8", "tensor_parallel_size": 2},
     {"quantization_group_size": 32},
     {"data_parallel_size": 2, "nnodes": 2},
@@ -38,11 +40,14 @@ VIOLATIONS = (
     {"data_parallel_size": 2, "kv_events_config": {"enable_kv_cache_events": True}},
     {"max_state_checkpoints": 4, "enable_prefix_caching": False},
     {"enable_lora": True, "tensor_parallel_size": 2},
+    {"enable_lora": True, "pipeline_parallel_size": 2},
     {"speculative_model": "m"},
     {"disk_cache_dir": "d", "enable_prefix_caching": False},
     {"disk_cache_dir": "d", "tensor_parallel_size": 2},
+    {"disk_cache_dir": "d", "pipeline_parallel_size": 2},
     {"remote_cache_url": "redis://h", "enable_prefix_caching": False},
     {"remote_cache_url": "redis://h", "tensor_parallel_size": 2},
+    {"remote_cache_url": "redis://h", "pipeline_parallel_size": 2},
 )
 
 

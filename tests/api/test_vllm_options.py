@@ -122,7 +122,6 @@ REJECTED = {
     "override_attention_dtype": "float16",
     "override_neuron_config": {"a": 1},
     "override_pooler_config": {"pooling_type": "MEAN"},
-    "pipeline_parallel_size": 2,
     "pooler_config": {"pooling_type": "MEAN"},
     "prefill_context_parallel_size": 2,
     "prefix_caching_hash_algo": "xxhash",
@@ -198,8 +197,11 @@ def test_other_values_are_rejected_with_name_value_and_reason(name):
     [
         ({"enable_chunked_prefill": False}, "must be true or null: prefill is always chunked"),
         ({"enable_chunked_prefill": "false"}, "must be true or null: prefill is always chunked"),
-        ({"pipeline_parallel_size": 2}, "must be 1 or null: set tensor_parallel_size to use several GPUs"),
-        ({"pipeline_parallel_size": True}, "must be 1 or null"),
+        (
+            {"data_parallel_size_local": 2},
+            "must be 1 or null: set tensor_parallel_size, pipeline_parallel_size or data",
+        ),
+        ({"data_parallel_size_local": True}, "must be 1 or null"),
         ({"distributed_executor_backend": "ray"}, 'must be "mp" or "uni" or null'),
         ({"cpu_offload_gb": 4}, "must be 0 or null: weights stay on the device; leave it out"),
         (

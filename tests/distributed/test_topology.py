@@ -25,6 +25,12 @@ def test_one_machine_uses_the_loopback_address_and_a_free_port():
     assert Topology.of(config(), {"MASTER_ADDR": "10.0.0.9"}) == Topology(4, 1, "127.0.0.1", 0)
 
 
+def test_stages_multiply_the_ranks():
+    staged = config(pipeline_parallel_size=3, nnodes=6, master_addr="a")
+    assert Topology.of(staged, {}) == Topology(12, 6, "a", 29500)
+    assert (staged.num_ranks, staged.ranks_per_node) == (12, 2)
+
+
 def test_ranks_are_divided_evenly():
     topology = Topology(6, 3, "a", 1)
     assert [list(topology.ranks_of(node)) for node in range(3)] == [[0, 1], [2, 3], [4, 5]]
@@ -34,6 +40,11 @@ def test_ranks_are_divided_evenly():
     ("options", "environment", "message"),
     [
         ({"nnodes": 3}, {}, "tensor_parallel_size=4: must be a multiple of 3"),
+        (
+            {"nnodes": 3, "pipeline_parallel_size": 2},
+            {},
+            "tensor_parallel_size=4 and pipeline_parallel_size=2: their product must be a multiple of 3",
+        ),
         ({"nnodes": 2}, {}, "master_addr: missing; nnodes=2 needs"),
         ({}, {"NNODES": "two"}, "NNODES='two': must be a number"),
         ({"nnodes": 2, "master_addr": "a"}, {"NODE_RANK": "1"}, "NODE_RANK=1: the server is node 0"),

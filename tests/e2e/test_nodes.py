@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -77,14 +78,11 @@ def workers(machines, port, log):
 
 
 @contextmanager
-def distributed(model, port, nodes):
-    """Run a server that waits for the workers of the other machines. Fails if they do not come."""
-    shared = {
-        "tensor_parallel_size": nodes,
-        "nnodes": nodes,
-        "master_addr": network.server_address(),
-        "master_port": port,
-    }
+def distributed(model, port, nodes, **sizes):
+    """Run a server that waits for the workers of the other machines. Fails if they do not come. sizes: by default each
+    machine has a tensor parallel rank."""
+    sizes = sizes or {"tensor_parallel_size": nodes}
+    shared = sizes | {"nnodes": nodes, "master_addr": network.server_address(), "master_port": port}
     server = TritonServer(model, OPTIONS | shared)
     server.start()
     try:
@@ -158,3 +156,50 @@ def test_latency_changes_no_token(model, expected, tmp_path):
         distributed(model, port, 2) as server,
     ):
         assert generate(server, PROMPTS[0]) == expected[0]
+
+
+def generate_together(server):
+    """Return the texts of requests that run at the same time, so that the stages of a pipeline all have work."""
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        return list(threads.map(lambda prompt: generate(server, prompt), PROMPTS))
+
+
+def test_stages_on_two_machines_match_one_and_a_cut_link_is_noticed(model, expected, tmp_path):
+    port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
+    with network.machines(1) as machines, workers(machines, port, tmp_path / "log"):
+        with distributed(model, port, 2, pipeline_parallel_size=2) as server:
+            assert generate_together(server) == expected
+            with endless_stream(server) as stream:
+                machines[0].cut()
+                assert_one_clear_error(stream, "rank 1 of 2 has ended: machine 1 cannot be reached")
+        machines[0].mend()
+        until(lambda: not ranks(port), "the end of the rank")
+        with distributed(model, port, 2, pipeline_parallel_size=2) as server:
+            assert generate(server, PROMPTS[0]) == expected[0]
+
+
+@pytest.mark.nightly
+def test_stages_on_three_machines_match_one_and_a_killed_worker_is_noticed(model, expected, tmp_path):
+    port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
+    with network.machines(2) as machines, workers(machines, port, tmp_path / "log"):
+        with distributed(model, port, 3, pipeline_parallel_size=3) as server:
+            assert generate_together(server) == expected
+            with endless_stream(server) as stream:
+                os.kill(ranks(port)[0], signal.SIGKILL)
+                assert_one_clear_error(stream, "of 3 has ended: its process on machine")
+        until(lambda: not ranks(port), "the end of the ranks")
+        with distributed(model, port, 3, pipeline_parallel_size=3) as server:
+            assert generate(server, PROMPTS[0]) == expected[0]
+
+
+@pytest.mark.nightly
+def test_two_stages_of_two_ranks_on_two_machines_match_one(model, expected, tmp_path):
+    port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    with (
+        network.machines(1) as machines,
+        workers(machines, port, tmp_path / "log"),
+        distributed(model, port, 2, **sizes) as server,
+    ):
+        assert len(ranks(port)) == 3  # one of the server's machine, two of the other
+        assert generate_together(server) == expected

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.scheduler_stress import CONDITIONS, WINDOWED, run_stress
+from tests.support.scheduler_stress import CONDITIONS, PIPELINED, WINDOWED, run_stress
 
 EVENTS = (  # each occurs in any run of the stress test
     "add", "abort while waiting", "abort while running", "abort in flight", "abort of unknown request",
@@ -19,7 +19,9 @@ EVENTS = (  # each occurs in any run of the stress test
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("conditions", [CONDITIONS, WINDOWED], ids=["full attention", "sliding windows"])
+@pytest.mark.parametrize(
+    "conditions", [CONDITIONS, WINDOWED, PIPELINED], ids=["full attention", "sliding windows", "stages"]
+)
 @pytest.mark.parametrize("examples", [250, pytest.param(20_000, marks=pytest.mark.nightly)])
 def test_random_load_gives_each_sample_its_isolated_output(examples, conditions, figures, until):
     seen = Counter()
@@ -33,4 +35,5 @@ def test_random_load_gives_each_sample_its_isolated_output(examples, conditions,
 
     run()
     assert all(seen[name] for name in EVENTS), seen
+    assert bool(seen["several steps in flight"]) == (conditions is PIPELINED)
     figures(f"{seen['step']:,} steps of the scheduler, {seen['add']:,} requests, chosen by hypothesis")

@@ -30,6 +30,29 @@ def test_no_chunk_is_scheduled_after_last_token_in_flight():
     assert sched.schedule() is None
 
 
+def test_stages_share_the_sequences_that_decode():
+    """Each step decodes its share, and a sequence waits while another step samples its next token."""
+    sched = scheduler(stages=3)
+    for key in range(4):
+        sched.add(request(key, prompt=2, max_tokens=8))
+    step(sched)
+    flights = [sched.schedule(), sched.schedule()]
+    assert [shape(plan) for plan in flights] == [
+        [(0, 2, 1, True), (1, 2, 1, True)],
+        [(2, 2, 1, True), (3, 2, 1, True)],
+    ]
+    assert sched.schedule() is None
+    sched.commit(flights[0], StepResult.of_tokens([1, 1]))
+    assert shape(sched.schedule()) == [(0, 3, 1, True), (1, 3, 1, True)]
+
+
+def test_chunks_of_a_prompt_follow_each_other_through_stages():
+    sched = scheduler(stages=3)
+    sched.add(request(0, prompt=40, max_tokens=8))
+    plans = [sched.schedule(), sched.schedule()]
+    assert [shape(plan) for plan in plans] == [[(0, 0, 16, False)], [(0, 16, 16, False)]]
+
+
 @pytest.mark.parametrize(("max_tokens", "draft_tokens"), [(2, 0), (3, 1), (9, 4)])
 def test_no_draft_tokens_past_max_tokens(max_tokens, draft_tokens):
     """The last of the remaining tokens is sampled after the draft tokens."""

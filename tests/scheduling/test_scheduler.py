@@ -111,6 +111,30 @@ def test_prefill_chunks_fit_target_step_time():
     assert all(35 <= tokens <= 50 for tokens in slower[-2:])
 
 
+def test_time_of_a_step_is_that_through_all_stages():
+    """Not the time between two commits, which is that of one stage."""
+    now = [0.0]
+    sched = Scheduler(
+        BlockManager(256, 16),
+        max_num_seqs=4,
+        max_num_batched_tokens=512,
+        prefill_budget=PrefillBudget(1.5, 0.01, 512),
+        clock=lambda: now[0],
+        stages=2,
+    )
+    for key in (0, 1):
+        sched.add(request(key, prompt=3, max_tokens=100))
+    step(sched)
+    first = sched.schedule()
+    sched.add(request(2, prompt=1000))
+    second = sched.schedule()
+    assert [shape(first), shape(second)] == [[(0, 3, 1, True)], [(1, 3, 1, True), (2, 0, 150, False)]]
+    for plan, time in ((first, 0.5), (second, 2.0)):
+        now[0] = time
+        sched.commit(plan, StepResult.of_tokens([1]))
+    assert shape(sched.schedule())[-1] == (2, 150, 112, False)  # 150 tokens took 2 s, 1.5 s are allowed
+
+
 def test_prefill_always_progresses():
     assert prefill_beside_decode(lambda number: 1.0)[-1] == 32
     assert prefill_beside_decode(lambda number: 1.0, budget=24)[-1] == 23

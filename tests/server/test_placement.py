@@ -27,11 +27,21 @@ def test_an_instance_sees_its_configured_gpus(kind, device, wanted, processes, v
 @pytest.mark.parametrize(
     ("kind", "wanted", "processes", "reason"),
     [
-        ("GPU", "", 2, "tensor_parallel_size=2: KIND_GPU is for one GPU, please specify KIND_MODEL"),
+        (
+            "GPU",
+            "",
+            2,
+            "tensor_parallel_size * pipeline_parallel_size * data_parallel_size=2: KIND_GPU is for one GPU, please specify",
+        ),
         ("MODEL", "0,x", 1, 'GPU_DEVICE_IDS="0,x": must be comma-separated numbers'),
         ("MODEL", "-1", 1, 'GPU_DEVICE_IDS="-1": must be comma-separated numbers'),
         ("MODEL", "0,0", 1, 'GPU_DEVICE_IDS="0,0": names a GPU twice'),
-        ("MODEL", "0", 2, 'GPU_DEVICE_IDS="0": must name tensor_parallel_size=2 GPUs'),
+        (
+            "MODEL",
+            "0",
+            2,
+            'GPU_DEVICE_IDS="0": must name tensor_parallel_size * pipeline_parallel_size * data_parallel_size=2 GPUs',
+        ),
         ("MODEL", "0,7", 2, 'GPU_DEVICE_IDS="7": CUDA_VISIBLE_DEVICES="4,5" leaves 2 GPUs'),
     ],
 )

@@ -49,7 +49,7 @@ LAYERS = (
     Layer("paged_backend.memory", "KV cache tensors, swapping, disk and remote cache"),
     Layer("paged_backend.sampling", "logits processing, sampling, log probabilities"),
     Layer("paged_backend.guided", "structured outputs: grammars and their token masks"),
-    Layer("paged_backend.models", "attention, fused and quantized layers, LoRA, tensor parallelism"),
+    Layer("paged_backend.models", "attention, fused and quantized layers, LoRA, shards and stages"),
     Layer("paged_backend.execution", "batches, the forward pass, CUDA graphs, draft models"),
     Layer("paged_backend.loading", "model files, the load-time check of the logits, adapters"),
     Layer("paged_backend.engine", "the step loop, warm-up, worker processes"),

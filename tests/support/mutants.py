@@ -603,7 +603,7 @@ def found_by(mutant: str | None, first_seed: int = 0, num_seeds: int = 120) -> s
                     rules.play_seeds(range(seed, seed + 1))
                 if mutant is None or MUTANTS[mutant][0] in STATE_MODULES:
                     states.run_states_stress(seed)
-                for conditions in (load.CONDITIONS, load.WINDOWED):
+                for conditions in (load.CONDITIONS, load.WINDOWED, load.PIPELINED):
                     load.run_stress(**load.random_conditions(seed, conditions))
             except Exception as error:
                 return f"seed {seed}: {error!r}"

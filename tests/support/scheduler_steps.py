@@ -16,9 +16,12 @@ def request(key, prompt, max_tokens=4, returns_usage=False, **sampling):
     )
 
 
-def scheduler(num_blocks=16, block_size=4, max_num_seqs=8, max_num_batched_tokens=16):
+def scheduler(num_blocks=16, block_size=4, max_num_seqs=8, max_num_batched_tokens=16, stages=1):
     return Scheduler(
-        BlockManager(num_blocks, block_size), max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        BlockManager(num_blocks, block_size),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        stages=stages,
     )
 
 

@@ -37,7 +37,9 @@ CONDITIONS = {  # each run takes one value of each
     "fair": (False, False, False, True),
     "window": (0,),
     "pages": ((1, 0),),
+    "stages": (1,),
 }
+PIPELINED = CONDITIONS | {"overlap": (False,), "stages": (2, 3, 4)}
 WINDOWED = CONDITIONS | {  # the same with sliding windows; pages: base pages and window pages of a block
     "blocks": range(12, 60),
     "host": (0, 0, 5, 20, 80),
@@ -69,6 +71,7 @@ def scheduler(
     fair=False,
     window=0,
     pages=(1, 0),
+    stages=1,
 ) -> Scheduler:
     layout = BlockLayout(block_size, *pages, window, max_pending=2 * max_num_batched_tokens)
     behind = make_pool(host, layout, caching=caching) if host else None
@@ -84,6 +87,7 @@ def scheduler(
         max_draft_tokens=draft_tokens,
         max_loras=loras,
         fair_tenants=fair,
+        stages=stages,
     )
 
 
@@ -104,15 +108,16 @@ def run_stress(seen: Counter[str] | None = None, **conditions) -> None:
 
 class StressTest:
     """Prompts of two tokens and two salts, so that many prefixes are equal, with forks, aborts and exhausted pools.
-    overlap: plan and run a step before the one before is committed."""
+    overlap: plan and run a step before the one before is committed. stages: of a pipeline."""
 
     def __init__(self, seen, *, seed, blocks, size, seqs, extra, caching, vocab, host, disk, swap, pinned, overlap,
-                 draft_tokens, loras, fair, window, pages):  # fmt: skip
+                 draft_tokens, loras, fair, window, pages, stages):  # fmt: skip
         self.seen, self.rnd, self.vocab, self.size, self.num_blocks = seen, random.Random(seed), vocab, size, blocks
-        self.disk, self.pinned, self.overlap, self.loras = disk and host, pinned, overlap, loras
+        self.disk, self.pinned, self.loras = disk and host, pinned, loras
         self.sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, session_blocks=pinned,
                                preemption="swap" if swap else "recompute", draft_tokens=draft_tokens, loras=loras,
-                               fair=fair, window=window, pages=pages)  # fmt: skip
+                               fair=fair, window=window, pages=pages, stages=stages)  # fmt: skip
+        self.steps_ahead = stages - 1 if stages > 1 else int(overlap)
         self.store = ShadowStore(self.sched, vocab)
         self.requests: dict[int, GenerateRequest] = {}
         self.outputs: dict[tuple[int, int], list[int]] = {}  # of open samples
@@ -236,9 +241,13 @@ class StressTest:
         if plan is not None:
             assert plan.num_tokens <= self.sched.max_num_batched_tokens
             self.launch(plan, fails)
-        kept = 1 if self.overlap and plan is not None and fails != "at once" else 0
-        while len(self.flights) > kept or (self.flights and self.sched.needs_results):
+        if plan is None:
+            kept = max(0, len(self.flights) - 1)
+        else:
+            kept = 0 if fails == "at once" or self.sched.needs_results else self.steps_ahead
+        while len(self.flights) > kept:
             self.settle()
+        self.seen["several steps in flight"] += len(self.flights) > 1
         if not self.flights:
             self.count_blocks()
         return True
