@@ -3,7 +3,7 @@
 import pytest
 
 from paged_backend.api.errors import ConfigError
-from paged_backend.server.placement import replica_gpus, visible_gpus
+from paged_backend.server.placement import SIZES, replica_gpus, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_an_instance_sees_its_configured_gpus(kind, device, wanted, processes, v
             "GPU",
             "",
             2,
-            "tensor_parallel_size * pipeline_parallel_size * data_parallel_size=2: KIND_GPU is for one GPU, please specify",
+            f"{SIZES}=2: KIND_GPU is for one GPU, please specify",
         ),
         ("MODEL", "0,x", 1, 'GPU_DEVICE_IDS="0,x": must be comma-separated numbers'),
         ("MODEL", "-1", 1, 'GPU_DEVICE_IDS="-1": must be comma-separated numbers'),
@@ -40,7 +40,7 @@ def test_an_instance_sees_its_configured_gpus(kind, device, wanted, processes, v
             "MODEL",
             "0",
             2,
-            'GPU_DEVICE_IDS="0": must name tensor_parallel_size * pipeline_parallel_size * data_parallel_size=2 GPUs',
+            f'GPU_DEVICE_IDS="0": must name {SIZES}=2 GPUs',
         ),
         ("MODEL", "0,7", 2, 'GPU_DEVICE_IDS="7": CUDA_VISIBLE_DEVICES="4,5" leaves 2 GPUs'),
     ],
