@@ -74,7 +74,7 @@ class Engine:
         self._state = EngineState(
             scheduler, emit, self._prefix_tiers, cache_events=cache_events, memory=memory, queued=self._queued
         )
-        self.moved_requests = MovedRequests(self._inbox.put, self._state.moved)
+        self.moved_requests = MovedRequests(self._inbox.put, self._state)
         self.sleep_mode = SleepMode(self._inbox.put, lambda: self.alive)
         self._preparation = RequestPreparation(self._inbox.put, self.reject, adapters, self._prefix_tiers)
         self._loop = StepLoop(

@@ -31,10 +31,15 @@ Take = Callable[[GenerateRequest], OtherEngine | None]
 class MovedRequests:
     """Moves requests out of an engine and back. The methods may be called from any thread."""
 
-    def __init__(self, post: Callable[[Message], None], moved: dict[int, Moved]):
-        """post: posts a message to the engine's inbox. moved: the engine's moved requests."""
+    def __init__(self, post: Callable[[Message], None], state: EngineState):
+        """post: posts a message to the engine's inbox."""
         self._post = post
-        self._moved = moved
+        self._moved, self._announced = state.moved, state.announced
+
+    def announce(self, key: int) -> None:
+        """Register a request of another engine, which will be delivered or rejected later. Unlike after
+        `Engine.announce` it does not count as waiting, since its client was admitted before."""
+        self._announced.add(key)
 
     def take_out(self, is_wanted: Callable[[GenerateRequest], bool], take: Take) -> None:
         """Take out the requests that another engine can continue, each with its progress.
