@@ -45,8 +45,8 @@ class MovedRequests:
         """Take out the requests that another engine can continue, each with its progress.
 
         is_wanted: returns whether to move a request. take: called with each request, on the engine's thread, after all
-        of its outputs were emitted. Returns the engine that it was submitted to, or None if it belongs to another
-        process, which was told. It must not block.
+        of its outputs were emitted; must not block. It returns the engine to submit the request to, or None for a
+        request of another process, which it has told.
         """
         self._post(_TakeOut(is_wanted, take))
 
