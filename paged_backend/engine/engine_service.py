@@ -33,7 +33,6 @@ FLUSH_SECONDS = 5.0  # time to send what is queued before a session ends
 class ServingEngine(Protocol):
     """The methods of `Engine` that a service calls."""
 
-    def announce(self, key: int) -> None: ...
     def abort(self, key: int) -> None: ...
     def end(self, key: int, index: int) -> None: ...
     def end_all(self, key: int) -> None: ...
@@ -57,6 +56,7 @@ class EngineService:
         self._tokenizer = tokenizer
         self._emit_own = emit
         self._engine: ServingEngine | None = None
+        self._announce: Callable[[int], None] = lambda key: None
         self._submit: Callable[[GenerateRequest], None] | None = None
         self._check: Callable[[GenerateRequest], None] = lambda request: None
         self._keys = itertools.count(FIRST_KEY)
@@ -66,11 +66,16 @@ class EngineService:
     def start(
         self,
         engine: ServingEngine,
+        announce: Callable[[int], None],
         submit: Callable[[GenerateRequest], None],
         check: Callable[[GenerateRequest], None] = lambda request: None,
     ) -> None:
-        """Accept requests. submit: runs an announced request. check: raises RequestError if a request cannot run."""
-        self._engine, self._submit, self._check = engine, submit, check
+        """Accept requests.
+
+        announce: registers the key of a request. submit: runs an announced request. check: raises RequestError if a
+        request cannot run.
+        """
+        self._engine, self._announce, self._submit, self._check = engine, announce, submit, check
 
     @property
     def num_open(self) -> int:
@@ -104,7 +109,10 @@ class EngineService:
     def open_session(
         self, send: Callable[[bytes], None], end: Callable[[], None], max_frame_bytes: int
     ) -> EngineSession:
-        """Return the session of a connection. send: sends a frame; may block. end: closes the connection."""
+        """Return the session of a connection.
+
+        send: sends a frame, or does nothing if the connection has ended; may block. end: closes the connection.
+        """
         return EngineSession(self, send, end, max_frame_bytes)
 
     def accept(self, session: EngineSession, request_id: int, values: Any) -> None:
@@ -116,7 +124,7 @@ class EngineService:
         self._sessions.add(session)
         session.add(request_id, request)
         self._served[request.key] = session
-        self._engine.announce(request.key)
+        self._announce(request.key)
         self._submit(request)
 
     def control(self, key: int, control: Any, sample: Any, *, is_last: bool = True) -> None:

@@ -7,6 +7,7 @@ from hashlib import blake2b
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import EngineLimits
+from paged_backend.engine.request_frames import FRAMES_VERSION
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory.block_file import BlockSource
 
@@ -21,5 +22,6 @@ def fingerprint(config: EngineConfig, loaded: LoadedModel, limits: EngineLimits)
         "activations": config.quantized_activations,
         "vocabulary": [spec.vocab_size, len(loaded.tokenizer), sorted(spec.eos_ids)],
         "tokenizer": config.tokenizer,
+        "frames": FRAMES_VERSION,
     }
     return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

@@ -45,12 +45,17 @@ class MovedRequests:
         """Run an announced request in another engine from its start, unless it was aborted."""
         self._post(_Send(request, engine))
 
+    def announce(self, key: int) -> None:
+        """Register a request of another engine, which will be delivered or rejected later. Unlike after
+        `Engine.announce` it does not count as waiting, since its client was admitted before."""
+        self._state.announced.add(key)
+
     def take_out(self, is_wanted: Callable[[GenerateRequest], bool], take: Take) -> None:
         """Take out the requests that another engine can continue, each with its progress.
 
         is_wanted: returns whether to move a request. take: called with each request, on the engine's thread, after all
-        of its outputs were emitted. Returns the engine that it was submitted to, or None if it belongs to another
-        process, which was told. It must not block.
+        of its outputs were emitted; must not block. It returns the engine to submit the request to, or None for a
+        request of another process, which it has told.
         """
         self._post(_TakeOut(is_wanted, take))
 

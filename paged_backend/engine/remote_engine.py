@@ -53,6 +53,7 @@ class _Open:
     outputs: list[list[int] | None] = field(init=False)  # tokens by sample; None: the sample has ended
     has_prompt_logprobs: bool = False
     usage: Usage | None = None
+    answered: bool = False  # whether the engine has returned anything
 
     def __post_init__(self) -> None:
         progress = self.request.progress
@@ -138,7 +139,7 @@ class RemoteEngine:
             self._keys[opened.id] = request.key
         self._frames.put({"id": opened.id, "generate": write_request(request)})
         if not self._alive:
-            self._fail_all()
+            self._end_all()
 
     def abort(self, key: int) -> None:
         """Drop a request without any further output."""
@@ -168,7 +169,7 @@ class RemoteEngine:
             self._frames.put({"id": opened.id, "control": "expire"})
 
     def close(self) -> None:
-        """End the connection; requests that are still open fail."""
+        """End the connection. Requests that are still open fail, or are returned if nothing of them was received."""
         self._connection.close()
 
     def _end(self, key: int, control: str) -> None:
@@ -193,7 +194,7 @@ class RemoteEngine:
                 self._connection.send(pack(frame, self._connection.max_frame_bytes))
             except FrameError as error:
                 self._return(frame["id"], str(error))
-            except OSError:  # the receiving thread fails the open requests
+            except OSError:  # the receiving thread ends the open requests
                 return
 
     def _receive_all(self) -> None:
@@ -208,13 +209,15 @@ class RemoteEngine:
             self._alive = False
             self._connection.close()
             self._frames.put(None)
-            self._fail_all()
+            self._end_all()
 
     def _handle(self, frame: Mapping[str, Any]) -> None:
         if isinstance(step := frame.get("step"), dict):
             self._handle_step(step)
         elif (returned := frame.get("returned")) in ("moved", "rejected") and isinstance(frame.get("id"), int):
             self._return(frame["id"], str(frame.get("text")) if returned == "rejected" else None)
+        elif "refused" in frame:
+            log.warning("another instance refused the connection: %s", frame["refused"])
         elif "unloading" not in frame:
             raise FrameError(f"unknown frame with {', '.join(sorted(frame))[:100]}")
 
@@ -234,6 +237,7 @@ class RemoteEngine:
                     continue  # it was aborted
                 delta = read_delta(value, self._keys.__getitem__)
                 opened = self._open[delta.key]
+                opened.answered = True
                 if not 0 <= delta.sample < len(opened.outputs):
                     raise FrameError(f"sample {delta.sample} of {len(opened.outputs)}")
                 if delta.error or opened.add(delta):
@@ -254,19 +258,24 @@ class RemoteEngine:
         if opened:
             self._owner.on_returned(self, opened.current(), rejected)
 
-    def _fail_all(self) -> None:
-        """Fail the open requests: the other process has ended."""
+    def _end_all(self) -> None:
+        """Fail the open requests that the other process has begun to run: it has ended. Another engine may run the
+        others: it may have ended before it read them."""
         with self._lock:
-            keys = list(self._open)
+            opened = list(self._open.values())
             self._open.clear()
             self._keys.clear()
         error = RequestError(
             ErrorCode.UNAVAILABLE, "the instance that the request was moved to has ended; send it again"
         )
+        keys = [one.request.key for one in opened if one.answered]
         if keys:
             self._emit(RemoteOutput(tuple(TokenDelta(key, error=error) for key in keys), 0.0))
         for key in keys:
             self._owner.on_ended(key)
+        for one in opened:
+            if not one.answered:
+                self._owner.on_returned(self, one.current(), None)
 
 
 def read_stats(values: Any) -> SchedulerStats:

@@ -66,14 +66,16 @@ class Migration:
     @property
     def has_successor(self) -> bool:
         """Whether requests are moved to another instance."""
-        return bool(self._successors and self._successors.find())
+        return self._successors is not None and self._successor() is not None
 
     def stop(self) -> None:
         """Stop moving requests, and close the connections to other instances."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
-        for engine in self._engines.values():
+        with self._lock:
+            engines = list(self._engines.values())
+        for engine in engines:
             engine.close()
 
     def on_ended(self, key: int) -> None:

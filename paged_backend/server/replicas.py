@@ -149,9 +149,9 @@ class Replicas:
         self._own.moved_requests.remove(key)
 
     def on_returned(self, engine: RemoteEngine, request: GenerateRequest, rejected: str | None) -> None:
-        """Run a request here that a replica cannot run."""
+        """Run a request here that a replica cannot run, or had not begun to answer when it ended."""
         assert self._own
-        log.warning("%s returned a request, which runs in the first engine: %s", engine.name, rejected)
+        log.warning("a request of %s runs in the first engine: %s", engine.name, rejected or "the replica has ended")
         self._own.moved_requests.put_back(replace(request, stays=True))
 
     def stop(self) -> None:

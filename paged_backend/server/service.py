@@ -148,7 +148,9 @@ class Service:
         self._engine.start()
         description = None
         if instance is not None:
-            self._engine_service.start(self._engine, Submission(self._engine, self._grammars).submit, self._check)
+            submission = Submission(self._engine, self._grammars)
+            announce = self._engine.moved_requests.announce
+            self._engine_service.start(self._engine, announce, submission.submit, self._check)
             name = f"{labels.get('version')}/{instance}"
             description = Description(name, time.monotonic_ns(), fingerprint(config, loaded, limits))
         self._listener = self._listen(labels["model"], description)

@@ -9,6 +9,7 @@ Frames to the engine:   {"id": 7, "request": {"tensors": {name: [values]}, "para
                         {"id": 7, "cancel": true}, or {"id": 7, "stop": true}, which keeps the output so far
 Frames from the engine: {"id": 7, "outputs": {name: [values]}, "final": false}
                         {"id": 7, "profile": {...}}, see server/profiler.py
+                        {"id": 7, "describe": {...}}, see server/successors.py
                         {"id": 7, "sleep": {"changed": true, "seconds": ..., "bytes": {"pool": ..., "weights": ...,
                         "graphs": ...}}}, before it {"id": 7, "open": number of open requests}; "wake" likewise
                         {"id": 7, "error": {"code": "UNAVAILABLE", "text": ...}}, which is final; with

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import shutil
-from contextlib import closing
+import threading
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -59,22 +60,28 @@ def test_streams_through_other_models_continue(tiny, tmp_path):
     repository = engine_alone(tmp_path)
     shutil.copytree(ROOT / "model_repository" / "ensemble", tmp_path / "ensemble")
     faults.inject_into_repository(repository, {"slow_steps": 60})
-    options = {"model": str(tiny[0]), "dtype": "float32", "num_gpu_blocks_override": 64, "stop_timeout": 1}
+    options = {"model": str(tiny[0]), "dtype": "float32", "num_gpu_blocks_override": 1024, "stop_timeout": 1}
     (repository / "paged_llm" / "1" / "model.json").write_text(json.dumps(options))
     asked = ASKED | {"max_tokens": [[200]]}
     with (
         plain_server(repository, *FLAGS, "--load-model=ensemble") as server,
         closing(Models(server, repository)) as models,
-        opened(server, "ensemble") as whole,
-        opened(server, "ensemble") as moved,
+        ExitStack() as stack,
     ):
-        whole.send(**asked)
-        expected = _text(whole.all())
-        moved.send(**asked)
-        begun, _ = moved.next()
-        models.replace()
-        assert _text([begun, *moved.all()]) == expected
-        assert metrics(server)["paged_migrated_requests_total"] == 1
+
+        def begin():
+            stream = stack.enter_context(opened(server, "ensemble"))
+            stream.send(**asked)
+            return stream
+
+        expected = _text(begin().all())
+        replacing, streams = threading.Thread(target=models.replace), []
+        replacing.start()
+        while replacing.is_alive():  # so that some are open when the new instance is ready, however long it takes
+            streams.append(begin())
+            replacing.join(2)
+        assert {_text(stream.all()) for stream in streams} == {expected}
+        assert metrics(server)["paged_migrated_requests_total"] > 0
         models.close()
 
 

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -67,10 +67,14 @@ class Peer:
         self.own = SimpleQueue()
         self.service = EngineService(assembly.limits, assembly.loaded.tokenizer, self.own.put)
         self.engine = assembly.engine(self.service.emit)
-        self.service.start(self.engine, self.engine.deliver)
-        self.session = self.service.open_session(connection.send, connection.close, connection.max_frame_bytes)
+        self.service.start(self.engine, self.engine.moved_requests.announce, self.engine.deliver)
+        self.session = self.service.open_session(self._send, connection.close, connection.max_frame_bytes)
         self.connection = connection
         threading.Thread(target=self._read, daemon=True).start()
+
+    def _send(self, frame):
+        with suppress(OSError):
+            self.connection.send(frame)
 
     def _read(self):
         for frame in self.connection.frames():
@@ -204,13 +208,35 @@ def test_invalid_frame_ends_the_connection_and_fails_its_requests_once(assembly,
     client.submit(7, max_tokens=5)
     frames = far.frames()
     assert next(frames)["generate"]["prompt"] == PROMPT
+    step = {"deltas": [{"id": 1, "tokens": [4]}], "entered": [1], "started_at": 1.0, "finished_at": 1.0}
+    far.send(pack({"step": step}))
     far.send(pack(frame))
     (output,) = client.wait((7, 0))
     assert output.error.code is ErrorCode.UNAVAILABLE
     assert list(frames) == [] and not client.engine.alive
+    assert client.owner.ended == [7]
+
+
+@pytest.mark.parametrize("frame", [None, {"refused": "too many connections"}])
+def test_requests_that_were_not_answered_are_returned(assembly, frame):
+    near, far = pair()
+    client = Client(near, assembly.limits)
+    client.submit(7, max_tokens=5)
+    if frame:
+        far.send(pack(frame))
+    far.close()
+    until(lambda: not client.engine.alive, "the end of the connection")
     client.submit(8, max_tokens=5)  # after the end
-    assert client.wait((8, 0))[0].error.code is ErrorCode.UNAVAILABLE
-    assert client.owner.ended == [7, 8]
+    returned = [client.owner.returned.get(timeout=WAIT) for _ in range(2)]
+    assert sorted((request.key, rejected) for request, rejected in returned) == [(7, None), (8, None)]
+
+
+def test_requests_of_other_processes_do_not_count_as_waiting(assembly):
+    with connected(assembly) as (client, peer):
+        for key in range(20):  # more than run at once
+            client.submit(key, max_tokens=200)
+        until(lambda: peer.service.num_open == 20, "all requests")
+        assert peer.engine.waiting == 0
 
 
 def test_frame_of_the_client_with_an_invalid_value_is_an_error(assembly):
@@ -220,7 +246,7 @@ def test_frame_of_the_client_with_an_invalid_value_is_an_error(assembly):
     session = service.open_session(far.send, far.close, far.max_frame_bytes)
     session.handle(1, {"generate": {}})
     assert next(near.frames())["returned"] == "rejected"  # it accepts no requests
-    service.start(engine, engine.deliver)
+    service.start(engine, engine.moved_requests.announce, engine.deliver)
     with pytest.raises(FrameError):
         session.handle(1, {"generate": {}})
     session.handle(5, {"control": "abort"})  # it has ended

@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from paged_backend.engine.remote_engine import RemoteEngine
 from paged_backend.execution.runner import Runner
 from paged_backend.server import migration
 from tests.support.callers import serving
@@ -202,7 +201,8 @@ def test_streams_fail_with_one_error_if_the_new_instance_dies(tiny, slow):
         with serve(tiny):
             until(lambda: moved(first.service) == 1, "a moved request")
             (engine,) = first.service._migration._engines.values()
-            assert isinstance(engine, RemoteEngine)
+            (request,) = engine._open.values()
+            until(lambda: request.answered, "a token of the new instance")
             engine.close()  # as if its process had ended
             errors = [error for _, error, _ in _drain(stream) if error]
             assert len(errors) == 1 and "UNAVAILABLE: the instance" in errors[0]
