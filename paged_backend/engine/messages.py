@@ -46,7 +46,7 @@ class AddRequest(Message):
             state.queued.discard(self.request.key)
             state.emit_step([TokenDelta(self.request.key, error=ModelAsleep(ASLEEP))])
             return False
-        state.scheduler.add(self.request)
+        state.add_request(self.request)
         return True
 
 
@@ -74,7 +74,7 @@ class AbortRequest(Message):
         if self.key in state.announced:
             state.announced.remove(self.key)
             return True
-        return state.scheduler.abort(self.key)
+        return state.abort(self.key)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class EndSamples(Message):
             state.announced.remove(self.key)
             return True
         if self.index is None:
-            return state.scheduler.end_all(self.key)
+            return state.end_all(self.key)
         return state.scheduler.end(self.key, self.index)
 
 
@@ -129,6 +129,17 @@ class TiersChanged(Message):
 
     def apply(self, state: EngineState) -> bool:
         return True
+
+
+@dataclass(frozen=True)
+class PrefillStored(Message):
+    """End a `prefill_only` request, whose blocks are written or could not be."""
+
+    key: int
+
+    def apply(self, state: EngineState) -> bool:
+        state.emit_step(state.take_prefill_end(self.key))
+        return False
 
 
 @dataclass(frozen=True)

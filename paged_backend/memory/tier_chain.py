@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from paged_backend.memory.cache_tier import MAX_QUEUED_BLOCKS, CacheTier
+from paged_backend.memory.remote import RemoteTier
 from paged_backend.scheduling.content import Entry
 from paged_backend.scheduling.stats import SchedulerStats
 
@@ -18,9 +19,10 @@ MEASURE_SECONDS = 30.0  # time after which a tier that was too slow is measured 
 class TierChain:
     """The tiers behind the host pool. Safe to use from any thread, but `read` from one thread at a time."""
 
-    def __init__(self, tiers: Sequence[CacheTier], max_seconds: float):
+    def __init__(self, tiers: Sequence[CacheTier], max_seconds: float, *, shared: RemoteTier | None = None):
         """tiers: among those of equal cost, earlier ones are preferred. max_seconds: cost per block above which a tier
-        is not read."""
+        is not read. shared: the one of the tiers that other servers read; None: there is none."""
+        self.shared = shared
         self._tiers = list(tiers)
         self._max_seconds = max_seconds
         self._measured_at = [0.0] * len(self._tiers)  # time.monotonic() when the cost was not known yet
