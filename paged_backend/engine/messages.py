@@ -34,11 +34,8 @@ class AddRequest(Message):
     """Hand a request to the scheduler, unless it was aborted after it was announced."""
 
     request: GenerateRequest
-    prefetched: PrefetchedBlocks = ()  # prompt blocks that were read from a tier
 
     def apply(self, state: EngineState) -> bool:
-        if self.prefetched and state.prefix_tiers:
-            state.prefix_tiers.store(self.request, self.prefetched)
         if self.request.key not in state.announced:
             return False
         state.announced.remove(self.request.key)
@@ -48,6 +45,18 @@ class AddRequest(Message):
             return False
         state.add_request(self.request)
         return True
+
+
+@dataclass(frozen=True)
+class StorePrefetched(Message):
+    """Put blocks that were read from a tier into the host pool, before their request arrives."""
+
+    prefetched: PrefetchedBlocks
+
+    def apply(self, state: EngineState) -> bool:
+        if state.prefix_tiers:
+            state.prefix_tiers.store(self.prefetched)
+        return False
 
 
 @dataclass(frozen=True)

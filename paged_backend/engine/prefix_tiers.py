@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -31,7 +31,14 @@ SPILL_BLOCKS = 4  # blocks copied at a time while the engine is idle; a new requ
 TRANSFER_SECONDS = 0.002  # the same, while a request waits for its blocks to be written
 SPILL_SECONDS = 0.05  # time between two attempts while a tier's write queue is full
 
-PrefetchedBlocks: TypeAlias = tuple[tuple[int, list[Tensor]], ...]  # (index of the block in the prompt, its tensors)
+
+@dataclass(frozen=True)
+class PrefetchedBlocks:
+    """Some blocks of a prompt that were read from a tier."""
+
+    request: GenerateRequest
+    chain: Chain  # of the prompt, for the engine's thread, so that no block of it is looked up twice
+    blocks: Sequence[tuple[int, list[Tensor]]]  # (index of the block in the prompt, its tensors)
 
 
 class PrefixTiers:
@@ -56,23 +63,33 @@ class PrefixTiers:
         whose prompt must be computed."""
         return self._tiers.up and request.sampling.prompt_logprobs is None
 
-    def prefetch(self, request: GenerateRequest, deliver: Callable[[GenerateRequest, PrefetchedBlocks], None]) -> None:
-        """Read the prompt's cached prefix on the prefetch thread, then call `deliver` with the blocks, also on that
-        thread."""
-        self._fetcher.submit(self._prefetch, request, deliver)
+    def prefetch(
+        self,
+        request: GenerateRequest,
+        deliver: Callable[[PrefetchedBlocks], None],
+        done: Callable[[GenerateRequest], None],
+    ) -> None:
+        """Read the prompt's cached prefix on the prefetch thread. On that thread, call `deliver` with a few blocks at a
+        time, and `done` at the end."""
+        self._fetcher.submit(self._prefetch, request, deliver, done)
 
-    def _prefetch(self, request: GenerateRequest, deliver: Callable[[GenerateRequest, PrefetchedBlocks], None]) -> None:
-        found: PrefetchedBlocks = ()
+    def _prefetch(
+        self,
+        request: GenerateRequest,
+        deliver: Callable[[PrefetchedBlocks], None],
+        done: Callable[[GenerateRequest], None],
+    ) -> None:
         try:
-            found = self._read(request)
+            for found in self._read(request):
+                deliver(found)
             if request.sampling.prefill_only and self._tiers.shared:
                 self._tiers.shared.refresh(list(self._entries(request)))
         except Exception:  # computes the request without them
             log.exception("request %d: could not read its prefix from a tier", request.key)
-        deliver(request, found)
+        done(request)
 
-    def _read(self, request: GenerateRequest) -> PrefetchedBlocks:
-        """Read the blocks of the prompt's prefix that are in neither pool, up to the first one that no tier has.
+    def _read(self, request: GenerateRequest) -> Iterator[PrefetchedBlocks]:
+        """Yield the blocks of the prompt's prefix that are in neither pool, up to the first one that no tier has.
 
         The pools' indexes belong to the engine's thread and may change meanwhile. That costs a read or a hit, but never
         gives a wrong block, because every block is looked up by its content.
@@ -86,8 +103,9 @@ class PrefixTiers:
             indexed = known = None if indexed is None else blocks.cache.contents.find(indexed, entry.tokens)
             if known is None or blocks.cache.find(known) is None:
                 missing.append((index, entry))
-        found = self._tiers.read([entry for _, entry in missing[: self._host_blocks.num_available]])
-        return tuple((index, block) for (index, _), block in zip(missing, found, strict=False))
+        chain, indices = Chain(request.origin), iter([index for index, _ in missing])
+        for found in self._tiers.read([entry for _, entry in missing[: self._host_blocks.num_available]]):
+            yield PrefetchedBlocks(request, chain, [(next(indices), block) for block in found])
 
     def _entries(self, request: GenerateRequest) -> Iterator[Entry]:
         """Yield the contents of the prompt's full blocks."""
@@ -97,11 +115,10 @@ class PrefixTiers:
             parent = entry = Entry(parent, tokens[start : start + size])
             yield entry
 
-    def store(self, request: GenerateRequest, prefetched: PrefetchedBlocks) -> None:
+    def store(self, prefetched: PrefetchedBlocks) -> None:
         """Put prefetched blocks into the host pool, where the scheduler finds them as cache hits."""
-        chain = Chain(request.origin)
-        for index, content in prefetched:
-            entry = self._blocks.cache.entry(chain, request.prompt_token_ids, index)
+        for index, content in prefetched.blocks:
+            entry = self._blocks.cache.entry(prefetched.chain, prefetched.request.prompt_token_ids, index)
             tensors_per_page = len(self._host_cache.tensors)
             trimmed = len(content) < self._blocks.layout.pages * tensors_per_page
             block = self._blocks.offload.add_host_block(entry, trimmed=trimmed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -52,16 +52,13 @@ class TierChain:
             if tier.should_write(entry):
                 tier.put(entry, tensors)
 
-    def read(self, entries: Sequence[Entry]) -> list[list[Tensor]]:
-        """Return the tensors of the first of `entries`, up to the first one that no tier has, or that is faster to
-        compute."""
-        found: list[list[Tensor]] = []
-        while len(found) < len(entries):
-            blocks = self._read_next(entries[len(found) : len(found) + READ_BLOCKS])
-            if not blocks:
-                break
-            found += blocks
-        return found
+    def read(self, entries: Sequence[Entry]) -> Iterator[list[list[Tensor]]]:
+        """Yield the tensors of the first of `entries`, up to READ_BLOCKS at a time, up to the first one that no tier
+        has, or that is faster to compute."""
+        count = 0
+        while count < len(entries) and (blocks := self._read_next(entries[count : count + READ_BLOCKS])):
+            count += len(blocks)
+            yield blocks
 
     def on_change(self, changed: Callable[[], object]) -> None:
         """Call `changed`, on any thread, when a tier is disabled or enabled from now on."""
