@@ -8,9 +8,10 @@ device pool ── swap-out, spill while idle, or transfer (engine's thread) ─
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -29,6 +30,7 @@ log = logging.getLogger("paged_llm")
 
 SPILL_BLOCKS = 4  # blocks copied at a time while the engine is idle; a new request waits for these at most
 TRANSFER_SECONDS = 0.002  # the same, while a request waits for its blocks to be written
+STORE_SECONDS = 0.1  # maximum time that the prefetch thread waits for the engine to store what it has read
 SPILL_SECONDS = 0.05  # time between two attempts while a tier's write queue is full
 
 
@@ -39,6 +41,7 @@ class PrefetchedBlocks:
     request: GenerateRequest
     chain: Chain  # of the prompt, for the engine's thread, so that no block of it is looked up twice
     blocks: Sequence[tuple[int, list[Tensor]]]  # (index of the block in the prompt, its tensors)
+    stored: threading.Event = field(default_factory=threading.Event)  # set when they are in the host pool
 
 
 class PrefixTiers:
@@ -82,6 +85,7 @@ class PrefixTiers:
         try:
             for found in self._read(request):
                 deliver(found)
+                found.stored.wait(STORE_SECONDS)  # so that this thread does not slow down the engine's
             if request.sampling.prefill_only and self._tiers.shared:
                 self._tiers.shared.refresh(list(self._entries(request)))
         except Exception:  # computes the request without them
@@ -117,6 +121,12 @@ class PrefixTiers:
 
     def store(self, prefetched: PrefetchedBlocks) -> None:
         """Put prefetched blocks into the host pool, where the scheduler finds them as cache hits."""
+        try:
+            self._store(prefetched)
+        finally:
+            prefetched.stored.set()
+
+    def _store(self, prefetched: PrefetchedBlocks) -> None:
         for index, content in prefetched.blocks:
             entry = self._blocks.cache.entry(prefetched.chain, prefetched.request.prompt_token_ids, index)
             tensors_per_page = len(self._host_cache.tensors)
