@@ -147,7 +147,9 @@ class PrefillTransfers:
                 if not is_stored:
                     transfer.staged.append(entry)
                 return True
-        if transfer.end:  # it will not be cached any more
+        if transfer.end and not any(
+            one.staged for one in self._open.values()
+        ):  # none of them frees room in the host pool
             transfer.num_blocks = len(transfer.entries)
         return False
 

@@ -82,6 +82,13 @@ def test_blocks_are_stored_while_other_requests_run(assembly, server):
         assert found == [(len(prompt) - 1) // 4 * 4 for prompt in prompts]
 
 
+def test_host_pool_that_is_smaller_than_the_prompt(assembly):
+    made = assembly(swap_space=0.00002)
+    assert made.scheduler.blocks.host.num_blocks < 12
+    with running(made) as engine:
+        assert prefill(engine, PROMPT, PROMPT[::-1]) == [48, 48]
+
+
 def test_blocks_that_the_store_has_lost_are_written_again(assembly, server):
     with running(assembly()) as engine:
         assert prefill(engine, PROMPT) == [48]
