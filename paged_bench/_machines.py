@@ -6,14 +6,15 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from ipaddress import IPv4Network
 from pathlib import Path
 
-SUBNET = "10.213.77"
-SERVER = f"{SUBNET}.1"  # this process's namespace, on the bridge
 MISSING = "network namespaces need root and the program ip (iproute2)"
+PREFIX = "pgm"  # of the names of bridges and namespaces, followed by the process that created them
+OWN_FILES = Path("/etc/netns")  # the files of a namespace, which `ip netns exec` mounts over /etc
 
 
 def ip(*arguments: str) -> None:
@@ -31,6 +32,18 @@ def available() -> bool:
             return True
     except subprocess.CalledProcessError:
         return False
+
+
+def subnet() -> IPv4Network:
+    """Return the addresses of this process's machines, which differ from those of other processes: two networks with
+    the same addresses disturb each other. They are from the range for tests between networks (RFC 2544)."""
+    networks = list(IPv4Network("198.18.0.0/15").subnets(new_prefix=28))
+    return networks[os.getpid() % len(networks)]
+
+
+def server_address() -> str:
+    """Return the address at which machines reach this process's namespace."""
+    return str(subnet()[1])
 
 
 @dataclass(frozen=True)
@@ -59,37 +72,58 @@ class Machine:
         ip("link", "set", self.link, "up")
 
 
-def _bridge() -> str:
-    return f"pgbr{os.getpid() % 10**6}"
+@contextmanager
+def namespace(name: str) -> Iterator[None]:
+    """Create a network namespace whose only interface is the loopback."""
+    ip("netns", "add", name)
+    try:
+        files = OWN_FILES / name
+        files.mkdir(parents=True, exist_ok=True)
+        (files / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # refuses at once
+        ip("-n", name, "link", "set", "lo", "up")
+        yield
+    finally:
+        _remove_namespace(name)
 
 
 @contextmanager
 def machines(count: int) -> Iterator[list[Machine]]:
-    """Create machines with the addresses SUBNET.2 and up, and give this process's namespace the address SERVER."""
-    bridge, made = _bridge(), []
+    """Create machines that reach this process's namespace at `server_address`."""
+    remove_leftovers()
+    bridge, network, made = f"{PREFIX}{os.getpid()}", subnet(), list[Machine]()
     ip("link", "add", bridge, "type", "bridge")
-    try:
-        ip("addr", "add", f"{SERVER}/24", "dev", bridge)
+    with ExitStack() as stack:
+        stack.callback(_remove_bridge, bridge)
+        ip("addr", "add", f"{server_address()}/{network.prefixlen}", "dev", bridge)
         ip("link", "set", bridge, "up")
         for index in range(count):
             name = f"{bridge}-{index}"
-            machine = Machine(name, f"pgv{os.getpid() % 10**6}-{index}", f"{SUBNET}.{index + 2}")
-            ip("netns", "add", name)
-            made.append(machine)
-            files = Path("/etc/netns", name)  # mounted over /etc by `ip netns exec`
-            files.mkdir(parents=True)
-            (files / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # refuses at once
+            machine = Machine(name, f"pgv{os.getpid()}-{index}", str(network[index + 2]))
+            stack.enter_context(namespace(name))
             ip("link", "add", machine.link, "type", "veth", "peer", "name", "eth0", "netns", name)
             ip("link", "set", machine.link, "master", bridge, "up")
-            for arguments in (
-                ("addr", "add", f"{machine.address}/24", "dev", "eth0"),
-                ("link", "set", "eth0", "up"),
-                ("link", "set", "lo", "up"),
-            ):
-                ip("-n", name, *arguments)
+            ip("-n", name, "addr", "add", f"{machine.address}/{network.prefixlen}", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            made.append(machine)
         yield made
-    finally:
-        for machine in made:
-            subprocess.run(["ip", "netns", "del", machine.name], check=False, capture_output=True)
-            shutil.rmtree(Path("/etc/netns", machine.name), ignore_errors=True)
-        subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
+
+
+def remove_leftovers() -> None:
+    """Remove the bridges and namespaces of processes that were killed."""
+    for name in [path.name for folder in ("/sys/class/net", "/run/netns") for path in Path(folder).glob(f"{PREFIX}*")]:
+        process = name.removeprefix(PREFIX).partition("-")[0]
+        if not process.isdecimal() or Path("/proc", process).exists():
+            continue
+        if "-" in name:
+            _remove_namespace(name)
+        else:
+            _remove_bridge(name)
+
+
+def _remove_namespace(name: str) -> None:
+    subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+    shutil.rmtree(OWN_FILES / name, ignore_errors=True)
+
+
+def _remove_bridge(name: str) -> None:
+    subprocess.run(["ip", "link", "del", name], check=False, capture_output=True)

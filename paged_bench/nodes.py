@@ -81,13 +81,18 @@ def measure(model: str, nodes: int, streams: int, output: int, rounds: int) -> l
     several = f"{nodes} machines"
     port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
     options = {"model": resolve_model(model), "dtype": "float32", "num_gpu_blocks_override": 1024, "device": "cpu"}
-    shared = {"tensor_parallel_size": nodes, "nnodes": nodes, "master_addr": _machines.SERVER, "master_port": port}
+    shared = {
+        "tensor_parallel_size": nodes,
+        "nnodes": nodes,
+        "master_addr": _machines.server_address(),
+        "master_port": port,
+    }
     with ExitStack() as stack:
         machines = stack.enter_context(_machines.machines(nodes - 1))
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "MASTER_ADDR": _machines.SERVER,
+            "MASTER_ADDR": _machines.server_address(),
             "MASTER_PORT": str(port),
         }
         for number, machine in enumerate(machines, 1):

@@ -330,8 +330,8 @@ class EngineConfig:
     )
     remote_cache_gib: float = option(
         in_gib(above_zero),
-        "Maximum GiB of this server's blocks in the remote store; it deletes those that it has not used for longest."
-        " `maxmemory` of the Redis server limits the whole store.",
+        "Maximum GiB that this server keeps in the remote store. Above it, the server deletes its least recently used"
+        " blocks. `maxmemory` of the Redis server limits the blocks of all servers together.",
         10,
     )
     remote_cache_ttl: int = option(

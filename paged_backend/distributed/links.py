@@ -6,10 +6,12 @@ so that the end of a rank is noticed between steps, too, and a rank can say why 
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -66,6 +68,13 @@ class LinkListener:
         except (EOFError, OSError, UnicodeDecodeError):
             return None
         return int(rank) if rank.isdecimal() and secrets.compare_digest(secret, self.meeting.secret) else None
+
+
+def hang_up(link: Connection) -> None:
+    """End a connection while another thread may wait for it, which then finds that it is closed, as the other side
+    does. `close` would leave that thread with a file descriptor that may be used for something else."""
+    with suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def connect(meeting: Meeting, rank: int, seconds: float) -> Connection:

@@ -15,8 +15,8 @@ from torch import Tensor
 from paged_backend.distributed.keep_alive import new_connections_kept_alive
 
 IDLE_TIMEOUT = timedelta(days=365)  # time between two steps
-# Bytes of the first broadcast: the length of a message, and the message if it fits. A decode step of 16 sequences takes
-# about 5 KB.
+# Bytes of the first broadcast: the length of a message, and the message if it fits. A decode step of 16 sequences of
+# 520 tokens takes 3.7 KB.
 FRAME = 8192
 LENGTH = np.dtype("<i8")
 
@@ -27,7 +27,6 @@ class StepChannel:
     def __init__(self) -> None:
         with new_connections_kept_alive():
             self._group = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
-        self.bytes_sent = 0  # by rank 0 to each other rank
 
     def send(self, message: Any) -> None:
         """Send a message to all other ranks. Raises RuntimeError if one cannot be reached."""
@@ -38,7 +37,6 @@ class StepChannel:
         if len(data) <= FRAME - LENGTH.itemsize:
             frame[LENGTH.itemsize : LENGTH.itemsize + len(data)] = content
             content = content[:0]
-        self.bytes_sent += len(frame) + len(content)
         for part in (frame, content):
             if len(part):
                 dist.broadcast(part, 0, self._group)

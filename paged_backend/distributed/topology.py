@@ -61,6 +61,10 @@ class Topology:
         """Return the ranks of a machine."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
+    def environment(self, port: int) -> dict[str, str]:
+        """Return the environment variables of torchrun that all ranks share. port: that of rank 0."""
+        return {"MASTER_ADDR": self.master_addr, "MASTER_PORT": str(port), "WORLD_SIZE": str(self.size)}
+
 
 def read_number(environment: Mapping[str, str], name: str, default: int) -> int:
     """Return an environment variable as a number. Raises ConfigError if it is not a positive number or 0."""

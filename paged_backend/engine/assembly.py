@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,8 +15,6 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EngineLimits
 from paged_backend.api.options import invalid_option
-from paged_backend.api.redis_address import RedisAddress
-from paged_backend.api.secrets import read_secret
 from paged_backend.api.sizes import GIB
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.topology import Topology
@@ -29,17 +26,12 @@ from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import ParallelMemory, ParallelRunner
 from paged_backend.engine.recurrent_models import num_state_slots
 from paged_backend.engine.summary import log_startup
+from paged_backend.engine.tier_builder import build_tiers, read_remote_access
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.runner import Runner
 from paged_backend.loading import model_loader, model_options
 from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
 from paged_backend.loading.model_loader import LoadedModel
-from paged_backend.memory.block_file import BlockSource
-from paged_backend.memory.cache_tier import CacheTier
-from paged_backend.memory.disk import DiskTier
-from paged_backend.memory.redis_store import RedisStore
-from paged_backend.memory.remote import RemoteTier
-from paged_backend.memory.sealed_value import MIN_SECRET_BYTES
 from paged_backend.memory.tier_chain import TierChain
 from paged_backend.models.tensor_parallel import check_devices
 from paged_backend.scheduling.block_manager import BlockManager
@@ -145,6 +137,7 @@ def _assemble(
                 problem = "needs a host pool; set swap_space as well, or leave it out for a model with recurrent layers"
                 raise invalid_option(name, getattr(config, name), problem)
     adapters = AdapterListFile(adapter_list) if config.enable_lora else None
+    read_remote_access(config)  # rejects invalid secrets before the weights are loaded
     publisher = None
     with ExitStack() as failure:  # what to undo if the engine is not assembled
         if config.kv_events_config.is_enabled:  # its sockets are bound before the weights are loaded
@@ -194,7 +187,7 @@ def _build(
         *(1e3 * cost for cost in (prepared.costs.token, prepared.costs.copy, prepared.costs.move)),
     )
     overlap = config.async_scheduling if config.async_scheduling is not None else device.type != "cpu"
-    tiers, adapters = _tiers(config, prepared, runner), _adapters(config, loaded, adapter_list)
+    tiers, adapters = build_tiers(config, prepared, runner), _adapters(config, loaded, adapter_list)
     return Assembly(loaded, limits, scheduler, runner, device, memory, tiers, overlap, workers, adapters, publisher)
 
 
@@ -266,53 +259,4 @@ def _adapters(
     max_cached = config.max_cpu_loras or config.max_loras
     return AdapterRegistry(
         adapter_list, loaded.lora.shapes, loaded.lora.dtype, max_rank=config.max_lora_rank, max_cached=max_cached
-    )
-
-
-def _tiers(config: EngineConfig, prepared: PreparedModel, runner: Runner | ParallelRunner) -> TierChain | None:
-    """Return the tiers behind the host pool, or None if there are none."""
-    if runner.host is None:
-        return None
-    loaded, layout = prepared.loaded, prepared.layout.blocks
-    paths = [loaded.path, *([loaded.draft.path] if loaded.draft else [])]
-    source = BlockSource(config, layout, paths, loaded.spec.dtype, loaded.spec.kv_dtype, prepared.runner.kv.device)
-    block = runner.host.read_block(range(layout.pages))
-    num_base = layout.base_pages * len(runner.host.tensors) or None
-    tiers: list[CacheTier] = []
-    shared = None
-    if config.disk_cache_dir is not None:
-        directory = Path(config.disk_cache_dir).expanduser()
-        tiers.append(DiskTier(directory, source.fingerprint, int(config.disk_cache_gib * GIB), block, num_base))
-    if config.remote_cache_url is not None:
-        shared = _remote_tier(config, config.remote_cache_url, source, block, num_base)
-        tiers.append(shared)
-    compute_seconds = prepared.costs.token * config.block_size
-    max_seconds = compute_seconds if config.tier_read_mode == "auto" else math.inf
-    return TierChain(tiers, max_seconds, shared=shared) if tiers else None
-
-
-def _remote_tier(
-    config: EngineConfig, url: str, source: BlockSource, block: list[torch.Tensor], num_base: int | None
-) -> RemoteTier:
-    """Return the tier of a Redis server. Raises ConfigError for a password or a secret that cannot be used."""
-    address, secret = RedisAddress.parse(url), read_secret("PAGED_REMOTE_CACHE_SECRET")
-    password = read_secret("PAGED_REMOTE_CACHE_PASSWORD")
-    if password and address.password:
-        raise ConfigError("remote_cache_url: has a password, as PAGED_REMOTE_CACHE_PASSWORD has; leave one of them out")
-    key = secret.encode() if secret is not None else None
-    if key is not None and len(key) < MIN_SECRET_BYTES:
-        raise ConfigError(f"PAGED_REMOTE_CACHE_SECRET: has {len(key)} bytes; must be at least {MIN_SECRET_BYTES}")
-    budget, block_bytes = int(config.remote_cache_gib * GIB), sum(tensor.nbytes for tensor in block)
-    if budget < block_bytes:
-        raise ConfigError(
-            f"remote_cache_gib={config.remote_cache_gib:g}: one block takes {block_bytes} bytes; raise it"
-        )
-    return RemoteTier(
-        RedisStore(address, password, config.remote_cache_timeout_ms / 1e3),
-        source.content_fingerprint(),
-        block,
-        budget=budget,
-        ttl=config.remote_cache_ttl,
-        secret=key,
-        num_base=num_base,
     )

@@ -34,7 +34,7 @@ class MemoryShortage(RuntimeError):
 
 
 class MemoryCommand(Enum):
-    """What rank 0 tells the other ranks to do."""
+    """A message of rank 0 to the other ranks: release or restore the memory."""
 
     RELEASE = "release"
     RESTORE = "restore"
@@ -78,7 +78,7 @@ class ModelMemory:
 
     @property
     def released(self) -> ReleasedMemory | None:
-        """What is released; None while the model is awake."""
+        """The memory that is released while the model sleeps; None while it is awake."""
         return self._released
 
     @property

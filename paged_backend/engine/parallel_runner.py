@@ -81,7 +81,7 @@ class ParallelMemory:
 
     @property
     def released(self) -> ReleasedMemory | None:
-        """What is released; None while the model is awake."""
+        """The memory that is released while the model sleeps; None while it is awake."""
         return self._memory.released
 
     @property

@@ -37,7 +37,7 @@ from paged_backend.utils.machine import find_python
 from paged_kernels.compilations import after_ready
 
 CONNECT_SECONDS = 30
-START_KEY = "paged/start"  # in the store: JSON with `id`, `config` and `meeting`
+START_KEY = "paged/start"  # in the store while rank 0 waits for the others: JSON with `config` and `meeting`
 READY = "ready"  # message of a rank that has imported its modules and can use its device
 
 
@@ -57,6 +57,17 @@ def start_rank(rank: int, local_rank: int, environment: Mapping[str, str], *argu
         stdin=subprocess.PIPE,
         start_new_session=True,  # a terminal's Ctrl-C then reaches the server only, which drains open streams
     )
+
+
+def end_rank(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for the process of a rank to end by itself, and kill it if it takes longer."""
+    try:
+        process.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdin:
+        process.stdin.close()
 
 
 def run(link: Connection, store: dist.Store, config: EngineConfig, rank: int) -> None:

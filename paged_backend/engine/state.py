@@ -18,7 +18,7 @@ from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_kernels.compilations import after_ready
 
-SPILL_SECONDS = 20.0  # time to write cached blocks to disk before the pool is released
+SPILL_SECONDS = 20.0  # time to write cached blocks to the tiers before the pool is released
 
 
 class SleepingMemory(Protocol):

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import socket
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.distributed.topology import DEFAULT_PORT, Topology, read_number
-from paged_backend.engine.rank import START_KEY, start_rank
+from paged_backend.engine.rank import START_KEY, end_rank, start_rank
 
 log = logging.getLogger("paged_llm")
 
@@ -38,7 +37,6 @@ class WorkerNode:
         self._address, self._port = address, port
         self._node_rank = node_rank
         self._model = model
-        self._last_id = ""  # of the last server that was found
 
     def run(self) -> None:
         """Serve until the process is ended. Raises ConfigError if the server's options exclude this machine."""
@@ -50,14 +48,12 @@ class WorkerNode:
 
     def _find_server(self) -> EngineConfig:
         while True:
-            start = self._read_start()
-            if start and start["id"] != self._last_id:
-                self._last_id = start["id"]
+            if start := self._read_start():
                 return EngineConfig.from_options(start["config"])
             time.sleep(RETRY_SECONDS)
 
     def _read_start(self) -> dict[str, Any] | None:
-        """Return the message of a server that starts; None if there is none."""
+        """Return the message of a server that waits for ranks; None if there is none."""
         try:
             # TCPStore would print a stack trace for each attempt without a server.
             socket.create_connection((self._address, self._port), CONNECT_SECONDS).close()
@@ -72,11 +68,7 @@ class WorkerNode:
         topology = Topology(config.tensor_parallel_size, config.nnodes or 1, self._address, self._port)
         if self._node_rank >= topology.num_nodes:
             raise ConfigError(f"node_rank={self._node_rank}: must be below nnodes={topology.num_nodes} of the server")
-        environment = {
-            "MASTER_ADDR": self._address,
-            "MASTER_PORT": str(self._port),
-            "WORLD_SIZE": str(topology.size),
-        }
+        environment = topology.environment(self._port)
         arguments = [self._model] if self._model else []
         processes = [
             start_rank(rank, local_rank, environment, *arguments)
@@ -86,11 +78,7 @@ class WorkerNode:
             time.sleep(RETRY_SECONDS)
         deadline = time.monotonic() + END_SECONDS
         for process in processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end_rank(process, deadline - time.monotonic())
         log.info("the ranks of node %d have ended: %s", self._node_rank, [process.returncode for process in processes])
 
 

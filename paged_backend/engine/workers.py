@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import subprocess
 import threading
 import time
@@ -18,11 +17,11 @@ import torch.distributed as dist
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.distributed.links import LinkListener
+from paged_backend.distributed.links import LinkListener, hang_up
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.step_channel import StepChannel
 from paged_backend.distributed.topology import Topology, listen
-from paged_backend.engine.rank import READY, START_KEY, start_rank
+from paged_backend.engine.rank import READY, START_KEY, end_rank, start_rank
 from paged_backend.execution.runner import RunnerDied
 from paged_backend.models.tensor_parallel import pick_rank_device
 
@@ -49,7 +48,6 @@ class Workers:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank, on this machine
         self._links: dict[int, Connection] = {}
         self._steps: StepChannel | None = None
-        self._ready = threading.Event()  # set when all ranks are in the process group
         self.group = ProcessGroup(pick_rank_device(device, 0), 0, topology.size)
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         try:
@@ -85,23 +83,19 @@ class Workers:
         if self._watcher.is_alive() and self.reason is None and not at_once and self._steps:
             try:
                 self._steps.send(None)
-            except RuntimeError:  # the links are closed below, which ends the ranks as well
+                self._watcher.join(STOP_SECONDS)  # until a rank has ended
+            except RuntimeError:  # the end of the links ends the ranks as well
                 log.warning("the ranks cannot be reached any more")
         else:
             for process in self.processes.values():
                 process.kill()
         self.group.leave()
         for process in self.processes.values():
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdin:
-                process.stdin.close()
-        self._end_links()
-
-    def _end_links(self) -> None:
+            end_rank(process, STOP_SECONDS)
+        for link in self._links.values():
+            hang_up(link)
+        if self._watcher.is_alive():
+            self._watcher.join()
         for link in self._links.values():
             link.close()
 
@@ -117,12 +111,8 @@ class Workers:
                 master_listen_fd=listening.detach(),
             )
         listener = LinkListener(topology.master_addr)
-        start = {"id": secrets.token_hex(), "config": asdict(config), "meeting": listener.meeting}
-        environment = {
-            "MASTER_ADDR": topology.master_addr,
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(topology.size),
-        }
+        start = {"config": asdict(config), "meeting": listener.meeting}
+        environment = topology.environment(port)
         try:
             store.set(START_KEY, json.dumps(start))
             for rank in list(topology.ranks_of(0))[1:]:
@@ -133,6 +123,7 @@ class Workers:
                         f"tensor_parallel_size: cannot start a process for rank {rank}: {error}"
                     ) from error
             self._links = listener.accept(topology.size - 1, _Patience(self.processes, topology).check)
+            store.delete_key(START_KEY)  # a rank that ends before this is started again by `paged worker`
         finally:
             listener.close()
         for rank, link in self._links.items():

@@ -73,9 +73,7 @@ class ModelSpec:
     embedding: EmbeddingSpec | None = None  # None: the model does not support embeddings
     classification: ClassificationSpec | None = None  # None: the model does not classify
     generates: bool = True  # False: the model only classifies
-    weight_format: str | None = (
-        None  # of weights that are quantized by option ("int8") or in the files ("AWQ"); None: others
-    )
+    weight_format: str | None = None  # of quantized weights, by option ("int8") or in the files ("AWQ")
     states: tuple[StateShape, ...] = ()  # of the recurrent layers
 
 

@@ -2,10 +2,11 @@
 
 import socket
 import threading
+from multiprocessing.connection import wait
 
 import pytest
 
-from paged_backend.distributed.links import LinkListener, Meeting, connect
+from paged_backend.distributed.links import LinkListener, Meeting, connect, hang_up
 
 
 @pytest.fixture
@@ -35,6 +36,21 @@ def test_ranks_are_found_in_any_order_and_strangers_are_not(listener):
     made[1].close()
     with pytest.raises(EOFError):
         found[2].recv_bytes()
+
+
+def test_thread_that_waits_notices_the_end_of_a_link(listener):
+    made = []
+    thread = threading.Thread(target=lambda: made.append(connect(listener.meeting, 1, 5)))
+    thread.start()
+    link = listener.accept(1, lambda found: None)[1]
+    thread.join()
+    waiting = threading.Thread(target=lambda: wait([link]))
+    waiting.start()
+    hang_up(link)
+    waiting.join()
+    for side in (link, made[0]):
+        with pytest.raises(EOFError):
+            side.recv_bytes()
 
 
 def test_waiting_can_be_given_up(listener):

@@ -16,7 +16,7 @@ from paged_client.serving.ports import choose_ports
 from paged_client.serving.tritonserver import TritonServer
 from tests.support import delayed_link
 from tests.support.in_process import save_tiny
-from tests.support.triton import raw_stream
+from tests.support.triton import START_SECONDS, raw_stream
 from tests.support.waiting import until
 
 pytestmark = [
@@ -60,21 +60,38 @@ def generate(server, prompt):
 
 
 @contextmanager
-def workers(machines, port, log, address=network.SERVER):
+def workers(machines, port, log):
     """Run `paged worker` on each machine, with the environment of torchrun."""
     with ExitStack() as stack:
         for number, machine in enumerate(machines, 1):
-            environment = {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+            environment = {**os.environ, "MASTER_ADDR": network.server_address(), "MASTER_PORT": str(port)}
             command = machine.command(sys.executable, "-m", "paged_client", "worker", "--node-rank", str(number))
             process = subprocess.Popen(command, env=environment, stderr=stack.enter_context(log.open("ab")))
             stack.callback(process.wait)
             stack.callback(process.kill)
-        yield
+        try:
+            yield
+        except BaseException:
+            print(f"log of the workers:\n{log.read_text()}")  # shown with the failure
+            raise
 
 
-def distributed(model, port, nodes, address=network.SERVER):
-    shared = {"tensor_parallel_size": nodes, "nnodes": nodes, "master_addr": address, "master_port": port}
-    return TritonServer(model, OPTIONS | shared)
+@contextmanager
+def distributed(model, port, nodes):
+    """Run a server that waits for the workers of the other machines. Fails if they do not come."""
+    shared = {
+        "tensor_parallel_size": nodes,
+        "nnodes": nodes,
+        "master_addr": network.server_address(),
+        "master_port": port,
+    }
+    server = TritonServer(model, OPTIONS | shared)
+    server.start()
+    try:
+        server.wait_ready(START_SECONDS)
+        yield server
+    finally:
+        server.stop()
 
 
 def ranks(port):
@@ -135,10 +152,9 @@ def test_three_machines_match_one_and_a_killed_worker_is_noticed(model, expected
 @pytest.mark.nightly
 def test_latency_changes_no_token(model, expected, tmp_path):
     port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
-    address = delayed_link.SERVER
     with (
         delayed_link.delayed_machine(50) as machine,
-        workers([machine], port, tmp_path / "log", address),
-        distributed(model, port, 2, address) as server,
+        workers([machine], port, tmp_path / "log"),
+        distributed(model, port, 2) as server,
     ):
         assert generate(server, PROMPTS[0]) == expected[0]

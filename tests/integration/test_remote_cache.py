@@ -177,7 +177,7 @@ def test_unusable_options_are_rejected(assembly, tiny, monkeypatch):
             assembly(**options)
     monkeypatch.setenv("PAGED_REMOTE_CACHE_SECRET", "short")
     with pytest.raises(ConfigError, match="PAGED_REMOTE_CACHE_SECRET: has 5 bytes; must be at least 16"):
-        assembly()
+        assembly(model="/missing")  # secrets are checked before the model is read
     monkeypatch.delenv("PAGED_REMOTE_CACHE_SECRET")
     monkeypatch.setenv("PAGED_REMOTE_CACHE_PASSWORD", "secret")
     with pytest.raises(ConfigError, match="remote_cache_url: has a password, as PAGED_REMOTE_CACHE_PASSWORD has"):

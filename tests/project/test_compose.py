@@ -1,6 +1,8 @@
-"""Tests of docker-compose.yml and the Dockerfile."""
+"""Tests of docker-compose.yml, deploy/machines.yml and the Dockerfile."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -8,7 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from paged_client.cli import build_parser
+from paged_backend.api.config import EngineConfig
+from paged_backend.distributed.topology import Topology
+from paged_client.cli import build_parser, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,10 +29,11 @@ def _has_compose() -> bool:
 
 
 @pytest.mark.skipif(not _has_compose(), reason="no docker client with the compose plugin")
-def test_docker_compose_file_is_valid():
-    result = subprocess.run(
-        ["docker", "compose", "config", "--quiet"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize("file", ["docker-compose.yml", "deploy/machines.yml"])
+def test_docker_compose_file_is_valid(file):
+    command = ["docker", "compose", "-f", file, "config", "--quiet"]
+    environment = {**os.environ, "MODEL_DIRECTORY": "/m", "MASTER_ADDR": "10.0.0.1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
 
@@ -80,3 +85,29 @@ def test_compiled_kernels_are_kept_in_a_volume(service):
 
 def test_stop_grace_period_lets_streams_finish(service):
     assert int(service["stop_grace_period"].removesuffix("s")) > 30
+
+
+def expanded(words, **variables):
+    """Return the words as Docker Compose replaces the variables in them."""
+    variable = re.compile(r"\$\{(\w+):([-?])([^}]*)\}")
+
+    def value(match):
+        name, kind, text = match.groups()
+        assert name in variables or kind == "-", f"{name} is needed"
+        return variables.get(name, text)
+
+    return [variable.sub(value, word) for word in words]
+
+
+def test_two_machines_run_the_ranks_of_one_model():
+    services = yaml.safe_load((ROOT / "deploy/machines.yml").read_text())["services"]
+    commands = {name: parse(expanded(one["command"], MASTER_ADDR="10.0.0.1")[1:]) for name, one in services.items()}
+    server, worker = commands["server"], commands["worker"]
+    topology = Topology.of(EngineConfig.from_options(server.engine_options | {"model": "m"}), {})
+    assert (topology.num_nodes, topology.ranks_per_node) == (2, 1)
+    assert (worker.master_addr, worker.master_port) == (topology.master_addr, topology.master_port)
+    assert worker.node_rank == 1
+    for name, one in services.items():
+        assert one["profiles"] == [name]  # the profile chooses what a machine runs
+        assert one["network_mode"] == "host"
+        assert (ROOT / "deploy" / one["build"]["context"] / one["build"]["dockerfile"]).is_file()

@@ -9,9 +9,7 @@ import ctypes
 import fcntl
 import os
 import select
-import shutil
 import struct
-import subprocess
 import threading
 import time
 from collections import deque
@@ -19,13 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from paged_bench._machines import Machine, ip
+from paged_bench._machines import PREFIX, Machine, ip, namespace, server_address, subnet
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 CLONE_NEWNET = 0x40000000
 PACKET = 65536
-NETWORK = "10.213.78"
-SERVER = f"{NETWORK}.1"
 
 
 def _open_tun(name: str, namespace: str | None = None) -> int:
@@ -58,31 +54,27 @@ def _forward(source: int, target: int, seconds: float, stop: threading.Event) ->
 
 @contextmanager
 def delayed_machine(milliseconds: float) -> Iterator[Machine]:
-    """Create a machine whose packets take this long in each direction. It reaches this namespace as SERVER."""
-    name = f"pgd{os.getpid() % 10**6}"
-    machine = Machine(name, name, f"{NETWORK}.2")
-    ip("netns", "add", name)
-    files, stop, devices = Path("/etc/netns", name), threading.Event(), list[int]()
+    """Create a machine whose packets take this long in each direction. It reaches this namespace at
+    `server_address`."""
+    name = f"{PREFIX}{os.getpid()}-d"
+    machine, server = Machine(name, name, str(subnet()[2])), server_address()
+    stop, devices = threading.Event(), list[int]()
     threads: list[threading.Thread] = []
-    try:
-        files.mkdir(parents=True)
-        (files / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # refuses at once
-        devices += [_open_tun(name), _open_tun("tun0", name)]
-        ip("addr", "add", SERVER, "peer", machine.address, "dev", name)
-        ip("link", "set", name, "up")
-        ip("-n", name, "addr", "add", machine.address, "peer", SERVER, "dev", "tun0")
-        ip("-n", name, "link", "set", "tun0", "up")
-        ip("-n", name, "link", "set", "lo", "up")
-        for source, target in (devices, devices[::-1]):
-            thread = threading.Thread(target=_forward, args=(source, target, milliseconds / 1e3, stop))
-            thread.start()
-            threads.append(thread)
-        yield machine
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-        for device in devices:
-            os.close(device)
-        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        shutil.rmtree(files, ignore_errors=True)
+    with namespace(name):
+        try:
+            devices += [_open_tun(name), _open_tun("tun0", name)]
+            ip("addr", "add", server, "peer", machine.address, "dev", name)
+            ip("link", "set", name, "up")
+            ip("-n", name, "addr", "add", machine.address, "peer", server, "dev", "tun0")
+            ip("-n", name, "link", "set", "tun0", "up")
+            for source, target in (devices, devices[::-1]):
+                thread = threading.Thread(target=_forward, args=(source, target, milliseconds / 1e3, stop))
+                thread.start()
+                threads.append(thread)
+            yield machine
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+            for device in devices:
+                os.close(device)

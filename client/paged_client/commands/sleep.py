@@ -6,10 +6,9 @@ import argparse
 import sys
 from typing import Any
 
+from paged_backend.api.sizes import GIB
 from paged_client.commands.arguments import seconds
 from paged_client.commands.local_server import find_sockets, run_command
-
-GIB = 1 << 30
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,0 +1,88 @@
+"""Builds the cache tiers behind the host pool, as the options ask for."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
+from paged_backend.api.redis_address import RedisAddress
+from paged_backend.api.secrets import read_secret
+from paged_backend.api.sizes import GIB
+from paged_backend.engine.model_preparation import PreparedModel
+from paged_backend.execution.runner import StepRunner
+from paged_backend.memory.block_file import BlockSource
+from paged_backend.memory.cache_tier import CacheTier
+from paged_backend.memory.disk import DiskTier
+from paged_backend.memory.redis_store import RedisStore
+from paged_backend.memory.remote import RemoteTier
+from paged_backend.memory.sealed_value import MIN_SECRET_BYTES
+from paged_backend.memory.tier_chain import TierChain
+
+
+class RemoteAccess(NamedTuple):
+    """Where the remote store is, and what is needed to use it."""
+
+    address: RedisAddress
+    password: str | None
+    key: bytes | None  # for the authentication of values
+
+
+def read_remote_access(config: EngineConfig) -> RemoteAccess | None:
+    """Return how the remote store is reached; None without one. Raises ConfigError for an unusable password or key."""
+    if config.remote_cache_url is None:
+        return None
+    address, secret = RedisAddress.parse(config.remote_cache_url), read_secret("PAGED_REMOTE_CACHE_SECRET")
+    password = read_secret("PAGED_REMOTE_CACHE_PASSWORD")
+    if password and address.password:
+        raise ConfigError("remote_cache_url: has a password, as PAGED_REMOTE_CACHE_PASSWORD has; leave one of them out")
+    key = secret.encode() if secret is not None else None
+    if key is not None and len(key) < MIN_SECRET_BYTES:
+        raise ConfigError(f"PAGED_REMOTE_CACHE_SECRET: has {len(key)} bytes; must be at least {MIN_SECRET_BYTES}")
+    return RemoteAccess(address, password, key)
+
+
+def build_tiers(config: EngineConfig, prepared: PreparedModel, runner: StepRunner) -> TierChain | None:
+    """Return the tiers behind the host pool, or None if there are none."""
+    if runner.host is None:
+        return None
+    loaded, layout = prepared.loaded, prepared.layout.blocks
+    paths = [loaded.path, *([loaded.draft.path] if loaded.draft else [])]
+    source = BlockSource(config, layout, paths, loaded.spec.dtype, loaded.spec.kv_dtype, prepared.runner.kv.device)
+    block = runner.host.read_block(range(layout.pages))
+    num_base = layout.base_pages * len(runner.host.tensors) or None
+    tiers: list[CacheTier] = []
+    shared = None
+    if config.disk_cache_dir is not None:
+        directory = Path(config.disk_cache_dir).expanduser()
+        tiers.append(DiskTier(directory, source.fingerprint, int(config.disk_cache_gib * GIB), block, num_base))
+    if access := read_remote_access(config):
+        shared = _remote_tier(config, access, source, block, num_base)
+        tiers.append(shared)
+    compute_seconds = prepared.costs.token * config.block_size
+    max_seconds = compute_seconds if config.tier_read_mode == "auto" else math.inf
+    return TierChain(tiers, max_seconds, shared=shared) if tiers else None
+
+
+def _remote_tier(
+    config: EngineConfig, access: RemoteAccess, source: BlockSource, block: list[torch.Tensor], num_base: int | None
+) -> RemoteTier:
+    """Return the tier of a Redis server. Raises ConfigError if its budget holds no block."""
+    budget, block_bytes = int(config.remote_cache_gib * GIB), sum(tensor.nbytes for tensor in block)
+    if budget < block_bytes:
+        raise ConfigError(
+            f"remote_cache_gib={config.remote_cache_gib:g}: one block takes {block_bytes} bytes; raise it"
+        )
+    return RemoteTier(
+        RedisStore(access.address, access.password, config.remote_cache_timeout_ms / 1e3),
+        source.content_fingerprint(),
+        block,
+        budget=budget,
+        ttl=config.remote_cache_ttl,
+        secret=access.key,
+        num_base=num_base,
+    )
