@@ -131,12 +131,14 @@ def test_unreachable_prefill_server_is_passed_over(fakes, prefills):
     assert len(prefills) == 3
 
 
-def test_prefill_server_that_does_not_answer_is_given_up(fakes):
-    with recording_server() as prefill:
+def test_prefill_server_that_does_not_answer_is_given_up(fakes, tmp_path):
+    with recording_server() as prefill, open(tmp_path / "log", "w") as log:
         prefill.scripted_response = {"say": [], "hold": True}
-        with gateway(fakes[0].url, "--prefill-url", prefill.url, *FLAGS, "--prefill-timeout", "0.2") as front:
+        flags = ["--prefill-url", prefill.url, *FLAGS, "--prefill-timeout", "0.2"]
+        with gateway(fakes[0].url, *flags, errors=log) as front:
             ask(front, prompt=LONG)
         assert prefill.left.wait(30)
+    assert "no prefill server has computed a prompt within 0.2 s (--prefill-timeout)" in (tmp_path / "log").read_text()
 
 
 def test_client_that_disconnects_cancels_the_prefill(fakes):
