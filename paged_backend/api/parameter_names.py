@@ -33,6 +33,8 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "num_return_sequences": ("n",),
     "top_logprobs": ("logprobs",),
     "lora_request": ("lora_name",),
+    "kv_transfer_params": ("prefill_only",),
+    "do_remote_decode": ("prefill_only",),
 }
 
 

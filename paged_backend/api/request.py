@@ -231,6 +231,7 @@ class Usage(NamedTuple):
     preempted_seconds: float  # time between preemptions and readmissions
     guessed_tokens: int = 0  # draft tokens that were verified; the name is part of the receipt
     accepted_tokens: int = 0  # draft tokens that were accepted
+    stored_tokens: int = 0  # prompt tokens whose blocks the remote cache has, for a `prefill_only` request
 
     def plus(self, more: Usage) -> Usage:
         """Return the usage of a request that was moved: `more` is that of the later engine."""

@@ -6,6 +6,8 @@ It is then accepted in `sampling_parameters` and as a request parameter. The Ope
 parameter to docs/reference/sampling_parameters.md. The code that applies it reads it from `GenerateRequest.sampling`.
 """
 
+# Over 350 lines: one entry for each parameter.
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -30,7 +32,8 @@ class SamplingParams:
         parsers.max_tokens,
         16,
         "Maximum number of output tokens, including the end-of-sequence token. `null`: as many as `max_model_len` and"
-        " the KV cache have room for, or the model's `max_new_tokens`. May be 0 with `prompt_logprobs` or `echo`.",
+        " the KV cache have room for, or the model's `max_new_tokens`. May be 0 with `prompt_logprobs` or `echo`; is 0"
+        " with `prefill_only`.",
         section="Length",
     )
     min_tokens: int = parameter(
@@ -245,6 +248,14 @@ class SamplingParams:
         "Name of a LoRA adapter. At most 256 bytes (`limits.max_adapter_name_bytes`).",
     )
 
+    prefill_only: bool = parameter(
+        parsers.flag,
+        False,
+        "Compute the prompt, write its full blocks to the remote cache (`remote_cache_url`), and answer without output"
+        " once they are written, so that another server can continue from them. `stored_tokens` of the receipt has the"
+        " number of tokens that the remote cache has. `max_tokens` is 0. Not in a session, nor with several samples.",
+    )
+
     @classmethod
     def parse(cls, values: Mapping[str, Any], limits: EngineLimits) -> SamplingParams:
         """Build the parameters from JSON values by name.
@@ -262,6 +273,8 @@ class SamplingParams:
                 raise invalid_argument(name, value, f"unknown sampling parameter; {hint}")
             elif value is not None or name in _NULL_IS_A_VALUE:
                 parsed[name] = known[name](name, value, limits)
+        if parsed.get("prefill_only"):
+            parsed.setdefault("max_tokens", 0)
         searches = parsed.get("beam_width", 1) > 1
         for name, value in limits.sampling_defaults.values.items():
             if cls.__dataclass_fields__[name].metadata["with_beams"] or not searches:
@@ -272,8 +285,11 @@ class SamplingParams:
 
     def _check(self, limits: EngineLimits) -> None:
         """Raise RequestError for parameters that exclude each other."""
-        if self.max_tokens == 0 and self.prompt_logprobs is None and not self.echo:
-            problem = f"must be 1..{limits.max_model_len}, or 0 with prompt_logprobs or echo"
+        if self.prefill_only and (self.max_tokens or self.num_seqs > 1):
+            problem = "generates nothing; leave out max_tokens, n, best_of and beam_width"
+            raise invalid_argument("prefill_only", True, problem)
+        if self.max_tokens == 0 and self.prompt_logprobs is None and not (self.echo or self.prefill_only):
+            problem = f"must be 1..{limits.max_model_len}, or 0 with prompt_logprobs, echo or prefill_only"
             raise invalid_argument("max_tokens", 0, problem)
         self.check_min_tokens()
         if self.best_of is not None and self.best_of < self.n:

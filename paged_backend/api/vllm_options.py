@@ -110,9 +110,9 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
         {
             "kv_offloading_size": (0,),
             "kv_offloading_backend": ("native",),
-            "kv_transfer_config": _EMPTY,
         },
     ),
+    ("set remote_cache_url, and the sampling parameter prefill_only", {"kv_transfer_config": _EMPTY}),
     ("weights stay on the device; leave it out", {"cpu_offload_gb": (0,)}),
     ("`paged sleep` and `paged wake` need no option; leave it out", {"enable_sleep_mode": _EITHER}),
     (

@@ -22,6 +22,7 @@ from paged_backend.engine.messages import (
     EndSamples,
     FailEngine,
     Message,
+    PrefillStored,
     RejectRequest,
     ReportUnknown,
     SnapshotPool,
@@ -67,8 +68,11 @@ class Engine:
         self._queued: set[int] = set()  # keys of unfinished requests that no step has computed yet
         self._failed = threading.Event()  # set when no further step can be run
         self._adapters = adapters
-        self._prefix_tiers = PrefixTiers(tiers, scheduler.blocks, runner) if tiers else None
+        self._prefix_tiers = None
         if tiers:
+            self._prefix_tiers = PrefixTiers(
+                tiers, scheduler.blocks, runner, lambda key: self._inbox.put(PrefillStored(key))
+            )
             tiers.on_change(lambda: self._inbox.put(TiersChanged()))
         self._cache_events = cache_events
         self._state = EngineState(

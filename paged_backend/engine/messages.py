@@ -35,11 +35,8 @@ class AddRequest(Message):
     """Hand a request to the scheduler, unless it was aborted after it was announced."""
 
     request: GenerateRequest
-    prefetched: PrefetchedBlocks = ()  # prompt blocks that were read from a tier
 
     def apply(self, state: EngineState) -> bool:
-        if self.prefetched and state.prefix_tiers:
-            state.prefix_tiers.store(self.request, self.prefetched)
         if self.request.key not in state.announced:
             return False
         state.announced.remove(self.request.key)
@@ -54,8 +51,20 @@ class AddRequest(Message):
             return False
         if not state.wake_for(self.request.key):
             return False
-        state.scheduler.add(self.request)
+        state.add_request(self.request)
         return True
+
+
+@dataclass(frozen=True)
+class StorePrefetched(Message):
+    """Put blocks that were read from a tier into the host pool, before their request arrives."""
+
+    prefetched: PrefetchedBlocks
+
+    def apply(self, state: EngineState) -> bool:
+        if state.prefix_tiers:
+            state.prefix_tiers.store(self.prefetched)
+        return False
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class AbortRequest(Message):
         if moved := state.moved.pop(self.key, None):
             moved.engine.abort(self.key)
             return False
-        return state.scheduler.abort(self.key)
+        return state.abort(self.key)
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ class EndSamples(Message):
                 moved.engine.end(self.key, self.index)
             return False
         if self.index is None:
-            return state.scheduler.end_all(self.key)
+            return state.end_all(self.key)
         return state.scheduler.end(self.key, self.index)
 
 
@@ -151,6 +160,17 @@ class TiersChanged(Message):
 
     def apply(self, state: EngineState) -> bool:
         return True
+
+
+@dataclass(frozen=True)
+class PrefillStored(Message):
+    """End a `prefill_only` request, whose blocks are written or could not be."""
+
+    key: int
+
+    def apply(self, state: EngineState) -> bool:
+        state.emit_step(state.take_prefill_end(self.key))
+        return False
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from paged_backend.api.errors import CannotContinue, ErrorCode, RequestError
 from paged_backend.api.request import GenerateRequest
-from paged_backend.engine.messages import AddRequest, EmitStats, Message
+from paged_backend.engine.messages import AddRequest, EmitStats, Message, StorePrefetched
 from paged_backend.engine.prefix_tiers import PrefetchedBlocks, PrefixTiers
 from paged_backend.loading.adapters import AdapterRegistry
 
@@ -59,9 +59,12 @@ class RequestPreparation:
     def _prefetch_or_post(self, request: GenerateRequest) -> None:
         if self._prefix_tiers and self._prefix_tiers.can_prefetch(request):
             self._post(EmitStats())
-            self._prefix_tiers.prefetch(request, self._post_prefetched)
+            self._prefix_tiers.prefetch(request, self._post_prefetched, self._post_request)
         else:
-            self._post(AddRequest(request))
+            self._post_request(request)
 
-    def _post_prefetched(self, request: GenerateRequest, blocks: PrefetchedBlocks) -> None:
-        self._post(AddRequest(request, blocks))
+    def _post_prefetched(self, prefetched: PrefetchedBlocks) -> None:
+        self._post(StorePrefetched(prefetched))
+
+    def _post_request(self, request: GenerateRequest) -> None:
+        self._post(AddRequest(request))

@@ -12,6 +12,7 @@ from paged_backend.api.request import GenerateRequest, TokenDelta
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.model_memory import MemoryShortage, ReleasedMemory
 from paged_backend.engine.outputs import Emit, PoolMap, StepOutput, StepReport
+from paged_backend.engine.prefill_transfers import PrefillTransfers
 from paged_backend.engine.prefix_tiers import PrefixTiers
 from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
@@ -75,7 +76,33 @@ class EngineState:
     @property
     def num_open(self) -> int:
         """The number of requests that are announced, waiting or running."""
-        return len(self.announced) + len(self.scheduler.running) + len(self.scheduler.waiting)
+        held = self.transfers.num_waiting if self.transfers else 0
+        return len(self.announced) + len(self.scheduler.running) + len(self.scheduler.waiting) + held
+
+    @property
+    def transfers(self) -> PrefillTransfers | None:
+        """The transfers of `prefill_only` requests; None without a tier for them."""
+        return self.prefix_tiers.transfers if self.prefix_tiers else None
+
+    def add_request(self, request: GenerateRequest) -> None:
+        """Give a request to the scheduler."""
+        if self.transfers and request.sampling.prefill_only:
+            self.transfers.open(request)
+        self.scheduler.add(request)
+
+    def abort(self, key: int) -> bool:
+        """Remove a request and free its blocks. Return whether it was waiting or running."""
+        dropped = self.transfers is not None and self.transfers.drop(key)
+        return self.scheduler.abort(key) or dropped
+
+    def end_all(self, key: int) -> bool:
+        """End every sample of a request. Return whether it was waiting or running."""
+        dropped = self.transfers is not None and self.transfers.drop(key)
+        return self.scheduler.end_all(key) or dropped
+
+    def take_prefill_end(self, key: int) -> list[TokenDelta]:
+        """Return the end of a `prefill_only` request whose transfer is done; empty if it has ended early."""
+        return self.transfers.take_end(key) if self.transfers else []
 
     def release_memory(self) -> ReleasedMemory:
         """Release the memory of the model, while no request is open. Blocks that the host pool and the disk hold stay
@@ -107,7 +134,10 @@ class EngineState:
         return True
 
     def has_request(self, key: int) -> bool:
-        """Return whether a request is announced, waiting or running, here or in another engine."""
+        """Return whether a request is announced, waiting or running, here or in another engine, or waits for its
+        transfer."""
+        if self.transfers and key in self.transfers:
+            return True
         return key in self.announced or key in self.moved or self.scheduler.has_request(key)
 
     def stats(self) -> SchedulerStats:

@@ -148,6 +148,8 @@ class StepLoop:
 
     def _step(self) -> None:
         began = time.monotonic()
+        if self._tiers:
+            self._tiers.hand_over()
         plan = self._scheduler.schedule()
         scheduled = time.monotonic()
         self._queued.difference_update(self._scheduler.admitted)
@@ -185,6 +187,8 @@ class StepLoop:
         while len(steps) > keep or (steps and isinstance(steps[-1].launched, Exception)):
             step = steps.popleft()
             deltas, report = self._commit(step)
+            if self._state.transfers:
+                deltas = self._state.transfers.hold(deltas)
             self._state.emit_step(deltas, step.plan, report)
 
     def _commit(self, step: InFlightStep) -> tuple[Sequence[TokenDelta], StepReport | None]:

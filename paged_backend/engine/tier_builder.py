@@ -56,14 +56,16 @@ def build_tiers(config: EngineConfig, prepared: PreparedModel, runner: StepRunne
     block = runner.host.read_block(range(layout.pages))
     num_base = layout.base_pages * len(runner.host.tensors) or None
     tiers: list[CacheTier] = []
+    shared = None
     if config.disk_cache_dir is not None:
         directory = Path(config.disk_cache_dir).expanduser()
         tiers.append(DiskTier(directory, source.fingerprint, int(config.disk_cache_gib * GIB), block, num_base))
     if access := read_remote_access(config):
-        tiers.append(_remote_tier(config, access, source, block, num_base))
+        shared = _remote_tier(config, access, source, block, num_base)
+        tiers.append(shared)
     compute_seconds = prepared.costs.token * config.block_size
     max_seconds = compute_seconds if config.tier_read_mode == "auto" else math.inf
-    return TierChain(tiers, max_seconds) if tiers else None
+    return TierChain(tiers, max_seconds, shared=shared) if tiers else None
 
 
 def _remote_tier(

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Full, Queue
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -41,6 +42,10 @@ class ReadCost:
         self._seconds.clear()
 
 
+# A block to write, a callback, or the end.
+_Item: TypeAlias = tuple[Entry, list[Tensor]] | Callable[[], object] | None
+
+
 class BlockWriter:
     """Writes queued blocks one after the other on a thread of its own."""
 
@@ -49,7 +54,7 @@ class BlockWriter:
         self._write = write
         self._lock = threading.Lock()
         self._dropped = 0
-        self._queue: Queue[tuple[Entry, list[Tensor]] | None] = Queue(MAX_QUEUED_BLOCKS)
+        self._queue: Queue[_Item] = Queue(MAX_QUEUED_BLOCKS)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -76,6 +81,15 @@ class BlockWriter:
             with self._lock:
                 self._dropped += 1
 
+    def call_when_written(self, callback: Callable[[], object]) -> bool:
+        """Call `callback` on the thread once every block that is queued now is written. Return False, with nothing
+        changed, if the queue is full."""
+        try:
+            self._queue.put_nowait(callback)
+        except Full:
+            return False
+        return True
+
     def settle(self, timeout: float) -> None:
         """Wait at most `timeout` seconds until every queued block is written."""
         with self._queue.all_tasks_done:
@@ -91,7 +105,10 @@ class BlockWriter:
     def _run(self) -> None:
         use_single_thread()
         while (item := self._queue.get()) is not None:
-            self._write(*item)
+            if callable(item):
+                item()
+            else:
+                self._write(*item)
             self._queue.task_done()
 
 
@@ -128,6 +145,11 @@ class CacheTier(ABC):
     def put(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
         """Queue a block to be written, unless the queue is full. `tensors` must not change afterwards."""
         self._writer.put(entry, tensors)
+
+    def call_when_written(self, callback: Callable[[], object]) -> bool:
+        """Call `callback` on the tier's thread once every block that is queued now is written. Return False, with
+        nothing changed, if the queue is full."""
+        return self._writer.call_when_written(callback)
 
     def on_change(self, changed: Callable[[], object]) -> None:
         """Call `changed`, on any thread, when the tier is disabled or enabled from now on."""

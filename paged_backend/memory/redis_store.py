@@ -77,6 +77,17 @@ class RedisStore:
         """Store a value, which expires after `ttl` seconds."""
         self._call(lambda: self._client.set(key, value, ex=ttl))
 
+    def expire(self, keys: Sequence[bytes], ttl: int) -> list[bool]:
+        """Let values expire after `ttl` seconds from now on. Return for each whether there is one."""
+
+        def renew() -> list[bool]:
+            pipeline = self._client.pipeline(transaction=False)
+            for key in keys:
+                pipeline.expire(key, ttl)
+            return pipeline.execute()
+
+        return self._call(renew)
+
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete values, if there are any."""
         if keys:

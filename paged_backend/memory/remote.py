@@ -30,6 +30,7 @@ log = logging.getLogger("paged_llm")
 
 RETRY_SECONDS = 1.0  # time after which a disabled tier is tried again; doubles with every failure
 MAX_RETRY_SECONDS = 60.0  # maximum of it; a tier that has worked for as long starts again with RETRY_SECONDS
+REFRESH_KEYS = 256  # keys whose time to live is renewed in one call
 PROBE_TTL = 60  # seconds after which a value that was written to try the store expires
 
 
@@ -100,6 +101,23 @@ class RemoteTier(CacheTier):
     def should_write(self, entry: Entry) -> bool:
         """Return whether the tier is in use and the store is not known to have the block."""
         return self._up and self._key(entry) not in self._keys
+
+    def has(self, entry: Entry) -> bool:
+        """Return whether the tier is in use and the store is known to have the block."""
+        return self._up and self._key(entry) in self._keys
+
+    def refresh(self, entries: Sequence[Entry]) -> None:
+        """Renew the time to live of the blocks that the store is known to have, and forget those that it has lost."""
+        known = [key for key in map(self._key, entries) if key in self._keys] if self._up else []
+        for start in range(0, len(known), REFRESH_KEYS):
+            keys = known[start : start + REFRESH_KEYS]
+            try:
+                found = self._store.expire(keys, self._ttl)
+            except StoreError as error:
+                self._disable(str(error))
+                return
+            for key, is_there in zip(keys, found, strict=True):
+                self._keys.add(key) if is_there else self._keys.remove(key)
 
     def read(self, entries: Sequence[Entry]) -> list[list[Tensor]]:
         """Return the tensors of the first of `entries`, up to the first one that is not in the store or not valid."""

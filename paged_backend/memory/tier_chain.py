@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
 from paged_backend.memory.cache_tier import MAX_QUEUED_BLOCKS, CacheTier
+from paged_backend.memory.remote import RemoteTier
 from paged_backend.scheduling.content import Entry
 from paged_backend.scheduling.stats import SchedulerStats
 
@@ -18,9 +19,10 @@ MEASURE_SECONDS = 30.0  # time after which a tier that was too slow is measured 
 class TierChain:
     """The tiers behind the host pool. Safe to use from any thread, but `read` from one thread at a time."""
 
-    def __init__(self, tiers: Sequence[CacheTier], max_seconds: float):
+    def __init__(self, tiers: Sequence[CacheTier], max_seconds: float, *, shared: RemoteTier | None = None):
         """tiers: among those of equal cost, earlier ones are preferred. max_seconds: cost per block above which a tier
-        is not read."""
+        is not read. shared: the one of the tiers that other servers read; None: there is none."""
+        self.shared = shared
         self._tiers = list(tiers)
         self._max_seconds = max_seconds
         self._measured_at = [0.0] * len(self._tiers)  # time.monotonic() when the cost was not known yet
@@ -50,16 +52,13 @@ class TierChain:
             if tier.should_write(entry):
                 tier.put(entry, tensors)
 
-    def read(self, entries: Sequence[Entry]) -> list[list[Tensor]]:
-        """Return the tensors of the first of `entries`, up to the first one that no tier has, or that is faster to
-        compute."""
-        found: list[list[Tensor]] = []
-        while len(found) < len(entries):
-            blocks = self._read_next(entries[len(found) : len(found) + READ_BLOCKS])
-            if not blocks:
-                break
-            found += blocks
-        return found
+    def read(self, entries: Sequence[Entry]) -> Iterator[list[list[Tensor]]]:
+        """Yield the tensors of the first of `entries`, up to READ_BLOCKS at a time, up to the first one that no tier
+        has, or that is faster to compute."""
+        count = 0
+        while count < len(entries) and (blocks := self._read_next(entries[count : count + READ_BLOCKS])):
+            count += len(blocks)
+            yield blocks
 
     def on_change(self, changed: Callable[[], object]) -> None:
         """Call `changed`, on any thread, when a tier is disabled or enabled from now on."""

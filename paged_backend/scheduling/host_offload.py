@@ -64,7 +64,13 @@ class HostOffload:
         self._pool = pool
         self._host = host
         self._moves_out: list[BlockTransfer] = []  # moves to do before anything else of the next step
+        self._arriving: set[int] = set()  # blocks of the host whose moves are not done
         self._unspilled: dict[int, None] = {}  # cached blocks that `spill` has not examined, oldest first
+
+    @property
+    def has_moves_out(self) -> bool:
+        """True if moves to the host wait for the next step."""
+        return bool(self._moves_out)
 
     @property
     def has_unspilled(self) -> bool:
@@ -97,6 +103,7 @@ class HostOffload:
             assert self._host
             if not done and self._host.index.contains(move.target):
                 self._host.index.remove(move.target)
+            self._arriving.discard(move.target)
             self._host.unlock(move.target)
 
     def finish_moves_in(self, moves: Iterable[BlockTransfer], *, done: bool = True) -> None:
@@ -108,6 +115,22 @@ class HostOffload:
                 self._pool.index.add(move.target, move.entry)
             self._pool.unlock(move.target)
             self._host.unlock(move.source)
+
+    def copy_to_host(self, entry: Entry) -> int | None:
+        """Return the host's block with this content, after planning a move to it if only the device has the content.
+        `has_arrived` says whether the content is there. None if neither pool has it, or the host has no room."""
+        assert self._host
+        block = self._pool.index.find(entry)
+        if block is None:
+            return self._host.index.find(entry)
+        target = self._move_out(block)
+        if target is not None:
+            self._host.free(target)
+        return target
+
+    def has_arrived(self, block: int) -> bool:
+        """Return whether the content of a cached block of the host is there: False until its move is done."""
+        return block not in self._arriving
 
     def spill(self, wanted: Callable[[Entry], bool], limit: int) -> tuple[BlockTransfer, ...]:
         """Copy up to `limit` cached blocks of wanted content to the host, for the disk tier. The oldest go first, and
@@ -241,6 +264,7 @@ class HostOffload:
         if entry and self._host.caching:
             self._host.index.add(blocks[0], entry)
         self._host.lock(blocks[0])
+        self._arriving.add(blocks[0])
         pages = page_pairs(self._pool, block, self._host, blocks[0])
         self._moves_out.append(BlockTransfer(block, blocks[0], entry, pages))
         self.num_moves_out += 1

@@ -81,6 +81,7 @@ class Admission:
         self._adapters = assembly.adapters
         self._max_queue_size = config.max_queue_size
         self._has_prefix_cache = assembly.scheduler.blocks.caching
+        self._has_remote_cache = config.remote_cache_url is not None
         self._engine = engine
         self._responder = responder
         self._sessions = sessions
@@ -190,6 +191,8 @@ class Admission:
         """Check everything that can be checked before the prompt is tokenized."""
         limits = self._limits.input_limits
         _check_combination(call, sampling)
+        if sampling.prefill_only and not self._has_remote_cache:
+            raise invalid_argument("prefill_only", True, "needs a remote cache, which is off (remote_cache_url)")
         sampling = self._prompts.expand_word_bias(sampling)
         self._check_adapter(sampling.lora_name)
         messages = turn.conversation(call.messages) if turn and call.messages else call.messages
@@ -221,6 +224,8 @@ class Admission:
         if sampling.truncate_prompt_tokens is not None:
             reason = "a session keeps all of its prompt; leave it out"
             raise invalid_argument("truncate_prompt_tokens", sampling.truncate_prompt_tokens, reason)
+        if sampling.prefill_only:
+            raise invalid_argument("prefill_only", True, "must be false in a session, whose turns have outputs")
         if sampling.num_seqs > 1:
             field = next(one for one in ("n", "best_of", "beam_width") if (getattr(sampling, one) or 1) > 1)
             reason = "must be 1 in a session, which continues a single output"

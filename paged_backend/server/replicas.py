@@ -112,7 +112,7 @@ class Replicas:
 
     def place(self, request: GenerateRequest) -> bool:
         """Send a request to a replica, if one is the best choice. Return whether it was sent."""
-        if request.embeds or not self._engines:
+        if not self._engines or request.embeds or request.sampling.prefill_only:
             return False
         assert self._own
         others = [engine.num_open for engine in self._engines]

@@ -164,7 +164,8 @@ OUTPUTS = {
         " reused, not found in the cache (`blocks_missed`), copied on write, and brought from host memory;"
         " preemptions; seconds queued, in prefill, in decode, and waiting after preemptions, which count as neither;"
         " times of arrival, first step, first and last token in nanoseconds of the machine's monotonic clock; draft"
-        " tokens verified and accepted."
+        " tokens verified and accepted; tokens that the remote cache has after a `prefill_only` request"
+        " (`stored_tokens`)."
     ),
     "pool_map": _string(
         "State of the KV cache as JSON: `time`, `block_size`, `num_blocks`, requests `running` and `waiting`, `tokens`"

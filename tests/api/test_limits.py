@@ -80,6 +80,7 @@ TESTED_ELSEWHERE = {
     "(--max-prompts)": "client/openai/test_engine_calls.test_too_many_prompts_are_rejected",
     "(--max-inputs)": "client/openai/test_embeddings.test_invalid_requests_are_rejected",
     "(--body-timeout)": "client/openai/test_servers.test_body_timeout_frees_the_slot",
+    "(--prefill-timeout)": "client/openai/test_prefill.test_prefill_server_that_does_not_answer_is_given_up",
     "(--chat-template-timeout)": "client/openai/test_chat_template.test_template_timeout",
 }
 # Options with such names that bound no client input.

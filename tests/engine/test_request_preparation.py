@@ -7,11 +7,11 @@ import pytest
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import Adapter, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine.messages import AddRequest, EmitStats
+from paged_backend.engine.messages import AddRequest, EmitStats, StorePrefetched
 from paged_backend.engine.request_preparation import RequestPreparation
 
 ADAPTER = Adapter("a", b"a", 1, {})
-BLOCKS = ((0, []),)
+BLOCKS = "blocks of the prompt"
 
 
 def request(**sampling):
@@ -24,8 +24,11 @@ def adapters(get):
 
 
 def prefix_tiers(*, has_prefix):
-    deliver = lambda request, post: post(request, BLOCKS)  # noqa: E731
-    return SimpleNamespace(can_prefetch=lambda request: has_prefix, prefetch=deliver)
+    def prefetch(request, deliver, done):
+        deliver(BLOCKS)
+        done(request)
+
+    return SimpleNamespace(can_prefetch=lambda request: has_prefix, prefetch=prefetch)
 
 
 def delivered(one, **parts):
@@ -50,8 +53,8 @@ def test_request_is_posted_with_its_adapter_and_then_its_prefix():
     """Statistics follow each wait, as the request then counts as waiting."""
     parts = {"adapters": adapters({"a": ADAPTER}.get), "disk": prefix_tiers(has_prefix=True)}
     posted, rejected = delivered(request(lora_name="a"), **parts)
-    assert [type(message) for message in posted] == [EmitStats, EmitStats, AddRequest]
-    assert (posted[-1].request.adapter, posted[-1].prefetched, rejected) == (ADAPTER, BLOCKS, [])
+    assert [type(message) for message in posted] == [EmitStats, EmitStats, StorePrefetched, AddRequest]
+    assert (posted[-1].request.adapter, posted[-2].prefetched, rejected) == (ADAPTER, BLOCKS, [])
 
 
 @pytest.mark.parametrize(

@@ -84,4 +84,4 @@ def test_unsupported_echo_is_rejected(service):
     error = service.call(messages=messages, sampling_parameters='{"echo": true}').rejection()
     assert "echo=true: has no effect with messages; leave it out" in error
     error = service.call(text_input=TEXT, sampling_parameters='{"max_tokens": 0, "echo": false}').rejection()
-    assert "max_tokens=0: must be 1..256, or 0 with prompt_logprobs or echo" in error
+    assert "max_tokens=0: must be 1..256, or 0 with prompt_logprobs, echo or prefill_only" in error

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import RequestError
 from paged_backend.api.guide import Guide
-from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState, Logprobs
+from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState, Logprobs, Usage
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.engine.engine import Engine
@@ -36,6 +36,7 @@ class Output:
     finish: FinishReason | None = None
     error: RequestError | None = None
     hidden: HiddenState | None = None
+    usage: Usage | None = None
 
 
 @dataclass
@@ -55,17 +56,19 @@ class EngineHarness:
         bad_words: tuple[tuple[int, ...], ...] = (),
         guides: Sequence[Guide] = (),
         session: Hashable = None,
+        returns_usage: bool = False,
         **sampling: Any,
     ) -> int:
         """Submit a generation request and return its key. bad_words: as token ids. guides: one per sample. session:
-        name of the session whose blocks it continues and keeps."""
+        name of the session whose blocks it continues and keeps. returns_usage: whether its output gets the usage."""
         params = SamplingParams.parse({"temperature": 0, "ignore_eos": True} | sampling, self.assembly.limits)
         key, self.next_key = self.next_key, self.next_key + 1
         eos = self.assembly.loaded.spec.eos_ids
         limits = self.assembly.limits
         request = GenerateRequest.from_prompt(key, list(prompt), params, params.seed or 0, eos, limits, bad_words)
         self.outputs[key] = Output()
-        self.engine.submit(replace(request, logprobs=params.logprobs, guides=tuple(guides), session=session))
+        request = replace(request, logprobs=params.logprobs, guides=tuple(guides), session=session)
+        self.engine.submit(replace(request, returns_usage=returns_usage))
         return key
 
     def embed(self, prompt: Sequence[int], **sampling: Any) -> int:
@@ -88,6 +91,7 @@ class EngineHarness:
             request.logprobs += delta.logprobs
             request.prompt_logprobs = delta.prompt_logprobs or request.prompt_logprobs
             request.finish, request.error, request.hidden = delta.finish, delta.error, delta.hidden
+            request.usage = delta.usage or request.usage
         self.history.append(output)
         return output
 

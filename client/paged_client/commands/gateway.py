@@ -10,6 +10,8 @@ from paged_client.commands.arguments import port, positive_int, seconds, size
 from paged_client.openai.routing import POLICIES
 from paged_client.sync_client import DEFAULT_URLS
 
+PREFILL_MIN_TOKENS = 512  # as many as a step computes by default
+PREFILL_SECONDS = 60.0
 TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
 
 
@@ -112,6 +114,30 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         " that requests go to the server that has cached most of their prompt; once for each --url, in their order;"
         " needs --tokenizer and the extra 'routing'",
     )
+    add(
+        "--prefill-url",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="gRPC endpoint of a prefill server, which computes long prompts and writes their blocks to the remote"
+        " cache that it shares with the servers of --url; may be repeated",
+    )
+    add(
+        "--prefill-min-tokens",
+        type=positive_int,
+        default=PREFILL_MIN_TOKENS,
+        metavar="N",
+        help="number of tokens from which on a prompt is sent to a prefill server first; a quarter of the characters"
+        f" of a text, and only those after the last answer of a conversation (default: {PREFILL_MIN_TOKENS})",
+    )
+    add(
+        "--prefill-timeout",
+        type=seconds,
+        default=PREFILL_SECONDS,
+        metavar="SECONDS",
+        help="time after which the server of the request computes a prompt that no prefill server has finished"
+        f" (default: {PREFILL_SECONDS:g})",
+    )
     add("--access-log", action="store_true", help="log each request to standard error as a line of JSON")
     parser.set_defaults(run=openai)
 
@@ -138,4 +164,7 @@ def openai(args: argparse.Namespace) -> int:
         retry_seconds=args.retry_seconds,
         routing=args.routing,
         kv_events=args.kv_events,
+        prefill_urls=args.prefill_url,
+        prefill_min_tokens=args.prefill_min_tokens,
+        prefill_timeout=args.prefill_timeout,
     )

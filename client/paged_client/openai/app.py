@@ -6,7 +6,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from paged_client.openai.limits import READ, ConcurrencyLimiter, GatewayLimits, 
 from paged_client.openai.models import ServedModels
 from paged_client.openai.pooling import PoolingBody, ask_all
 from paged_client.openai.pooling_routes import POOLING_ROUTES
+from paged_client.openai.prefill import PrefillServers, PrefillSettings
 from paged_client.openai.servers import Servers
 from paged_client.openai.streaming import EventStream
 from paged_client.openai.tool_calls import ToolCallFormat
@@ -58,6 +59,7 @@ class Settings:
         retry_seconds: time for which a request without output is tried again while all servers fail.
         routing: how servers are chosen, one of routing.POLICIES.
         index: knows what each server has cached; None: nobody does.
+        prefill: prefill servers; None: there are none.
     """
 
     urls: Sequence[str | None]
@@ -71,6 +73,7 @@ class Settings:
     retry_seconds: float = 0.0
     routing: str = "prefix"
     index: KvIndex | None = None
+    prefill: PrefillSettings | None = None
 
 
 class Gateway:
@@ -88,10 +91,15 @@ class Gateway:
         )
         self._models = ServedModels(self._servers)
         self.metrics = metrics.Metrics()
+        self._prefill = None
+        if settings.prefill:
+            self._prefill = PrefillServers(
+                settings.prefill, settings.model, is_model_fixed=settings.is_model_fixed, metrics=self.metrics
+            )
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        async with self._servers:
+        async with self._servers, self._prefill or nullcontext():
             yield
 
     async def completions(self, request: Request) -> Response:
@@ -152,6 +160,9 @@ class Gateway:
         engine_requests: Sequence[EngineRequest],
         builder: ResponseBuilder,
     ) -> Response:
+        if self._prefill:
+            computed = self._prefill.compute(engine_requests, builder.id)
+            engine_requests = await run_while_connected(request.receive, computed)
         if not body.stream:
             work = generate_all(self._servers, engine_requests, builder.id)
             completions = await run_while_connected(request.receive, work)

@@ -19,6 +19,7 @@ from paged_client.openai.app import Settings, create_app
 from paged_client.openai.chat_template import ChatTemplate
 from paged_client.openai.kv_index import KvIndex
 from paged_client.openai.limits import GatewayLimits
+from paged_client.openai.prefill import PrefillSettings
 from paged_client.openai.servers import FIND_SECONDS
 from paged_client.openai.tool_calls import FORMATS
 from paged_client.openai.tools import detect_format
@@ -49,11 +50,15 @@ def run(
     retry_seconds: float,
     routing: str,
     kv_events: Sequence[str],
+    prefill_urls: Sequence[str],
+    prefill_min_tokens: int,
+    prefill_timeout: float,
 ) -> int:
     """Serve until Ctrl-C and return the exit code. Raises UsageError for invalid arguments."""
-    for url in urls:
-        if urls.count(url) > 1:
-            raise UsageError(f"--url {url}: given {urls.count(url)} times; each must be another server")
+    for flag, given in (("--url", urls), ("--prefill-url", prefill_urls)):
+        for url in given:
+            if given.count(url) > 1:
+                raise UsageError(f"{flag} {url}: given {given.count(url)} times; each must be another server")
     if tokenizer:  # loading takes several seconds, including the import of transformers
         _log_line(f"loading the tokenizer {tokenizer} ...")
     try:
@@ -67,6 +72,7 @@ def run(
     tool_format = FORMATS[tool_parser] if tool_parser != "auto" else detect_format(template.text if template else None)
     try:
         found = find_models(urls or [DEFAULT_URLS["grpc"]])
+        find_models(prefill_urls)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
     index = None
@@ -91,6 +97,7 @@ def run(
         retry_seconds=retry_seconds,
         routing=routing,
         index=index,
+        prefill=PrefillSettings(prefill_urls, prefill_min_tokens, prefill_timeout, _log_line) if prefill_urls else None,
     )
     try:
         app = create_app(settings)

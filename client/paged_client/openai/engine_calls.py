@@ -34,7 +34,7 @@ async def with_routes(
 async def generate_all(servers: Servers, requests: Sequence[EngineRequest], request_id: str) -> list[Completion]:
     """Return the completions of all requests, in order. Raises ApiError if one fails, which cancels the others."""
     return await gather_or_cancel(
-        _generate(servers, request, engine_id) for request, engine_id in _with_ids(requests, request_id)
+        _generate(servers, request, engine_id) for request, engine_id in with_ids(requests, request_id)
     )
 
 
@@ -45,7 +45,7 @@ async def _generate(servers: Servers, request: EngineRequest, engine_id: str) ->
         raise _api_error(error, request) from None
 
 
-def _with_ids(requests: Sequence[EngineRequest], request_id: str) -> list[tuple[EngineRequest, str]]:
+def with_ids(requests: Sequence[EngineRequest], request_id: str) -> list[tuple[EngineRequest, str]]:
     """Pair each engine request with its id for the server."""
     if len(requests) == 1:
         return [(requests[0], request_id)]
@@ -72,7 +72,7 @@ class MergedStream:
         self._samples = samples
         self._streams: list[FailoverStream] = []
         try:
-            for request, engine_id in _with_ids(requests, request_id):
+            for request, engine_id in with_ids(requests, request_id):
                 self._streams.append(_stream(servers, request, engine_id))
         except BaseException:
             self.cancel()

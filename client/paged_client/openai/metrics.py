@@ -46,7 +46,12 @@ class Metrics:
         self._tokens: Counter[tuple[str, str]] = Counter()
         self._first: defaultdict[str, Histogram] = defaultdict(Histogram)
         self._duration: defaultdict[str, Histogram] = defaultdict(Histogram)
+        self._prefills: Counter[str] = Counter()
         self._open_streams = 0
+
+    def count_prefill(self, outcome: str) -> None:
+        """Count a prompt that was sent to a prefill server. outcome: "stored" or "failed"."""
+        self._prefills[outcome] += 1
 
     def count(self, route: str, status: int, first: float | None, seconds: float) -> None:
         """Count a finished request. `first` is its time to first byte; None if there was no response."""
@@ -90,6 +95,9 @@ class Metrics:
             "# HELP paged_openai_tokens_total Prompt tokens, cached prompt tokens, and output tokens",
             "# TYPE paged_openai_tokens_total counter",
             *tokens,
+            "# HELP paged_openai_prefills_total Prompts sent to prefill servers, by outcome",
+            "# TYPE paged_openai_prefills_total counter",
+            *(f'paged_openai_prefills_total{{outcome="{name}"}} {count}' for name, count in self._prefills.items()),
             "# HELP paged_openai_open_streams Streams being sent",
             "# TYPE paged_openai_open_streams gauge",
             f"paged_openai_open_streams {self._open_streams}",

@@ -20,6 +20,7 @@ from hashlib import blake2b
 from typing import Any
 
 POLICIES = ("prefix", "round-robin")
+LEAST_LOADED = "least-loaded"  # policy for prefill servers: the one with the fewest open requests
 RING_POINTS = 128  # points of each server on the ring; the parts of servers differ by about 1 / sqrt(RING_POINTS)
 LOAD_FACTOR = 1.25  # open requests of a server, as a multiple of the mean, above which it is passed over ...
 LOAD_SLACK = 8  # ... if it has more than this above the mean: small differences cost less than an empty cache
@@ -77,12 +78,13 @@ class Router:
 
     Args:
         names: a name for each server that other gateways use as well, so that all choose the same server.
-        policy: one of POLICIES.
+        policy: one of POLICIES, or LEAST_LOADED.
         clock: returns a time in seconds.
     """
 
     def __init__(self, names: Sequence[str], policy: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._ring = HashRing(names) if policy == "prefix" else None
+        self._by_load = policy == LEAST_LOADED
         self._clock = clock
         self._turn = itertools.count()
         self._num_open = [0] * len(names)
@@ -102,6 +104,8 @@ class Router:
 
         def badness(server: int) -> tuple[bool, bool, float]:
             is_full = self._ring is not None and self._num_open[server] >= capacity
+            if self._by_load:
+                return self._avoid_until[server] > now, False, self._num_open[server]
             return self._avoid_until[server] > now, is_full, -cached[server] if cached[server] >= HELD_SHARE else 0.0
 
         return sorted(servers, key=badness)  # a stable sort

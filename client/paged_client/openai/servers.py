@@ -39,7 +39,7 @@ class Servers:
         model: name of the model.
         is_fixed: whether the user has chosen the name, so that `find_names` does not change it.
         retry_seconds: time for which a request is tried again while all servers fail; 0: each server is tried once.
-        routing: one of routing.POLICIES.
+        routing: one of routing.POLICIES, or LEAST_LOADED.
         index: knows what each server has cached; None: nobody does.
 
     Raises ValueError for an invalid URL.

@@ -18,6 +18,7 @@ from paged_client.openai.tool_calls import MISTRAL, ToolCallFormat
 from paged_client.openai.tools import ToolUse
 
 Sampling = dict[str, Any]
+CHARS_PER_TOKEN = 4  # characters of a token, on average, in English text; used for estimates only
 _PROMPT_FIELDS = ("text_input", "input_ids", "prompt_tokens")  # names of the prompt in the engine's errors
 
 
@@ -33,6 +34,7 @@ class EngineRequest:
     key: str = ""  # requests with the same key should go to the same server
     is_first_turn: bool = False  # whether it is a conversation without an answer of the model
     route: Route | None = None  # None: any server
+    num_new_tokens: int = 0  # estimate of the prompt's tokens that no earlier turn of a conversation had
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -51,7 +53,14 @@ def from_completion(request: CompletionRequest, adapter: str | None) -> list[Eng
     prompts = request.prompts
     fields = ["prompt"] if len(prompts) == 1 else [f"prompt.{index}" for index in range(len(prompts))]
     return [
-        EngineRequest(prompt, None, sampling, names | dict.fromkeys(_PROMPT_FIELDS, field), prompt_key(prompt))
+        EngineRequest(
+            prompt,
+            None,
+            sampling,
+            names | dict.fromkeys(_PROMPT_FIELDS, field),
+            prompt_key(prompt),
+            num_new_tokens=len(prompt) // CHARS_PER_TOKEN if isinstance(prompt, str) else len(prompt),
+        )
         for field, prompt in zip(fields, prompts, strict=True)
     ]
 
@@ -76,13 +85,26 @@ async def from_chat(
         sampling.setdefault("skip_special_tokens", False)  # [TOOL_CALLS] is a special token
     sampling.setdefault("max_tokens", None)  # no limit but the context length
     messages = [_message(f"messages.{index}", message) for index, message in enumerate(request.messages)]
+    num_new = _num_new_tokens(messages)
     key, is_first_turn = conversation_key(messages), all(one["role"] != "assistant" for one in messages)
     if template is None:
         more = {"tools": use.prompt_tools or None, "chat_template_kwargs": request.chat_template_kwargs}
         given = {name: value for name, value in more.items() if value is not None}
-        return EngineRequest(None, messages, sampling | given, names, key, is_first_turn)
+        return EngineRequest(None, messages, sampling | given, names, key, is_first_turn, num_new_tokens=num_new)
     prompt = await asyncio.to_thread(template.prompt, messages, use.prompt_tools, request.chat_template_kwargs)
-    return EngineRequest(prompt, None, sampling | {"add_special_tokens": False}, names, key, is_first_turn)
+    sampling |= {"add_special_tokens": False}
+    return EngineRequest(prompt, None, sampling, names, key, is_first_turn, num_new_tokens=num_new)
+
+
+def _num_new_tokens(messages: list[dict[str, Any]]) -> int:
+    """Return an estimate of the tokens of the messages after the last answer of the model. The server of the
+    conversation has computed those before it."""
+    count = 0
+    for message in reversed(messages):
+        if message["role"] == "assistant":
+            break
+        count += len(message["content"])
+    return count // CHARS_PER_TOKEN
 
 
 def _sampling(

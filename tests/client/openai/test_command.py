@@ -55,10 +55,11 @@ class TestCommand:
         assert cli.main(["openai", "--url", "http://localhost:8000"]) == 2
         assert "HOST:PORT" in capsys.readouterr().err
 
-    def test_a_url_that_is_given_twice_is_rejected(self, capsys):
-        flags = [part for url in ("a:1", "b:1", "a:1") for part in ("--url", url)]
+    @pytest.mark.parametrize("flag", ["--url", "--prefill-url"])
+    def test_a_url_that_is_given_twice_is_rejected(self, capsys, flag):
+        flags = [part for url in ("a:1", "b:1", "a:1") for part in (flag, url)]
         assert cli.main(["openai", *flags]) == 2
-        assert "--url a:1: given 2 times; each must be another server" in capsys.readouterr().err
+        assert f"{flag} a:1: given 2 times; each must be another server" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("flags", "reason"),

@@ -9,6 +9,7 @@ from paged_client.openai.engine_calls import MergedStream
 from paged_client.openai.errors import ApiError
 from paged_client.openai.routing import (
     AVOID_SECONDS,
+    LEAST_LOADED,
     LOAD_FACTOR,
     LOAD_SLACK,
     PROMPT_CHARS,
@@ -122,3 +123,18 @@ def test_a_request_that_cannot_be_sent_is_not_counted_as_open():
             assert servers._router._num_open == [0, 0]
 
     asyncio.run(send())
+
+
+def test_the_least_loaded_server_is_chosen():
+    now = [0.0]
+    router = Router(NAMES[:3], LEAST_LOADED, lambda: now[0])
+    for server in (0, 1, 1, 2):
+        router.open(server)
+    assert router.order(None)[2] == 1
+    router.close(0)
+    assert [router.order(None)[0] for _ in range(4)] == [0] * 4
+    router.open(0)
+    router.close(0, failed=True)
+    assert router.order(None) == [2, 1, 0]
+    now[0] += AVOID_SECONDS
+    assert router.order(None)[0] == 0

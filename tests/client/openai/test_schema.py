@@ -16,8 +16,8 @@ from paged_client.openai.errors import ApiError
 from paged_client.openai.schema import CompletionRequest, SamplingFields, parse
 from tests.support.gateway import BODIES, CHAT, PROMPT, error_of
 
-# Sampling parameters that have a word of OpenAI's.
-OTHERWISE = {"logprobs", "echo", "lora_name"}  # echo is for completions only
+# Sampling parameters that have a word of OpenAI's, and prefill_only, which the gateway sets itself.
+OTHERWISE = {"logprobs", "echo", "lora_name", "prefill_only"}  # echo is for completions only
 
 
 def test_sampling_fields_match_the_engine():

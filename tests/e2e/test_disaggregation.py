@@ -1,0 +1,164 @@
+"""A prefill server and a decode server behind the gateway, and what happens when a part of them fails."""
+
+import json
+import os
+import signal
+from contextlib import ExitStack
+
+import pytest
+
+from paged_client import Client, PagedError
+from paged_client.serving.tritonserver import TritonServer
+from tests.support.gateway import gateway
+from tests.support.in_process import byte_tokenizer, generate_with_transformers
+from tests.support.processes import needs_server
+from tests.support.redis_server import needs_redis, running_redis
+from tests.support.triton import metrics, post
+from tests.support.waiting import until
+
+pytestmark = [needs_redis, needs_server]
+TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money, "
+OPTIONS = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 256, "max_num_seqs": 4}
+GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
+TEMPLATE = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    with running_redis(tmp_path_factory.mktemp("redis")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(tiny, tmp_path_factory):
+    """The directory of the tiny model, with a chat template."""
+    directory = tmp_path_factory.mktemp("chat")
+    for file in tiny[0].iterdir():
+        (directory / file.name).symlink_to(file)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).unlink(missing_ok=True)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def options(store):
+    tier = {"remote_cache_url": store.url, "swap_space": 0.01, "tier_read_mode": "always"}
+    return OPTIONS | tier | {"remote_cache_timeout_ms": 10_000}
+
+
+@pytest.fixture(scope="module")
+def decode(model, options):
+    with TritonServer(model, options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def prefill(model, options):
+    with TritonServer(model, options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def front(prefill, decode):
+    with gateway(decode.grpc_url, "--prefill-url", prefill.grpc_url, "--prefill-min-tokens", "8") as made:
+        yield made
+
+
+def expected(tiny, text):
+    tokens = generate_with_transformers(tiny[1], list(byte_tokenizer()(text).input_ids), 8)
+    return whole(byte_tokenizer().decode(tokens))
+
+
+def whole(text):
+    """Return the text without the bytes of a character that is not complete at its end."""
+    return text.rstrip("\ufffd")
+
+
+def ask(front, prompt, **fields):
+    """Return the text and the cached tokens of a greedy completion."""
+    status, answer = front.ask("/v1/completions", {"model": "paged_llm", "prompt": prompt} | GREEDY | fields)
+    assert status == 200, answer
+    return whole(answer["choices"][0]["text"]), answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def outcomes(front):
+    found = front.metrics()
+    return [found.get(f'paged_openai_prefills_total{{outcome="{name}"}}', 0) for name in ("stored", "failed")]
+
+
+def test_decode_server_continues_from_the_blocks_of_the_prefill_server(front, tiny, prefill):
+    prompt = "One: " + TEXT
+    assert ask(front, prompt) == (expected(tiny, prompt), (len(prompt) - 1) // 4 * 4)
+    assert outcomes(front) == [1, 0]
+    assert metrics(prefill)["paged_remote_blocks_written_total"] == len(prompt) // 4
+
+
+def test_conversation(front, tiny):
+    prompt = f"system: Be brief.\nuser: {TEXT}\nassistant:"
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT}]
+    status, answer = front.ask("/v1/chat/completions", {"model": "paged_llm", "messages": messages} | GREEDY)
+    assert status == 200, answer
+    assert whole(answer["choices"][0]["message"]["content"]) == expected(tiny, prompt)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == (len(prompt) - 1) // 4 * 4
+
+
+def test_tenants_are_isolated(front, decode):
+    prompt = "Two: " + TEXT
+    text, cached = ask(front, prompt, cache_salt="one")
+    assert cached == (len(prompt) - 1) // 4 * 4
+    with Client(decode.grpc_url) as client:
+        answer = client.generate(prompt, cache_salt="two", **GREEDY)
+        assert (whole(answer.text), answer.receipt["cached_tokens"]) == (text, 0)
+
+
+def test_two_requests_without_the_gateway(prefill, decode, tiny):
+    prompt = "Three: " + TEXT
+    with Client(prefill.grpc_url) as client:
+        answer = client.generate(prompt, prefill_only=True)
+        assert (answer.text, answer.num_output_tokens) == ("", 0)
+        assert answer.receipt["stored_tokens"] == len(prompt) // 4 * 4
+    status, reply = post(decode, {"text_input": prompt, "return_receipt": True} | GREEDY)
+    assert status == 200, reply
+    assert json.loads(json.loads(reply)["receipt"])["cached_tokens"] == (len(prompt) - 1) // 4 * 4
+    assert whole(json.loads(reply)["text_output"]).endswith(expected(tiny, prompt))
+
+
+def test_prefill_only_is_rejected_where_it_has_no_effect(prefill, tiny_server):
+    with Client(tiny_server.grpc_url) as client:
+        needs = r"prefill_only=true: needs a remote cache, which is off \(remote_cache_url\)"
+        with pytest.raises(PagedError, match=needs):
+            client.generate("x", prefill_only=True)
+    with Client(prefill.grpc_url) as client, pytest.raises(PagedError, match="prefill_only=true: must be false in a"):
+        client.generate("x", prefill_only=True, sequence_id=1, sequence_start=True)
+
+
+def test_failures(model, options, store, decode, tiny):
+    """The store fails, then the prefill server; then the store works again."""
+    with ExitStack() as stack:
+        prefill = stack.enter_context(TritonServer(model, options))
+        flags = ["--prefill-url", prefill.grpc_url, "--prefill-min-tokens", "8"]
+        front = stack.enter_context(gateway(decode.grpc_url, *flags))
+
+        def check(name, cached, outcome):
+            prompt = f"{name}: {TEXT}"
+            before = outcomes(front)
+            expected_cached = (len(prompt) - 1) // 4 * 4 if cached else 0
+            assert ask(front, prompt) == (expected(tiny, prompt), expected_cached)
+            assert [now - then for now, then in zip(outcomes(front), before, strict=True)] == outcome
+
+        check("all work", True, [1, 0])
+        with Client(prefill.grpc_url) as client:
+            assert client.generate("lost: " + TEXT, prefill_only=True).receipt["stored_tokens"]
+        store.kill()
+        with Client(decode.grpc_url) as client:
+            answer = client.generate("lost: " + TEXT, **GREEDY)
+            assert (whole(answer.text), answer.receipt["cached_tokens"]) == (expected(tiny, "lost: " + TEXT), 0)
+        check("no store", False, [0, 1])
+        os.kill(prefill.pid, signal.SIGKILL)
+        check("killed too", False, [0, 1])
+        store.start()
+        until(lambda: metrics(decode)["paged_remote_tier_up"] == 1, "the store")
+        check("store is back", False, [0, 1])
