@@ -1,6 +1,7 @@
 """Which models can be divided into stages, and that those that can give the same tokens."""
 
 import json
+import logging
 from importlib.util import find_spec
 
 import pytest
@@ -165,7 +166,9 @@ def test_models_with_recurrent_layers_are_rejected(tmp_path):
         tiny_assembly(tmp_path, pipeline_parallel_size=2)
 
 
-def test_weights_of_other_stages_are_not_read(tmp_path, monkeypatch):
+def test_weights_of_other_stages_are_not_read(tmp_path, monkeypatch, caplog):
+    """The summary at startup shows what each stage holds."""
+    caplog.set_level(logging.INFO)
     whole = save_tiny(FAMILIES["llama"], tmp_path)
     read, materialize = [], core_model_loading._materialize_copy
 
@@ -179,3 +182,4 @@ def test_weights_of_other_stages_are_not_read(tmp_path, monkeypatch):
     assembly.close()
     first = [whole.model.embed_tokens, *whole.model.layers[:2]]
     assert sum(read) == sum(parameter.numel() for module in first for parameter in module.parameters())
+    assert "Pipeline: 2 stages: layers 0 to 1 (0.00 GiB and 0.00 GiB of KV cache), layers 2 to 3 (" in caplog.text
