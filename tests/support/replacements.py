@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
+from paged_backend.api.request import GenerateRequest, Progress
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.engine.assembly import Assembly
+from paged_backend.engine.engine import Engine
+from tests.support.in_process import WAIT, tiny_assembly
 from tests.support.stress.clients import Response, connect, message_of, read
 from tests.support.stress.plans import Plan
 from tests.support.stress.requests import LETTERS, MODEL, StressRequest
 
 STREAMS_PER_CONNECTION = 125
 POLL_SECONDS = 0.05
+TIE = 1e-5  # added to a logit
 KINDS: Sequence[dict[str, Any]] = (
     {"temperature": 0},
     {"temperature": 1},
@@ -50,14 +60,15 @@ class Report:
     tokens: int = 0  # tokens that were compared
     replaced: int = 0
     interrupted: list[str] = field(default_factory=list)  # streams that ended with an error, or early
-    wrong: list[str] = field(default_factory=list)  # streams with another token than without replacements
+    other: list[tuple[int, Output]] = field(default_factory=list)  # number and output of streams with other tokens
+    expected: dict[int, Output] = field(default_factory=dict)  # outputs without replacements, by number of the request
     survived: Counter[int] = field(default_factory=Counter)  # streams by the replacements during their output
 
     def __str__(self) -> str:
         survived = ", ".join(f"{count} streams: {number}" for number, count in sorted(self.survived.items()))
         return (
             f"{self.streams} streams, {self.tokens} tokens compared, model replaced {self.replaced} times,"
-            f" ended early: {len(self.interrupted)}, with a wrong token: {len(self.wrong)};"
+            f" ended early: {len(self.interrupted)}, with another token: {len(self.other)};"
             f" replacements during the output of {survived}"
         )
 
@@ -135,8 +146,10 @@ class Clients:
         self.report.tokens += sum(map(len, stream.output))
         if stream.output != expected:
             ends_early = all(one == whole[: len(one)] for one, whole in zip(stream.output, expected, strict=True))
-            found = self.report.interrupted if ends_early else self.report.wrong
-            found.append(f"{name}: {stream.output} instead of {expected}")
+            if ends_early:
+                self.report.interrupted.append(f"{name}: {stream.output} instead of {expected}")
+            else:
+                self.report.other.append((stream.number, stream.output))
 
 
 async def replace_under_load(
@@ -156,7 +169,7 @@ async def replace_under_load(
     await asyncio.gather(*(clients.run(number) for number in range(len(requests))))
     assert not clients.report.interrupted, clients.report.interrupted[0]
     say(f"{len(requests)} streams without replacements, {clients.report.tokens} tokens")
-    clients.report = report = Report()
+    clients.report = report = Report(expected=clients.expected)
     done = False
 
     async def run_again(number: int) -> None:
@@ -174,3 +187,60 @@ async def replace_under_load(
     await asyncio.gather(*everybody)
     await clients.close()
     return report
+
+
+class TieCheck:
+    """Decides whether an output differs because of rounding: at the first token that differs, both tokens are so close
+    that a bias of TIE on either of them makes it the sampled one. Tokens that are computed in a prompt's chunk are
+    rounded differently from tokens that are computed one by one."""
+
+    def __init__(self, engine: Engine, outputs: SimpleQueue[Any], assembly: Assembly):
+        """engine: an engine that is running, and emits to `outputs`."""
+        self._engine, self._outputs, self._assembly = engine, outputs, assembly
+        self._keys = itertools.count()
+
+    def is_tie(self, request: StressRequest, index: int, output: Sequence[int], expected: Sequence[int]) -> bool:
+        """Return whether sample `index` of a request differs from the expected output because of rounding."""
+        place = next(place for place, (one, other) in enumerate(zip(output, expected, strict=False)) if one != other)
+        tokens = output[place], expected[place]
+        return all(self._next(request, index, expected[:place], biased=token) == token for token in tokens)
+
+    def _next(self, request: StressRequest, index: int, output: Sequence[int], *, biased: int) -> int:
+        """Return the token after `output`."""
+        limits, sampling = self._assembly.limits, {**request.sampling, "n": 1, "logit_bias": {str(biased): TIE}}
+        params = SamplingParams.parse(sampling | {"max_tokens": len(output) + 1}, limits)
+        prompt = self._assembly.loaded.tokenizer.encode(request.text)
+        key, seed = next(self._keys), request.sampling["seed"] + index
+        made = GenerateRequest.from_prompt(key, prompt, params, seed, frozenset(), limits)
+        progress = Progress((tuple(output),)) if output else None
+        self._engine.submit(dataclasses.replace(made, progress=progress))
+        while True:
+            for delta in self._outputs.get(timeout=WAIT).deltas:
+                assert delta.error is None, delta.error
+                return delta.token_ids[0]
+
+
+@contextmanager
+def tie_check(directory: Path) -> Iterator[TieCheck]:
+    """Run an engine over the model of a server."""
+    assembly = tiny_assembly(directory, num_gpu_blocks_override=1024, max_num_batched_tokens=8192)
+    outputs: SimpleQueue[Any] = SimpleQueue()
+    engine = assembly.engine(outputs.put)
+    engine.start()
+    try:
+        yield TieCheck(engine, outputs, assembly)
+    finally:
+        engine.stop()
+
+
+def unexplained(directory: Path, requests: Sequence[StressRequest], report: Report) -> list[tuple[int, Output]]:
+    """Return the outputs with other tokens that are not explained by rounding."""
+    with tie_check(directory) as check:
+        return [
+            (number, output)
+            for number, output in report.other
+            if not all(
+                one == expected or check.is_tie(requests[number], index, one, expected)
+                for index, (one, expected) in enumerate(zip(output, report.expected[number], strict=True))
+            )
+        ]
