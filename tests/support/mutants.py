@@ -287,8 +287,8 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "beams and guides do not wait for results": (
         SCHEDULER,
-        "        return any(group.needs_previous_result for group in self._requests.running.values())\n",
-        "        return False\n",
+        "        return self._proposer is not None or any(group.needs_previous_result for group in running)\n",
+        "        return self._proposer is not None\n",
     ),
     "a block is cached before its last token is sampled": (
         SCHEDULER,
