@@ -148,12 +148,13 @@ def test_three_machines_match_one_and_a_killed_worker_is_noticed(model, expected
 
 
 @pytest.mark.nightly
-def test_latency_changes_no_token(model, expected, tmp_path):
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_latency_changes_no_token(model, expected, tmp_path, sizes):
     port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
     with (
         delayed_link.delayed_machine(50) as machine,
         workers([machine], port, tmp_path / "log"),
-        distributed(model, port, 2) as server,
+        distributed(model, port, 2, **sizes) as server,
     ):
         assert generate(server, PROMPTS[0]) == expected[0]
 
