@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.distributed.process_group import ProcessGroup
@@ -121,13 +123,13 @@ def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
 
 
 def _share(loaded: LoadedModel, runner: Runner) -> RankShare:
-    weights = distinct_storages(find_tensors(loaded.model))
-    pool = distinct_storages(runner.kv.tensors)
-    return RankShare(
-        len(loaded.spec.layers),
-        sum(storage.nbytes() for storage in weights),
-        sum(storage.nbytes() for storage in pool),
-    )
+    """Return what this rank holds. Weights that oneDNN has packed have no storage, and count as unpacked."""
+    tensors = list(find_tensors(loaded.model))
+    plain = [tensor for tensor in tensors if tensor.layout is torch.strided]
+    packed = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.layout is not torch.strided)
+    weights = sum(storage.nbytes() for storage in distinct_storages(plain))
+    pool = sum(storage.nbytes() for storage in distinct_storages(runner.kv.tensors))
+    return RankShare(len(loaded.spec.layers), weights + packed, pool)
 
 
 def stage_links(config: EngineConfig, prepared: PreparedModel, group: ProcessGroup) -> StageLinks | None:

@@ -39,7 +39,7 @@ _APPLIED = {"seed", "timeout_ms", "truncate_prompt_tokens", "word_bias", "bad_wo
 
 def write_request(request: GenerateRequest) -> dict[str, Any]:
     """Return a request as JSON values, without its session, guides and trace. It must generate text."""
-    assert not request.embeds
+    assert not (request.embeds or request.sampling.prefill_only)
     structure, progress, adapter = request.sampling.structure, request.progress, request.adapter
     return {
         "prompt": request.prompt_token_ids,

@@ -178,7 +178,7 @@ def test_requests_of_an_engine_that_dies_fail(assembly):
         peer.engine.fail("a rank has ended")
         (output,) = client.wait((1, 0))
         assert output.error.code is ErrorCode.UNAVAILABLE and "a rank has ended" in str(output.error)
-        for group in assembly.scheduler.running:
+        for group in (*assembly.scheduler.running, *assembly.scheduler.waiting):
             assembly.scheduler.abort(group.key)
 
 
