@@ -37,7 +37,7 @@ from paged_backend.execution.batch import PackedBatch
 from paged_backend.loading.model_options import pick_device
 from paged_backend.models.tensor_parallel import check_devices, pick_rank_device
 from paged_backend.scheduling.plan import Plan
-from paged_backend.utils.machine import find_python
+from paged_backend.utils.child_process import start_module
 from paged_kernels.compilations import after_ready
 
 CONNECT_SECONDS = 30
@@ -48,30 +48,9 @@ READY = "ready"  # message of a rank that has imported its modules and can use i
 def start_rank(rank: int, local_rank: int, environment: Mapping[str, str], *arguments: str) -> subprocess.Popen[bytes]:
     """Start the process of a rank, which ends with this process. environment: MASTER_ADDR, MASTER_PORT, WORLD_SIZE.
     Raises OSError."""
-    return subprocess.Popen(
-        [find_python(), "-m", "paged_backend.engine.rank", *arguments],
-        # The search path for modules is that of this process. LOCAL_RANK selects the GPU in transformers.
-        env={
-            **os.environ,
-            **environment,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-        },
-        stdin=subprocess.PIPE,
-        start_new_session=True,  # a terminal's Ctrl-C then reaches the server only, which drains open streams
-    )
-
-
-def end_rank(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait for the process of a rank to end by itself, and kill it if it takes longer."""
-    try:
-        process.wait(max(0.0, seconds))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stdin:
-        process.stdin.close()
+    # LOCAL_RANK selects the GPU in transformers.
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    return start_module("paged_backend.engine.rank", *arguments, environment={**environment, **ranks})
 
 
 def run(link: Connection, store: dist.Store, config: EngineConfig, rank: int) -> None:

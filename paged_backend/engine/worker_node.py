@@ -20,7 +20,8 @@ import torch.distributed as dist
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.distributed.topology import DEFAULT_PORT, Topology, read_number
-from paged_backend.engine.rank import START_KEY, end_rank, start_rank
+from paged_backend.engine.rank import START_KEY, start_rank
+from paged_backend.utils.child_process import end_process
 
 log = logging.getLogger("paged_llm")
 
@@ -78,7 +79,7 @@ class WorkerNode:
             time.sleep(RETRY_SECONDS)
         deadline = time.monotonic() + END_SECONDS
         for process in processes:
-            end_rank(process, deadline - time.monotonic())
+            end_process(process, deadline - time.monotonic())
         log.info("the ranks of node %d have ended: %s", self._node_rank, [process.returncode for process in processes])
 
 

@@ -21,9 +21,10 @@ from paged_backend.distributed.links import LinkListener, hang_up
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.step_channel import StepChannel
 from paged_backend.distributed.topology import Topology, listen
-from paged_backend.engine.rank import READY, START_KEY, end_rank, start_rank
+from paged_backend.engine.rank import READY, START_KEY, start_rank
 from paged_backend.execution.runner import RunnerDied
 from paged_backend.models.tensor_parallel import pick_rank_device
+from paged_backend.utils.child_process import end_process
 
 log = logging.getLogger("paged_llm")
 
@@ -92,7 +93,7 @@ class Workers:
                 process.kill()
         self.group.leave()
         for process in self.processes.values():
-            end_rank(process, STOP_SECONDS)
+            end_process(process, STOP_SECONDS)
         for link in self._links.values():
             hang_up(link)
         if self._watcher.is_alive():

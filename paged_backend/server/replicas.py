@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,11 +30,13 @@ from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.placement import replica_gpus
 from paged_backend.server.replica_choice import ReplicaChoice
 from paged_backend.utils import local_socket
+from paged_backend.utils.child_process import end_process, start_module
 from paged_backend.utils.local_socket import Connection
-from paged_backend.utils.machine import find_python, omp_num_threads, usable_cores
+from paged_backend.utils.machine import omp_num_threads, usable_cores
 
 log = logging.getLogger("paged_llm")
 
+MODULE = "paged_backend.server.replica"  # the process of a replica
 STOP_SECONDS = 10  # time for a replica to end by itself
 
 
@@ -47,19 +48,6 @@ class ReplicaStart(NamedTuple):
     version: str
     listing: str | None  # file that lists LoRA adapters
     options: Mapping[str, object]
-
-
-def start_replica(start: ReplicaStart, environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    """Start the process of a replica, which ends with this process. environment: changes to that of this process.
-    Raises OSError."""
-    return subprocess.Popen(
-        [find_python(), "-m", "paged_backend.server.replica", json.dumps(start)],
-        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # a terminal's Ctrl-C then reaches the server only, which drains open streams
-    )
 
 
 def options_of(config: EngineConfig) -> dict[str, object]:
@@ -79,7 +67,7 @@ class Replicas:
         self.count = count = config.data_parallel_size
         self._max_frame_bytes = config.limits.max_frame_bytes
         self._choice = ReplicaChoice(count, config.block_size)
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._engines: list[RemoteEngine] = []
         self._own: Engine | None = None
         if count == 1:
@@ -88,8 +76,9 @@ class Replicas:
         options, file = options_of(config), str(listing) if listing else None
         try:
             for number in range(1, count):
-                start = ReplicaStart(number, labels["model"], labels.get("version", ""), file, options)
-                self._processes.append(start_replica(start, device_environment(config, number)))
+                start = json.dumps(ReplicaStart(number, labels["model"], labels.get("version", ""), file, options))
+                environment = device_environment(config, number)
+                self._processes.append(start_module(MODULE, start, environment=environment, stdout=subprocess.PIPE))
         except BaseException as error:
             self.stop()
             if isinstance(error, OSError):
@@ -162,13 +151,7 @@ class Replicas:
             assert process.stdin
             process.stdin.close()
         for process in self._processes:
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            assert process.stdout
-            process.stdout.close()
+            end_process(process, STOP_SECONDS)
 
 
 def device_environment(config: EngineConfig, number: int) -> dict[str, str]:
@@ -191,7 +174,7 @@ def share_cores(count: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
-def _first_answer(number: int, process: subprocess.Popen[str]) -> dict[str, Any]:
+def _first_answer(number: int, process: subprocess.Popen[bytes]) -> dict[str, Any]:
     """Return the answer of a replica once it is ready. Raises ConfigError."""
     assert process.stdout
     line = process.stdout.readline()

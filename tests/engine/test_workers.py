@@ -8,9 +8,9 @@ import torch
 import transformers as hf
 
 from paged_backend.api.errors import ConfigError
-from paged_backend.engine import rank
 from paged_backend.engine.outputs import EngineDied
 from paged_backend.execution import runner
+from paged_backend.utils import child_process
 from tests.support.beams import beams
 from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
 
@@ -175,7 +175,7 @@ def test_dummy_weights_and_drafts_are_shared_and_a_dead_rank_fails_the_engine(di
 
 
 def test_rank_that_does_not_start_is_named(directory, monkeypatch):
-    monkeypatch.setattr(rank, "find_python", lambda: "/bin/false")
+    monkeypatch.setattr(child_process, "find_python", lambda: "/bin/false")
     with pytest.raises(ConfigError, match="tensor_parallel_size: rank 1 did not start: its process ended with code 1"):
         tiny_assembly(directory, tensor_parallel_size=2)
 

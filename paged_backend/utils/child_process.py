@@ -1,0 +1,39 @@
+"""Python processes that end with the one that started them: the ranks and replicas of an engine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from paged_backend.utils.machine import find_python
+
+
+def start_module(
+    module: str, *arguments: str, environment: Mapping[str, str], stdout: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Run a module in a new process, which finds the modules that this process finds, and whose standard input is a
+    pipe: it is closed when this process ends.
+
+    environment: changes to that of this process. stdout: as in `subprocess.Popen`. Raises OSError.
+    """
+    return subprocess.Popen(
+        [find_python(), "-m", module, *arguments],
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        start_new_session=True,  # a terminal's Ctrl-C then reaches the server only, which drains open streams
+    )
+
+
+def end_process(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for a process to end by itself, kill it if it takes longer, and close its pipes."""
+    try:
+        process.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe:
+            pipe.close()
