@@ -46,7 +46,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Progress:
-    """What another engine has generated for a request before the request was moved."""
+    """The output of a request so far, from the engine that it was moved from."""
 
     outputs: tuple[tuple[int, ...] | None, ...]  # output tokens of each sample; None: the sample has ended
     has_prompt_logprobs: bool = False  # whether the log probabilities of the prompt were returned

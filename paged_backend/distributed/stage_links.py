@@ -1,4 +1,4 @@
-"""What moves between the stages of a pipeline: hidden states from each stage to the next, results to rank 0.
+"""Sends hidden states from each stage of a pipeline to the next, and the results of the last stage to rank 0.
 
     rank 0 ----- hidden states -----> rank 2 ----- hidden states -----> rank 4       tensor_parallel_size=2,
     rank 1 ----- hidden states -----> rank 3 ----- hidden states -----> rank 5       pipeline_parallel_size=3
@@ -47,7 +47,7 @@ class StageLinks:
 
     @property
     def sends_results(self) -> bool:
-        """Whether this rank sends the results of its stage, the last one, to rank 0."""
+        """Whether this rank sends the results of a step to rank 0: the first rank of the last stage does."""
         return self._rank == self._last
 
     def expect_states(self, num_tokens: int) -> Callable[[], Tensor] | None:

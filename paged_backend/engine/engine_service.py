@@ -61,7 +61,7 @@ class EngineService:
         self._check: Callable[[GenerateRequest], None] = lambda request: None
         self._keys = itertools.count(FIRST_KEY)
         self._served: dict[int, EngineSession] = {}  # by key
-        self._sessions: set[EngineSession] = set()  # those that have sent a request
+        self._sessions: set[EngineSession] = set()  # connections that have sent a request
 
     def start(
         self,

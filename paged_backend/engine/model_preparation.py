@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]  # the repository, or the directory i
 
 
 class RankShare(NamedTuple):
-    """What one rank holds of a model."""
+    """The layers of a rank, and the memory of its weights and KV cache."""
 
     layers: int
     weight_bytes: int

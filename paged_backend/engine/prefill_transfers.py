@@ -38,7 +38,7 @@ class _Transfer:
 
     @property
     def needs_hand_over(self) -> bool:
-        """Whether the prompt is computed, but not handed over."""
+        """Whether the prompt is computed, and some of its blocks are not in the tier's queue yet."""
         return self.end is not None and not self.waits_for_store
 
     def next_tokens(self, block_size: int) -> tuple[PrefixParent, tuple[int, ...]]:
