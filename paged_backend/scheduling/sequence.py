@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from paged_backend.api.request import GenerateRequest, Logprobs, Progress, Usage
+from paged_backend.api.request import Fingerprint, GenerateRequest, Logprobs, Progress, Usage
 from paged_backend.scheduling.accounts import Account
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
 from paged_backend.scheduling.content import Chain
@@ -105,7 +105,7 @@ class Group:
     __slots__ = (
         "accepted_tokens", "account", "admission_index", "beams", "block_usage", "cached_tokens", "draft_tokens",
         "forked", "has_output", "needs_previous_result", "preempted_at", "preempted_seconds", "preemptions",
-        "prompt_logprobs", "request", "scores_prompt", "sequences",
+        "prompt_fingerprints", "prompt_logprobs", "request", "scores_prompt", "sequences",
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest, account: Account | None = None):
@@ -128,6 +128,7 @@ class Group:
         self.needs_previous_result = is_beam_search or bool(request.guides)
         self.admission_index: int | None = None  # number of the first admission, in order; None: never admitted
         self.prompt_logprobs: list[Logprobs] = []  # entries of prompt tokens after the first, as far as computed
+        self.prompt_fingerprints: list[Fingerprint] = []  # the same, if a digest is requested
         self.block_usage = BlockUsage()
         self.cached_tokens = 0  # prompt tokens found in the cache at the first admission
         self.draft_tokens = 0

@@ -27,6 +27,7 @@ class StepCommitter:
         """Commit every chunk. Skips requests and samples that have ended since the step was planned."""
         deltas: list[TokenDelta] = []
         running, tables, errors, logprobs = self._requests.running, self._tables, result.errors, result.logprobs
+        fingerprints = result.fingerprints
         sampled = 0  # index of the sampled sequence, over all chunks
         for index, chunk in enumerate(plan.chunks):
             group = running.get(chunk.sequence.request.key)
@@ -46,6 +47,8 @@ class StepCommitter:
                         deltas += self._beams.commit(group, sequence, result.candidates[sampled])
                     else:
                         delta = self._append(group, sequence, result.tokens[sampled], chunk)
+                        if sampled in fingerprints:
+                            delta = delta._replace(fingerprints=tuple(fingerprints[sampled][: len(delta.token_ids)]))
                         deltas.append(_with_logprobs(delta, logprobs[sampled]) if sampled in logprobs else delta)
                 sampled += 1
         assert sampled == len(result.tokens), f"{len(result.tokens)} results for {sampled} sequences"
@@ -80,8 +83,10 @@ class StepCommitter:
         deltas: list[TokenDelta] = []
         if chunk.scored:
             group.prompt_logprobs += result.prompt_logprobs[index]
+            group.prompt_fingerprints += result.prompt_fingerprints.get(index, ())
             if not group.unscored(0, chunk.sequence.num_prompt):
-                deltas.append(TokenDelta(group.key, prompt_logprobs=tuple(group.prompt_logprobs)))
+                scores, fingerprints = tuple(group.prompt_logprobs), tuple(group.prompt_fingerprints)
+                deltas.append(TokenDelta(group.key, prompt_logprobs=scores, prompt_fingerprints=fingerprints))
         if chunk.ends_request:
             deltas += self._finish_without_output(group, result.hidden_states.get(index))
         return deltas
