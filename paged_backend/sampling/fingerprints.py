@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.api.request import FINGERPRINT_BYTES, Fingerprint
-
-MAX_ROWS = 64  # rows per pass, which bounds the int64 copies of their logits
+from paged_backend.sampling.logprobs import rows_at_a_time
 
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
@@ -75,7 +74,7 @@ def fingerprints(logits: Tensor) -> Tensor:  # [num_rows, 2] int64
 
 
 def _split(logits: Tensor, rows: Tensor) -> Iterator[Tensor]:
-    return (logits[part] for part in rows.split(MAX_ROWS))
+    return (logits[part] for part in rows.split(rows_at_a_time(logits)))
 
 
 @lru_cache(maxsize=4)

@@ -84,9 +84,12 @@ class StepCommitter:
         if chunk.scored:
             group.prompt_logprobs += result.prompt_logprobs[index]
             group.prompt_fingerprints += result.prompt_fingerprints.get(index, ())
-            if not group.unscored(0, chunk.sequence.num_prompt):
-                scores, fingerprints = tuple(group.prompt_logprobs), tuple(group.prompt_fingerprints)
-                deltas.append(TokenDelta(group.key, prompt_logprobs=scores, prompt_fingerprints=fingerprints))
+        if group.prompt_logprobs:
+            self._tables.scores.store(group)
+        if group.scores_prompt and not group.unscored(0, chunk.sequence.num_prompt):
+            group.scores_prompt = False
+            scores, fingerprints = tuple(group.prompt_logprobs), tuple(group.prompt_fingerprints)
+            deltas.append(TokenDelta(group.key, prompt_logprobs=scores, prompt_fingerprints=fingerprints))
         if chunk.ends_request:
             deltas += self._finish_without_output(group, result.hidden_states.get(index))
         return deltas
