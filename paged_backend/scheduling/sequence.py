@@ -105,7 +105,8 @@ class Group:
     __slots__ = (
         "accepted_tokens", "account", "admission_index", "beams", "block_usage", "cached_tokens", "draft_tokens",
         "forked", "has_output", "needs_previous_result", "num_stored_scores", "preempted_at",
-        "preempted_seconds", "preemptions", "prompt_fingerprints", "prompt_logprobs", "request", "scores_prompt", "sequences",
+        "preempted_seconds", "preemptions", "prompt_fingerprints", "prompt_logprobs", "request", "scores_prompt",
+        "sequences",
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest, account: Account | None = None):

@@ -82,6 +82,7 @@ class StepCommitter:
             return [self._requests.fail_group(group, result.prompt_errors[index])]
         deltas: list[TokenDelta] = []
         if chunk.scored:
+            assert chunk.scored.start == len(group.prompt_logprobs)
             group.prompt_logprobs += result.prompt_logprobs[index]
             group.prompt_fingerprints += result.prompt_fingerprints.get(index, ())
         if group.prompt_logprobs:
