@@ -179,8 +179,9 @@ class SamplingParams:
     prompt_logprobs: int | None = parameter(
         parsers.logprobs,
         None,
-        "The same for the tokens of the prompt, except the first. The whole prompt is computed, even if it is in the"
-        " prefix cache, at most 256 tokens per step.",
+        "The same for the tokens of the prompt, except the first. At most 256 of them are computed per step. The whole"
+        " prompt is computed, even if it is in the prefix cache, unless the option `batch_invariant` is set: then the"
+        " cache [has log probabilities, too](../guides/requests.md#score-a-prompt).",
     )
     logits_digest: bool = parameter(
         parsers.flag,

@@ -5,15 +5,18 @@ They are log_softmax of the model's logits in float32, before penalties, constra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from paged_backend.api.request import Logprobs, TokenLogprob
 
 MAX_PROMPT_ROWS = 64  # prompt rows per pass, which bounds the float32 copies of their logits
+ALIGNED = 4  # PyTorch's kernel on GPUs sums the elements of a row in an order that depends on its address modulo 16
 CPU_ELEMENTS = 2**19  # logits that a CPU converts to int64 at a time, so that they stay in its cache
 
 
@@ -62,7 +65,7 @@ class LogprobsTensors:
         # Every token above a top token is a top token itself.
         higher_than_best = (best_logits[:, None, :] > best_logits[:, :, None]).sum(-1)
         # A masked token has log probability -infinity, which JSON cannot represent.
-        log_probs = logits.log_softmax(-1).gather(-1, found).clamp(min=torch.finfo(torch.float32).min)
+        log_probs = _log_softmax(logits).gather(-1, found).clamp(min=torch.finfo(torch.float32).min)
         ranks = 1 + torch.cat((torch.stack(higher, -1), higher_than_best), -1)
         return cls(logprob_rows.rows, counts, tokens.shape[-1], found, log_probs, ranks)
 
@@ -79,6 +82,13 @@ class LogprobsTensors:
             entries = list(map(TokenLogprob, *columns))
             scored, top = entries[: self.num_scored], entries[self.num_scored : self.num_scored + count]
             yield row, [(token, *(entry for entry in top if entry.token != token.token)) for token in scored]
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """Return log_softmax of logits [num_rows, vocab] float32, the same for a row wherever it is in the batch."""
+    if padding := -logits.shape[-1] % ALIGNED:
+        logits = functional.pad(logits, (0, padding), value=-math.inf)  # adds exact zeros to the sum
+    return logits.log_softmax(-1)
 
 
 def _top_tokens(logits: Tensor, count: int) -> Tensor:  # [num_rows, count] int64

@@ -37,7 +37,7 @@ class StepCommitter:
                 for sequence in (chunk.sequence, *chunk.forks):  # the leader may have ended while its samples continue
                     if not sequence.ended:
                         tables.commit(sequence, chunk.start + chunk.length - len(chunk.draft_tokens))
-            if plan.has_prompt_outputs and group and not chunk.sequence.ended:
+            if plan.has_prompt_outputs and group and (chunk.forks or not chunk.sequence.ended):
                 deltas += self._commit_prompt(group, chunk, result, index)
             for sequence in chunk.sampled_sequences:
                 if group is not None and not sequence.ended:

@@ -14,7 +14,7 @@ from tests.support.digests import digest_of_tokens, fingerprints_of_tokens
 from tests.support.in_process import byte_tokenizer
 from tests.support.service_calls import SingleCaller
 
-PROMPT = [random.Random(8).randrange(3, 320) for _ in range(37)]
+PROMPT = random.Random(8).choices(range(3, 320), k=37)
 GREEDY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "logits_digest": True}
 RETURNED = {"return_receipt": True, "return_token_ids": True, "return_num_output_tokens": True}
 
