@@ -33,6 +33,7 @@ def test_streams_continue_when_the_model_is_replaced(tmp_path, streams, replacem
     if streams < 100:
         faults.inject_into_repository(repository, {"slow_steps": 20})
     options = ROOMY | {
+        "enable_prefix_caching": True,
         "max_num_seqs": 2 * streams,
         "num_gpu_blocks_override": 300 * streams,
         "model": str(tmp_path / "model"),
