@@ -188,6 +188,13 @@ class EngineConfig:
     enforce_eager: bool = option(
         flag, "Launch each decode step's kernels instead of replaying CUDA graphs.", False, device="cuda"
     )
+    batch_invariant: bool = option(
+        flag,
+        "Compute the same logits, bit for bit, for the same tokens in every batch: whichever requests share a step,"
+        " and however their prompts are split, cached or preempted. Set it instead of vLLM's environment variable"
+        " `VLLM_BATCH_INVARIANT`. [What it covers and costs](../guides/tune.md#reproducible-results).",
+        False,
+    )
     max_model_len: int | None = option(
         count(integer(2)),
         "Maximum length of prompt plus output. Default and maximum: the model's context length. For the rope types"

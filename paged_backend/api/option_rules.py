@@ -98,6 +98,12 @@ RULES = (
         "not supported with kv_events_config: the events of several engines cannot be told apart",
     ),
     Rule(
+        "batch_invariant",
+        lambda config: config.batch_invariant and config.tensor_parallel_size > 1,
+        "not supported with tensor_parallel_size={config.tensor_parallel_size}: the order in which GPUs add their parts"
+        " depends on the batch; leave one of them out",
+    ),
+    Rule(
         "max_state_checkpoints",
         lambda config: config.max_state_checkpoints and not config.enable_prefix_caching,
         "has no effect with enable_prefix_caching=false; leave one of them out",

@@ -49,6 +49,7 @@ def test_model_json_of_the_repository_is_valid():
         ("load_format", "pt", '"dummy"'),
         ("seed", -1, "0.."),
         ("trust_remote_code", "yes", "true or false"),
+        ("batch_invariant", 1, "true or false"),
     ],
 )
 def test_an_invalid_value_is_rejected_with_name_value_and_limit(name, value, limit):

@@ -59,6 +59,7 @@ class SampleHarness(EngineHarness):
             assert one.finish is None and one.error is None, "a token after the last"
             one.tokens += delta.token_ids
             one.logprobs += delta.logprobs
+            one.fingerprints += (*delta.prompt_fingerprints, *delta.fingerprints)
             if delta.prompt_logprobs is not None:
                 assert one.prompt_logprobs is None, "the prompt was returned twice"
                 one.prompt_logprobs = delta.prompt_logprobs
