@@ -53,6 +53,14 @@ def test_long_chunks_are_expanded(family, monkeypatch):
     assert set(forms) == {"_absorbed", "_expanded"}
 
 
+def test_no_chunk_is_expanded_with_batch_invariant(family, monkeypatch):
+    monkeypatch.setattr(LatentAttention, "_break_even", lambda self: 5)
+    monkeypatch.setattr(LatentAttention, "_expanded", None)
+    assembly = family.assembly(max_num_batched_tokens=30, dtype="bfloat16", batch_invariant=True)
+    with running(assembly) as engine:
+        engine.generate(family.prompts, max_tokens=MAX_TOKENS)  # would fail with the expanded form
+
+
 @pytest.mark.parametrize("form", ["_absorbed", "_expanded"])
 def test_wrong_latents_are_not_used(family, monkeypatch, caplog, form):
     original = getattr(LatentAttention, form)
