@@ -308,8 +308,8 @@ def _paged_logits_of(
     dtype: torch.dtype,
     most: int = 11,
 ) -> dict[tuple[int, int], Tensor]:
-    """Return logits by (prompt, position): the long prompt in two chunks (or of up to `most` tokens), the short one beside
-    it, then one decode."""
+    """Return logits by (prompt, position): prompts in chunks of up to `most` tokens, then one decode. By default the
+    long prompt takes two chunks, with the short one beside the first."""
     width = -(-len(prompts[0]) // block_size)
     kv = KVCache.allocate(layers, num_blocks=2 * width + 1, block_size=block_size, dtype=dtype, device=model.device)
     long, short = (_greedy_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))

@@ -2,9 +2,8 @@
 
 PyTorch chooses how to add products by the number of rows. So every matrix product of a model is computed by the C++
 kernels, whose sums have one order: linear layers and experts are converted as usual (`linear.py`, `experts.py`), and
-here the weights of modules that multiply by themselves, such as routers. What remains of PyTorch has one result per row,
-because it runs on one thread. The verification at load rejects a model that still multiplies in PyTorch
-(`reject_products`).
+here the weights of modules that multiply by themselves, such as routers. What remains for PyTorch, on one thread, is
+computed for each row by itself. `check_invariance` verifies both when a model is loaded.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ to attention. Here, `expand_kv` returns latents, as the key of one KV head, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -83,7 +83,8 @@ class LatentAttention:
         self._keys, self._values = heads.split([self.nope, self.value_dim], dim=1)  # [num_heads, size, kv_lora_rank]
         self._heads = heads
         self._min_rows = self._break_even() if min_expanded_rows is None else min_expanded_rows
-        self._absorb, self._restore = partial(torch.bmm, mat2=self._keys), partial(torch.bmm, mat2=self._values.mT)
+        self._absorb: Callable[[Tensor], Tensor] = partial(torch.bmm, mat2=self._keys)
+        self._restore: Callable[[Tensor], Tensor] = partial(torch.bmm, mat2=self._values.mT)
         if batch_invariant:
             self._min_rows = None
             self._absorb, self._restore = HeadProduct(self._keys.mT), HeadProduct(self._values)

@@ -189,8 +189,11 @@ class RowParallelForward:
 
 
 class WeightPacker:
-    """Packs weights for which a copy is faster, within a memory budget. With `batch_invariant`, packs all for the kernel
-    of this project, whose sums do not depend on the number of rows."""
+    """Packs weights for which a copy is faster, within a memory budget.
+
+    With `batch_invariant`, all weights are packed for this project's kernel, which adds in one order for any number of
+    rows.
+    """
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self._batch_invariant = batch_invariant

@@ -34,6 +34,7 @@ from paged_backend.models.adapter_rows import AdapterRows
 from paged_backend.models.fused_layer import FusedLayer
 from paged_backend.models.linear import Weight, project
 from paged_backend.models.native_decoder import layerwise_forward, runs_natively
+from paged_backend.models.packed_lora import PackedFactors, RowsBySlot
 from paged_backend.models.peft_files import Factors, LoraShapes
 
 PROBE_TOKENS = 13
@@ -49,6 +50,18 @@ class StackedFactors:
     a: Tensor  # [slots, rank, in_features]
     b: Tensor  # [slots, rank, out_features]
     active_slots: set[int] = field(default_factory=set)  # slots whose adapter changes this layer
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    @property
+    def outputs(self) -> int:
+        return self.b.shape[-1]
+
+    def fill_dummy(self, slot: int) -> None:
+        """Mark a slot as active."""
+        self.load_slot(slot, Factors(self.a[slot], self.b[slot].T))
 
     def load_slot(self, slot: int, factors: Factors | None) -> None:
         """Copy an adapter's factors into a slot; None clears the slot."""
@@ -84,23 +97,31 @@ class StackedFactors:
 class Lora:
     """The adapter slots of a model on its device. Only the thread that runs the model may use it."""
 
-    def __init__(self, model: PreTrainedModel, shapes: LoraShapes, *, slots: int, rank: int) -> None:
-        """Allocate the slots. `shapes` are those of the adaptable layers. The model must be in its final variant."""
+    def __init__(
+        self, model: PreTrainedModel, shapes: LoraShapes, *, slots: int, rank: int, batch_invariant: bool = False
+    ) -> None:
+        """Allocate the slots. `shapes` are those of the adaptable layers. The model must be in its final variant.
+
+        batch_invariant: multiply in the CPU kernels, so that the result of a row does not depend on the others.
+        """
         self.shapes, self.slots, self.rank = shapes, slots, rank
         # On a CPU, torch multiplies the few rows of a decode step half as fast in 16 bits as in 32.
         self.dtype = torch.float32 if model.device.type == "cpu" else model.dtype
         empty = partial(torch.zeros, dtype=self.dtype, device=model.device)
-        self._stacks = {
-            name: StackedFactors(empty((slots, rank, inputs)), empty((slots, rank, outputs)))
+        self._batch_invariant = batch_invariant
+        self._stacks: dict[str, Any] = {
+            name: PackedFactors(inputs, outputs, slots=slots, rank=rank)
+            if batch_invariant
+            else StackedFactors(empty((slots, rank, inputs)), empty((slots, rank, outputs)))
             for name, (inputs, outputs) in shapes.items()
         }
-        self._rows: AdapterRows | None = None  # adapter rows of the running step
+        self._rows: AdapterRows | RowsBySlot | None = None  # adapter rows of the running step
         self._forwards = dict(self._adapted_forwards(model))
 
     @property
     def nbytes(self) -> int:
         """The device memory of all slots in bytes."""
-        return sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
+        return sum(stack.nbytes for stack in self._stacks.values())
 
     def load_slot(self, slot: int, adapter: Adapter) -> None:
         """Copy an adapter into a slot. On a GPU the copy is ordered with the steps before and after it."""
@@ -111,13 +132,13 @@ class Lora:
         """Mark every slot as active in all layers, with factors of zero, so that warm-up runs the LoRA path."""
         for slot in range(self.slots):
             for stack in self._stacks.values():
-                stack.load_slot(slot, Factors(stack.a[slot], stack.b[slot].T))
+                stack.fill_dummy(slot)
 
     @contextmanager
     def applied(self, rows: AdapterRows) -> Iterator[None]:
         """Apply the adapters of these rows to forward passes inside the context."""
         originals = {module: vars(module).get("forward") for module in self._forwards}
-        self._rows = rows
+        self._rows = RowsBySlot.of(rows, self.slots) if self._batch_invariant else rows
         try:
             for module, forward in self._forwards.items():
                 module.__dict__["forward"] = forward
@@ -157,7 +178,7 @@ class Lora:
         start = 0
         for name in names:
             stack = self._stacks[name]
-            end = start + stack.b.shape[-1]
+            end = start + stack.outputs
             stack.add(rows_out[:, start:end], rows_in, self._rows)
             start = end
         return y

@@ -14,7 +14,8 @@ LENGTH = 1300  # three parts, the last one with a short tile
 
 
 def paging_of(length, chunks, block_size):
-    """Return the addresses of chunks [start, end) of one sequence, each a sequence of the batch, and the pool's size."""
+    """Return the addresses of chunks [start, end) of one sequence, as sequences of a batch, its table, and the pool's
+    size."""
     generator, width = torch.Generator().manual_seed(block_size), -(-length // block_size)
     table = torch.randperm(width + 2, generator=generator, dtype=torch.int32)[:width]
     starts = [0]
