@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState, Logprobs, TokenDelta
+from paged_backend.api.request import Fingerprint, FinishReason, GenerateRequest, HiddenState, Logprobs, TokenDelta
 from paged_backend.scheduling.beam_commit import BeamCommitter
+from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.block_tables import BlockTables
 from paged_backend.scheduling.plan import NO_BLOCKS, Chunk, Plan
 from paged_backend.scheduling.registry import RequestRegistry
@@ -44,7 +45,8 @@ class StepCommitter:
                     if sampled in errors:
                         deltas.append(self._requests.fail_group(group, errors[sampled]))
                     elif group.beams:
-                        deltas += self._beams.commit(group, sequence, result.candidates[sampled])
+                        candidates = _with_fingerprints(result.candidates[sampled], fingerprints.get(sampled))
+                        deltas += self._beams.commit(group, sequence, candidates)
                     else:
                         delta = self._append(group, sequence, result.tokens[sampled], chunk)
                         if sampled in fingerprints:
@@ -103,6 +105,11 @@ class StepCommitter:
             TokenDelta(group.key, finish=finish, sample=index, usage=group.usage, hidden=hidden)
             for index in range(group.request.sampling.num_samples)
         ]
+
+
+def _with_fingerprints(candidates: list[Candidate], fingerprints: list[Fingerprint] | None) -> list[Candidate]:
+    """Return the candidates of a beam with the fingerprint of its logits, if it is requested."""
+    return [one._replace(fingerprint=fingerprints[0]) for one in candidates] if fingerprints else candidates
 
 
 def _with_logprobs(delta: TokenDelta, logprobs: list[Logprobs]) -> TokenDelta:

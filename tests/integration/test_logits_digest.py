@@ -97,6 +97,7 @@ CASES = {
     "samples": {"n": 3, "temperature": 1.0, "seed": 3},
     "scored samples": {"n": 3, "temperature": 1.0, "seed": 3, "prompt_logprobs": 0, "logprobs": 1},
     "best of": {"n": 2, "best_of": 4, "temperature": 1.0, "seed": 3},
+    "beams": {"beam_width": 3, "n": 2, "prompt_logprobs": 0},
     "stop token": {"temperature": 1.0, "seed": 5, "stop_token_ids": list(range(0, 320, 6))},
     "stop words": {"temperature": 1.0, "seed": 5, "stop_words_token_ids": [[one] for one in range(1, 320, 6)]},
     "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.5},
@@ -204,7 +205,6 @@ def test_no_row_is_read_without_a_digest(service, monkeypatch):
     ("sampling", "receipt", "error"),
     [
         ({"max_tokens": 0, "echo": True}, True, "logits_digest=true: must be false with max_tokens=0"),
-        ({"beam_width": 2}, True, "logits_digest=true: has no effect with beam_width=2"),
         ({}, False, "logits_digest=true: needs return_receipt"),
     ],
 )
