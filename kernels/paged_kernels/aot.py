@@ -37,7 +37,7 @@ from paged_kernels import (
     step_inputs,
     swiglu,
 )
-from paged_kernels.launch import Device, Launch
+from paged_kernels.launch import OPTIONS, Device, Launch
 from paged_kernels.launch_table import RowTuningKey, find_table
 from paged_kernels.layer_cache import FORMATS, LayerCache
 from paged_kernels.paging import Paging, SharedPrefixes
@@ -51,7 +51,6 @@ CHIPS = {  # chip: (target, maximum shared memory of a program)
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * KB),
 }
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # compiler options among the arguments of a launch
 SAMPLING = ("threshold", "best", "greedy", "first_best")
 SMALL_KERNELS = (*SAMPLING, "block_copy", "step_inputs")  # kernels with few configurations
 # Variants of attention: small tiles, small tiles with splits, large and small tiles, shared prefixes.
