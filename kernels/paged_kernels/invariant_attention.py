@@ -21,13 +21,14 @@ from torch import Tensor
 from paged_kernels.attention_arguments import flags_of, layer_arguments, layout_of, partial_results, step_arguments
 from paged_kernels.attention_kernels import load_query
 from paged_kernels.attention_tile import attend_keys, find_sequence
-from paged_kernels.launch import Device, Launch, LaunchTemplate, count_splits, heads_per_tile, key_blocks, rows_of_query
+from paged_kernels.launch import Device, Launch, LaunchTemplate, count_splits, key_blocks
 from paged_kernels.launch_table import Tile, TuningKey, default_tile, power_of_two
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paging import Paging
 
 PARTITION = 512  # keys; a multiple of every BLOCK_N
 MAX_WORKSPACE = 64 << 20  # maximum bytes of the results of partitions; a step that needs more runs in one launch
+SMALL_PRODUCTS = ("sm_8", "sm_12")  # chips whose instructions multiply 16 rows, of any tile
 MERGED_ELEMENTS = 1024  # elements of the rows that one program adds
 UNROLLED = 8  # partitions whose results are loaded at the same time
 
@@ -172,12 +173,19 @@ def add_partitions_kernel(  # type: ignore[no-untyped-def]
 
 
 def tile_of(query: Tensor, cache: LayerCache, device: Device) -> Tile:
-    """Return the tile of a layer. Tables of tuned tiles do not affect it."""
-    group, itemsize = query.shape[1] // cache.keys.shape[1], query.element_size()
+    """Return the tile of a layer. Tables of tuned tiles do not affect it.
+
+    It compiles with hardly any spilling although there are two accumulators, and fits into 99 KiB of shared memory.
+    """
     block_d = key_blocks(max(query.shape[2], cache.value_dim))[0]
-    rows = rows_of_query(group, itemsize, block_d)
-    tile = default_tile(device.chip, TuningKey(block_d, itemsize, rows, cache.format is not None, 1))
-    return Tile(max(rows, tile.block_m), tile.block_n, tile.num_warps, tile.num_stages)
+    quantized, itemsize = cache.format is not None, query.element_size()
+    if itemsize == 4 or block_d > 256 or device.chip.startswith("gfx"):
+        return default_tile(device.chip, TuningKey(block_d, itemsize, 16, quantized, 1))
+    if block_d > 128:
+        return Tile(32, 32, 8, 2)
+    if device.chip.startswith(SMALL_PRODUCTS):
+        return Tile(64, 32 if quantized else 64, 8, 2)
+    return Tile(64, 32, 4, 3)
 
 
 def _templates(
@@ -188,7 +196,7 @@ def _templates(
     num_tokens, num_heads = query.shape[:2]
     num_kv_heads = cache.keys.shape[1]
     tile, group = tile_of(query, cache, device), num_heads // num_kv_heads
-    heads = heads_per_tile(group, query.element_size(), key_blocks(max(query.shape[2], cache.value_dim))[0])
+    heads = min(group, tile.block_m)
     queries = tile.block_m // heads
     num_tiles, head_programs = num_tokens // queries + paging.num_seqs, num_kv_heads * triton.cdiv(group, heads)
     # A power of two, so that similar steps need the same memory, as the memory of each size is kept for later steps.
