@@ -45,7 +45,7 @@ class Case:
     # latent_kv_write: rotation of halves, otherwise of pairs
     norm: bool = False
     format: str | None = None  # quantized format of the pool
-    # size by kind: decode, split, invariant attention: longest context; prefill: longest chunk; prefix: number of sequences; others: rows
+    # size by kind: decode, split, invariant: longest context; prefill: longest chunk; prefix: sequences; others: rows
     length: int = 1024
     width: int = 16384  # width of a row; block_copy: bytes of a block; not used by attention
     outputs: int = 1024  # of a linear layer

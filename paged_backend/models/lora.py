@@ -35,6 +35,7 @@ from paged_backend.models.fused_layer import FusedLayer
 from paged_backend.models.linear import Weight, project
 from paged_backend.models.native_decoder import layerwise_forward, runs_natively
 from paged_backend.models.peft_files import Factors, LoraShapes
+from paged_kernels.ops import invariant_linear
 
 PROBE_TOKENS = 13
 
@@ -48,7 +49,15 @@ class StackedFactors:
 
     a: Tensor  # [slots, rank, in_features]
     b: Tensor  # [slots, rank, out_features]
+    batch_invariant: bool = False  # whether the output for a row must not depend on the adapters of other rows
     active_slots: set[int] = field(default_factory=set)  # slots whose adapter changes this layer
+
+    def _add_by_slot(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
+        """Add the outputs of one adapter after the other, each computed as if it were the only one."""
+        for index, slot in enumerate(rows.used):
+            if slot in self.active_slots:
+                output = invariant_linear(invariant_linear(x, self.a[slot]), self.b[slot].T)
+                y.add_(output.masked_fill_(rows.masked[:, index], -0.0))  # adding 0 would change -0
 
     def load_slot(self, slot: int, factors: Factors | None) -> None:
         """Copy an adapter's factors into a slot; None clears the slot."""
@@ -70,6 +79,9 @@ class StackedFactors:
         """
         if self.active_slots.isdisjoint(rows.used):
             return
+        if self.batch_invariant:
+            self._add_by_slot(y, x, rows)
+            return
         first, last = rows.used[0], rows.used[-1] + 1
         used = slice(first, last) if last - first == len(rows.used) else rows.slots
         a, b = self.a[used], self.b[used]
@@ -84,14 +96,16 @@ class StackedFactors:
 class Lora:
     """The adapter slots of a model on its device. Only the thread that runs the model may use it."""
 
-    def __init__(self, model: PreTrainedModel, shapes: LoraShapes, *, slots: int, rank: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, shapes: LoraShapes, *, slots: int, rank: int, batch_invariant: bool = False
+    ) -> None:
         """Allocate the slots. `shapes` are those of the adaptable layers. The model must be in its final variant."""
         self.shapes, self.slots, self.rank = shapes, slots, rank
         # On a CPU, torch multiplies the few rows of a decode step half as fast in 16 bits as in 32.
         self.dtype = torch.float32 if model.device.type == "cpu" else model.dtype
         empty = partial(torch.zeros, dtype=self.dtype, device=model.device)
         self._stacks = {
-            name: StackedFactors(empty((slots, rank, inputs)), empty((slots, rank, outputs)))
+            name: StackedFactors(empty((slots, rank, inputs)), empty((slots, rank, outputs)), batch_invariant)
             for name, (inputs, outputs) in shapes.items()
         }
         self._rows: AdapterRows | None = None  # adapter rows of the running step
