@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from paged_backend.api.errors import LORA_NOT_ENABLED
 
@@ -69,8 +70,9 @@ class Completion(PromptInfo):
     num_input_tokens: int  # prompt tokens; 0 if it was cancelled before the first delta
     num_output_tokens: int
     others: tuple[Completion, ...] = ()  # the samples after the first one, for n > 1
-    # Resource use of the whole request: cached tokens, blocks, seconds in each phase.
-    receipt: Mapping[str, float] | None = field(default=None, compare=False)
+    # Resource use of the whole request: cached tokens, blocks, seconds in each phase. With `logits_digest=True` also
+    # `logits_digests`, one for each sample.
+    receipt: Mapping[str, Any] | None = field(default=None, compare=False)
     logprobs: tuple[Logprobs, ...] | None = None  # one entry per token; None without `logprobs=k`
     cumulative_logprob: float | None = None  # sum over all tokens; None without `logprobs=k`
     token_ids: tuple[int, ...] | None = None  # None without `return_token_ids=True`

@@ -210,7 +210,7 @@ class Transcript:
         self._num_input_tokens = 0
         self._prompt: dict[str, Any] = {}  # the fields of PromptInfo, which may arrive in different responses
         self._pending_prompt: dict[str, Any] = {}  # the part of _prompt that no delta has returned yet
-        self._receipt: Mapping[str, float] | None = None
+        self._receipt: Mapping[str, Any] | None = None
 
     @property
     def complete(self) -> bool:

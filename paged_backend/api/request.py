@@ -247,6 +247,8 @@ class TokenLogprob(NamedTuple):
 
 
 Logprobs = tuple[TokenLogprob, ...]  # the sampled token, then the most likely ones, best first
+FINGERPRINT_BYTES = 16
+Fingerprint = bytes  # these many bytes, which change with every bit of the logits of a position
 HiddenState = array  # [hidden_size] float32: output of the last layer for a token, after the final norm
 
 
@@ -266,6 +268,8 @@ class TokenDelta(NamedTuple):
     logprobs: tuple[Logprobs, ...] = ()  # one entry per token, if requested
     hidden: HiddenState | None = None  # hidden state of the last prompt token, for an embedding
     prompt_logprobs: tuple[Logprobs, ...] | None = None  # one entry per prompt token after the first; sent once
+    fingerprints: tuple[Fingerprint, ...] = ()  # of the logits of each token, if a digest is requested
+    prompt_fingerprints: tuple[Fingerprint, ...] = ()  # the same for `prompt_logprobs`
 
     @property
     def last(self) -> bool:

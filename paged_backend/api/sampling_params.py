@@ -179,8 +179,18 @@ class SamplingParams:
     prompt_logprobs: int | None = parameter(
         parsers.logprobs,
         None,
-        "The same for the tokens of the prompt, except the first. The whole prompt is computed, even if it is in the"
-        " prefix cache, at most 256 tokens per step.",
+        "The same for the tokens of the prompt, except the first. At most 256 of them are computed per step. The whole"
+        " prompt is computed, even if it is in the prefix cache, unless the option `batch_invariant` is set: then the"
+        " cache [has log probabilities, too](../guides/requests.md#score-a-prompt).",
+    )
+    logits_digest: bool = parameter(
+        parsers.flag,
+        False,
+        "Return a digest of the logits of each output in the receipt (`logits_digests`): SHA-256 in hexadecimal digits"
+        " over every bit of the logits from which its tokens were chosen, before any other sampling parameter, and with"
+        " `prompt_logprobs` also over those of the prompt. Needs `return_receipt`. Equal for equal requests with the"
+        " option `batch_invariant`; without it, digests may differ between runs.",
+        with_beams=False,
     )
     echo: bool = parameter(
         parsers.flag,
@@ -291,6 +301,10 @@ class SamplingParams:
         if self.max_tokens == 0 and self.prompt_logprobs is None and not (self.echo or self.prefill_only):
             problem = f"must be 1..{limits.max_model_len}, or 0 with prompt_logprobs, echo or prefill_only"
             raise invalid_argument("max_tokens", 0, problem)
+        if self.logits_digest and self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise invalid_argument(
+                "logits_digest", True, "must be false with max_tokens=0 unless prompt_logprobs is given"
+            )
         self.check_min_tokens()
         if self.best_of is not None and self.best_of < self.n:
             raise invalid_argument("best_of", self.best_of, f"must be n={self.n}..{limits.max_num_seqs}")

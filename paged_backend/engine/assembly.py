@@ -213,7 +213,13 @@ def _block_manager(config: EngineConfig, prepared: PreparedModel, events: CacheE
         host = make_pool(prepared.num_host_blocks, layout, caching=caching, listener=host_listener)
     listener = events.listener(DEVICE) if events else None
     blocks = BlockManager(
-        prepared.num_blocks, config.block_size, layout=layout, caching=caching, host=host, listener=listener
+        prepared.num_blocks,
+        config.block_size,
+        layout=layout,
+        caching=caching,
+        keeps_scores=config.batch_invariant,
+        host=host,
+        listener=listener,
     )
     longest = config.max_model_len
     if longest is not None and layout.pages_for([longest], [longest], 0) > blocks.num_blocks:

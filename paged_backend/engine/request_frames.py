@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.limits import EngineLimits, SamplingDefaults
 from paged_backend.api.request import (
+    FINGERPRINT_BYTES,
+    Fingerprint,
     FinishReason,
     GenerateRequest,
     Logprobs,
@@ -31,7 +33,7 @@ from paged_backend.text.beam_stops import build_stop_check
 from paged_backend.text.tokenizing import decoder
 from paged_backend.utils.local_socket import FrameError
 
-FRAMES_VERSION = 1  # raised with each change of the frames, so that instances of different code do not exchange them
+FRAMES_VERSION = 2  # raised with each change of the frames, so that instances of different code do not exchange them
 _KINDS = ("json_schema", "regex", "choice", "grammar")
 # Parameters that are not sent: the process that has the stream applies them, or did when it read the request.
 _APPLIED = {"seed", "timeout_ms", "truncate_prompt_tokens", "word_bias", "bad_words", *STRUCTURE_PARAMETERS}
@@ -156,6 +158,9 @@ def write_delta(request_id: int, delta: TokenDelta) -> dict[str, Any]:
         values["logprobs"] = delta.logprobs
     if delta.prompt_logprobs is not None:
         values["prompt_logprobs"] = delta.prompt_logprobs
+    for name in ("fingerprints", "prompt_fingerprints"):
+        if found := getattr(delta, name):
+            values[name] = b"".join(found).hex()
     return values
 
 
@@ -173,6 +178,8 @@ def read_delta(values: Any, key_of: Callable[[int], int]) -> TokenDelta:
             _read_usage(values.get("usage")),
             _read_logprobs(values.get("logprobs", ())),
             prompt_logprobs=_read_logprobs(values["prompt_logprobs"]) if "prompt_logprobs" in values else None,
+            fingerprints=_read_fingerprints(values.get("fingerprints", "")),
+            prompt_fingerprints=_read_fingerprints(values.get("prompt_fingerprints", "")),
         )
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise FrameError(f"invalid output: {type(error).__name__}: {error}") from None
@@ -180,6 +187,13 @@ def read_delta(values: Any, key_of: Callable[[int], int]) -> TokenDelta:
 
 def _read_logprobs(rows: Any) -> tuple[Logprobs, ...]:
     return tuple(tuple(TokenLogprob(int(token), float(value), int(rank)) for token, value, rank in row) for row in rows)
+
+
+def _read_fingerprints(text: str) -> tuple[Fingerprint, ...]:
+    data = bytes.fromhex(text)
+    if len(data) % FINGERPRINT_BYTES:
+        raise ValueError(f"{len(data)} bytes of fingerprints")
+    return tuple(data[start : start + FINGERPRINT_BYTES] for start in range(0, len(data), FINGERPRINT_BYTES))
 
 
 def _check_tokens(field: str, tokens: tuple[int, ...], limits: EngineLimits) -> None:

@@ -76,7 +76,7 @@ def build_runner(
         )
     if device.type == "cpu":
         populate_in_background(kv)
-        threads = CpuThreads(config.ranks_per_node, is_native=runs_natively(loaded.model))
+        threads = CpuThreads(config.ranks_per_node, is_native=config.batch_invariant or runs_natively(loaded.model))
     if loaded.draft:
         drafter = Drafter(loaded.draft.model, kv.layer_range(len(loaded.spec.layers), len(kv.layers)))
     return Runner(

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from paged_backend.models.adapter_rows import AdapterRows, adapter_rows
 from paged_backend.models.state_rows import StateRows, state_rows
+from paged_backend.sampling.fingerprints import FingerprintRows
 from paged_backend.sampling.logprobs import LogprobRows, PromptLogprobRows
 from paged_backend.sampling.sampler import SamplingBatch, prepare, resolve_tokens
 from paged_backend.scheduling.plan import Chunk, Plan
+from paged_backend.scheduling.sequence import SamplePosition
 from paged_kernels.cascade import find_prefix_groups
 from paged_kernels.paging import PageAddresses, Paging, SharedPrefixes
 
@@ -189,6 +191,8 @@ def _sampling(plan: Plan, row_ends: list[int]) -> tuple[np.ndarray, np.ndarray |
         sample_rows = np.union1d(sample_rows, scored)
         logit_rows = sample_rows.searchsorted(sampled_from)
         sampling = replace(sampling, prompts=_prompt_rows(chunks, sample_rows.searchsorted(scored)))
+    if any(chunk.sequence.request.sampling.logits_digest for chunk in chunks):
+        sampling = replace(sampling, fingerprints=_fingerprint_rows(chunks, sample_positions, sampling.prompts))
     return sample_rows, logit_rows, sampling
 
 
@@ -245,6 +249,19 @@ def _prompt_rows(chunks: tuple[Chunk, ...], rows: np.ndarray) -> PromptLogprobRo
     counts = [chunk.sequence.request.sampling.prompt_logprobs or 0 for chunk in chunks for _ in chunk.scored]
     tokens = [chunk.sequence.tokens[position + 1] for chunk in chunks for position in chunk.scored]
     return PromptLogprobRows(LogprobRows(torch.from_numpy(rows), tuple(counts)), torch.tensor(tokens))
+
+
+def _fingerprint_rows(
+    chunks: tuple[Chunk, ...], sample_positions: list[SamplePosition], prompts: PromptLogprobRows | None
+) -> FingerprintRows:
+    samples = tuple(row for row, (one, _) in enumerate(sample_positions) if one.request.sampling.logits_digest)
+    scored = [(index, chunk) for index, chunk in enumerate(chunks) if chunk.scored]
+    wanted = [chunk.sequence.request.sampling.logits_digest for _, chunk in scored for _ in chunk.scored]
+    rows = prompts.logprob_rows.rows[torch.tensor(wanted)] if prompts else torch.zeros(0, dtype=torch.int64)
+    prompt_chunks = (
+        (index, len(chunk.scored)) for index, chunk in scored if chunk.sequence.request.sampling.logits_digest
+    )
+    return FingerprintRows(torch.tensor(samples, dtype=torch.int64), rows, samples, tuple(prompt_chunks))
 
 
 def _drafting(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Drafting | None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.api.request import HiddenState, Logprobs
+from paged_backend.api.request import Fingerprint, HiddenState, Logprobs
 from paged_backend.execution.batch import DraftCheck
+from paged_backend.sampling.fingerprints import FingerprintTensors
 from paged_backend.sampling.logprobs import LogprobsTensors
 from paged_backend.sampling.sampler import TopLogprobs
 from paged_backend.scheduling.step_result import StepResult, accept_draft_tokens
@@ -39,6 +40,7 @@ class LaunchedStep:
     arrived: torch.cuda.Event | None
     replayed: bool = False  # whether a captured graph ran the forward pass
     states: Tensor | None = None  # [num_tokens, hidden_size], on the device: of a stage before the last
+    fingerprints: FingerprintTensors | None = None  # for requests with a digest
 
     @classmethod
     def of_states(cls, states: Tensor) -> LaunchedStep:
@@ -75,6 +77,8 @@ class LaunchedStep:
             errors={index: _not_finite() for index in not_finite}
             | {seq_of_row[row]: RequestError(ErrorCode.INVALID_ARGUMENT, reason) for row, reason in self.failed_rows},
             prompt_logprobs=prompt_logprobs,
+            fingerprints=self._fingerprints(tokens, seq_of_row) if self.fingerprints else {},
+            prompt_fingerprints=dict(self.fingerprints.by_chunk()) if self.fingerprints else {},
             hidden_states=hidden_states,
             prompt_errors=prompt_errors,
         )
@@ -104,6 +108,15 @@ class LaunchedStep:
             entries = found.setdefault(seq_of_row[row], [])
             if len(entries) < len(tokens[seq_of_row[row]]):  # excludes rows after a rejected draft token
                 entries.append(logprobs)
+        return found
+
+    def _fingerprints(self, tokens: list[list[int]], seq_of_row: Sequence[int]) -> dict[int, list[Fingerprint]]:
+        assert self.fingerprints
+        found: dict[int, list[Fingerprint]] = {}
+        for row, value in self.fingerprints.by_sample():
+            values = found.setdefault(seq_of_row[row], [])
+            if len(values) < len(tokens[seq_of_row[row]]):  # excludes rows after a rejected draft token
+                values.append(value)
         return found
 
     def _prompt_logprobs(self) -> dict[int, list[Logprobs]]:

@@ -26,6 +26,7 @@ from paged_backend.memory.transfers import Transfers
 from paged_backend.models.hidden_states import record_hidden_states
 from paged_backend.models.lora import Lora
 from paged_backend.models.pipeline import Stage
+from paged_backend.sampling.fingerprints import compute_fingerprints
 from paged_backend.sampling.logprobs import compute_prompt_logprobs
 from paged_backend.sampling.sampler import SamplingBatch, compute_logprobs, sample, top_logprobs
 from paged_backend.scheduling.plan import Plan
@@ -203,6 +204,9 @@ class Runner:
         tokens = step.tokens if step.tokens is not None else self._sample(logits, sampling)
         beams, scores = top_logprobs(logits, sampling), compute_logprobs(logits, tokens, sampling)
         prompts = compute_prompt_logprobs(step.logits, sampling.prompts) if sampling.prompts else ()
+        fingerprints = (
+            compute_fingerprints(logits, step.logits, sampling.fingerprints) if sampling.fingerprints else None
+        )
         arrived, draft_ids, hidden = None, step.draft_ids, step.hidden
         if not tokens.is_cuda:
             tokens = tokens.clone()  # the next step overwrites them
@@ -212,6 +216,7 @@ class Runner:
             hidden = hidden.to("cpu", non_blocking=True) if hidden is not None else None
             beams, scores = beams and beams.to_host(), scores and scores.to_host()
             prompts = tuple(part.to_host() for part in prompts)
+            fingerprints = fingerprints and fingerprints.to_host()
             arrived = torch.cuda.Event()
             arrived.record()
         if self._threads:
@@ -231,6 +236,7 @@ class Runner:
             failed_rows,
             arrived,
             step.replayed,
+            fingerprints=fingerprints,
         )
 
     def _sample(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:

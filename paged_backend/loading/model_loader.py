@@ -21,6 +21,7 @@ from paged_backend.loading.generation_config import read_sampling_defaults
 from paged_backend.loading.gguf_weights import GgufWeights
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_options import (
+    check_batch_invariance,
     check_quantization,
     pick_dtype,
     pick_embedding,
@@ -109,6 +110,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     model_files.check_config(path, hf_config)
     check_method(config, hf_config, path, device)
     check_quantization(config, hf_config, path, device)
+    check_batch_invariance(config, device)
     text_config = hf_config.get_text_config()
     model_dtype = torch.bfloat16 if path.suffix == GGUF else text_config.dtype
     dtype = pick_dtype(config.dtype, model_dtype, device)
@@ -130,6 +132,8 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         keep_stage(model)
         num_parameters = described  # those of all stages
     model = model.to(device).eval()
+    if config.batch_invariant:
+        native.avoid_tiles()
     if config.pipeline_parallel_size > 1:
         _check_stage(config, model)
     kv_dtype = pick_kv_dtype(config.kv_cache_dtype, dtype)
@@ -202,16 +206,25 @@ def _verify(
     keeper = rounder = None
     if stored:
         int8_rows = rounds_activations(config, model.dtype)
-        keeper = StoredQuantizer(stored, model, *tensor_parallel.rank_and_size(config), int8_rows=int8_rows)
+        rank, ranks = tensor_parallel.rank_and_size(config)
+        keeper = StoredQuantizer(
+            stored, model, rank, ranks, int8_rows=int8_rows, batch_invariant=config.batch_invariant
+        )
     if spec := quantization_spec(config, model.dtype):
-        quantizer = rounder = WeightQuantizer(spec, model)
+        quantizer = rounder = WeightQuantizer(spec, model, batch_invariant=config.batch_invariant)
         keeper = None
     elif keeper and model.device.type == "cpu" and native.levels():
         quantizer = keeper
     if quantizer is None and config.quantized_activations == "int8" and model.device.type == "cpu":
         log.warning('quantized_activations="int8" has no effect: no weights of %s are quantized', path)
     try:
-        layers = verify_model(model, block_size=config.block_size, kv_dtype=kv_dtype, quantizer=quantizer)
+        layers = verify_model(
+            model,
+            block_size=config.block_size,
+            kv_dtype=kv_dtype,
+            quantizer=quantizer,
+            batch_invariant=config.batch_invariant,
+        )
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from error
     if rounder:
@@ -246,6 +259,7 @@ def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: Mo
         classifier_from_token=None,
         max_model_len=spec.max_model_len,
         enable_lora=False,
+        batch_invariant=False,  # drafts change no tokens
     )
     field = f"speculative_model={json.dumps(config.speculative_model)}"
     try:

@@ -89,6 +89,17 @@ def check_quantization(config: EngineConfig, hf_config: PretrainedConfig, path: 
         raise ConfigError(f"quantization={json.dumps(config.quantization)}: {reason}")
 
 
+def check_batch_invariance(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError if batch invariance is requested but not possible on the device."""
+    if config.batch_invariant and device.type != "cpu":
+        raise ConfigError('batch_invariant=true: only supported on a CPU; leave it out, or set device="cpu"')
+    if config.batch_invariant and not native.levels():
+        raise ConfigError(
+            "batch_invariant=true: requires the CPU kernels, which have not been compiled; run: python -m"
+            " paged_kernels.cpu.build"
+        )
+
+
 def _has_quantized_weights(config: EngineConfig, hf_config: PretrainedConfig, path: Path) -> bool:
     """Return whether weights are quantized that are not dequantized when they are loaded. Raises ConfigError."""
     if path.suffix == GGUF:

@@ -69,14 +69,21 @@ class StoredQuantizer:
     bits: int | None = None
 
     def __init__(
-        self, stored: StoredWeights, model: PreTrainedModel, rank: int = 0, ranks: int = 1, *, int8_rows: bool
+        self,
+        stored: StoredWeights,
+        model: PreTrainedModel,
+        rank: int = 0,
+        ranks: int = 1,
+        *,
+        int8_rows: bool,
+        batch_invariant: bool = False,
     ) -> None:
         """int8_rows: round activations to 8 bits before they are multiplied."""
         self.description = f"the {stored.format} weights of the files"
         self.int8_rows = int8_rows
         self._stored, self._model = stored, model
         self._rank, self._ranks = rank, ranks
-        self._packer = WeightPacker()
+        self._packer = WeightPacker(batch_invariant=batch_invariant)
         self._kept: dict[str, nn.Parameter] = {}  # by the name in the files
         self._reasons: dict[str, str] = {}
         self.replaced = self._packer.replaced

@@ -35,6 +35,7 @@ from paged_backend.memory.kv_cache import NO_ATTENTION, KVCache, LayerShape
 from paged_backend.memory.state_cache import StateCache
 from paged_backend.models import recurrent, rope
 from paged_backend.models.attention import ATTENTION, AttentionSpec, UnsupportedModel
+from paged_backend.models.batch_invariance import check_invariance
 from paged_backend.models.latent_attention import find_latent_layers
 from paged_backend.models.model_variants import ModelVariant, model_variants
 from paged_backend.models.pipeline import Stage
@@ -69,6 +70,7 @@ def verify_model(
     block_size: int,
     kv_dtype: torch.dtype,
     quantizer: Quantizer | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[LayerShape, ...]:
     """Verify the model and return the KV cache shapes of its layers.
 
@@ -84,14 +86,19 @@ def verify_model(
         progress.advance()
         expected = _expected(model)
         progress.advance()
-        recurrent.install(model, mixers, [states[index] for index in range(len(mixers))])
+        shapes = [states[index] for index in range(len(mixers))]
+        recurrent.install(model, mixers, shapes, batch_invariant=batch_invariant)
         rope.freeze_rope(model)
-        layers = _use_latents(model, layers, partial(_compare, model, expected), block_size, kv_dtype)
+        compare_layers = partial(_compare, model, expected)
+        layers = _use_latents(model, layers, compare_layers, block_size, kv_dtype, batch_invariant=batch_invariant)
         failure: UnsupportedModel | None = None
-        for variant in model_variants(model, specs, quantizer=quantizer):
+        for variant in model_variants(model, specs, quantizer=quantizer, batch_invariant=batch_invariant):
             tolerance = _weight_tolerance(model, variant)
             compare = partial(_compare, model, expected, layers, block_size, kv_dtype, tolerance)
             failure = _failure(compare)
+            if failure is None and batch_invariant and not variant.is_intermediate:
+                run = partial(_paged_logits_of, model, layers, block_size, _prompts(model))
+                failure = _failure(partial(check_invariance, model, run, {model.dtype, kv_dtype}))
             if variant.is_intermediate:
                 if failure is not None:
                     raise failure
@@ -114,20 +121,24 @@ def _use_latents(
     compare: Callable[[tuple[LayerShape, ...], int, torch.dtype, float], None],
     block_size: int,
     kv_dtype: torch.dtype,
+    *,
+    batch_invariant: bool,
 ) -> tuple[LayerShape, ...]:
     """Make multi-head latent attention store latents, if its logits are right. Returns the KV cache shapes.
 
-    Both forms of its attention are verified. The prompts are too short for the expanded one, so it is forced.
+    Both forms of its attention are verified. The prompts are too short for the expanded one, so it is forced. With
+    `batch_invariant` there is only the absorbed form.
     """
     latents = find_latent_layers(model)
     if latents is None:
         return layers
-    shapes = latents.install(min_expanded_rows=2)
     tolerance = _weight_tolerance(model, ModelVariant("unmodified"))
-    failure = _failure(partial(compare, shapes, block_size, kv_dtype, tolerance))
-    if failure is None:
-        failure = _failure(partial(compare, latents.install(), block_size, kv_dtype, tolerance))
-    if failure is None:
+    forms = [dict(batch_invariant=True)] if batch_invariant else [dict(min_expanded_rows=2), {}]
+    for form in forms:
+        shapes = latents.install(**form)
+        if failure := _failure(partial(compare, shapes, block_size, kv_dtype, tolerance)):
+            break
+    else:
         return shapes
     latents.uninstall()
     log.warning("%s stores expanded keys and values; with latents: %s", type(model).__name__, failure)
@@ -295,8 +306,10 @@ def _paged_logits_of(
     block_size: int,
     prompts: tuple[list[int], list[int]],
     dtype: torch.dtype,
+    most: int = 11,
 ) -> dict[tuple[int, int], Tensor]:
-    """Return logits by (prompt, position): the long prompt in two chunks, the short one beside it, then one decode."""
+    """Return logits by (prompt, position): prompts in chunks of up to `most` tokens, then one decode. By default the
+    long prompt takes two chunks, with the short one beside the first."""
     width = -(-len(prompts[0]) // block_size)
     kv = KVCache.allocate(layers, num_blocks=2 * width + 1, block_size=block_size, dtype=dtype, device=model.device)
     long, short = (_greedy_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))
@@ -308,7 +321,8 @@ def _paged_logits_of(
     found: dict[tuple[int, int], Tensor] = {}
     stage = DeviceUpload(model.device)
 
-    def step(*lengths: tuple[Sequence, int]) -> None:
+    def step() -> None:
+        lengths = [(seq, min(most, seq.pending)) for seq in (long, short) if seq.pending]
         chunks = tuple(
             Chunk(seq, seq.computed, n, sampled_sequences=(seq,) if n == seq.pending else ()) for seq, n in lengths
         )
@@ -318,11 +332,11 @@ def _paged_logits_of(
             if chunk.sampled_sequences:
                 found[chunk.sequence.key, chunk.sequence.computed - 1] = next(logits)
 
-    step((long, 11), (short, short.pending))
-    step((long, long.pending))
+    while long.pending:
+        step()
     for sequence in (long, short):
         sequence.tokens.append(prompts[sequence.key][-1])
-    step((long, 1), (short, 1))
+    step()
     return found
 
 

@@ -27,6 +27,7 @@ from paged_backend.api.request import Origin
 from paged_backend.scheduling.content import Chain, Contents, Entry, Key
 from paged_backend.utils.machine import usable_cores
 from paged_backend.utils.worker import CallTimeout, call_with_timeout
+from paged_kernels.cpu import native
 
 READ_SECONDS = 5.0  # limit of one read, for which every request that prefetches from disk waits
 MAX_HEADER_BYTES = 1 << 20  # maximum size of a file besides its tensors
@@ -167,6 +168,8 @@ class BlockSource:
             "device": self.device.type,
             "code": FORMAT_VERSION,
         }
+        if config.batch_invariant:  # the same bits only with the same arithmetic
+            facts["arithmetic"] = native.level() if self.device.type == "cpu" else "batch-invariant"
         return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 

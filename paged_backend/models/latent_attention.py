@@ -19,8 +19,9 @@ to attention. Here, `expand_kv` returns latents, as the key of one KV head, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +32,8 @@ from transformers import PreTrainedModel
 
 from paged_backend.memory.kv_cache import LayerShape
 from paged_backend.models.attention import AttentionSpec, attend_pages
+from paged_kernels.cpu import native
+from paged_kernels.cpu.packed_linear import pack_linear
 from paged_kernels.layer_cache import LayerCache, as_bytes, dequantize
 from paged_kernels.paging import Paging
 
@@ -62,16 +65,29 @@ class Chunks:
 class LatentAttention:
     """The attention of one module over latents."""
 
-    def __init__(self, module: Any, expansion: Tensor, min_expanded_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        module: Any,
+        expansion: Tensor,
+        min_expanded_rows: int | None = None,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
         """expansion: weight of `kv_b_proj`, [num_heads * (nope + value_dim), kv_lora_rank].
 
         min_expanded_rows: rows of a chunk from which it is expanded; None: as soon as that takes less arithmetic.
+        batch_invariant: never expand, so that the result of a row does not depend on the others.
         """
         self.rank, self.nope, self.rope, self.value_dim = (getattr(module, name) for name in SIZES)
         heads = expansion.view(-1, self.nope + self.value_dim, self.rank)
         self._keys, self._values = heads.split([self.nope, self.value_dim], dim=1)  # [num_heads, size, kv_lora_rank]
         self._heads = heads
         self._min_rows = self._break_even() if min_expanded_rows is None else min_expanded_rows
+        self._absorb: Callable[[Tensor], Tensor] = partial(torch.bmm, mat2=self._keys)
+        self._restore: Callable[[Tensor], Tensor] = partial(torch.bmm, mat2=self._values.mT)
+        if batch_invariant:
+            self._min_rows = None
+            self._absorb, self._restore = HeadProduct(self._keys.mT), HeadProduct(self._values)
 
     @property
     def shape(self) -> LayerShape:
@@ -104,10 +120,10 @@ class LatentAttention:
     def _absorbed(self, query: Tensor, cache: LayerCache, paging: Paging, spec: AttentionSpec) -> Tensor:
         absorbed = query.new_empty(*query.shape[:2], self.rank + self.rope)
         nope = query[..., : self.nope].transpose(0, 1)  # [num_heads, num_tokens, nope]
-        absorbed[..., : self.rank] = torch.bmm(nope, self._keys).transpose(0, 1)
+        absorbed[..., : self.rank] = self._absorb(nope).transpose(0, 1)
         absorbed[..., self.rank :] = query[..., self.nope :]
         attended = attend_pages(absorbed, cache, paging, spec)
-        return torch.bmm(attended.transpose(0, 1), self._values.transpose(1, 2)).transpose(0, 1)
+        return self._restore(attended.transpose(0, 1)).transpose(0, 1)
 
     def _expanded(self, query: Tensor, cache: LayerCache, chunk: Expanded, spec: AttentionSpec) -> Tensor:
         stored = gather_blocks(cache, chunk.blocks, query.dtype)  # [num_blocks, block_size, rank + rope]
@@ -133,6 +149,19 @@ class LatentAttention:
         if saved <= 0:
             return None
         return max(MIN_EXPANDED_ROWS, self.rank * (self.nope + self.value_dim) // saved + 1)
+
+
+class HeadProduct:
+    """Matrix products by head in the CPU kernels, which add in one order for any number of rows."""
+
+    def __init__(self, weights: Tensor) -> None:
+        """weights: [num_heads, out_features, in_features]."""
+        self._multiply = native.ExpertLinear([pack_linear(weight) for weight in weights])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply rows [num_heads, num_rows, in_features]: [num_heads, num_rows, out_features]."""
+        starts = torch.arange(len(x) + 1) * x.shape[1]
+        return self._multiply(x.flatten(0, 1), starts).unflatten(0, x.shape[:2])
 
 
 def split_chunks(paging: Paging, block_size: int, min_rows: int) -> Chunks:
@@ -196,10 +225,10 @@ class LatentLayers:
     def __init__(self, modules: Sequence[nn.Module], expansions: Sequence[Tensor]) -> None:
         self._modules, self._expansions = modules, expansions
 
-    def install(self, min_expanded_rows: int | None = None) -> tuple[LayerShape, ...]:
+    def install(self, min_expanded_rows: int | None = None, *, batch_invariant: bool = False) -> tuple[LayerShape, ...]:
         """Make the modules use a cache of latents. Returns what it stores for a token in each layer."""
         attentions = [
-            LatentAttention(module, expansion, min_expanded_rows)
+            LatentAttention(module, expansion, min_expanded_rows, batch_invariant=batch_invariant)
             for module, expansion in zip(self._modules, self._expansions, strict=True)
         ]
         for module, attention in zip(self._modules, attentions, strict=True):

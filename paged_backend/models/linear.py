@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from paged_backend.api.errors import ConfigError
 from paged_backend.api.sizes import GIB
 from paged_backend.models.quantization import QuantizationSpec, quantize
 from paged_backend.utils.machine import available_memory
@@ -188,9 +189,14 @@ class RowParallelForward:
 
 
 class WeightPacker:
-    """Packs weights for which a copy is faster, within a memory budget."""
+    """Packs weights for which a copy is faster, within a memory budget.
 
-    def __init__(self) -> None:
+    With `batch_invariant`, all weights are packed for this project's kernel, which adds in one order for any number of
+    rows.
+    """
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self._batch_invariant = batch_invariant
         self.replaced: list[Tensor] = []  # original weights that are no longer used
         self.changed = False  # whether any weight was packed
         self._budget = MEMORY_SHARE * available_memory()
@@ -198,15 +204,20 @@ class WeightPacker:
 
     def __call__(self, weight: Tensor) -> Weight:
         """Return the packed weight, or the weight itself if no copy is faster or fits the budget."""
-        if weight.numel() < MIN_ELEMENTS:
+        if weight.numel() < MIN_ELEMENTS and not self._batch_invariant:
             return weight
-        if groups_are_fastest(weight.dtype):
+        if self._batch_invariant or groups_are_fastest(weight.dtype):
             choice: tuple[str, tuple[bool, ...]] | None = ("groups", (True,) * len(ROWS))
         else:
             choice = choose(measure(tuple(weight.shape), weight.dtype, torch.get_num_threads()))
         if choice is None:
             return weight
         if weight.nbytes > self._budget:
+            if self._batch_invariant:
+                raise ConfigError(
+                    f"batch_invariant=true: copies of all weights do not fit into {MEMORY_SHARE:.0%} of the available"
+                    " memory"
+                )
             if weight.shape not in self._warned:
                 self._warned.add(weight.shape)
                 log.warning(
@@ -228,14 +239,15 @@ class WeightPacker:
 class WeightQuantizer:
     """Rounds weights to 8 or 4 bits."""
 
-    def __init__(self, spec: QuantizationSpec, model: PreTrainedModel) -> None:
+    def __init__(self, spec: QuantizationSpec, model: PreTrainedModel, *, batch_invariant: bool = False) -> None:
         output_weight = getattr(model.get_output_embeddings(), "weight", None)  # a stage before the last has none
-        self.replaced: list[Tensor] = []
+        self._packer = WeightPacker(batch_invariant=batch_invariant)  # of small weights
+        self.replaced = self._packer.replaced
         self.bits: int | None = spec.bits
         self.int8_rows = spec.int8_rows
         self.description = f"int{spec.bits} weights"
         self._spec = spec
-        self._num_weights = 0
+        self._num_weights = self._num_rounded = 0
         # The layer that computes logits keeps 8 bits: it is the most sensitive.
         self._output_layer = None if output_weight is None else output_weight.data_ptr()
         sizes = [module.weight.numel() for module in model.modules() if type(module) is nn.Linear]
@@ -245,10 +257,11 @@ class WeightQuantizer:
         self._progress = Progress("quantizing", sum(size for size in sizes if size >= MIN_ELEMENTS), "weights")
 
     def __call__(self, weight: Tensor) -> Weight:
-        """Return the quantized weight, or a small weight itself, for example a router of a mixture of experts."""
+        """Return the quantized weight. A small weight, for example a router of a mixture of experts, keeps its type."""
         self._num_weights += 1
         if weight.numel() < MIN_ELEMENTS:
-            return weight
+            return self._packer(weight)
+        self._num_rounded += 1
         self.replaced.append(weight)
         bits = 8 if weight.data_ptr() == self._output_layer else self._spec.bits
         packed = quantize(weight, bits, self._spec.group_size)
@@ -260,7 +273,7 @@ class WeightQuantizer:
 
         Returns the name of their format, or None if all weights are too small.
         """
-        count, name = len(self.replaced), f"int{self._spec.bits}"
+        count, name = self._num_rounded, f"int{self._spec.bits}"
         if not count:
             log.warning(
                 'quantization="%s" has no effect: each of the %d weights has less than %d elements',

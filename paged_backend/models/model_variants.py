@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from paged_backend.models import few_rows
 from paged_backend.models.attention import AttentionSpec
+from paged_backend.models.batch_invariance import replace_parameters
 from paged_backend.models.experts import replace_experts
 from paged_backend.models.fusion import FusedModel, fuse
 from paged_backend.models.linear import Weight, WeightPacker, plain_linears, release, replace_forwards
@@ -35,12 +36,16 @@ class ModelVariant(NamedTuple):
 
 
 def model_variants(
-    model: PreTrainedModel, specs: Sequence[AttentionSpec], quantizer: Quantizer | None
+    model: PreTrainedModel,
+    specs: Sequence[AttentionSpec],
+    quantizer: Quantizer | None,
+    *,
+    batch_invariant: bool = False,
 ) -> Iterator[ModelVariant]:
     """Put the model into one variant after the other and yield each. The model stays in the last one yielded.
 
     With a quantizer that rounds weights, these are a variant with the model's weights, which is intermediate, and one
-    with rounded weights.
+    with rounded weights. With `batch_invariant`, all other variants multiply in the C++ kernels only.
     """
     fused = fuse(model, specs)
     if isinstance(fused, str):
@@ -49,10 +54,13 @@ def model_variants(
     def use_plain(convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
         undo_linears = replace_forwards(list(plain_linears(model)), convert)
         undo_experts = replace_experts(model, convert)
+        packer = WeightPacker(batch_invariant=True)
+        undo_parameters = replace_parameters(model, packer) if batch_invariant else lambda: None
 
         def undo() -> None:
             undo_linears()
             undo_experts()
+            undo_parameters()
 
         return undo
 
@@ -79,22 +87,28 @@ def model_variants(
         on_gpu = model.device.type == "cuda" and model.dtype in few_rows.DTYPES
         if on_gpu and fused.install_few_rows(few_rows.measure_on_gpu):
             yield ModelVariant(f"{shape}, with one launch for few rows")
-        yield from _packed(model, use, shape)
+        yield from _packed(model, use, shape, batch_invariant=batch_invariant)
         fused.install()
-        yield ModelVariant(shape)
+        if not batch_invariant:
+            yield ModelVariant(shape)
         fused.uninstall()
         shape = "unmodified"
-    yield from _packed(model, use_plain, shape)
-    yield ModelVariant(shape)
+    yield from _packed(model, use_plain, shape, batch_invariant=batch_invariant)
+    if not batch_invariant:
+        yield ModelVariant(shape)
 
 
 def _packed(
-    model: PreTrainedModel, use: Callable[[Callable[[Tensor], Weight]], Callable[[], None]], shape: str
+    model: PreTrainedModel,
+    use: Callable[[Callable[[Tensor], Weight]], Callable[[], None]],
+    shape: str,
+    *,
+    batch_invariant: bool,
 ) -> Iterator[ModelVariant]:
     """Yield the variant with packed copies of the weights, on a CPU and if any copy is faster."""
     if model.device.type != "cpu":
         return
-    packer = WeightPacker()
+    packer = WeightPacker(batch_invariant=batch_invariant)
     undo = use(packer)
     if packer.changed:
         yield ModelVariant(f"{shape}, with packed weights", packer.replaced)

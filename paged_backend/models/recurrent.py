@@ -161,11 +161,15 @@ class RecurrentMixer:
 
     runs_own_forward = True
 
-    def __init__(self, mixer: Any, model: RecurrentModel, index: int, shape: StateShape) -> None:
-        """index: the number of the mixer in the state cache."""
+    def __init__(
+        self, mixer: Any, model: RecurrentModel, index: int, shape: StateShape, *, batch_invariant: bool = False
+    ) -> None:
+        """index: the number of the mixer in the state cache. batch_invariant: compute one row after the other, so that
+        a row depends neither on other sequences nor on how a prompt is split."""
         self._call, self._model, self._index = _Call(mixer), model, index
         self._name = type(mixer).__name__
-        self._single_step = _family(mixer) in SINGLE_STEP
+        self._single_step = batch_invariant or _family(mixer) in SINGLE_STEP
+        self._single_rows = batch_invariant
         self.shape = shape
 
     def __call__(
@@ -196,6 +200,9 @@ class RecurrentMixer:
 
     def _decode(self, hidden_states: Tensor, decode: StateDecode, state: LayerState) -> Tensor:
         """Compute one row of each of several sequences, [num_rows, 1, hidden]."""
+        if self._single_rows and len(hidden_states) > 1:
+            rows = zip(hidden_states.split(1), decode.sources.split(1), decode.targets.split(1), strict=True)
+            return torch.cat([self._decode(row, StateDecode(None, *slots), state) for row, *slots in rows])
         conv = state.conv[decode.sources]
         recurrent = None if state.recurrent is None else state.recurrent[decode.sources]
         output = self._call(hidden_states, _cache_layer(conv, recurrent, is_start=False))
@@ -210,18 +217,20 @@ class RecurrentMixer:
         layer = _cache_layer(
             state.conv[one], None if state.recurrent is None else state.recurrent[one], is_start=is_start
         )
-        if is_start or not self._single_step:
+        if not self._single_step or (is_start and not self._single_rows):
             return self._call(hidden_states, layer)
         return torch.cat([self._call(token, layer) for token in hidden_states.split(1, dim=1)], dim=1)
 
 
-def install(model: PreTrainedModel, mixers: Sequence[Any], shapes: Sequence[StateShape]) -> None:
+def install(
+    model: PreTrainedModel, mixers: Sequence[Any], shapes: Sequence[StateShape], *, batch_invariant: bool = False
+) -> None:
     """Make a model's mixers run over packed batches. shapes: the states of each."""
     if not mixers:
         return
     forward = RecurrentModel(model)
     for index, (mixer, shape) in enumerate(zip(mixers, shapes, strict=True)):
-        mixer.forward = RecurrentMixer(mixer, forward, index, shape)
+        mixer.forward = RecurrentMixer(mixer, forward, index, shape, batch_invariant=batch_invariant)
     model.forward = forward
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.sampling import constraints
 from paged_backend.sampling.constraints import Constraints, apply_constraints
+from paged_backend.sampling.fingerprints import FingerprintRows
 from paged_backend.sampling.logprobs import LogprobRows, LogprobsTensors, PromptLogprobRows
 from paged_backend.scheduling.beam_search import Candidate, num_candidates
 from paged_backend.scheduling.sequence import SamplePosition
@@ -83,6 +84,7 @@ class SamplingBatch:
     beams: BeamRows | None = None
     logprob_rows: LogprobRows | None = None
     prompts: PromptLogprobRows | None = None  # indices into the step's sample rows, not into the sampled tokens
+    fingerprints: FingerprintRows | None = None
 
     @property
     def changes_logits(self) -> bool:

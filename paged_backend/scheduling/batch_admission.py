@@ -69,6 +69,7 @@ class BatchAdmission:
         """
         capacity = self._capacity() if self._requests.waiting else _Capacity(0, 0)
         while builder.budget > 0 and (group := self._next()):
+            self._tables.scores.take(group)
             if not builder.scored_budget and group.unscored(0, group.leader.num_prompt):
                 return
             slot_users = self._preemptible_slot_users(group)

@@ -43,17 +43,20 @@ class BlockManager:
         *,
         layout: BlockLayout | None = None,
         caching: bool = False,
+        keeps_scores: bool = False,
         host: BlockPool | None = None,
         listener: IndexListener | None = None,
     ):
         """num_blocks: blocks of the pool, or pages with a layout that divides blocks. layout: by default one page per
-        block. caching: whether prefixes are cached. host: the pool on the host, if there is one. listener: receives
-        every content that is cached on the device, or dropped there."""
+        block. caching: whether prefixes are cached. keeps_scores: whether prompt log probabilities are cached with
+        them, which requires that they depend on the tokens alone. host: the pool on the host, if there is one.
+        listener: receives every content that is cached on the device, or dropped there."""
         assert num_blocks >= 1 and block_size >= 1, (num_blocks, block_size)
         self.num_blocks = num_blocks
         self.block_size: int = block_size
         self.layout = layout or BlockLayout(block_size)
         self.caching = caching
+        self.keeps_scores = keeps_scores and caching
         self.num_copies = 0  # copy-on-write copies since the start
         self.host = host
         self.pool = make_pool(

@@ -9,6 +9,7 @@ from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.plan import NO_BLOCKS, Allocation, Costs
 from paged_backend.scheduling.plan_builder import PlanBuilder
 from paged_backend.scheduling.prefix_cache import CacheHit
+from paged_backend.scheduling.score_cache import ScoreCache
 from paged_backend.scheduling.sequence import Group, Sequence
 from paged_backend.scheduling.state_slots import StateSlots
 
@@ -21,6 +22,7 @@ class BlockTables:
         """preemption: "swap", "recompute", or "auto" for the cheaper one."""
         self._blocks = blocks
         self.states = states
+        self.scores = ScoreCache(blocks)
         self._pool = blocks.pool
         self._costs = costs
         self._preemption = preemption
@@ -180,6 +182,7 @@ class BlockTables:
     def restart(self, group: Group) -> None:
         """Free all blocks of a group so that its tokens are computed again."""
         self.free(group)
+        group.num_stored_scores = 0
         group.forked = len(group.sequences) == 1
         if group.beams:
             group.beams.candidates.clear()

@@ -21,6 +21,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from paged_backend.api.request import Origin
+from paged_backend.scheduling.block_scores import BlockScores
 
 Key = bytes
 
@@ -136,6 +137,7 @@ class PrefixIndex:
         self._blocks: dict[Entry, int] = {}
         # Children by parent, as sorted (tokens, block): the child with the longest common prefix is a neighbour.
         self._children: dict[PrefixParent, list[tuple[tuple[int, ...], int]]] = {}
+        self.scores: dict[int, BlockScores] = {}  # prompt log probabilities of indexed blocks, as far as known
 
     @property
     def blocks(self) -> Set[int]:
@@ -166,6 +168,7 @@ class PrefixIndex:
     def remove(self, block: int) -> Entry:
         """Remove an indexed block and return its content."""
         entry = self._entries.pop(block)
+        self.scores.pop(block, None)
         del self._blocks[entry]
         siblings = self._children[entry.parent]
         del siblings[bisect_left(siblings, (entry.tokens, block))]
@@ -192,6 +195,7 @@ class PrefixIndex:
         for block, entry in self._entries.items():
             assert contents.find(entry.parent, entry.tokens) is entry, f"block {block}: not the entry of its content"
             assert (entry.tokens, block) in self._children[entry.parent], f"block {block}: missing among the children"
+        assert self.scores.keys() <= self._entries.keys(), "scores of a block that is not indexed"
         assert sum(map(len, self._children.values())) == len(self._entries), "a child is not indexed"
         assert all(children == sorted(children) for children in self._children.values()), "children out of order"
 

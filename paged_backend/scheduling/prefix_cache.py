@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from paged_backend.api.block_layout import BlockLayout
 from paged_backend.scheduling.block_pool import BlockPool
+from paged_backend.scheduling.block_scores import BlockScores
 from paged_backend.scheduling.content import Chain, Contents, Entry, PrefixParent
 
 
@@ -60,14 +61,11 @@ class PrefixCache:
             return NO_HIT
         size, limit, entries = self._block_size, len(tokens) - 1, chain.entries
         locations: list[BlockLocation] = []
-        for start in range(0, limit // size * size, size):
-            index = len(locations)
-            if index == len(entries):
-                entry = self.contents.find(chain.parent_of(index), tuple(tokens[start : start + size]))
-                if entry is None:
-                    break
-                entries.append(entry)
-            location = self.find(entries[index])
+        for _ in range(limit // size):
+            entry = self._known_entry(chain, tokens, len(locations))
+            if entry is None:
+                break
+            location = self.find(entry)
             if location is None:
                 if self._layout.base_pages:
                     break
@@ -156,6 +154,31 @@ class PrefixCache:
         for entry in [self._pool.index.entry(block) for block in reversed(list(self._pool.index.blocks))]:
             assert entry
             self._pool.forget(entry)
+
+    def find_scores(self, chain: Chain, tokens: Sequence[int], index: int) -> BlockScores | None:
+        """Return the prompt log probabilities of a sequence's full block `index`, if the device has it and they are
+        known."""
+        entry = self._known_entry(chain, tokens, index)
+        block = self._pool.index.find(entry) if entry else None
+        return None if block is None else self._pool.index.scores.get(block)
+
+    def add_scores(self, chain: Chain, tokens: Sequence[int], index: int, scores: BlockScores) -> None:
+        """Keep the prompt log probabilities of a sequence's full block `index` until it leaves the device's index."""
+        block = self._pool.index.find(self.entry(chain, tokens, index))
+        if block is not None:
+            known = self._pool.index.scores
+            known[block] = scores.merged(known.get(block))
+
+    def _known_entry(self, chain: Chain, tokens: Sequence[int], index: int) -> Entry | None:
+        """Return the entry of a sequence's full block `index`, extending `chain` up to it. None if there is none."""
+        size, entries = self._block_size, chain.entries
+        while len(entries) <= index:
+            start = len(entries) * size
+            entry = self.contents.find(chain.parent_of(len(entries)), tuple(tokens[start : start + size]))
+            if entry is None:
+                return None
+            entries.append(entry)
+        return entries[index]
 
     def check(self) -> None:
         """Assert every invariant. For tests and idle moments."""

@@ -27,6 +27,7 @@ class StepCommitter:
         """Commit every chunk. Skips requests and samples that have ended since the step was planned."""
         deltas: list[TokenDelta] = []
         running, tables, errors, logprobs = self._requests.running, self._tables, result.errors, result.logprobs
+        fingerprints = result.fingerprints
         sampled = 0  # index of the sampled sequence, over all chunks
         for index, chunk in enumerate(plan.chunks):
             group = running.get(chunk.sequence.request.key)
@@ -36,7 +37,7 @@ class StepCommitter:
                 for sequence in (chunk.sequence, *chunk.forks):  # the leader may have ended while its samples continue
                     if not sequence.ended:
                         tables.commit(sequence, chunk.start + chunk.length - len(chunk.draft_tokens))
-            if plan.has_prompt_outputs and group and not chunk.sequence.ended:
+            if plan.has_prompt_outputs and group and (chunk.forks or not chunk.sequence.ended):
                 deltas += self._commit_prompt(group, chunk, result, index)
             for sequence in chunk.sampled_sequences:
                 if group is not None and not sequence.ended:
@@ -46,6 +47,8 @@ class StepCommitter:
                         deltas += self._beams.commit(group, sequence, result.candidates[sampled])
                     else:
                         delta = self._append(group, sequence, result.tokens[sampled], chunk)
+                        if sampled in fingerprints:
+                            delta = delta._replace(fingerprints=tuple(fingerprints[sampled][: len(delta.token_ids)]))
                         deltas.append(_with_logprobs(delta, logprobs[sampled]) if sampled in logprobs else delta)
                 sampled += 1
         assert sampled == len(result.tokens), f"{len(result.tokens)} results for {sampled} sequences"
@@ -79,9 +82,15 @@ class StepCommitter:
             return [self._requests.fail_group(group, result.prompt_errors[index])]
         deltas: list[TokenDelta] = []
         if chunk.scored:
+            assert chunk.scored.start == len(group.prompt_logprobs)
             group.prompt_logprobs += result.prompt_logprobs[index]
-            if not group.unscored(0, chunk.sequence.num_prompt):
-                deltas.append(TokenDelta(group.key, prompt_logprobs=tuple(group.prompt_logprobs)))
+            group.prompt_fingerprints += result.prompt_fingerprints.get(index, ())
+        if group.prompt_logprobs:
+            self._tables.scores.store(group)
+        if group.scores_prompt and not group.unscored(0, chunk.sequence.num_prompt):
+            group.scores_prompt = False
+            scores, fingerprints = tuple(group.prompt_logprobs), tuple(group.prompt_fingerprints)
+            deltas.append(TokenDelta(group.key, prompt_logprobs=scores, prompt_fingerprints=fingerprints))
         if chunk.ends_request:
             deltas += self._finish_without_output(group, result.hidden_states.get(index))
         return deltas

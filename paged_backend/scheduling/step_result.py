@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paged_backend.api.errors import RequestError
-from paged_backend.api.request import HiddenState, Logprobs
+from paged_backend.api.request import Fingerprint, HiddenState, Logprobs
 from paged_backend.scheduling.beam_search import Candidate
 
 
@@ -23,6 +23,8 @@ class StepResult:
     candidates: Mapping[int, list[Candidate]] = field(default_factory=dict)  # by sequence, for live beams
     errors: Mapping[int, RequestError] = field(default_factory=dict)  # by sequence: why it has no token
     prompt_logprobs: Mapping[int, list[Logprobs]] = field(default_factory=dict)  # by chunk: one per scored position
+    fingerprints: Mapping[int, list[Fingerprint]] = field(default_factory=dict)  # by sequence: one per token
+    prompt_fingerprints: Mapping[int, list[Fingerprint]] = field(default_factory=dict)  # by chunk, as `prompt_logprobs`
     hidden_states: Mapping[int, HiddenState] = field(default_factory=dict)  # by chunk, for embedding requests
     prompt_errors: Mapping[int, RequestError] = field(default_factory=dict)  # by chunk: why one of the two is missing
 

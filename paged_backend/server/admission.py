@@ -250,5 +250,7 @@ def _check_combination(call: Call, sampling: SamplingParams) -> None:
     if call.stream and sampling.selects_best_of:
         reason = f"must be n={sampling.n} when streaming: the best samples are known only at the end"
         raise invalid_argument("best_of", sampling.best_of, reason)
+    if sampling.logits_digest and not call.return_receipt:
+        raise invalid_argument("logits_digest", True, "needs return_receipt, since the receipt has the digest")
     if call.messages is not None and sampling.echo:
         raise invalid_argument("echo", True, "has no effect with messages; leave it out")

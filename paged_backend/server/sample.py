@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 from paged_backend.api.request import FinishReason, Logprobs, TokenDelta
@@ -33,6 +34,7 @@ class Sample:
     text_pieces: list[str] = field(default_factory=list)  # all text so far
     logprobs: list[Logprobs] = field(default_factory=list)  # logprobs of the unsent tokens
     cumulative_logprob: float = 0.0  # sum over all tokens so far
+    digest: hashlib._Hash | None = None  # of the logits of its tokens and of the prompt, if it is requested
     last_token: float | None = None  # time.monotonic() of its newest token
 
     @property
@@ -63,6 +65,8 @@ class Sample:
             counted = delta.logprobs[:count]
             self.logprobs += counted
             self.cumulative_logprob += sum(chosen.logprob for chosen, *_ in counted)
+        if self.digest:
+            self.digest.update(b"".join(delta.fingerprints[:count]))
         if finish and not self.finish:
             self.end(finish)
 

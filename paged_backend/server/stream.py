@@ -103,6 +103,10 @@ class Stream:
             self.num_steps += when != self.last_token
             self.last_token = when
         self.error = delta.error
+        if delta.prompt_fingerprints:
+            for each in self.samples:
+                assert each.digest
+                each.digest.update(b"".join(delta.prompt_fingerprints))
         sample = self.samples[delta.sample]
         if delta.hidden is not None:
             assert self.call.pooling
@@ -155,6 +159,7 @@ class Stream:
         scheduled, first, last = self.scheduled_at or now, self.first_token or now, self.last_token or now
         usage = self.usage or Usage(*[0] * len(Usage._fields))
         preempted = usage.preempted_seconds - self.preempted_in_prompt
+        digests = [sample.digest.hexdigest() for sample in self.returned_samples if sample.digest]
         return {
             "prompt_tokens": len(self.request.prompt_token_ids),
             "generated_tokens": sum(sample.num_tokens for sample in self.samples),
@@ -167,6 +172,7 @@ class Stream:
             "first_scheduled_time_ns": int(scheduled * 1e9),
             "first_token_time_ns": int(first * 1e9),
             "last_token_time_ns": int(last * 1e9),
+            **({"logits_digests": digests} if digests else {}),
         }
 
     def settle_session(self, *, answered: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -115,7 +116,8 @@ class StreamBuilder:
                 prefix_chars=len(echoed),
             )
             stop_tokens = StopTokens.of(sampling, self._eos_ids)
-            return Sample(detokenizer, sampling.include_stop_str_in_output, stop_tokens, text=echoed)
+            digest = hashlib.sha256() if sampling.logits_digest else None
+            return Sample(detokenizer, sampling.include_stop_str_in_output, stop_tokens, text=echoed, digest=digest)
 
         return [sample() for _ in range(sampling.num_samples)]
 

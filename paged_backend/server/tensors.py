@@ -165,7 +165,7 @@ OUTPUTS = {
         " preemptions; seconds queued, in prefill, in decode, and waiting after preemptions, which count as neither;"
         " times of arrival, first step, first and last token in nanoseconds of the machine's monotonic clock; draft"
         " tokens verified and accepted; tokens that the remote cache has after a `prefill_only` request"
-        " (`stored_tokens`)."
+        " (`stored_tokens`); with `logits_digest` the digest of each output (`logits_digests`)."
     ),
     "pool_map": _string(
         "State of the KV cache as JSON: `time`, `block_size`, `num_blocks`, requests `running` and `waiting`, `tokens`"

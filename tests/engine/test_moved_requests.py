@@ -9,6 +9,7 @@ from paged_backend.api.errors import ErrorCode
 from paged_backend.api.request import FinishReason
 from paged_backend.engine.engine import Engine
 from tests.support.adapters import adapter_files, write_adapter_list
+from tests.support.digests import fingerprints_of_tokens
 from tests.support.grammars import compile_guides, create_compiler
 from tests.support.in_process import EngineHarness, Output, running, tiny_assembly
 from tests.support.waiting import until
@@ -21,6 +22,7 @@ CASES = {
     "seed": {"max_tokens": 24, "temperature": 1.0, "seed": 11, "top_p": 0.9},
     "penalties": {"max_tokens": 24, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
     "logprobs": {"max_tokens": 24, "logprobs": 3, "prompt_logprobs": 2},
+    "digest": {"max_tokens": 24, "prompt_logprobs": 0, "logits_digest": True},
     "samples": {"max_tokens": 24, "temperature": 1.0, "seed": 3, "n": 3},
     "min_tokens": {"max_tokens": 40, "min_tokens": 30, "ignore_eos": False, "stop_token_ids": list(range(160))},
     "bad_words": {"max_tokens": 24, "temperature": 1.0, "seed": 5, "bad_words_token_ids": [[7], [9, 12]]},
@@ -58,6 +60,7 @@ class SampleHarness(EngineHarness):
             assert one.finish is None and one.error is None, "a token after the last"
             one.tokens += delta.token_ids
             one.logprobs += delta.logprobs
+            one.fingerprints += (*delta.prompt_fingerprints, *delta.fingerprints)
             if delta.prompt_logprobs is not None:
                 assert one.prompt_logprobs is None, "the prompt was returned twice"
                 one.prompt_logprobs = delta.prompt_logprobs
@@ -97,11 +100,14 @@ def run(assemblies, case, *, move_after=None, guides=None):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_moved_request_has_the_same_output(assemblies, name):
+def test_moved_request_has_the_same_output(assemblies, name, monkeypatch):
+    monkeypatch.setattr("paged_backend.sampling.fingerprints.fingerprints", fingerprints_of_tokens)
     expected = run(assemblies, CASES[name])
     moved = run(assemblies, CASES[name], move_after=7)
     for one, other in zip(expected, moved, strict=True):
         assert other.tokens == one.tokens and other.finish is one.finish
+        assert other.fingerprints == one.fingerprints
+        assert len(one.fingerprints) == (len(PROMPT) - 1 + 24 if "logits_digest" in CASES[name] else 0)
         assert [[token.token for token in step] for step in other.logprobs] == [
             [token.token for token in step] for step in one.logprobs
         ]

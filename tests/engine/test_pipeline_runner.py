@@ -84,6 +84,12 @@ def test_tokens_match_a_single_process(alone, staged, sampling):
     assert one == many
 
 
+def test_fingerprints_come_from_the_last_stage(alone, staged):
+    prompt, sampling = PROMPTS[0], {"max_tokens": 3, "prompt_logprobs": 0, "logits_digest": True}
+    one, many = both(alone, staged, lambda engine: engine.wait(engine.submit(prompt, **sampling))[0].fingerprints)
+    assert len(one) == len(many) == len(prompt) + 2
+
+
 def test_ranks_hold_the_layers_of_their_stage_only(alone, staged):
     whole, width = alone.shares[0], staged.runner.kv.layers[0].keys.shape[1]
     tensor = 2 // width  # of two KV heads

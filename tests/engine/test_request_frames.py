@@ -37,7 +37,7 @@ VALUES = {  # a value other than the default for each parameter that is sent
     "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5, "stop": ["ab", "c"],
     "stop_token_ids": [5, 6], "stop_words_token_ids": [[1, 2], [3]], "ignore_eos": True,
     "include_stop_str_in_output": True, "logit_bias": {"7": 1.5, "9": -100}, "bad_words_token_ids": [[8], [9, 10]],
-    "allowed_token_ids": [1, 2, 3, 4, 77], "logprobs": 3, "prompt_logprobs": 2, "echo": True,
+    "allowed_token_ids": [1, 2, 3, 4, 77], "logprobs": 3, "prompt_logprobs": 2, "echo": True, "logits_digest": True,
     "skip_special_tokens": False, "n": 2, "best_of": 3, "add_special_tokens": False, "priority": -3,
     "cache_salt": "tenant", "lora_name": "adapter",
 }  # fmt: skip
@@ -137,6 +137,8 @@ def test_outputs_are_sent():
         TokenDelta(4, (5, 6), sample=2),
         TokenDelta(4, (5,), FinishReason.STOP, usage=Usage(*range(7)), logprobs=rows, prompt_logprobs=rows),
         TokenDelta(4, prompt_logprobs=()),
+        TokenDelta(4, (5, 6), fingerprints=(bytes(16), bytes(range(16)))),
+        TokenDelta(4, prompt_logprobs=rows, prompt_fingerprints=(bytes(range(16)),)),
     ]
     for delta in deltas:
         assert read_delta(json.loads(json.dumps(write_delta(9, delta))), {9: 4}.__getitem__) == delta
@@ -157,6 +159,9 @@ def test_outputs_are_sent():
         {"id": 9, "tokens": [], "usage": {}},
         {"id": 9, "tokens": [], "logprobs": [[1]]},
         {"id": 9, "tokens": [], "prompt_logprobs": 1},
+        {"id": 9, "tokens": [1], "fingerprints": "0011"},
+        {"id": 9, "tokens": [1], "fingerprints": 5},
+        {"id": 9, "tokens": [], "prompt_fingerprints": "xy"},
     ],
 )
 def test_malformed_output_is_an_error_of_the_frame(values):

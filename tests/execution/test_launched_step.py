@@ -6,6 +6,7 @@ import torch
 from paged_backend.api.errors import ErrorCode
 from paged_backend.execution.batch import DraftCheck
 from paged_backend.execution.launched_step import LaunchedStep
+from paged_backend.sampling.fingerprints import FingerprintRows, FingerprintTensors
 from paged_backend.sampling.logprobs import LogprobRows, LogprobsTensors
 
 LOGITS = torch.tensor([[0.0, 1.0, 2.0]])
@@ -47,6 +48,17 @@ def test_log_probabilities_of_rejected_draft_tokens_are_dropped():
     result = step.result()
     assert result.tokens == [[1]]
     assert [entries[0].token for entries in result.logprobs[0]] == [1]
+
+
+def test_fingerprints_of_rejected_draft_tokens_are_dropped():
+    rows = FingerprintRows(torch.arange(4), torch.tensor([6]), (0, 1, 2, 3), ((4, 1),))
+    values = torch.arange(5)[:, None].expand(-1, 2).contiguous()
+    fingerprints = FingerprintTensors(rows, values)
+    result = launched([5, 1, 2, 0], checks=(DraftCheck(1, 1, (1, 0)),), fingerprints=fingerprints).result()
+    names = [row.numpy().tobytes() for row in values]
+    assert result.tokens == [[5], [1, 2]]
+    assert result.fingerprints == {0: [names[0]], 1: names[1:3]}
+    assert result.prompt_fingerprints == {4: [names[4]]}
 
 
 def test_sequence_without_a_finite_token_gets_an_error():

@@ -10,7 +10,9 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine import runner_builder
+from paged_backend.sampling.logprobs import LogprobRows, LogprobsTensors
 from paged_backend.sampling.sampler import compute_logprobs, prepare
+from paged_backend.scheduling.block_scores import BlockScores
 from paged_backend.scheduling.sequence import Sequence
 from paged_backend.server.service import Service
 from tests.support.in_process import TINY, WAIT, running, tiny_assembly
@@ -274,3 +276,39 @@ def test_masked_token_has_a_finite_logprob():
 def test_only_requesting_rows_have_logprobs():
     assert set(logprobs_of(torch.eye(3), [0, 1, 2], [None, 2, None])) == {1}
     assert logprobs_of(torch.eye(2), [0, 1], [None, None]) == {}
+
+
+class TestEqualLogits:
+    """Logits in 16 bits, many of which are equal."""
+
+    LOGITS = (torch.randn(9, 3000, generator=torch.Generator().manual_seed(2)) * 2).bfloat16()
+    TOKENS = torch.arange(9)[:, None] * 300
+
+    def entries(self, rows, count):
+        requested = LogprobRows(torch.tensor(rows), (count,) * len(rows))
+        tensors = LogprobsTensors.of(self.LOGITS[rows], self.TOKENS[rows], requested)
+        return [entries for _, (entries,) in tensors.by_row()]
+
+    def test_top_tokens_are_in_the_order_of_their_ids(self):
+        for row, (_, *top) in enumerate(self.entries(range(9), 20)):
+            logits = self.LOGITS[row].tolist()
+            best = sorted(range(3000), key=lambda token: (-logits[token], token))[:20]
+            assert [entry.token for entry in top] == [token for token in best if token != 300 * row]
+        assert len({entry.rank for entry in top}) < 20
+
+    def test_fewer_top_tokens_are_the_first_of_more(self):
+        for chosen, *top in self.entries(range(9), 20):
+            many = (chosen, *top)
+            for count in range(20):
+                assert BlockScores(20, [many]).logprobs(count) == [self.entries([chosen.token // 300], count)[0]]
+
+    def test_rows_do_not_depend_on_each_other(self):
+        alone = [self.entries([row], 3)[0] for row in range(9)]
+        assert self.entries(range(9), 3) == alone
+        assert self.entries([8, 0, 4], 3) == [alone[8], alone[0], alone[4]]
+
+    def test_zeros_of_both_signs_are_equal(self):
+        logits = torch.tensor([[-0.0, 0.0, -1.0, 0.0]])
+        found = LogprobsTensors.of(logits, torch.tensor([[2]]), LogprobRows(torch.tensor([0]), (3,)))
+        ((_, (entries,)),) = found.by_row()
+        assert [(entry.token, entry.rank) for entry in entries] == [(2, 4), (0, 1), (1, 1), (3, 1)]

@@ -6,7 +6,7 @@ from paged_backend.api.request import FinishReason
 from paged_backend.scheduling.step_result import StepResult
 from tests.support import scheduler_stress as stress
 from tests.support.scheduler_steps import EOS, request, scheduler, step
-from tests.support.shadow import ShadowStore, expected_tokens, finish
+from tests.support.shadow import ShadowStore, expected_scores, expected_tokens, finish
 
 
 def test_stop_token_ends_output_only_after_min_tokens():
@@ -65,3 +65,30 @@ def test_sample_ending_during_shared_prefill():
         stress.request(1, range(100, 109)), 0, 97
     )
     assert sched.stats.cached_tokens == 8
+
+
+def test_prompt_is_returned_although_its_first_sample_ends_before_the_commit():
+    """The other samples continue."""
+    sched = stress.scheduler()
+    one = stress.request(0, range(6), max_tokens=2, n=2, prompt_logprobs=0, logits_digest=True)
+    store = ShadowStore(sched, 8)
+    sched.add(one)
+    plan = sched.schedule()
+    result = store.run(plan)
+    assert sched.end(0, 0)
+    first, token = sched.commit(plan, result)
+    assert (first.prompt_logprobs, first.prompt_fingerprints) == expected_scores(one, 8)
+    assert (token.sample, token.prompt_logprobs) == (1, None)
+
+
+def test_fingerprints_end_with_the_output():
+    """A stop token among the accepted draft tokens ends it."""
+    sched = stress.scheduler(draft_tokens=4)
+    one = stress.request(0, [5, 6, 7] * 3, max_tokens=12, stop_ids={7}, logits_digest=True)
+    sched.add(one)
+    for tokens in ([5], [6, 7, 5, 6, 7]):
+        plan = sched.schedule()
+        prints = [bytes([token]) * 16 for token in tokens]
+        (delta,) = sched.commit(plan, StepResult([tokens], fingerprints={0: prints}))
+    assert delta.token_ids == (6, 7)
+    assert delta.fingerprints == (bytes([6]) * 16, bytes([7]) * 16)

@@ -83,12 +83,18 @@ class Serving:
 
 @contextmanager
 def serving(
-    directory: Path, service_class: type[Service] = Service, *, instance: str | None = None, **options: Any
+    directory: Path,
+    service_class: type[Service] = Service,
+    *,
+    instance: str | None = None,
+    adapters: Path | None = None,
+    **options: Any,
 ) -> Iterator[Serving]:
-    """A running service over a tiny model, which stops at the end. instance: Triton's name of it."""
+    """A running service over a tiny model, which stops at the end. instance: Triton's name of it. adapters: the file
+    that lists LoRA adapters."""
     pb_utils = SimpleNamespace(**vars(PB_UTILS) | {"TritonError": FakeTritonError})
     config = EngineConfig.from_options({"model": str(directory)} | TINY | options)
-    service = service_class(config, pb_utils, {"model": "tiny"}, instance=instance)
+    service = service_class(config, pb_utils, {"model": "tiny"}, adapters, instance=instance)
     try:
         yield Serving(service)
     finally:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import RequestError
 from paged_backend.api.guide import Guide
-from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState, Logprobs, Usage
+from paged_backend.api.request import Fingerprint, FinishReason, GenerateRequest, HiddenState, Logprobs, Usage
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.engine.engine import Engine
@@ -33,6 +33,7 @@ class Output:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: tuple[Logprobs, ...] | None = None
+    fingerprints: list[Fingerprint] = field(default_factory=list)  # of the prompt, then of the tokens
     finish: FinishReason | None = None
     error: RequestError | None = None
     hidden: HiddenState | None = None
@@ -89,6 +90,7 @@ class EngineHarness:
             assert request.finish is None and request.error is None, "a token after the last"
             request.tokens += delta.token_ids
             request.logprobs += delta.logprobs
+            request.fingerprints += (*delta.prompt_fingerprints, *delta.fingerprints)
             request.prompt_logprobs = delta.prompt_logprobs or request.prompt_logprobs
             request.finish, request.error, request.hidden = delta.finish, delta.error, delta.hidden
             request.usage = delta.usage or request.usage

@@ -50,8 +50,16 @@ WINDOWED, LAYOUT, STATES = "scheduling/windowed_pool.py", "api/block_layout.py",
 CHECKPOINTS, HOST_STATES = "scheduling/state_checkpoints.py", "scheduling/host_states.py"
 STATE_MODULES = (STATES, CHECKPOINTS, HOST_STATES)  # those that the stress test with states exercises
 SESSIONS = "server/sessions.py"
+SCORES, SCORE_CACHE = "scheduling/block_scores.py", "scheduling/score_cache.py"
 REQUEST, DISK = "api/request.py", "memory/block_file.py"
-POOL_MODULES = (BLOCKS, CACHE, CONTENT, OFFLOAD, POOL)  # those that the rules of the pool machine exercise as well
+POOL_MODULES = (
+    BLOCKS,
+    CACHE,
+    CONTENT,
+    OFFLOAD,
+    POOL,
+    SCORES,
+)  # those that the rules of the pool machine exercise as well
 
 MUTANTS = {  # name: (file, source, replacement)
     # references, free list and LRU list
@@ -447,6 +455,33 @@ MUTANTS = {  # name: (file, source, replacement)
         DEMAND,
         "base + self._window_total(group)",
         "base",
+    ),
+    # log probabilities of prompts, and digests
+    "scores outlive their block": (CONTENT, "        self.scores.pop(block, None)\n", ""),
+    "the first token of a block has the scores of the next one": (
+        SCORE_CACHE,
+        "return max(0, index * block_size - 1)",
+        "return index * block_size",
+    ),
+    "scores are taken twice": (SCORE_CACHE, "scores.logprobs(num_top)[known:]", "scores.logprobs(num_top)"),
+    "scores without enough top tokens are taken": (SCORES, "num_top <= self.num_top and ", ""),
+    "scores without fingerprints are taken": (SCORES, "bool(self._fingerprints or not fingerprints)", "True"),
+    "top tokens are lost when scores are merged": (
+        SCORES,
+        "most = max(self, other, key=lambda one: one.num_top)",
+        "most = self",
+    ),
+    "equally likely tokens are in another order": (
+        SCORES,
+        "sorted(entries, key=lambda entry: (entry.rank, entry.token))[:num_top]",
+        "list(entries)[:num_top]",
+    ),
+    "a position whose scores are needed is a cache hit": (SEQUENCE, "return scored + 1 if", "return scored + 2 if"),
+    "a prompt is returned twice": (COMMIT, "            group.scores_prompt = False\n", ""),
+    "fingerprints after the end of an output are returned": (
+        COMMIT,
+        "fingerprints[sampled][: len(delta.token_ids)]",
+        "fingerprints[sampled]",
     ),
     # states of recurrent layers
     "a state is copied one step late": (

@@ -10,13 +10,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from random import Random
 
-from paged_backend.api.request import Origin
+from paged_backend.api.request import Origin, TokenLogprob
 from paged_backend.scheduling import content as keys
 from paged_backend.scheduling.block_manager import Copy
+from paged_backend.scheduling.block_scores import BlockScores
 from paged_backend.scheduling.content import Chain
 from paged_backend.scheduling.host_offload import BlockTransfer
 from paged_backend.scheduling.prefix_cache import CacheHit
-from tests.support.pool_state import MAX_REQUESTS, PART, SALTS, Choices, Flight, Known, Request, State, snapshot
+from tests.support.pool_state import (
+    MAX_REQUESTS,
+    PART,
+    SALTS,
+    Choices,
+    Flight,
+    Known,
+    Request,
+    State,
+    described,
+    snapshot,
+)
 
 
 class Machine(State):
@@ -273,6 +285,28 @@ class Machine(State):
                         del self.host.cached[there]
                         self.host.free.add(there)
         self._leave(request)
+        return None
+
+    def score(self) -> bool | None:
+        """Store the scores of a full block, and look up those of all blocks of its request."""
+        request = self._pick(lambda one: one.committed >= self.size)
+        if request is None:
+            return False
+        index, num_top, digest = (self.choices.below(count) for count in (request.committed // self.size, 3, 2))
+        content = self._content(request, index)
+        token = abs(hash(content.key)) % 2**31
+        row = tuple(TokenLogprob(token + place & 2**31 - 1, -0.5 * place, 1 + place) for place in range(1 + num_top))
+        scores = BlockScores(num_top, [row], [bytes(16)] * digest)
+        self.blocks.cache.add_scores(request.chain, request.tokens, index, scores)
+        block = self.device.find(content)
+        if block is not None:
+            self.device.score(block, num_top, bool(digest), token)
+            self.seen["scored block"] += 1
+        for number in range(len(request.tokens) // self.size):
+            there = self.device.find(self._content(request, number))
+            found = self.blocks.cache.find_scores(request.chain, request.tokens, number)
+            assert described(found) == (None if there is None else self.device.scores.get(there))
+            self.seen["scores found"] += found is not None
         return None
 
     # --- steps -----------------------------------------------------------------------------------------------------
@@ -568,12 +602,12 @@ STATES = (  # to be met in any long run, in addition to the rules
     "eviction on the host", "eviction offloaded", "recomputed", "grow is refused",
     "add_host_block is refused", "key collision", "make_writable is refused", "failed moves",
     "swap-in refused", "swap_out is refused", "duplicate content",
-    "invalidated on the host",
+    "invalidated on the host", "scored block", "scores found", "scores evicted",
 )  # fmt: skip
 RULES = (
     ["admit"] * 6 + ["append"] * 12 + ["launch"] * 9 + ["commit"] * 9 + ["end"] * 4 + ["fork", "resume"] * 3
     + ["preempt", "swap_out", "hog", "release_hog", "spill", "fetch", "fail"] * 2
-    + ["reset", "double_free", "invalidate"]
+    + ["reset", "double_free", "invalidate"] + ["score"] * 3
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ class PoolModel:
         self.moving = [0] * count  # references of each block that copies and moves hold
         self.known: dict[int, Content] = {}
         self.digests: dict[int, list[int]] = {}  # expected slots of an indexed block
+        self.scores: dict[int, tuple[int, bool, int]] = {}  # top tokens, fingerprints, and a token of indexed blocks
         self._by_key: dict[Hashable, int] = {}
 
     @property
@@ -83,8 +84,13 @@ class PoolModel:
 
     def forget(self, block: int) -> tuple[Content, list[int]]:
         content = self.known.pop(block)
+        self.scores.pop(block, None)
         del self._by_key[content.key]
         return content, self.digests.pop(block)
+
+    def score(self, block: int, num_top: int, digest: bool, token: int) -> None:
+        known, had, _ = self.scores.get(block, (0, False, token))
+        self.scores[block] = max(num_top, known), digest or had, token
 
     def most_common(self, parent: Hashable, tokens: tuple[int, ...]) -> int:
         """Return the longest common prefix of these tokens with a block after `parent`."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from paged_backend.api.request import Origin
 from paged_backend.scheduling.block_manager import BlockManager, Copy
 from paged_backend.scheduling.block_pool import BlockPool
+from paged_backend.scheduling.block_scores import BlockScores
 from paged_backend.scheduling.content import Chain, Contents
 from paged_backend.scheduling.host_offload import BlockTransfer
 from paged_backend.scheduling.prefix_cache import BlockLocation, CacheHit
@@ -86,6 +87,11 @@ def snapshot(blocks: BlockManager) -> bytes:
     return file.getvalue()
 
 
+def described(scores: BlockScores | None) -> tuple[int, bool, int] | None:
+    """Return what `PoolModel.scores` has of a block."""
+    return scores and (scores.num_top, bool(scores.fingerprints), scores.logprobs(0)[0][0].token)
+
+
 class State:
     """A block manager, the model of it, and its users."""
 
@@ -122,6 +128,7 @@ class State:
                 assert pool.states() == model.states
                 assert pool.index.blocks == model.known.keys()
                 assert (pool.num_free, pool.num_cached) == (len(model.free), len(model.cached))
+                assert {block: described(one) for block, one in pool.index.scores.items()} == model.scores
         if self.steps % FULL_CHECK_EVERY == 0:
             self.check_all()
 
@@ -224,6 +231,7 @@ class State:
     def _forget(self, block: int) -> None:
         """Follow an eviction: the content is on the host already, is offloaded, or is dropped."""
         self.fresh.pop(block, None)
+        self.seen["scores evicted"] += block in self.device.scores
         content, digests = self.device.forget(block)
         if self.host.find(content) is not None or self.host.num_available:
             self.host.drop(self._out(block, (content, digests)))

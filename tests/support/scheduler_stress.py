@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.api.request import Adapter, GenerateRequest, max_blocks_needed
+from paged_backend.api.request import Adapter, Fingerprint, GenerateRequest, TokenDelta, max_blocks_needed
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.block_pool import PINNED
@@ -18,7 +18,13 @@ from paged_backend.scheduling.speculation import PromptLookup
 from paged_backend.scheduling.step_result import StepResult
 from paged_backend.scheduling.windowed_pool import make_pool
 from tests.support.pool_state import snapshot
-from tests.support.shadow import ShadowStore, expected_beams, expected_tokens
+from tests.support.shadow import (
+    ShadowStore,
+    expected_beams,
+    expected_fingerprints,
+    expected_scores,
+    expected_tokens,
+)
 
 CONDITIONS = {  # each run takes one value of each
     "blocks": range(3, 25),
@@ -38,6 +44,7 @@ CONDITIONS = {  # each run takes one value of each
     "window": (0,),
     "pages": ((1, 0),),
     "stages": (1,),
+    "scores": ("", "", "computed", "kept", "kept"),
 }
 PIPELINED = CONDITIONS | {"overlap": (False,), "stages": (2, 3, 4)}
 WINDOWED = CONDITIONS | {  # the same with sliding windows; pages: base pages and window pages of a block
@@ -72,10 +79,13 @@ def scheduler(
     window=0,
     pages=(1, 0),
     stages=1,
+    keeps_scores=False,
 ) -> Scheduler:
     layout = BlockLayout(block_size, *pages, window, max_pending=2 * max_num_batched_tokens)
     behind = make_pool(host, layout, caching=caching) if host else None
-    blocks = BlockManager(num_blocks, block_size, layout=layout, caching=caching, host=behind)
+    blocks = BlockManager(
+        num_blocks, block_size, layout=layout, caching=caching, keeps_scores=keeps_scores, host=behind
+    )
     return Scheduler(
         blocks,
         max_num_seqs=max_num_seqs,
@@ -108,15 +118,21 @@ def run_stress(seen: Counter[str] | None = None, **conditions) -> None:
 
 class StressTest:
     """Prompts of two tokens and two salts, so that many prefixes are equal, with forks, aborts and exhausted pools.
-    overlap: plan and run a step before the one before is committed. stages: of a pipeline."""
+    overlap: plan and run a step before the one before is committed. stages: of a pipeline. scores: whether requests
+    have prompt log probabilities and digests, and whether the former are kept with cached blocks."""
 
     def __init__(self, seen, *, seed, blocks, size, seqs, extra, caching, vocab, host, disk, swap, pinned, overlap,
-                 draft_tokens, loras, fair, window, pages, stages):  # fmt: skip
+                 draft_tokens, loras, fair, window, pages, stages, scores):  # fmt: skip
         self.seen, self.rnd, self.vocab, self.size, self.num_blocks = seen, random.Random(seed), vocab, size, blocks
         self.disk, self.pinned, self.loras = disk and host, pinned, loras
         self.sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, session_blocks=pinned,
                                preemption="swap" if swap else "recompute", draft_tokens=draft_tokens, loras=loras,
-                               fair=fair, window=window, pages=pages, stages=stages)  # fmt: skip
+                               fair=fair, window=window, pages=pages, stages=stages,
+                               keeps_scores=scores == "kept")  # fmt: skip
+        self.scores = scores
+        self.rows_scored: Counter[int] = Counter()  # computed positions by key
+        self.prompts_scored: set[int] = set()  # keys of open requests whose prompt was returned
+        self.fingerprints: dict[tuple[int, int], list[Fingerprint]] = {}  # of open samples
         self.steps_ahead = stages - 1 if stages > 1 else int(overlap)
         self.store = ShadowStore(self.sched, vocab)
         self.requests: dict[int, GenerateRequest] = {}
@@ -182,6 +198,13 @@ class StressTest:
             choice["session"] = rnd.choice([None, "a", "b"])
         if self.loras:
             choice["adapter"] = rnd.choice([None, *ADAPTERS])
+        if self.scores:
+            choice |= {
+                "prompt_logprobs": rnd.choice([None, 0, 0, 0, 0, 1, 2]),
+                "logits_digest": "beam_width" not in choice and rnd.random() < 0.3,
+            }
+            if n == 1 and choice["prompt_logprobs"] is not None and rnd.random() < 0.2:
+                choice["max_tokens"] = 0
         return choice
 
     def disturb(self) -> None:
@@ -260,6 +283,7 @@ class StressTest:
         self.seen["no request fits"] += self.sched.has_work
 
     def launch(self, plan: Plan, fails: str | None) -> None:
+        self.rows_scored.update({chunk.sequence.key: len(chunk.scored) for chunk in plan.chunks if chunk.scored})
         result = None if fails == "at once" else self.store.run(plan)
         if result and result.tokens and self.rnd.random() < 0.01:
             result = self.fail_row(plan, result)
@@ -314,14 +338,36 @@ class StressTest:
                 self.seen["failed row"] += 1
                 self.forget(delta.key)
                 continue
+            if delta.prompt_logprobs is not None:
+                self.check_prompt(delta)
+                continue
             owner = delta.key, delta.sample
             self.outputs[owner] += delta.token_ids
+            self.fingerprints.setdefault(owner, []).extend(delta.fingerprints)
             if delta.finish:
                 self.check_output(owner)
         self.sched.check()
 
+    def check_prompt(self, delta: TokenDelta) -> None:
+        """Check the log probabilities of a prompt, which are returned once, before the first token."""
+        one = self.requests[delta.key]
+        assert (delta.prompt_logprobs, delta.prompt_fingerprints) == expected_scores(one, self.vocab)
+        assert delta.key not in self.prompts_scored
+        assert not any(self.outputs.get((delta.key, index)) for index in range(one.sampling.n))
+        self.prompts_scored.add(delta.key)
+        self.seen["scored prompt"] += 1
+        from_cache = self.rows_scored[one.key] < len(delta.prompt_logprobs)
+        assert self.scores == "kept" or not from_cache
+        self.seen["scores from the cache"] += from_cache
+
     def check_output(self, owner: tuple[int, int]) -> None:
         found, one = self.outputs.pop(owner), self.requests[owner[0]]
+        fingerprints = self.fingerprints.pop(owner)
+        if one.sampling.logits_digest:
+            assert fingerprints == expected_fingerprints(one, found)
+            self.seen["digest"] += 1
+        if one.sampling.prompt_logprobs is not None and len(one.prompt_token_ids) > 1:
+            assert one.key in self.prompts_scored
         if one.sampling.beam_width > 1:
             assert tuple(found) == expected_beams(one, self.vocab)[owner[1]]
             self.seen["beam output"] += 1

@@ -6,9 +6,11 @@ one, a stale one or an unwritten one gets other tokens, or fails at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import blake2b
+from itertools import pairwise
 
-from paged_backend.api.request import GenerateRequest, Origin
+from paged_backend.api.request import Fingerprint, GenerateRequest, Logprobs, Origin, TokenLogprob
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
 from paged_backend.scheduling.content import Chain, Key
 from paged_backend.scheduling.host_offload import copied_pages
@@ -45,6 +47,41 @@ def candidates(digest: bytes, vocab: int) -> list[Candidate]:
     """Return the candidates of a live beam, most likely first."""
     chances = [(-float(1 + extend(digest, token)[0]) / 64, token) for token in range(vocab)]
     return [Candidate(token, chance) for chance, token in sorted(chances, reverse=True)]
+
+
+def fingerprint(digest: bytes) -> Fingerprint:
+    """Return the fingerprint of the logits after the tokens of a digest."""
+    return blake2b(digest, digest_size=16).digest()
+
+
+def score(digest: bytes, token: int, num_top: int, vocab: int) -> Logprobs:
+    """Return the log probabilities of a token and of the most likely ones. Many are equal."""
+    chances = [-float(1 + extend(digest, one)[0] % 8) for one in range(vocab)]
+    entries = [TokenLogprob(one, chance, 1 + sum(other > chance for other in chances))
+               for one, chance in enumerate(chances)]  # fmt: skip
+    top = sorted(entries, key=lambda entry: (entry.rank, entry.token))[:num_top]
+    return entries[token], *(entry for entry in top if entry.token != token)
+
+
+def expected_scores(request: GenerateRequest, vocab: int) -> tuple[tuple[Logprobs, ...], tuple[Fingerprint, ...]]:
+    """Return the log probabilities and the fingerprints of a prompt."""
+    digest, scores, fingerprints = start(request), [], []
+    for token, following in pairwise(request.prompt_token_ids):
+        digest = extend(digest, token)
+        scores.append(score(digest, following, request.sampling.prompt_logprobs or 0, vocab))
+        fingerprints.append(fingerprint(digest))
+    return tuple(scores), tuple(fingerprints) if request.sampling.logits_digest else ()
+
+
+def expected_fingerprints(request: GenerateRequest, tokens: Iterable[int]) -> list[Fingerprint]:
+    """Return the fingerprints of the logits from which an output was chosen."""
+    digest, found = start(request), []
+    for token in request.prompt_token_ids:
+        digest = extend(digest, token)
+    for token in tokens:
+        found.append(fingerprint(digest))
+        digest = extend(digest, token)
+    return found
 
 
 def start(request: GenerateRequest) -> bytes:
@@ -98,17 +135,31 @@ class ShadowStore:
         rows: list[int] = []
         tokens: list[list[int]] = []
         found: dict[int, list[Candidate]] = {}
-        for chunk in plan.chunks:
+        scores: dict[int, list[Logprobs]] = {}
+        prompt_fingerprints: dict[int, list[Fingerprint]] = {}
+        fingerprints: dict[int, list[Fingerprint]] = {}
+        for index, chunk in enumerate(plan.chunks):
             digest, checked = self._read(chunk.sequence, chunk.start, chunk.start), []
+            sampling, before = chunk.sequence.request.sampling, []
             for position in range(chunk.start, chunk.start + chunk.length):
                 if position >= chunk.first_sampled:
                     checked.append(draw(digest, chunk.sequence.seed, self._vocab))
+                    before.append(fingerprint(digest))
                 digest = extend(digest, self._token(chunk.sequence, position))
+                if position in chunk.scored:
+                    following = chunk.sequence.tokens[position + 1]
+                    scores.setdefault(index, []).append(
+                        score(digest, following, sampling.prompt_logprobs or 0, self._vocab)
+                    )
+                    if sampling.logits_digest:
+                        prompt_fingerprints.setdefault(index, []).append(fingerprint(digest))
                 for slot in self._slots(chunk.sequence, position):
                     self.slots[slot] = digest
             for sequence in chunk.sampled_sequences:
                 if sequence.request.sampling.beam_width > 1:
                     found[len(tokens)] = candidates(digest, self._vocab)
+                if sampling.logits_digest:
+                    fingerprints[len(tokens)] = [*before, fingerprint(digest)]
                 sampled = [*checked, draw(digest, sequence.seed, self._vocab)]
                 rows += sampled
                 tokens.append(accept_draft_tokens(sampled, chunk.draft_tokens))
@@ -116,7 +167,13 @@ class ShadowStore:
         for chunk in plan.chunks:
             self._read(chunk.sequence, chunk.start + chunk.length, chunk.start)
         self._last = rows
-        return StepResult(tokens, candidates=found)
+        return StepResult(
+            tokens,
+            candidates=found,
+            prompt_logprobs=scores,
+            prompt_fingerprints=prompt_fingerprints,
+            fingerprints=fingerprints,
+        )
 
     def spill(self, most: int) -> int:
         """Spill cached blocks to the disk, by way of the host, as an idle engine does. Return how many."""

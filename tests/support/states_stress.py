@@ -36,6 +36,7 @@ class StatesStressTest(StressTest):
             host_slots=host_slots,
             preemption="swap" if conditions["swap"] else "recompute",
             draft_tokens=draft_tokens,
+            keeps_scores=conditions["scores"] == "kept",
         )
         self.store = ShadowStates(self.sched, self.vocab, slots, host_slots)
 
@@ -58,9 +59,16 @@ def scheduler_with_states(
     host_slots=0,
     preemption="swap",
     draft_tokens=0,
+    keeps_scores=False,
 ):
     return Scheduler(
-        BlockManager(blocks, size, caching=caching, host=BlockPool(host, caching=caching) if host else None),
+        BlockManager(
+            blocks,
+            size,
+            caching=caching,
+            keeps_scores=keeps_scores,
+            host=BlockPool(host, caching=caching) if host else None,
+        ),
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         preemption=preemption,

@@ -36,7 +36,7 @@ class ResponseBuilder(ABC):
         for one in completions:
             choices += self._choices(len(choices), one)
         body = self._body(self.whole_object, choices) | self._top_level_fields(completions[0])
-        return body | {"usage": usage(completions)}
+        return body | {"usage": usage(completions)} | _digests(completions)
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         """Return the chunk of a delta, or None if it has no content for the client."""
@@ -44,7 +44,7 @@ class ResponseBuilder(ABC):
         return None if choice is None else self._body(self.chunk_object, [choice]) | self._top_level_fields(delta)
 
     def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        return self._body(self.chunk_object, []) | {"usage": usage(completions)}
+        return self._body(self.chunk_object, []) | {"usage": usage(completions)} | _digests(completions)
 
     def _prompt_fields(self, info: PromptInfo) -> dict[str, Any]:
         """Return the requested fields about the prompt.
@@ -176,6 +176,12 @@ def _choice(
     if finish_reason == "timeout":  # OpenAI's API has no such finish reason
         choice |= {"finish_reason": "length", "stop_reason": "timeout"}
     return choice if part.token_ids is None else choice | {"token_ids": part.token_ids}
+
+
+def _digests(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return the digest of each choice, if the request asked for them."""
+    found = [digest for one in completions for digest in (one.receipt or {}).get("logits_digests", ())]
+    return {"logits_digests": found} if found else {}
 
 
 def usage(completions: Sequence[Completion]) -> dict[str, Any]:

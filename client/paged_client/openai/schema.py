@@ -121,6 +121,7 @@ class SamplingFields(StrictModel):
     cache_salt: str | None = None
     timeout_ms: Integer | None = None
     prompt_logprobs: Integer | None = None
+    logits_digest: Flag | None = None
     add_special_tokens: Flag | None = None
     truncate_prompt_tokens: Integer | None = None
     word_bias: ObjectOf[Bias] | None = None

@@ -28,8 +28,13 @@ from paged_kernels.paging import Paging
 
 log = logging.getLogger("paged_llm.kernels")
 
+_avoided_tiles: list[bool] = []  # not empty if no tile instructions may be used
+
+NAMESPACE = "paged_cpu"  # of the operators
 LEVEL = "PAGED_CPU_LEVEL"
 BUILD_COMMAND = "python -m paged_kernels.cpu.build"
+# Levels with tile instructions, which add in another order for many rows, and those that add as these do for few rows.
+WITHOUT_TILES = {"amx": "avx512_bf16", "amx_emulated": "plain"}
 TIMED_OPS = ("linear", "add_rms_norm", "swiglu", "rope_kv_write", "paged_attention")  # in the order of OpKind in C++
 
 
@@ -105,7 +110,14 @@ def seconds() -> dict[str, float]:
 
 def level() -> str:
     """Return the level in use. The kernels must be compiled."""
-    return os.environ.get(LEVEL) or levels()[0]
+    best = os.environ.get(LEVEL) or levels()[0]
+    return WITHOUT_TILES.get(best, best) if _avoided_tiles else best
+
+
+def avoid_tiles() -> None:
+    """Use no tile instructions from now on, so that the result of a row does not depend on the number of rows."""
+    _avoided_tiles.append(True)
+    _index.cache_clear()
 
 
 @cache
@@ -119,7 +131,7 @@ def _index(name: str | None) -> int:
 @cache
 def _operator(name: str) -> Callable[..., Any]:
     assert levels(), "not compiled"
-    found: Callable[..., Any] = getattr(torch.ops.paged_cpu, name).default
+    found: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
     return found
 
 

@@ -1,11 +1,11 @@
-"""Tool calls in responses."""
+"""Tool calls and digests in responses."""
 
 import json
 
 import jsonschema
 import pytest
 
-from tests.support.gateway import CHAT
+from tests.support.gateway import CHAT, PROMPT
 from tests.support.openai_tools import ARGUMENTS, CALLED, CALLS, CITY, NAMED, NOW, PATH, STRICT, TOOLS
 
 
@@ -145,3 +145,18 @@ def test_named_tool_choice(client, says, fake, stream):
     calls = [call.function for one in choices for call in (one.delta if stream else one.message).tool_calls or []]
     assert (calls[0].name, "".join(call.arguments for call in calls)) == ("weather", ARGUMENTS)
     assert fake.sampling[-1]["json_schema"] == CITY
+
+
+def test_digests_of_all_choices_are_returned(client, says, fake):
+    """In the chunk of a stream that has the usage."""
+    asked = {"extra_body": {"logits_digest": True}}
+    with says(say=["a"], receipt=json.dumps({"cached_tokens": 0, "logits_digests": ["d1"]})):
+        whole = client.completions.create(model="paged_llm", prompt=["x", "y"], **asked)
+        chunks = list(
+            client.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True}, **asked)
+        )
+    assert json.loads(fake.requests[-1]["sampling_parameters"])["logits_digest"] is True
+    assert whole.logits_digests == ["d1", "d1"]
+    assert [getattr(chunk, "logits_digests", None) for chunk in chunks][-1] == ["d1"]
+    with says(say=["a"], receipt=json.dumps({"cached_tokens": 0})):
+        assert not hasattr(client.completions.create(**PROMPT), "logits_digests")

@@ -5,6 +5,11 @@
 //                            values -> panel [key units][value_dim]
 //     for each strip of rows:  scores = query x panel; weights; out += weights x panel
 //
+// Tiles start at multiples of key_tile, apart from the first one of a window. The sums over part_keys keys are added to
+// those over the keys before them in the same span of span_keys keys, then spans are added. So the result of a query
+// depends on its position, and not on the other queries of the step: keys outside of its window add zeros. Except with
+// tile instructions, scores are summed in the order of `score_block` for any number of rows (`score_product`).
+//
 // Units are defined in tiles.h: pairs of bf16 for tile instructions, else fp32. The columns of a value panel are
 // deinterleaved: of 2 W elements, the even ones come first, then the odd ones, so that packing needs no shuffle.
 //
@@ -30,6 +35,7 @@ struct Scratch {
   float key_scales[key_tile], value_scales[key_tile];
   uint32_t *query, *key_panel, *value_panel, *weights;
   float *scores, *sums, *maxima, *denominators;
+  float *totals, *total_maxima, *total_denominators;  // over the parts before this one
   int query_stride, out_stride;
 };
 
@@ -50,10 +56,14 @@ INLINE size_t layout_scratch(Scratch* s, char* memory, int rows, const Cache& ca
   char* sums = take((size_t)all_rows * value_wide);
   char* maxima = take(all_rows);
   char* denominators = take(all_rows);
+  char* totals = take((size_t)all_rows * value_wide);
+  char* total_maxima = take(all_rows);
+  char* total_denominators = take(all_rows);
   if (s) {
     s->query = (uint32_t*)query, s->key_panel = (uint32_t*)key_panel, s->value_panel = (uint32_t*)value_panel;
     s->weights = (uint32_t*)weights, s->scores = (float*)scores, s->sums = (float*)sums;
     s->maxima = (float*)maxima, s->denominators = (float*)denominators;
+    s->totals = (float*)totals, s->total_maxima = (float*)total_maxima, s->total_denominators = (float*)total_denominators;
     s->out_stride = value_wide;
   }
   return used;
@@ -65,12 +75,16 @@ size_t scratch_bytes(const Attention& call, int max_rows) {
 
 // --- a tile of keys -------------------------------------------------------------------------------------------------
 
-// Finds the addresses of the keys and values of one tile, from position `start` on. Returns their number.
+INLINE int first_tile(const Item& item) { return item.begin / tile_step * tile_step; }
+INLINE int next_tile(int start) { return (start / key_tile + 1) * key_tile; }
+
+// Finds the addresses of the keys and values of one tile, from position `start` on. The item's first key stands in for
+// those before it. Returns their number.
 INLINE int find_rows(const Attention& call, const Item& item, int start, const void** rows) {
   const Cache& cache = call.cache;
-  const int count = min_int(key_tile, item.end - start), element = bytes(cache.type);
+  const int count = min_int(next_tile(start), item.end) - start, missing = max_int(0, item.begin - start), element = bytes(cache.type);
   const int32_t* table = call.block_tables + item.seq * call.table_stride;
-  for (int n = 0; n < count;) {
+  for (int n = missing; n < count;) {
     const int offset = (start + n) & (cache.block_size - 1);
     const int64_t block = table[(start + n) / cache.block_size];
     const int last = min_int(count, n + cache.block_size - offset);
@@ -79,6 +93,7 @@ INLINE int find_rows(const Attention& call, const Item& item, int start, const v
     for (; n < last; n++, key += element * cache.keys.slot_stride, value += element * cache.values.slot_stride)
       rows[n] = key, rows[count + n] = value;
   }
+  for (int n = 0; n < missing; n++) rows[n] = rows[missing], rows[count + n] = rows[count + missing];
   return count;
 }
 
@@ -86,7 +101,9 @@ INLINE void gather_scales(const Attention& call, const Item& item, int start, in
   const Cache& cache = call.cache;
   const Pool &of_keys = cache.keys, &of_values = cache.values;
   const int32_t* table = call.block_tables + item.seq * call.table_stride;
-  for (int n = 0; n < count;) {
+  const int missing = max_int(0, item.begin - start);
+  for (int n = 0; n < missing; n++) keys[n] = values[n] = 0;
+  for (int n = missing; n < count;) {
     const int offset = (start + n) & (cache.block_size - 1), last = min_int(count, n + cache.block_size - offset);
     const int64_t block = table[(start + n) / cache.block_size];
     const float* key = of_keys.scales + block * of_keys.scale_block_stride + item.kv_head * of_keys.scale_head_stride + offset;
@@ -142,6 +159,37 @@ INLINE void softmax_row(const Attention& call, Scratch& s, int row, float* score
   s.denominators[row] = s.denominators[row] * shrink + reduce_add(sum);
   float* sums = s.sums + (int64_t)row * s.out_stride;
   for (int d = 0; d < width; d += W) store(sums + d, load<vf>(sums + d) * shrink);
+}
+
+// Adds the result of a row over some keys to that over keys before them. It changes nothing if one of them has no keys.
+INLINE void add_part(float* sums, float* maximum, float* denominator, const float* more, float more_maximum, float more_denominator, int width) {
+  const float top = __builtin_fmaxf(*maximum, more_maximum), base = top == -infinity ? 0 : top;
+  const float share = exp2(*maximum - base), more_share = exp2(more_maximum - base);
+  *maximum = top;
+  *denominator = *denominator * share + more_denominator * more_share;
+  for (int d = 0; d < width; d += W) store(sums + d, load<vf>(sums + d) * share + load<vf>(more + d) * more_share);
+}
+
+INLINE void clear_sums(Scratch& s, int rows) {
+  for (int row = 0; row < rows; row++) {
+    s.maxima[row] = -infinity, s.denominators[row] = 0;
+    for (int d = 0; d < s.out_stride; d += W) store(s.sums + (int64_t)row * s.out_stride + d, vf{});
+  }
+}
+
+// Adds the sums of a part to the totals. Returns true.
+INLINE bool add_part_to_totals(Scratch& s, int rows, bool is_first) {
+  if (is_first) {
+    __builtin_memcpy(s.totals, s.sums, 4 * (size_t)rows * s.out_stride);
+    __builtin_memcpy(s.total_maxima, s.maxima, 4 * (size_t)rows);
+    __builtin_memcpy(s.total_denominators, s.denominators, 4 * (size_t)rows);
+    return true;
+  }
+  for (int row = 0; row < rows; row++) {
+    const int64_t at = (int64_t)row * s.out_stride;
+    add_part(s.totals + at, s.total_maxima + row, s.total_denominators + row, s.sums + at, s.maxima[row], s.denominators[row], s.out_stride);
+  }
+  return true;
 }
 
 // --- out ------------------------------------------------------------------------------------------------------------
@@ -215,12 +263,11 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
   const int row_bytes = max_int(head_dim, value_dim) * bytes(call.cache.type);
   const Packers pack = packers<PAIRS>(call.cache.type);
   const Direct few = direct<METHOD == Method::direct && PAIRS>(call.cache.type);
-  const bool paired = PAIRS || (METHOD == Method::direct && call.cache.type == Type::bf16);  // whether the columns of `sums` are deinterleaved
+  const bool split = !PAIRS && call.cache.type == Type::bf16;  // whether `few` sums even and odd elements of a key apart
+  const bool paired = PAIRS || (METHOD == Method::direct && split);  // whether the columns of `sums` are deinterleaved
+  const int all_rows = METHOD == Method::tiles ? round_up(rows, strip_rows) : rows;  // tile instructions add to whole strips
   pack_query<PAIRS>(call, item, s, group);
-  for (int row = 0; row < (METHOD == Method::tiles ? round_up(rows, strip_rows) : rows); row++) {  // tile instructions add to whole strips
-    s.maxima[row] = -infinity, s.denominators[row] = 0;
-    for (int d = 0; d < s.out_stride; d += W) store(s.sums + (int64_t)row * s.out_stride + d, vf{});
-  }
+  clear_sums(s, all_rows);
   if (METHOD == Method::direct && !PAIRS && paired)
     for (int row = 0; row < rows; row++) deinterleave_columns((float*)s.query + (int64_t)row * s.query_stride, query_width);
 #if PAGED_HAS_TILES
@@ -231,11 +278,12 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
       for (int n = 0; n < key_tile; n += W) store(s.key_panel + u * key_tile + n, vu{});
   }
 #endif
-  int buffer = 0, count = find_rows(call, item, item.begin, s.rows[0]);
-  for (int start = item.begin; start < item.end; start += key_tile, buffer ^= 1) {
-    const int next = start + key_tile;
+  bool has_totals = false;
+  int buffer = 0, count = find_rows(call, item, first_tile(item), s.rows[0]);
+  for (int start = first_tile(item), next; start < item.end; start = next, buffer ^= 1) {
+    next = next_tile(start);
     const int next_count = next < item.end ? find_rows(call, item, next, s.rows[!buffer])
-                           : next_item     ? find_rows(call, *next_item, next_item->begin, s.rows[!buffer])
+                           : next_item     ? find_rows(call, *next_item, first_tile(*next_item), s.rows[!buffer])
                                            : 0;
     const int wide = round_up(count, 32);
     const void* const* keys = s.rows[buffer];
@@ -255,31 +303,39 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
       if constexpr (METHOD == Method::direct)
         few.score(keys, count, head_dim, query, s.query_stride, s.scores, strip, prefetcher);
       if constexpr (METHOD == Method::panels)
-        product<PAIRS>(query, s.query_stride, s.key_panel, key_tile, s.scores, key_tile, strip, wide, PAIRS ? (head_dim + 1) / 2 : head_dim, false, prefetcher);
+        score_product<PAIRS>(split, query, s.query_stride, s.key_panel, s.scores, strip, wide, PAIRS ? (head_dim + 1) / 2 : head_dim, prefetcher);
 #if PAGED_HAS_TILES
       if constexpr (METHOD == Method::tiles)
         tile_product(query, s.query_stride, s.key_panel, key_tile, s.scores, key_tile, round_up(strip, 16), wide, s.query_stride, false);
 #endif
       for (int i = 0; i < strip; i++) {
         const int position = item.position + (row + i) / group;
-        const int low = call.window ? max_int(0, position - call.window + 1 - start) : 0;
+        const int low = max_int(0, (call.window ? max_int(item.begin, position - call.window + 1) : item.begin) - start);
         const int high = min_int(count, position + 1 - start);
         softmax_row<PAIRS>(call, s, row + i, s.scores + i * key_tile, s.weights + i * stride, low, high, wide, width);
       }
       if constexpr (METHOD == Method::direct)
         few.add(keys + count, count, value_dim, s.weights, sums, s.out_stride, strip, prefetcher);
       if constexpr (METHOD == Method::panels)
-        product<PAIRS>(s.weights, stride, s.value_panel, s.out_stride, sums, s.out_stride, strip, width, PAIRS ? wide / 2 : wide, true, prefetcher);
+        product<PAIRS>(s.weights, stride, s.value_panel, s.out_stride, sums, s.out_stride, strip, width, PAIRS ? wide / 2 : wide, prefetcher);
 #if PAGED_HAS_TILES
       if constexpr (METHOD == Method::tiles)
         tile_product(s.weights, stride, s.value_panel, s.out_stride, sums, s.out_stride, round_up(strip, 16), s.out_stride, wide / 2, true);
 #endif
     }
     count = next_count;
+    if (next % part_keys == 0 && next < item.end) {
+      has_totals = add_part_to_totals(s, rows, !has_totals);
+      clear_sums(s, all_rows);
+    }
   }
 #if PAGED_HAS_TILES
   if constexpr (METHOD == Method::tiles) tile_release();
 #endif
+  if (has_totals) {
+    add_part_to_totals(s, rows, false);
+    s.sums = s.totals, s.maxima = s.total_maxima, s.denominators = s.total_denominators;
+  }
   for (int row = 0; paired && row < rows; row++) interleave_columns(s.sums + (int64_t)row * s.out_stride, width);
 }
 
@@ -303,7 +359,7 @@ void attend(const Attention& call, const Item& item, const Item* next_item, void
   const bool pairs = has_dot && call.type == Type::bf16;
   char* memory = (char*)scratch;
   if (item.queries * (call.num_heads / call.cache.num_kv_heads) <= max_direct_rows) {
-    if (pairs && call.cache.type == Type::bf16) return attend_with<Method::direct, has_dot>(call, item, next_item, memory);
+    if (pairs) return attend_with<Method::direct, has_dot>(call, item, next_item, memory);
     return attend_with<Method::direct, false>(call, item, next_item, memory);
   }
 #if PAGED_HAS_TILES
@@ -316,21 +372,34 @@ void attend(const Attention& call, const Item& item, const Item* next_item, void
 
 void merge(const Attention& call, const Merge& merge) {
   const int value_dim = call.cache.value_dim, group = call.num_heads / call.cache.num_kv_heads;
-  const int rows = merge.item.queries * group;
+  const int rows = merge.item.queries * group, width = round_up(value_dim, W);
   const int64_t size = (int64_t)rows * (value_dim + 2);
-  alignas(64) float sums[max_head_dim + W];
-  for (int row = 0; row < rows; row++) {
-    const float* maxima = merge.item.partial + (int64_t)rows * value_dim + row;
-    float top = -infinity, denominator = 0;
-    for (int part = 0; part < merge.parts; part++) top = __builtin_fmaxf(top, maxima[part * size]);
-    for (int d = 0; d < value_dim; d++) sums[d] = 0;
-    for (int part = 0; part < merge.parts; part++) {
-      const float share = exp2(maxima[part * size] - (top == -infinity ? 0 : top));
-      const float* from = merge.item.partial + part * size + (int64_t)row * value_dim;
-      denominator += share * maxima[part * size + rows];
-      for (int d = 0; d < value_dim; d++) sums[d] += share * from[d];
+  struct alignas(64) Result {
+    float sums[max_head_dim + W], maximum, denominator;
+
+    INLINE void clear(int width) {
+      maximum = -infinity, denominator = 0;
+      for (int d = 0; d < width; d += W) store(sums + d, vf{});
     }
-    finish(call, merge.item.first_query + row / group, merge.item.kv_head * group + row % group, sums, top, denominator);
+    INLINE void add(const Result& more, int width) { add_part(sums, &maximum, &denominator, more.sums, more.maximum, more.denominator, width); }
+  } total, span, one;
+  for (int row = 0; row < rows; row++) {
+    total.clear(width);
+    span.clear(width);
+    one.clear(width);
+    for (int part = 0; part < merge.parts; part++) {
+      const float* from = merge.item.partial + part * size;
+      __builtin_memcpy(one.sums, from + (int64_t)row * value_dim, 4 * value_dim);
+      one.maximum = from[(int64_t)rows * value_dim + row];
+      one.denominator = from[(int64_t)rows * (value_dim + 1) + row];
+      if (part && (merge.first_part + part) * (int64_t)merge.part_size % span_keys == 0) {
+        total.add(span, width);
+        span.clear(width);
+      }
+      span.add(one, width);
+    }
+    total.add(span, width);
+    finish(call, merge.item.first_query + row / group, merge.item.kv_head * group + row % group, total.sums, total.maximum, total.denominator);
   }
 }
 

@@ -10,6 +10,8 @@ enum class Type : int { f32, f16, bf16, int8, fp8 };  // fp8: e4m3fn
 static constexpr int bytes(Type type) { return type == Type::f32 ? 4 : type == Type::f16 || type == Type::bf16 ? 2 : 1; }
 
 inline constexpr int key_tile = 128;  // keys per step of the running softmax; a multiple of the tiles of every instruction set
+inline constexpr int tile_step = 32;  // the first tile of keys of a window starts at a multiple of it
+inline constexpr int part_keys = 512, span_keys = 4096;  // keys of a part, and of a span of parts, that are summed apart
 inline constexpr int max_head_dim = 576;
 inline constexpr int linear_group = 16;  // outputs of a weight that are stored together
 inline constexpr int linear_rows = 64;  // rows of x that a thread processes at a time: in panels, they fit its cache
@@ -63,7 +65,8 @@ struct Item {
 
 struct Merge {  // the partials of items that differ in their keys only, stored one after the other
   Item item;
-  int parts;
+  int parts, part_size;  // part_size: part_keys or span_keys
+  int first_part;        // number of the first one, from the start of the sequence
 };
 
 struct Write {

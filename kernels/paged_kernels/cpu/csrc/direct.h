@@ -137,7 +137,13 @@ struct Direct {
 
 template <bool PAIRS>
 Direct direct(Type type) {
-  if constexpr (PAIRS) return {score_keys<Type::bf16, true>, add_values<Type::bf16, true>};
+  if constexpr (PAIRS) {
+    switch (type) {
+      case Type::int8: return {score_keys<Type::int8, true>, add_values<Type::int8, true>};
+      case Type::fp8: return {score_keys<Type::fp8, true>, add_values<Type::fp8, true>};
+      default: return {score_keys<Type::bf16, true>, add_values<Type::bf16, true>};
+    }
+  }
   switch (type) {
     case Type::bf16: return {score_keys<Type::bf16>, add_values<Type::bf16>};
     case Type::f16: return {score_keys<Type::f16>, add_values<Type::f16>};

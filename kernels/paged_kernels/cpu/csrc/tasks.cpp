@@ -76,7 +76,6 @@ class LinearTask final : public Task {
 
 constexpr int max_item_rows = 192;    // maximum heads times queries that share a packed key
 constexpr int few_rows = 24;
-constexpr int part_keys = 512, part_keys_of_many_rows = 4096;  // keys of a part of a split context
 constexpr int packing_rows = 8;  // cost of loading and packing a key, in rows multiplied with it
 
 int64_t cost_of(const Item& item, int group) {
@@ -171,14 +170,14 @@ std::shared_ptr<const AttentionPlan> plan_attention(const Attention& call) {
   auto plan = std::make_shared<AttentionPlan>();
   const int group = call.num_heads / call.cache.num_kv_heads;
   for (const Item& item : list_items(call)) {
-    const int rows = item.queries * group, size = rows <= few_rows ? part_keys : part_keys_of_many_rows;
+    const int rows = item.queries * group, size = rows <= few_rows ? part_keys : span_keys;
     const int first = item.begin / size, parts = ceil_div(item.end, size) - first;
     plan->max_rows = std::max(plan->max_rows, rows);
     if (parts < 2) {
       plan->items.push_back(item);
       continue;
     }
-    Merge merge{item, parts};
+    Merge merge{item, parts, size, first};
     merge.item.offset = plan->partials;
     plan->merges.push_back(merge);
     for (int part = 0; part < parts; part++) {

@@ -36,12 +36,12 @@ INLINE vf unit_product(vu a, vu b, vf c) {
 
 template <bool PAIRS, int ROWS, int VECTORS>
 INLINE void block_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride,
-                          int depth, bool add, Prefetcher& prefetcher) {
+                          int depth, Prefetcher& prefetcher) {
   vf sums[ROWS][VECTORS];
 #pragma GCC unroll 8
   for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 4
-    for (int j = 0; j < VECTORS; j++) sums[i][j] = add ? load<vf>(c + i * c_stride + j * W) : vf{};
+    for (int j = 0; j < VECTORS; j++) sums[i][j] = load<vf>(c + i * c_stride + j * W);
   for (int k = 0; k < depth; k++) {
     prefetcher.fetch();
     vu right[VECTORS];
@@ -66,30 +66,90 @@ constexpr int column_block = W == 16 ? 4 : 2;
 
 template <bool PAIRS, int VECTORS>
 void columns_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
-                     int depth, bool add, Prefetcher& prefetcher) {
+                     int depth, Prefetcher& prefetcher) {
   int i = 0;
   for (; i + row_block <= rows; i += row_block)
-    block_product<PAIRS, row_block, VECTORS>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, add, prefetcher);
+    block_product<PAIRS, row_block, VECTORS>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, depth, prefetcher);
   a += i * a_stride;
   c += i * c_stride;
   switch (rows - i) {
-    case 1: return block_product<PAIRS, 1, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
-    case 2: return block_product<PAIRS, 2, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
-    case 3: return block_product<PAIRS, 3, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
-    case 4: return block_product<PAIRS, 4, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
-    case 5: return block_product<PAIRS, 5, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, add, prefetcher);
+    case 1: return block_product<PAIRS, 1, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, prefetcher);
+    case 2: return block_product<PAIRS, 2, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, prefetcher);
+    case 3: return block_product<PAIRS, 3, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, prefetcher);
+    case 4: return block_product<PAIRS, 4, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, prefetcher);
+    case 5: return block_product<PAIRS, 5, VECTORS>(a, a_stride, b, b_stride, c, c_stride, depth, prefetcher);
   }
 }
 
-// Computes c = a b, or c += a b. columns must be a multiple of W.
+// Computes c += a b. columns must be a multiple of W.
 template <bool PAIRS>
 INLINE void product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
-                    int columns, int depth, bool add, Prefetcher& prefetcher) {
+                    int columns, int depth, Prefetcher& prefetcher) {
   int j = 0;
   for (; j + column_block * W <= columns; j += column_block * W)
-    columns_product<PAIRS, column_block>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, prefetcher);
+    columns_product<PAIRS, column_block>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, prefetcher);
   for (; j < columns; j += W)
-    columns_product<PAIRS, 1>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, add, prefetcher);
+    columns_product<PAIRS, 1>(a, a_stride, b + j, b_stride, c + j, c_stride, rows, depth, prefetcher);
+}
+
+// Computes the scores of ROWS rows and VECTORS * W keys. The products of units whose numbers are equal modulo W are
+// summed first; these sums are then added as `reduce_rows` adds lanes. LANE, STEP: sums the units LANE, LANE + STEP, ...
+template <bool PAIRS, bool SPLIT, int ROWS, int VECTORS, int LANE = 0, int STEP = 1>
+INLINE void sum_lanes(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, int depth, Prefetcher& prefetcher, vf (&sums)[ROWS][VECTORS]) {
+  if constexpr (STEP < W) {
+    vf others[ROWS][VECTORS];
+    sum_lanes<PAIRS, SPLIT, ROWS, VECTORS, LANE, 2 * STEP>(a, a_stride, b, b_stride, depth, prefetcher, sums);
+    sum_lanes<PAIRS, SPLIT, ROWS, VECTORS, LANE + STEP, 2 * STEP>(a, a_stride, b, b_stride, depth, prefetcher, others);
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 4
+      for (int j = 0; j < VECTORS; j++) sums[i][j] += others[i][j];
+  } else {
+    constexpr int together = SPLIT ? 2 : 1;  // adjacent units in a lane
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 4
+      for (int j = 0; j < VECTORS; j++) sums[i][j] = vf{};
+    prefetcher.fetch();
+    for (int first = together * LANE; first < depth; first += together * W)
+      for (int k = first; k < first + together && k < depth; k++)
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 4
+          for (int j = 0; j < VECTORS; j++)
+            sums[i][j] = unit_product<PAIRS>(vu{} + a[i * a_stride + k], load<vu>(b + (int64_t)k * b_stride + j * W), sums[i][j]);
+  }
+}
+
+template <bool PAIRS, bool SPLIT, int ROWS, int VECTORS>
+void score_block_of_rows(const uint32_t* a, int a_stride, const uint32_t* b, float* c, int depth, Prefetcher& prefetcher) {
+  vf sums[ROWS][VECTORS];
+  sum_lanes<PAIRS, SPLIT>(a, a_stride, b, key_tile, depth, prefetcher, sums);
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) store(c + i * key_tile + v * W, sums[i][v]);
+}
+
+template <bool PAIRS, bool SPLIT>
+INLINE void score_rows(const uint32_t* a, int a_stride, const uint32_t* b, float* c, int rows, int columns, int depth, Prefetcher& prefetcher) {
+  constexpr int block = PAIRS ? 2 : 4, vectors = W == 16 ? 4 : 1;  // the fastest, as measured
+  for (int j = 0; j < columns; j += vectors * W) {
+    int i = 0;
+    for (; i + block <= rows; i += block)
+      score_block_of_rows<PAIRS, SPLIT, block, vectors>(a + i * a_stride, a_stride, b + j, c + i * key_tile + j, depth, prefetcher);
+    for (; i < rows; i++)
+      score_block_of_rows<PAIRS, SPLIT, 1, vectors>(a + i * a_stride, a_stride, b + j, c + i * key_tile + j, depth, prefetcher);
+  }
+}
+
+// Computes c [rows][key_tile] = a b, with b [depth][key_tile]: scores, in the order of `score_block`. split: whether that
+// sums even and odd elements apart. columns must be a multiple of 32.
+template <bool PAIRS>
+INLINE void score_product(bool split, const uint32_t* a, int a_stride, const uint32_t* b, float* c, int rows, int columns, int depth, Prefetcher& prefetcher) {
+  if constexpr (!PAIRS)
+    if (split) return score_rows<false, true>(a, a_stride, b, c, rows, columns, depth, prefetcher);
+  score_rows<PAIRS, false>(a, a_stride, b, c, rows, columns, depth, prefetcher);
 }
 
 #if PAGED_HAS_TILES

@@ -1,0 +1,152 @@
+"""Batch invariance on a CPU: the result of a row of a model does not depend on the other rows of a step.
+
+PyTorch chooses how to add products by the number of rows. So every matrix product of a model is computed by the C++
+kernels, whose sums have one order: linear layers and experts are converted as usual (`linear.py`, `experts.py`), and
+here the weights of modules that multiply by themselves, such as routers. What remains for PyTorch, on one thread, is
+computed for each row by itself. `check_invariance` verifies both when a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
+
+from paged_backend.models.attention import UnsupportedModel
+from paged_backend.models.linear import Weight, has_custom_forward, project
+from paged_backend.models.recurrent import recurrent_mixers
+from paged_kernels.cpu import native
+
+# Operators of PyTorch whose order of additions depends on the number of rows.
+PRODUCTS = frozenset(
+    "addbmm addmm addmm_ addmv addr baddbmm bmm convolution dot linear matmul mkldnn_convolution mm mv _grouped_mm"
+    " _linear_pointwise _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math".split()
+)
+CASTS = frozenset((Tensor.float, Tensor.to, Tensor.type, Tensor.type_as))
+
+
+class ConvertedParameter(nn.Parameter):
+    """A weight [out_features, in_features] that `F.linear` multiplies in converted form. Its module reads nothing else
+    of it."""
+
+    convert: Callable[[Tensor], Weight]
+    converted: dict[torch.dtype, Weight]
+
+    @classmethod
+    def of(cls, weight: Tensor, convert: Callable[[Tensor], Weight]) -> ConvertedParameter:
+        """Return a parameter with this value. convert: converts it in each data type in which it is multiplied."""
+        parameter = cls(weight, requires_grad=False)
+        parameter.convert, parameter.converted = convert, {}
+        return parameter
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Multiply by the converted weight. What other functions return is a plain tensor, or this weight."""
+        kwargs = kwargs or {}
+        if function is F.linear and isinstance(args[1], ConvertedParameter):
+            return args[1].multiply(args[0], kwargs.get("bias", args[2] if len(args) > 2 else None))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **kwargs)
+        if function in CASTS and isinstance(args[0], ConvertedParameter):
+            cast = cls.of(result.data, args[0].convert)
+            cast.converted = args[0].converted
+            return cast
+        return result
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the product with the rows of x, in the data type of this weight."""
+        if self.dtype not in self.converted:
+            self.converted[self.dtype] = self.convert(self.data.as_subclass(Tensor))
+        return project(x, self.converted[self.dtype], bias)
+
+
+def replace_parameters(model: nn.Module, convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
+    """Convert the weights of modules that multiply by themselves: routers, and the linear layers of GPT-2. Returns a
+    function that undoes it."""
+    parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
+    layers = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding) or has_custom_forward(module):
+            continue
+        if type(module) is Conv1D:
+            bias, weight = module.bias, convert(module.weight.data.T.contiguous())
+            module.forward = lambda x, weight=weight, bias=bias: project(x, weight, bias)
+            layers.append(module)
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() == 2 and type(parameter.data) is Tensor:
+                parameters.append((module, name, parameter))
+    for module, name, parameter in parameters:
+        module._parameters[name] = ConvertedParameter.of(parameter.data, convert)
+
+    def undo() -> None:
+        for module, name, parameter in parameters:
+            module._parameters[name] = parameter
+        for layer in layers:
+            del layer.forward
+
+    return undo
+
+
+class _Products(TorchDispatchMode):
+    """Collects the names of operators in `PRODUCTS`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.is_paused = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = function._schema.name.partition("::")
+        if namespace != native.NAMESPACE and name in PRODUCTS and not self.is_paused:
+            self.found.add(name)
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def reject_products(model: nn.Module) -> Iterator[None]:
+    """Raise UnsupportedModel at the end if PyTorch has multiplied inside. Recurrent mixers may use it: they get one row
+    at a time (`recurrent.py`)."""
+    products, undo = _Products(), []
+
+    def pause(module: nn.Module, inputs: Sequence[Any]) -> None:
+        products.is_paused = True
+
+    def resume(module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
+        products.is_paused = False
+
+    for mixer in recurrent_mixers(model):
+        undo += [mixer.register_forward_pre_hook(pause), mixer.register_forward_hook(resume)]
+    try:
+        with products:
+            yield
+    finally:
+        for handle in undo:
+            handle.remove()
+    if products.found:
+        raise UnsupportedModel(f"batch_invariant=true: PyTorch computes {', '.join(sorted(products.found))} in it")
+
+
+def check_invariance(
+    model: nn.Module, run: Callable[[torch.dtype, int], Mapping[Any, Tensor]], kv_dtypes: Set[torch.dtype]
+) -> None:
+    """Raise UnsupportedModel if logits of chunks differ from those of single tokens.
+
+    run: returns logits for a data type of the KV cache, with prompts in chunks of up to so many tokens.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the thread that serves requests
+    try:
+        for dtype in kv_dtypes:
+            with reject_products(model):
+                in_chunks, alone = run(dtype, 11), run(dtype, 1)
+            if any(not torch.equal(logits, alone[position]) for position, logits in in_chunks.items()):
+                raise UnsupportedModel("batch_invariant=true: its logits depend on the number of tokens in a step")
+    finally:
+        torch.set_num_threads(threads)
