@@ -25,6 +25,8 @@ NOT_TESTED = {  # source modules that no test runs, and why not
 }
 # Source modules without a test module of their own name, and the test module that tests each of them.
 TESTED_THROUGH = {
+    "paged_kernels.aot_cases": "tests/kernels/test_aot.py",
+    "paged_kernels.attention_arguments": "tests/kernels/test_paged_attention.py",
     "paged_kernels.attention_kernels": "tests/kernels/test_paged_attention.py",
     "paged_kernels.attention_tile": "tests/kernels/test_paged_attention.py",
     "paged_kernels.cpu.block_copy": "tests/kernels/test_block_copy.py",

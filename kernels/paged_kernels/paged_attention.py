@@ -115,7 +115,7 @@ def plan_launch(
 ) -> list[Launch]:  # fmt: skip
     """Return the launches of one call in order. The parts that the layers of a step share are computed for the first
     layer."""
-    settings = dict(scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
+    settings: dict[str, Any] = dict(scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
     if cache.batch_invariant:
         return invariant_attention.plan_launch(out, query, cache, paging, **settings, device=device)
     flags = flags_of(sliding_window, softcap, sinks)
