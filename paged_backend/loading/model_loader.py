@@ -239,11 +239,13 @@ def _create_lora(
         settings = settings_of(hf_config)
         of = f" with weights of {json.dumps(method_of(settings))}" if settings else ""
         raise ConfigError(f"enable_lora=true: {type(model).__name__}{of} has no linear layer that can be adapted")
-    on_gpu = model.device.type == "cuda"
     return Lora(
-        model, adaptable, slots=config.max_loras, rank=config.max_lora_rank,
-        batch_invariant=config.batch_invariant and on_gpu,
-    )  # fmt: skip
+        model,
+        adaptable,
+        slots=config.max_loras,
+        rank=config.max_lora_rank,
+        batch_invariant=config.batch_invariant,
+    )
 
 
 def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: ModelSpec) -> LoadedModel:

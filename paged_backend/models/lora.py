@@ -34,6 +34,7 @@ from paged_backend.models.adapter_rows import AdapterRows
 from paged_backend.models.fused_layer import FusedLayer
 from paged_backend.models.linear import Weight, project
 from paged_backend.models.native_decoder import layerwise_forward, runs_natively
+from paged_backend.models.packed_lora import PackedFactors, RowsBySlot
 from paged_backend.models.peft_files import Factors, LoraShapes
 from paged_kernels.ops import invariant_linear
 
@@ -49,15 +50,19 @@ class StackedFactors:
 
     a: Tensor  # [slots, rank, in_features]
     b: Tensor  # [slots, rank, out_features]
-    batch_invariant: bool = False  # whether the output for a row must not depend on the adapters of other rows
     active_slots: set[int] = field(default_factory=set)  # slots whose adapter changes this layer
 
-    def _add_by_slot(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
-        """Add the outputs of one adapter after the other, each computed as if it were the only one."""
-        for index, slot in enumerate(rows.used):
-            if slot in self.active_slots:
-                output = invariant_linear(invariant_linear(x, self.a[slot]), self.b[slot].T)
-                y.add_(output.masked_fill_(rows.masked[:, index], -0.0))  # adding 0 would change -0
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    @property
+    def outputs(self) -> int:
+        return self.b.shape[-1]
+
+    def fill_dummy(self, slot: int) -> None:
+        """Mark a slot as active."""
+        self.load_slot(slot, Factors(self.a[slot], self.b[slot].T))
 
     def load_slot(self, slot: int, factors: Factors | None) -> None:
         """Copy an adapter's factors into a slot; None clears the slot."""
@@ -79,9 +84,6 @@ class StackedFactors:
         """
         if self.active_slots.isdisjoint(rows.used):
             return
-        if self.batch_invariant:
-            self._add_by_slot(y, x, rows)
-            return
         first, last = rows.used[0], rows.used[-1] + 1
         used = slice(first, last) if last - first == len(rows.used) else rows.slots
         a, b = self.a[used], self.b[used]
@@ -93,28 +95,46 @@ class StackedFactors:
             y.add_(inner @ b.flatten(0, 1))
 
 
+class InvariantFactors(StackedFactors):
+    """Factors whose output for a row does not depend on the adapters of other rows, on a GPU."""
+
+    def add(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
+        """Add the outputs of one adapter after the other, each computed as if it were the only one."""
+        for index, slot in enumerate(rows.used):
+            if slot in self.active_slots:
+                output = invariant_linear(invariant_linear(x, self.a[slot]), self.b[slot].T)
+                y.add_(output.masked_fill_(rows.masked[:, index], -0.0))  # adding 0 would change -0
+
+
 class Lora:
     """The adapter slots of a model on its device. Only the thread that runs the model may use it."""
 
     def __init__(
         self, model: PreTrainedModel, shapes: LoraShapes, *, slots: int, rank: int, batch_invariant: bool = False
     ) -> None:
-        """Allocate the slots. `shapes` are those of the adaptable layers. The model must be in its final variant."""
+        """Allocate the slots. `shapes` are those of the adaptable layers. The model must be in its final variant.
+
+        batch_invariant: multiply in one order, so that the result of a row does not depend on the others.
+        """
         self.shapes, self.slots, self.rank = shapes, slots, rank
         # On a CPU, torch multiplies the few rows of a decode step half as fast in 16 bits as in 32.
         self.dtype = torch.float32 if model.device.type == "cpu" else model.dtype
         empty = partial(torch.zeros, dtype=self.dtype, device=model.device)
-        self._stacks = {
-            name: StackedFactors(empty((slots, rank, inputs)), empty((slots, rank, outputs)), batch_invariant)
+        self._is_packed = batch_invariant and model.device.type == "cpu"
+        stacked = InvariantFactors if batch_invariant else StackedFactors
+        self._stacks: dict[str, Any] = {
+            name: PackedFactors(inputs, outputs, slots=slots, rank=rank)
+            if self._is_packed
+            else stacked(empty((slots, rank, inputs)), empty((slots, rank, outputs)))
             for name, (inputs, outputs) in shapes.items()
         }
-        self._rows: AdapterRows | None = None  # adapter rows of the running step
+        self._rows: AdapterRows | RowsBySlot | None = None  # adapter rows of the running step
         self._forwards = dict(self._adapted_forwards(model))
 
     @property
     def nbytes(self) -> int:
         """The device memory of all slots in bytes."""
-        return sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
+        return sum(stack.nbytes for stack in self._stacks.values())
 
     def load_slot(self, slot: int, adapter: Adapter) -> None:
         """Copy an adapter into a slot. On a GPU the copy is ordered with the steps before and after it."""
@@ -125,13 +145,13 @@ class Lora:
         """Mark every slot as active in all layers, with factors of zero, so that warm-up runs the LoRA path."""
         for slot in range(self.slots):
             for stack in self._stacks.values():
-                stack.load_slot(slot, Factors(stack.a[slot], stack.b[slot].T))
+                stack.fill_dummy(slot)
 
     @contextmanager
     def applied(self, rows: AdapterRows) -> Iterator[None]:
         """Apply the adapters of these rows to forward passes inside the context."""
         originals = {module: vars(module).get("forward") for module in self._forwards}
-        self._rows = rows
+        self._rows = RowsBySlot.of(rows, self.slots) if self._is_packed else rows
         try:
             for module, forward in self._forwards.items():
                 module.__dict__["forward"] = forward
@@ -171,7 +191,7 @@ class Lora:
         start = 0
         for name in names:
             stack = self._stacks[name]
-            end = start + stack.b.shape[-1]
+            end = start + stack.outputs
             stack.add(rows_out[:, start:end], rows_in, self._rows)
             start = end
         return y

@@ -22,7 +22,7 @@ class NativeDecoder:
 
     def __init__(self, decoder: Any, layers: Sequence[native.DecoderLayer]) -> None:
         self._decoder = decoder
-        self._layers = native.DecoderLayers(layers)
+        self._layers, self._num_layers = native.DecoderLayers(layers), len(layers)
 
     def __call__(
         self,
@@ -39,7 +39,8 @@ class NativeDecoder:
             return layerwise_forward(self._decoder)(input_ids, position_ids=position_ids, paged=paged, use_cache=False)
         hidden_states = self._decoder.embed_tokens(input_ids)
         cos, sin = self._decoder.rotary_emb(hidden_states, position_ids=position_ids)
-        stream = self._layers(hidden_states[0], cos, sin, paged.kv.layers, paged.paging)
+        caches = paged.kv.layers[: self._num_layers]  # those of a draft model follow
+        stream = self._layers(hidden_states[0], cos, sin, caches, paged.paging)
         return BaseModelOutputWithPast(last_hidden_state=self._decoder.norm((stream, None)))
 
 

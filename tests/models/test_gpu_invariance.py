@@ -11,7 +11,7 @@ from paged_backend.models import fusion, gpu_invariance, model_variants
 from paged_backend.models.adapter_rows import adapter_rows
 from paged_backend.models.attention import ATTENTION, AttentionSpec, UnsupportedModel
 from paged_backend.models.gpu_invariance import InvariantWeight, install_invariant
-from paged_backend.models.lora import StackedFactors
+from paged_backend.models.lora import InvariantFactors, StackedFactors
 from paged_backend.models.peft_files import Factors
 from tests.support.families import COMMON
 
@@ -91,10 +91,8 @@ def test_output_of_an_adapter_does_not_depend_on_the_others(dtype):
 
     slots, rank, inputs, outputs = 4, 3, 40, 24
     stack, plain = (
-        StackedFactors(
-            torch.zeros(slots, rank, inputs, dtype=dtype), torch.zeros(slots, rank, outputs, dtype=dtype), one
-        )
-        for one in (True, False)
+        kind(torch.zeros(slots, rank, inputs, dtype=dtype), torch.zeros(slots, rank, outputs, dtype=dtype))
+        for kind in (InvariantFactors, StackedFactors)
     )
     for slot in (0, 1, 3):
         factors = Factors(random(rank, inputs), random(outputs, rank))

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from paged_backend.models.quantization import quantize as quantize_weight
 from paged_kernels.cpu import native
+from paged_kernels.cpu.packed_linear import pack_linear
 from paged_kernels.layer_cache import FORMATS, LayerCache, quantize
 from paged_kernels.paging import Paging
 
@@ -96,3 +98,55 @@ def test_queries_of_several_items_over_several_spans_get_the_same_bits_alone(thr
         threads(3)
         chunk = attend(query, keys, values, [(first, last)], block_size=32, format=None, level=None)
         assert torch.equal(alone, chunk)
+
+
+def weights(dtype):
+    """Return weights of 83 inputs and 70 outputs in all formats, of which some need rows of another type."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn((70, 83), generator=generator).to(dtype)
+    yield "plain", pack_linear(weight)
+    for bits, size in ((8, None), (4, 32)):
+        packed = quantize_weight(weight, bits, size)
+        for int8_rows in (False, True):
+            yield f"int{bits}, int8_rows={int8_rows}", packed._replace(int8_rows=int8_rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_a_linear_layer_have_the_same_bits_for_any_number_of_rows(dtype):
+    x = torch.randn((300, 83), generator=torch.Generator().manual_seed(0)).to(dtype)
+    for name, weight in weights(dtype):
+        experts = native.ExpertLinear([weight] * 3)
+        alone = torch.cat([native.linear(row, weight) for row in x.split(1)])
+        for count in (2, 3, 5, 7, 9, 13, 17, 25, 33, 64, 65, 130, 300):
+            assert torch.equal(native.linear(x[:count], weight), alone[:count]), f"{name}: {count} rows"
+            starts = torch.tensor([0, count // 3, count // 3, count])
+            assert torch.equal(experts(x[:count], starts), alone[:count]), f"{name}: {count} rows of experts"
+
+
+SAME = [level for level in native.levels() if level.startswith("avx512") or level == "amx"]
+
+
+@pytest.mark.skipif(len(SAME) < 2, reason="this machine has one level with vectors of 512 bits")
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_levels_with_vectors_of_512_bits_give_the_same_bits(dtype):
+    """Except in bfloat16, for which some have an instruction of their own."""
+    generator = torch.Generator().manual_seed(3)
+    query, keys, values = (torch.randn((600, heads, 80), generator=generator).to(dtype) for heads in (6, 2, 2))
+    chunks, x = [(0, 90), (500, 501), (555, 560)], torch.randn((9, 83), generator=generator).to(dtype)
+    for format in (None, "int8"):
+        attended = [attend(query, keys, values, chunks, block_size=16, format=format, level=level) for level in SAME]
+        assert all(torch.equal(attended[0], other) for other in attended[1:])
+    for name, weight in weights(dtype):
+        products = [native.linear(x, weight, level=level) for level in SAME]
+        assert all(torch.equal(products[0], other) for other in products[1:]), name
+
+
+@pytest.mark.parametrize(("level", "used"), [("amx", "avx512_bf16"), ("amx_emulated", "plain"), ("avx512", "avx512")])
+def test_tiles_can_be_avoided(level, used, monkeypatch):
+    monkeypatch.setenv(native.LEVEL, level)
+    monkeypatch.setattr(native, "_avoided_tiles", [])
+    assert native.level() == level
+    native.avoid_tiles()
+    assert native.level() == used
+    monkeypatch.undo()
+    native._index.cache_clear()
