@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from paged_kernels import invariant_attention, launch, launch_table
 from paged_kernels import paged_attention as paged_attention_module
-from paged_kernels.launch import Choice, Device, rows_of_query
+from paged_kernels.launch import Choice, Device, key_blocks, rows_of_query
 from paged_kernels.launch_table import Tile, TuningKey
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference
 from paged_kernels.paging import SharedPrefixes
@@ -127,10 +127,11 @@ def test_bits_do_not_depend_on_the_batch(contents, tables, monkeypatch):
                 check(start, length, rows)
     for block_size in (1, 8, 64, 256):
         check(120, 30, *contents.attend((0, 120, 30), block_size=block_size))
-    rows = rows_of_query(contents.case.group, contents.dtype.itemsize, 16)
-    for quantized, block_n in ((False, 16), (True, 32)):
-        key = TuningKey(max(16, 64), contents.dtype.itemsize, rows, quantized, 4096)
-        launch_table.use_table(launch_table.make_table("sm_90", None, [(key, Tile(64, block_n, 2, 1))]))
+    block_d, itemsize = key_blocks(contents.case.head_dim)[0], contents.dtype.itemsize
+    rows = rows_of_query(contents.case.group, itemsize, block_d)
+    key = TuningKey(block_d, itemsize, rows, contents.case.format is not None, 4096)
+    launch_table.use_table(launch_table.make_table("sm_90", None, [(key, Tile(64, 16, 2, 1))]))
+    assert launch_table.find_tile("sm_90", key).block_n == 16
     check(120, 30, *contents.attend((0, 120, 30)))
     monkeypatch.setattr(paged_attention_module, "device_of", lambda device: Device("sm_90", 4))
     check(0, LENGTH, *contents.attend((0, 0, LENGTH)))
