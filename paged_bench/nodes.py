@@ -1,4 +1,4 @@
-"""Measure a model on several machines: tokens per second, and bytes between machines for each step.
+"""Measure a model on several machines: tokens per second, bytes per step, and when a request ends after a link is cut.
 
 By default the machines share each layer (tensor parallelism); with --pipeline-parallel-size they form stages.
 
@@ -31,6 +31,8 @@ from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import resolve_model
 
 PROMPT = 64  # tokens
+LONG_OUTPUT = 4096  # tokens of a request that does not end by itself
+END_SECONDS = 10  # target of the time until requests end after a machine is lost
 
 
 @dataclass
@@ -41,9 +43,9 @@ class Traffic:
     bytes: int = 0
 
 
-def decode(assembly: Assembly, streams: int, output: int, machine: _machines.Machine, traffic: Traffic) -> float:
-    """Return output tokens per second of requests that run at once, prefill included."""
-    requests = [
+def requests_of(assembly: Assembly, streams: int, output: int) -> list[GenerateRequest]:
+    """Return requests with different prompts."""
+    return [
         GenerateRequest.from_prompt(
             key,
             [(key * 131 + position) % assembly.limits.vocab_size for position in range(PROMPT)],
@@ -54,6 +56,11 @@ def decode(assembly: Assembly, streams: int, output: int, machine: _machines.Mac
         )
         for key in range(streams)
     ]
+
+
+def decode(assembly: Assembly, streams: int, output: int, machine: _machines.Machine, traffic: Traffic) -> float:
+    """Return output tokens per second of requests that run at once, prefill included."""
+    requests = requests_of(assembly, streams, output)
     started = time.perf_counter()
     before, steps, found = 0, 0, 0
     for step in serve(assembly, requests):
@@ -65,6 +72,21 @@ def decode(assembly: Assembly, streams: int, output: int, machine: _machines.Mac
     traffic.bytes += machine.bytes_moved() - before
     traffic.steps += steps
     return streams * output / (time.perf_counter() - started)
+
+
+def end_after_cut(assembly: Assembly, machine: _machines.Machine) -> float:
+    """Cut the link of a machine while a request runs. Return the seconds until it has ended with an error."""
+    cut = None
+    try:
+        for _ in serve(assembly, requests_of(assembly, 1, LONG_OUTPUT)):
+            if cut is None:
+                machine.cut()
+                cut = time.perf_counter()
+    except RuntimeError:
+        if cut is None:
+            raise
+    assert cut is not None
+    return time.perf_counter() - cut
 
 
 def required_bytes(assembly: Assembly, streams: int, nodes: int, stages: int) -> float:
@@ -123,12 +145,14 @@ def measure(model: str, nodes: int, stages: int, streams: int, output: int, roun
             rounds,
         )
         required = required_bytes(parallel, streams, nodes, stages)
+        seconds = end_after_cut(parallel, machines[0])
     one, many = figures["one process"], figures[several]
     peers = {"one process": statistics.median(one)}
     return [
         Record(f"output, {streams} streams on {several}", statistics.median(many), "tokens/s", peers=peers),
         ratio(f"{several} relative to one process", many, one),
         Record(f"bytes of one of {several}", traffic.bytes / traffic.steps, "bytes/step", limit=required),
+        Record("end of a request after a link was cut", seconds, "s", target=END_SECONDS),
     ]
 
 

@@ -43,6 +43,7 @@ TESTED_THROUGH = {
     "paged_kernels.tuning_inputs": "tests/kernels/test_tune.py",
     "paged_backend.api.guide": "tests/guided/test_compiler.py",
     "paged_backend.engine.engine_service": "tests/engine/test_remote_engine.py",
+    "paged_backend.engine.frame_sender": "tests/engine/test_remote_engine.py",
     "paged_backend.engine.rank": "tests/engine/test_workers.py",
     "paged_backend.memory.cache_tier": "tests/memory/test_tier_chain.py",
     "paged_backend.memory.redis_store": "tests/memory/test_remote.py",

@@ -16,6 +16,29 @@ class Rule(NamedTuple):
     problem: str  # format string over `config`
 
 
+def _tier_rules(option: str, stored: str) -> tuple[Rule, ...]:
+    """Return the rules of a cache tier. option: that turns it on. stored: what it keeps blocks in."""
+    return (
+        Rule(
+            option,
+            lambda config: getattr(config, option) and not config.enable_prefix_caching,
+            "stores blocks of the prefix cache; needs enable_prefix_caching=true",
+        ),
+        Rule(
+            option,
+            lambda config: getattr(config, option) and config.tensor_parallel_size > 1,
+            f"{stored} hold whole blocks, and with tensor_parallel_size={{config.tensor_parallel_size}} each process"
+            " has only a part of every block; leave one of them out",
+        ),
+        Rule(
+            option,
+            lambda config: getattr(config, option) and config.pipeline_parallel_size > 1,
+            f"{stored} hold whole blocks, and with pipeline_parallel_size={{config.pipeline_parallel_size}} each"
+            " process has only the layers of its stage; leave one of them out",
+        ),
+    )
+
+
 RULES = (
     Rule(
         "max_num_batched_tokens",
@@ -100,40 +123,8 @@ RULES = (
         lambda config: config.speculative_model and not config.num_speculative_tokens,
         "has no effect without num_speculative_tokens; set both",
     ),
-    Rule(
-        "disk_cache_dir",
-        lambda config: config.disk_cache_dir and not config.enable_prefix_caching,
-        "stores blocks of the prefix cache; needs enable_prefix_caching=true",
-    ),
-    Rule(
-        "disk_cache_dir",
-        lambda config: config.disk_cache_dir and config.tensor_parallel_size > 1,
-        "files hold whole blocks, and with tensor_parallel_size={config.tensor_parallel_size} each process has only a"
-        " part of every block; leave one of them out",
-    ),
-    Rule(
-        "disk_cache_dir",
-        lambda config: config.disk_cache_dir and config.pipeline_parallel_size > 1,
-        "files hold whole blocks, and with pipeline_parallel_size={config.pipeline_parallel_size} each process has"
-        " only the layers of its stage; leave one of them out",
-    ),
-    Rule(
-        "remote_cache_url",
-        lambda config: config.remote_cache_url and not config.enable_prefix_caching,
-        "stores blocks of the prefix cache; needs enable_prefix_caching=true",
-    ),
-    Rule(
-        "remote_cache_url",
-        lambda config: config.remote_cache_url and config.tensor_parallel_size > 1,
-        "values hold whole blocks, and with tensor_parallel_size={config.tensor_parallel_size} each process has only a"
-        " part of every block; leave one of them out",
-    ),
-    Rule(
-        "remote_cache_url",
-        lambda config: config.remote_cache_url and config.pipeline_parallel_size > 1,
-        "values hold whole blocks, and with pipeline_parallel_size={config.pipeline_parallel_size} each process has"
-        " only the layers of its stage; leave one of them out",
-    ),
+    *_tier_rules("disk_cache_dir", "files"),
+    *_tier_rules("remote_cache_url", "values"),
 )
 
 

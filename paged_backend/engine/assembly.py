@@ -23,6 +23,7 @@ from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.model_memory import ModelMemory
 from paged_backend.engine.model_preparation import ROOT, PreparedModel, RankShare, prepare_model, stage_links
+from paged_backend.engine.moved_blocks import BlockCopier
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import ParallelMemory, ParallelRunner
 from paged_backend.engine.pipeline_runner import FirstStage
@@ -85,6 +86,7 @@ class Assembly:
             overlap=self.overlap,
             cache_events=self.cache_events,
             memory=self.model_memory,
+            blocks=BlockCopier(self.scheduler, self.runner) if isinstance(self.runner, Runner) else None,
         )
         if self.workers:
             self.workers.on_rank_failure(engine.fail)

@@ -29,6 +29,7 @@ from paged_backend.engine.messages import (
     TiersChanged,
     UnpinSession,
 )
+from paged_backend.engine.moved_blocks import BlockCopier
 from paged_backend.engine.moved_requests import MovedRequests
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.prefix_tiers import PrefixTiers
@@ -61,9 +62,11 @@ class Engine:
         overlap: bool = False,
         cache_events: CacheEventPublisher | None = None,
         memory: SleepingMemory | None = None,
+        blocks: BlockCopier | None = None,
     ):
         """overlap: launch a step while the previous one runs; useful if the device is not the CPU. cache_events:
-        publishes changes of the prefix cache; closed with the engine. memory: what `sleep_mode` releases."""
+        publishes changes of the prefix cache; closed with the engine. memory: what `sleep_mode` releases. blocks:
+        copies those of requests that move between engines; None: their tokens are computed again."""
         self._inbox: SimpleQueue[Message | None] = SimpleQueue()
         self._queued: set[int] = set()  # keys of unfinished requests that no step has computed yet
         self._failed = threading.Event()  # set when no further step can be run
@@ -76,7 +79,13 @@ class Engine:
             tiers.on_change(lambda: self._inbox.put(TiersChanged()))
         self._cache_events = cache_events
         self._state = EngineState(
-            scheduler, emit, self._prefix_tiers, cache_events=cache_events, memory=memory, queued=self._queued
+            scheduler,
+            emit,
+            self._prefix_tiers,
+            cache_events=cache_events,
+            memory=memory,
+            queued=self._queued,
+            blocks=blocks,
         )
         self.moved_requests = MovedRequests(self._inbox.put, self._state)
         self.sleep_mode = SleepMode(self._inbox.put, lambda: self.alive)

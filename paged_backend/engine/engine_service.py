@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from paged_backend.api.errors import CannotContinue, ErrorCode, RequestError
 from paged_backend.api.limits import EngineLimits
 from paged_backend.api.request import GenerateRequest, TokenDelta
+from paged_backend.engine.moved_blocks import BlockRun, read_blocks
 from paged_backend.engine.outputs import Emit, EngineDied, EngineOutput, StepOutput
 from paged_backend.engine.request_frames import read_request, write_delta
 from paged_backend.scheduling.stats import SchedulerStats
@@ -27,6 +28,7 @@ from paged_backend.utils.local_socket import FrameError, pack
 log = logging.getLogger("paged_llm")
 
 FIRST_KEY = -(2**62)  # keys of requests of other processes; they are in front of own requests that wait
+STORE_SECONDS = 0.1  # maximum time that a connection waits for the engine to store blocks
 FLUSH_SECONDS = 5.0  # time to send what is queued before a session ends
 
 
@@ -59,6 +61,7 @@ class EngineService:
         self._announce: Callable[[int], None] = lambda key: None
         self._submit: Callable[[GenerateRequest], None] | None = None
         self._check: Callable[[GenerateRequest], None] = lambda request: None
+        self._store: Callable[[BlockRun], None] = lambda run: run.stored.set()
         self._keys = itertools.count(FIRST_KEY)
         self._served: dict[int, EngineSession] = {}  # by key
         self._sessions: set[EngineSession] = set()  # connections that have sent a request
@@ -69,13 +72,15 @@ class EngineService:
         announce: Callable[[int], None],
         submit: Callable[[GenerateRequest], None],
         check: Callable[[GenerateRequest], None] = lambda request: None,
+        store: Callable[[BlockRun], None] | None = None,
     ) -> None:
         """Accept requests.
 
         announce: registers the key of a request. submit: runs an announced request. check: raises RequestError if a
-        request cannot run.
+        request cannot run. store: puts blocks of a request into the prefix cache; None: they are not needed.
         """
         self._engine, self._announce, self._submit, self._check = engine, announce, submit, check
+        self._store = store or self._store
 
     @property
     def num_open(self) -> int:
@@ -126,6 +131,11 @@ class EngineService:
         self._served[request.key] = session
         self._announce(request.key)
         self._submit(request)
+
+    def store(self, run: BlockRun) -> None:
+        """Put blocks into the prefix cache. Returns after STORE_SECONDS, or as soon as it is done."""
+        self._store(run)
+        run.stored.wait(STORE_SECONDS)
 
     def control(self, key: int, control: Any, sample: Any, *, is_last: bool = True) -> None:
         """Change a request that is running. is_last: whether this ends it. Raises FrameError."""
@@ -190,6 +200,8 @@ class EngineSession:
         """Handle a frame, on the connection's thread. Return whether it was for the engine. Raises FrameError."""
         if "generate" in frame:
             self._generate(request_id, frame["generate"])
+        elif "blocks" in frame:
+            self._store(request_id, frame)
         elif "control" in frame:
             self._control(request_id, frame["control"], frame.get("sample"))
         else:
@@ -261,13 +273,23 @@ class EngineSession:
     def _generate(self, request_id: int, values: Any) -> None:
         if request_id in self._keys:
             raise FrameError(f"{request_id}: the id of a request that is open")
-        if self._sender is None:
-            self._sender = threading.Thread(target=self._send_all, name="engine session", daemon=True)
-            self._sender.start()
+        self._start_sender()
         try:
             self._service.accept(self, request_id, values)
         except RequestError as error:
             self._frames.put({"id": request_id, "returned": "rejected", "text": str(error)})
+
+    def _store(self, request_id: int, frame: Mapping[str, Any]) -> None:
+        """Store blocks. Waits for the engine, so that no more blocks are read than it can store."""
+        self._start_sender()
+        self._service.store(read_blocks(frame))
+        if frame.get("acknowledge"):
+            self._frames.put({"id": request_id, "stored": True})
+
+    def _start_sender(self) -> None:
+        if self._sender is None:
+            self._sender = threading.Thread(target=self._send_all, name="engine session", daemon=True)
+            self._sender.start()
 
     def _control(self, request_id: int, control: Any, sample: Any) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -10,10 +11,13 @@ from typing import ClassVar, TypeAlias
 from paged_backend.api.errors import ASLEEP, ErrorCode, ModelAsleep, RequestError
 from paged_backend.api.request import GenerateRequest, TokenDelta
 from paged_backend.engine.model_memory import MemoryShortage, ReleasedMemory
+from paged_backend.engine.moved_blocks import BlockRun
 from paged_backend.engine.outputs import UnknownRequests
 from paged_backend.engine.prefix_tiers import PrefetchedBlocks
 from paged_backend.engine.state import EngineState, Moved
 from paged_backend.execution.runner import RunnerDied
+
+log = logging.getLogger("paged_llm")
 
 # What was released or restored, the number of open requests that prevent it, or an error.
 MemoryReply: TypeAlias = ReleasedMemory | int | RequestError
@@ -64,6 +68,23 @@ class StorePrefetched(Message):
     def apply(self, state: EngineState) -> bool:
         if state.prefix_tiers:
             state.prefix_tiers.store(self.prefetched)
+        return False
+
+
+@dataclass(frozen=True)
+class StoreMoved(Message):
+    """Put blocks of another engine into the prefix cache, before their request arrives."""
+
+    run: BlockRun
+
+    def apply(self, state: EngineState) -> bool:
+        if state.blocks is None or state.asleep:
+            self.run.stored.set()
+            return False
+        try:
+            state.blocks.store(self.run)
+        except ValueError as error:
+            log.warning("blocks of a moved request are computed again: %s", error)
         return False
 
 

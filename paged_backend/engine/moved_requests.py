@@ -1,7 +1,7 @@
-"""Moves requests between engines as their tokens.
+"""Moves requests between engines: their tokens so far, and copies of their blocks (moved_blocks.py).
 
     engine A                                                       engine B
-    take_out: tokens so far, blocks are freed  -- submit --------> computes prompt and tokens, like after a preemption
+    take_out: tokens so far, blocks are freed  -- blocks, submit -> continues, like after a preemption
     ends of samples, cancellation              -- forwarded -----> frees the blocks
     emits to the same streams as before        <-- outputs ------- next token
     put_back, or submitted to engine C         <-- given back ---- if B is replaced itself
@@ -13,19 +13,20 @@ this happens on the engine's thread, in order with its messages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from paged_backend.api.request import GenerateRequest, Progress
-from paged_backend.engine.messages import Message
+from paged_backend.engine.messages import Message, StoreMoved
 from paged_backend.engine.model_memory import MemoryShortage
+from paged_backend.engine.moved_blocks import BlockRun
 from paged_backend.engine.state import EngineState, Moved, OtherEngine
 from paged_backend.scheduling.sequence import Group
 
 log = logging.getLogger("paged_llm")
 
-Take = Callable[[GenerateRequest], OtherEngine | None]
+Take = Callable[[GenerateRequest, Sequence[BlockRun]], OtherEngine | None]
 
 
 class MovedRequests:
@@ -53,11 +54,15 @@ class MovedRequests:
     def take_out(self, is_wanted: Callable[[GenerateRequest], bool], take: Take) -> None:
         """Take out the requests that another engine can continue, each with its progress.
 
-        is_wanted: returns whether to move a request. take: called with each request, on the engine's thread, after all
-        of its outputs were emitted; must not block. It returns the engine to submit the request to, or None for a
-        request of another process, which it has told.
+        is_wanted: returns whether to move a request; called after those before it were moved. take: called with each
+        request and its blocks, on the engine's thread, after all of its outputs were emitted; must not block. It
+        returns the engine to submit the request to, or None for a request of another process, which it has told.
         """
         self._post(_TakeOut(is_wanted, take))
+
+    def store(self, run: BlockRun) -> None:
+        """Put blocks of another engine into the prefix cache, before their request is submitted."""
+        self._post(StoreMoved(run))
 
     def put_back(self, request: GenerateRequest, engine: OtherEngine | None = None) -> None:
         """Continue a moved request, in this engine or in another one, unless it was aborted."""
@@ -98,15 +103,20 @@ class _TakeOut(Message):
 
     def apply(self, state: EngineState) -> bool:
         waiting = sorted(state.scheduler.waiting, key=lambda group: group.key)
-        found = [group for group in (*state.scheduler.running, *waiting) if self._can_move(group)]
-        for group in found:
+        found = False
+        for group in (*state.scheduler.running, *waiting):
+            if not self._can_move(group):
+                continue
+            found = True
             request = replace(group.request, progress=group.progress)
+            prefixes = state.blocks.prefixes(group) if state.blocks else []
             state.scheduler.abort(group.key)
             state.queued.discard(group.key)
-            if engine := self.take(request):
+            blocks = state.blocks.read(prefixes) if state.blocks else []
+            if engine := self.take(request, blocks):
                 state.moved[group.key] = Moved(engine)
-                engine.submit(request)
-        return bool(found)
+                engine.submit(request, blocks)
+        return found
 
     def _can_move(self, group: Group) -> bool:
         return group.can_move and self.is_wanted(group.request)

@@ -4,9 +4,12 @@
 `EngineService`.
 
 Frames to the engine:   {"id": 7, "generate": {...}}, see request_frames.py
+                        {"id": 7, "blocks": {...}, "attached": ...}, see moved_blocks.py: blocks of a request, before
+                        it; with "acknowledge": true in it if the sender waits until they are stored
                         {"id": 7, "control": "abort"}, "end_all", "expire", or "end" with "sample": 0
 Frames from the engine: {"step": {"deltas": [...], "entered": [ids], "started_at": ..., "finished_at": ...,
                         "stats": {...}}}, the last of which are those of the scheduler
+                        {"id": 7, "stored": true}: the blocks with this id are stored, or cannot be
                         {"id": 7, "returned": "moved"}: it runs the request no longer, another one may
                         {"id": 7, "returned": "rejected", "text": ...}: it cannot run the request
 """
@@ -16,17 +19,18 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import GenerateRequest, Progress, TokenDelta, Usage
+from paged_backend.engine.frame_sender import FrameSender
+from paged_backend.engine.moved_blocks import BlockRun
 from paged_backend.engine.outputs import Emit, RemoteOutput
 from paged_backend.engine.request_frames import read_delta, write_request
 from paged_backend.scheduling.stats import SchedulerStats
-from paged_backend.utils.local_socket import Connection, FrameError, pack
+from paged_backend.utils.local_socket import Connection, FrameError
 
 log = logging.getLogger("paged_llm")
 
@@ -108,8 +112,7 @@ class RemoteEngine:
         self._reserved: set[int] = set()  # keys of requests that will be submitted
         self._alive = True
         self.stats = stats  # the newest that are known
-        self._frames: SimpleQueue[dict[str, Any] | None] = SimpleQueue()  # to send
-        threading.Thread(target=self._send_all, name="remote engine sender", daemon=True).start()
+        self._sender = FrameSender(connection, self._return)
         threading.Thread(target=self._receive_all, name="remote engine", daemon=True).start()
 
     @property
@@ -127,19 +130,31 @@ class RemoteEngine:
         """The number of requests that were announced with `reserve`."""
         return len(self._reserved)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """The bytes of blocks that wait to be sent."""
+        return self._sender.unsent_bytes
+
     def reserve(self, key: int) -> None:
         """Count a request that will be submitted or aborted."""
         self._reserved.add(key)
 
-    def submit(self, request: GenerateRequest) -> None:
-        """Run a request, after its progress if it has any. Its outputs are emitted with its key."""
+    def submit(self, request: GenerateRequest, blocks: Sequence[BlockRun] = ()) -> None:
+        """Run a request, after its progress if it has any. Its outputs are emitted with its key. blocks: what was
+        computed of it."""
         with self._lock:
             self._reserved.discard(request.key)
             opened = self._open[request.key] = _Open(next(self._ids), request)
             self._keys[opened.id] = request.key
-        self._frames.put({"id": opened.id, "generate": write_request(request)})
+        self._sender.put_blocks(opened.id, blocks)
+        self._sender.put({"id": opened.id, "generate": write_request(request)})
         if not self._alive:
             self._end_all()
+
+    def store(self, blocks: Sequence[BlockRun], done: Callable[[], object]) -> None:
+        """Send blocks of a request that another process will submit. done: called once they are stored, or cannot be;
+        on any thread."""
+        self._sender.put_blocks(next(self._ids), blocks, done)
 
     def abort(self, key: int) -> None:
         """Drop a request without any further output."""
@@ -157,7 +172,7 @@ class RemoteEngine:
                 return
             opened.outputs[index] = None
             ended = opened.ended
-        self._frames.put({"id": opened.id, "control": "end", "sample": index})
+        self._sender.put({"id": opened.id, "control": "end", "sample": index})
         if ended:
             self._close(key)
 
@@ -166,7 +181,7 @@ class RemoteEngine:
         with self._lock:
             opened = self._open.get(key)
         if opened:
-            self._frames.put({"id": opened.id, "control": "expire"})
+            self._sender.put({"id": opened.id, "control": "expire"})
 
     def close(self) -> None:
         """End the connection. Requests that are still open fail, or are returned if nothing of them was received."""
@@ -179,7 +194,7 @@ class RemoteEngine:
             if opened:
                 del self._keys[opened.id]
         if opened:
-            self._frames.put({"id": opened.id, "control": control})
+            self._sender.put({"id": opened.id, "control": control})
 
     def _close(self, key: int) -> None:
         """Forget a request that has ended."""
@@ -187,15 +202,6 @@ class RemoteEngine:
             if opened := self._open.pop(key, None):
                 del self._keys[opened.id]
         self._owner.on_ended(key)
-
-    def _send_all(self) -> None:
-        while (frame := self._frames.get()) is not None:
-            try:
-                self._connection.send(pack(frame, self._connection.max_frame_bytes))
-            except FrameError as error:
-                self._return(frame["id"], str(error))
-            except OSError:  # the receiving thread ends the open requests
-                return
 
     def _receive_all(self) -> None:
         try:
@@ -208,7 +214,7 @@ class RemoteEngine:
         finally:
             self._alive = False
             self._connection.close()
-            self._frames.put(None)
+            self._sender.close()
             self._end_all()
 
     def _handle(self, frame: Mapping[str, Any]) -> None:
@@ -216,6 +222,8 @@ class RemoteEngine:
             self._handle_step(step)
         elif (returned := frame.get("returned")) in ("moved", "rejected") and isinstance(frame.get("id"), int):
             self._return(frame["id"], str(frame.get("text")) if returned == "rejected" else None)
+        elif "stored" in frame and isinstance(frame.get("id"), int):
+            self._sender.on_stored(frame["id"])
         elif "refused" in frame:
             log.warning("another instance refused the connection: %s", frame["refused"])
         elif "unloading" not in frame:

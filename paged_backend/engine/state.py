@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import GenerateRequest, TokenDelta
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.model_memory import MemoryShortage, ReleasedMemory
+from paged_backend.engine.moved_blocks import BlockCopier, BlockRun
 from paged_backend.engine.outputs import Emit, PoolMap, StepOutput, StepReport
 from paged_backend.engine.prefill_transfers import PrefillTransfers
 from paged_backend.engine.prefix_tiers import PrefixTiers
@@ -36,7 +37,7 @@ class OtherEngine(Protocol):
 
     @property
     def alive(self) -> bool: ...
-    def submit(self, request: GenerateRequest) -> None: ...
+    def submit(self, request: GenerateRequest, blocks: Sequence[BlockRun] = ()) -> None: ...
     def abort(self, key: int) -> None: ...
     def end(self, key: int, index: int) -> None: ...
     def end_all(self, key: int) -> None: ...
@@ -66,6 +67,7 @@ class EngineState:
     queued: set[int] = field(default_factory=set)  # keys of requests that no step has computed yet
     moved: dict[int, Moved] = field(default_factory=dict)  # by key; another thread removes those that have ended
     wakes_on_demand: bool = False  # whether the memory was released because the requests were moved
+    blocks: BlockCopier | None = None  # None: blocks of moved requests are not copied
     successor: OtherEngine | None = None  # runs requests that arrive after the memory was released
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from paged_backend.scheduling.block_pool import BlockPool
+from paged_backend.scheduling.block_pool import BlockPool, allocate_counted
 from paged_backend.scheduling.content import Contents, Entry
 from paged_backend.scheduling.prefix_cache import CacheHit
 from paged_backend.scheduling.sequence import Sequence
@@ -59,6 +59,18 @@ class StateCheckpoints:
             if slot is not None:
                 return CacheHit(hit.blocks[:count])
         return CacheHit(())
+
+    def add(self, entry: Entry) -> int | None:
+        """Return the slot of a new checkpoint, whose state the caller writes at once. None if there is one already, or
+        no slot to spare."""
+        if self._pool is None or not self._caching or self._pool.index.find(entry) is not None:
+            return None
+        if self._num_spare() <= 0:
+            return None
+        slot = allocate_counted(self._pool, 1)[0]
+        self._pool.index.add(slot, entry)
+        self._pool.free(slot)
+        return slot
 
     def forget(self, sequence: Sequence) -> None:
         """Remove the checkpoints within the tokens of a sequence."""

@@ -2,7 +2,8 @@
 
 Triton loads the model again      the new instance listens; this one finds it (successors.py)
 requests of this process          continue in the new instance; their streams stay here
-requests of an earlier instance   are given back to it, and it sends them to the newest one
+requests of an earlier instance   are given back to it, and it sends them to the newest one, which gets their blocks
+                                  from here
 a moved request is given back     continues in the newest instance, or here if there is none
 """
 
@@ -11,11 +12,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.engine.engine_service import EngineService
+from paged_backend.engine.moved_blocks import BlockRun
 from paged_backend.engine.moved_requests import MovedRequests
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.remote_engine import RemoteEngine
@@ -26,6 +29,8 @@ from paged_backend.utils.local_socket import Connection
 log = logging.getLogger("paged_llm")
 
 POLL_SECONDS = 0.25  # time between two searches for a successor, and between moves of requests that arrive late
+BUSY_SECONDS = 0.02  # the first of them while blocks are sent
+MAX_UNSENT_BYTES = 256 << 20  # of blocks; further requests run here until fewer wait to be sent
 RELEASE_SECONDS = 5.0  # time after the last move until the memory is released, as late requests may arrive until then
 
 
@@ -95,24 +100,32 @@ class Migration:
         self._moved.put_back(request, newest)
 
     def _run(self) -> None:
-        while not self._stopping.wait(POLL_SECONDS):
+        seconds = POLL_SECONDS
+        while not self._stopping.wait(seconds):
             try:
-                self._move()
+                seconds = BUSY_SECONDS if self._move() else POLL_SECONDS
             except Exception:
                 log.exception("could not move requests to another instance")
 
-    def _move(self) -> None:
-        """Move all requests to the successor, if there is one."""
+    def _move(self) -> bool:
+        """Move all requests to the successor, if there is one: some at a time, as fast as it takes their blocks. Return
+        whether blocks are on the way."""
         successor = self._successor()
         if successor is None and not (self._unloading and self._service.num_open):
-            return
+            return False
 
         def is_wanted(request: GenerateRequest) -> bool:
-            return successor is not None or self._service.serves(request.key)
+            if successor is None:
+                return self._service.serves(request.key)
+            return successor.unsent_bytes < MAX_UNSENT_BYTES
 
-        def take(request: GenerateRequest) -> RemoteEngine | None:
+        def take(request: GenerateRequest, blocks: Sequence[BlockRun]) -> RemoteEngine | None:
             if self._service.serves(request.key):
-                self._service.give_back(request.key)
+                give_back = partial(self._service.give_back, request.key)
+                if successor:
+                    successor.store(blocks, give_back)
+                else:
+                    give_back()
                 return None
             self._on_moved(1)
             self._moved_at = time.monotonic()
@@ -123,6 +136,7 @@ class Migration:
             self._moved_at = self._moved_at or time.monotonic()
             if time.monotonic() - self._moved_at > RELEASE_SECONDS:
                 self._moved.release_memory(successor)
+        return successor is not None and successor.unsent_bytes > 0
 
     def _successor(self) -> RemoteEngine | None:
         """Return a connection to the successor; None if there is none."""

@@ -149,8 +149,9 @@ class Service:
         description = None
         if instance is not None:
             submission = Submission(self._engine, self._grammars)
-            announce = self._engine.moved_requests.announce
-            self._engine_service.start(self._engine, announce, submission.submit, self._check)
+            moved = self._engine.moved_requests
+            announce = moved.announce
+            self._engine_service.start(self._engine, announce, submission.submit, self._check, moved.store)
             name = f"{labels.get('version')}/{instance}"
             description = Description(name, time.monotonic_ns(), fingerprint(config, loaded, limits))
         self._listener = self._listen(labels["model"], description)

@@ -1,7 +1,8 @@
 """The local socket of an engine: for other models of the same tritonserver, each of which is its own process, and for
 `paged profile`, `paged sleep` and `paged wake`.
 
-It is a Unix domain socket in a directory that only this user can access, and carries JSON frames.
+It is a Unix domain socket in a directory that only this user can access, and carries JSON frames. A frame with
+"attached": N is followed by as many bytes, which are its value of that name once it is received.
 
 Frames to the engine:   {"id": 7, "request": {"tensors": {name: [values]}, "parameters": ..., "timeout_us": ...}}
                         {"id": 7, "profile": seconds}, {"id": 7, "sleep": seconds to wait for open requests},
@@ -33,7 +34,7 @@ import socket
 import struct
 import tempfile
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -58,11 +59,14 @@ class Connection:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(1e6 * rest)))
         self._lock = threading.Lock()
 
-    def send(self, frame: bytes) -> None:
-        """Send a frame. Raises OSError, and closes the connection, if its peer has ended or blocks for SEND_SECONDS."""
+    def send(self, frame: bytes, attached: Iterable[memoryview] = ()) -> None:
+        """Send a frame, and the bytes that it says are attached. Raises OSError, and closes the connection, if its peer
+        has ended or blocks for SEND_SECONDS."""
         with self._lock:
             try:
                 self._socket.sendall(frame)
+                for part in attached:
+                    self._socket.sendall(part)
             except OSError:
                 self.close()  # the peer may have received part of the frame
                 raise
@@ -76,7 +80,20 @@ class Connection:
                     raise FrameError(_too_long(length, self.max_frame_bytes, "received"))
                 if len(body := file.read(length) or b"") < length:
                     return
-                yield _unpack(body)
+                frame = _unpack(body)
+                if "attached" in frame:
+                    count = self._attached(frame["attached"])
+                    if len(attached := file.read(count) or b"") < count:
+                        return
+                    frame["attached"] = attached
+                yield frame
+
+    def _attached(self, count: Any) -> int:
+        if type(count) is not int or count < 0:
+            raise FrameError(f"attached={count!r}: must be a number of bytes")
+        if count > self.max_frame_bytes:
+            raise FrameError(_too_long(count, self.max_frame_bytes, "received"))
+        return count
 
     def close(self) -> None:
         """End the connection for both sides and all threads."""

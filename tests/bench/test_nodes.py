@@ -16,6 +16,7 @@ def test_nodes_benchmark(tmp_path):
     moved = records["bytes of one of 3 machines"]
     assert moved["limit"] < moved["value"] < 3 * moved["limit"]
     assert records["output, 16 streams on 3 machines"]["value"] > 0
+    assert records["end of a request after a link was cut"]["value"] > 0
 
 
 @pytest.mark.nightly

@@ -33,6 +33,7 @@ def test_streams_continue_when_the_model_is_replaced(tmp_path, streams, replacem
     if streams < 100:
         faults.inject_into_repository(repository, {"slow_steps": 20})
     options = ROOMY | {
+        "enable_prefix_caching": True,
         "max_num_seqs": 2 * streams,
         "num_gpu_blocks_override": 300 * streams,
         "model": str(tmp_path / "model"),
@@ -43,15 +44,18 @@ def test_streams_continue_when_the_model_is_replaced(tmp_path, streams, replacem
         report = asyncio.run(
             replace_under_load(server.grpc_url, requests, models.replace, replacements=replacements, say=print_line)
         )
-        moved = metrics(server)["paged_migrated_requests_total"]
+        found = metrics(server)
+        moved = found["paged_migrated_requests_total"]
+        reused = found["paged_prefix_cache_hit_tokens_total"]
         idle(server)
         log = "".join(server.log)
         models.close()
-    figures(f"{report}; moved {moved:.0f} requests")
+    figures(f"{report}; moved {moved:.0f} requests; {reused:.0f} tokens found in the prefix cache")
     assert report.interrupted == []
     assert unexplained(tmp_path / "model", requests, report) == []
     assert report.replaced == replacements and report.streams >= streams
     assert moved >= streams
+    assert reused
     assert "Traceback" not in log
 
 

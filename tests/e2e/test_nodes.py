@@ -6,7 +6,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from paged_client.serving.ports import choose_ports
 from paged_client.serving.tritonserver import TritonServer
 from tests.support import delayed_link
 from tests.support.in_process import save_tiny
+from tests.support.processes import rank_processes
 from tests.support.triton import START_SECONDS, raw_stream
 from tests.support.waiting import until
 
@@ -60,6 +60,12 @@ def generate(server, prompt):
         return stream.all()[0].text
 
 
+def generate_together(server):
+    """Return the texts of requests that run at the same time, so that the stages of a pipeline all have work."""
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        return list(threads.map(lambda prompt: generate(server, prompt), PROMPTS))
+
+
 @contextmanager
 def workers(machines, port, log):
     """Run `paged worker` on each machine, with the environment of torchrun."""
@@ -79,9 +85,7 @@ def workers(machines, port, log):
 
 @contextmanager
 def distributed(model, port, nodes, **sizes):
-    """Run a server that waits for the workers of the other machines. Fails if they do not come. sizes: by default each
-    machine has a tensor parallel rank."""
-    sizes = sizes or {"tensor_parallel_size": nodes}
+    """Run a server that waits for the workers of the other machines. Fails if they do not come."""
     shared = sizes | {"nnodes": nodes, "master_addr": network.server_address(), "master_port": port}
     server = TritonServer(model, OPTIONS | shared)
     server.start()
@@ -94,15 +98,7 @@ def distributed(model, port, nodes, **sizes):
 
 def ranks(port):
     """Return the processes of the ranks on all machines but the server's."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
-        except OSError:
-            continue
-        if b"paged_backend.engine.rank" in command and f"MASTER_PORT={port}".encode() in environment:
-            found.append(int(process.name))
-    return found
+    return rank_processes("MASTER_PORT", port)
 
 
 def assert_one_clear_error(stream, message):
@@ -119,31 +115,36 @@ def endless_stream(server):
         yield stream
 
 
-def test_two_machines_match_one_and_a_cut_link_is_noticed(model, expected, tmp_path):
+LAYOUTS = pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
+
+
+@LAYOUTS
+def test_two_machines_match_one_and_a_cut_link_is_noticed(model, expected, tmp_path, kind):
     port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
     with network.machines(1) as machines, workers(machines, port, tmp_path / "log"):
-        with distributed(model, port, 2) as server:
-            assert [generate(server, prompt) for prompt in PROMPTS] == expected
+        with distributed(model, port, 2, **{kind: 2}) as server:
+            assert generate_together(server) == expected
             with endless_stream(server) as stream:
                 machines[0].cut()
                 assert_one_clear_error(stream, "rank 1 of 2 has ended: machine 1 cannot be reached")
         machines[0].mend()
         until(lambda: not ranks(port), "the end of the rank")
-        with distributed(model, port, 2) as server:
+        with distributed(model, port, 2, **{kind: 2}) as server:
             assert generate(server, PROMPTS[0]) == expected[0]
 
 
 @pytest.mark.nightly
-def test_three_machines_match_one_and_a_killed_worker_is_noticed(model, expected, tmp_path):
+@LAYOUTS
+def test_three_machines_match_one_and_a_killed_worker_is_noticed(model, expected, tmp_path, kind):
     port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
     with network.machines(2) as machines, workers(machines, port, tmp_path / "log"):
-        with distributed(model, port, 3) as server:
-            assert [generate(server, prompt) for prompt in PROMPTS] == expected
+        with distributed(model, port, 3, **{kind: 3}) as server:
+            assert generate_together(server) == expected
             with endless_stream(server) as stream:
                 os.kill(ranks(port)[0], signal.SIGKILL)
                 assert_one_clear_error(stream, "of 3 has ended: its process on machine")
         until(lambda: not ranks(port), "the end of the ranks")
-        with distributed(model, port, 3) as server:
+        with distributed(model, port, 3, **{kind: 3}) as server:
             assert generate(server, PROMPTS[0]) == expected[0]
 
 
@@ -157,40 +158,6 @@ def test_latency_changes_no_token(model, expected, tmp_path, sizes):
         distributed(model, port, 2, **sizes) as server,
     ):
         assert generate(server, PROMPTS[0]) == expected[0]
-
-
-def generate_together(server):
-    """Return the texts of requests that run at the same time, so that the stages of a pipeline all have work."""
-    with ThreadPoolExecutor(len(PROMPTS)) as threads:
-        return list(threads.map(lambda prompt: generate(server, prompt), PROMPTS))
-
-
-def test_stages_on_two_machines_match_one_and_a_cut_link_is_noticed(model, expected, tmp_path):
-    port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
-    with network.machines(1) as machines, workers(machines, port, tmp_path / "log"):
-        with distributed(model, port, 2, pipeline_parallel_size=2) as server:
-            assert generate_together(server) == expected
-            with endless_stream(server) as stream:
-                machines[0].cut()
-                assert_one_clear_error(stream, "rank 1 of 2 has ended: machine 1 cannot be reached")
-        machines[0].mend()
-        until(lambda: not ranks(port), "the end of the rank")
-        with distributed(model, port, 2, pipeline_parallel_size=2) as server:
-            assert generate(server, PROMPTS[0]) == expected[0]
-
-
-@pytest.mark.nightly
-def test_stages_on_three_machines_match_one_and_a_killed_worker_is_noticed(model, expected, tmp_path):
-    port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
-    with network.machines(2) as machines, workers(machines, port, tmp_path / "log"):
-        with distributed(model, port, 3, pipeline_parallel_size=3) as server:
-            assert generate_together(server) == expected
-            with endless_stream(server) as stream:
-                os.kill(ranks(port)[0], signal.SIGKILL)
-                assert_one_clear_error(stream, "of 3 has ended: its process on machine")
-        until(lambda: not ranks(port), "the end of the ranks")
-        with distributed(model, port, 3, pipeline_parallel_size=3) as server:
-            assert generate(server, PROMPTS[0]) == expected[0]
 
 
 @pytest.mark.nightly

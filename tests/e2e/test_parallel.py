@@ -2,13 +2,13 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
 
 from paged_client.cli import main
 from paged_client.serving.tritonserver import TritonServer
+from tests.support.processes import rank_processes
 from tests.support.triton import raw_stream
 from tests.support.waiting import until
 
@@ -17,15 +17,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of 
 
 def ranks(server):
     """Return the processes of ranks 1 and up: children of the backend's stub process."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
-        except OSError:
-            continue
-        if b"engine.rank" in command and f"PAGED_TEST_SERVER={server.shm_prefix}".encode() in environment:
-            found.append(int(process.name))
-    return found
+    return rank_processes("PAGED_TEST_SERVER", server.shm_prefix)
 
 
 def test_two_ranks_match_one_and_streams_fail_when_a_rank_dies(tiny, tiny_server, monkeypatch):

@@ -11,7 +11,8 @@ from paged_backend.engine.engine import Engine
 from tests.support.adapters import adapter_files, write_adapter_list
 from tests.support.digests import fingerprints_of_tokens
 from tests.support.grammars import compile_guides, create_compiler
-from tests.support.in_process import EngineHarness, Output, running, tiny_assembly
+from tests.support.in_process import Output, running, tiny_assembly
+from tests.support.remote_engines import SampleHarness
 from tests.support.waiting import until
 
 __all__ = ["adapter_files"]
@@ -40,7 +41,7 @@ class InProcess:
         self.engine, self.requests, self._guides = engine, [], guides
         self.abort, self.end, self.end_all, self.expire = engine.abort, engine.end, engine.end_all, engine.expire
 
-    def submit(self, request):
+    def submit(self, request, blocks=()):
         self.requests.append(request)
         self.engine.submit(replace(request, guides=self._guides() if self._guides else ()))
 
@@ -48,31 +49,6 @@ class InProcess:
 @pytest.fixture(scope="module")
 def assemblies(tiny):
     return [tiny_assembly(tiny[0], num_gpu_blocks_override=128) for _ in range(2)]
-
-
-class SampleHarness(EngineHarness):
-    """Collects the outputs of each sample: `outputs` has the key (request, sample) next to the request."""
-
-    def step(self):
-        output = self.steps.get(timeout=60)
-        for delta in output.deltas:
-            one = self.outputs.setdefault((delta.key, delta.sample), Output())
-            assert one.finish is None and one.error is None, "a token after the last"
-            one.tokens += delta.token_ids
-            one.logprobs += delta.logprobs
-            one.fingerprints += (*delta.prompt_fingerprints, *delta.fingerprints)
-            if delta.prompt_logprobs is not None:
-                assert one.prompt_logprobs is None, "the prompt was returned twice"
-                one.prompt_logprobs = delta.prompt_logprobs
-            one.finish, one.error = delta.finish, delta.error
-            assert not delta.error or delta.error.code is ErrorCode.UNAVAILABLE
-        return output
-
-    def collect(self, key, n):
-        while not all(self.outputs.get((key, i), Output()).finish for i in range(n)):
-            self.step()
-            assert not self.outputs.get((key, 0), Output()).error, self.outputs[key, 0].error
-        return [self.outputs[key, i] for i in range(n)]
 
 
 def run(assemblies, case, *, move_after=None, guides=None):
@@ -88,7 +64,7 @@ def run(assemblies, case, *, move_after=None, guides=None):
         while len(harness.outputs.get((key, 0), Output()).tokens) < move_after and case.get("beam_width", 1) == 1:
             harness.step()
         moved = SimpleQueue()
-        one.engine.moved_requests.take_out(lambda request: True, lambda request: moved.put(request) or other)
+        one.engine.moved_requests.take_out(lambda request: True, lambda request, blocks: moved.put(request) or other)
         request = moved.get(timeout=60)
         while not harness.steps.empty():
             harness.step()
@@ -168,7 +144,7 @@ def test_request_returns_to_the_engine_that_it_came_from(assemblies, tiny):
         while len(harness.outputs.get((key, 0), Output()).tokens) < 5:
             harness.step()
         kept = Kept()
-        one.engine.moved_requests.take_out(lambda request: True, lambda request: kept)
+        one.engine.moved_requests.take_out(lambda request: True, lambda request, blocks: kept)
         until(lambda: kept.requests, "the request")
         one.engine.moved_requests.release_memory(kept)
         until(lambda: first.model_memory.released, "released memory")
@@ -186,7 +162,7 @@ def test_ended_samples_stay_ended_when_the_request_comes_back(assemblies):
         while any(len(harness.outputs.get((key, 1), Output()).tokens) < 3 for key in keys):
             harness.step()
         kept = Kept()
-        one.engine.moved_requests.take_out(lambda request: True, lambda request: kept)
+        one.engine.moved_requests.take_out(lambda request: True, lambda request, blocks: kept)
         until(lambda: len(kept.requests) == 2, "the requests")
         one.engine.end(keys[0], 0)
         one.engine.abort(keys[1])
@@ -259,7 +235,7 @@ class Kept:
     def __init__(self):
         self.requests, self.calls = [], []
 
-    def submit(self, request):
+    def submit(self, request, blocks=()):
         self.requests.append(request)
 
     def abort(self, key):

@@ -1,8 +1,6 @@
 """An engine in another process: `RemoteEngine` over a connection to the `EngineService` of a real engine."""
 
-import socket
-import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -13,22 +11,12 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.engine_service import EngineService
 from paged_backend.engine.remote_engine import RemoteEngine
-from paged_backend.utils.local_socket import Connection, FrameError, pack
+from paged_backend.utils.local_socket import FrameError, pack
 from tests.support.in_process import Output, tiny_assembly
+from tests.support.remote_engines import Owner, Peer, pair
 from tests.support.waiting import WAIT, until
 
 PROMPT = list(range(5, 25))
-
-
-class Owner:
-    def __init__(self):
-        self.ended, self.returned = [], SimpleQueue()
-
-    def on_ended(self, key):
-        self.ended.append(key)
-
-    def on_returned(self, engine, request, rejected):
-        self.returned.put((request, rejected))
 
 
 class Client:
@@ -58,32 +46,6 @@ class Client:
         while not all((one := self.outputs.get(key)) and (one.finish or one.error) for key in keys):
             self.step()
         return [self.outputs[key] for key in keys]
-
-
-class Peer:
-    """The other side of the connection, with an engine."""
-
-    def __init__(self, assembly, connection):
-        self.own = SimpleQueue()
-        self.service = EngineService(assembly.limits, assembly.loaded.tokenizer, self.own.put)
-        self.engine = assembly.engine(self.service.emit)
-        self.service.start(self.engine, self.engine.moved_requests.announce, self.engine.deliver)
-        self.session = self.service.open_session(self._send, connection.close, connection.max_frame_bytes)
-        self.connection = connection
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _send(self, frame):
-        with suppress(OSError):
-            self.connection.send(frame)
-
-    def _read(self):
-        for frame in self.connection.frames():
-            assert self.session.handle(frame["id"], frame)
-        self.session.close()
-
-
-def pair():
-    return [Connection(end) for end in socket.socketpair()]
 
 
 @contextmanager
@@ -141,7 +103,9 @@ def test_request_is_given_back_with_its_progress(assembly):
         while len(client.outputs.get((1, 1), Output()).tokens) < 3:
             client.step()
         client.engine.end(1, 0)
-        peer.engine.moved_requests.take_out(lambda request: True, lambda request: peer.service.give_back(request.key))
+        peer.engine.moved_requests.take_out(
+            lambda request: True, lambda request, blocks: peer.service.give_back(request.key)
+        )
         request, rejected = client.owner.returned.get(timeout=WAIT)
         while not client.emitted.empty():
             client.step()

@@ -147,6 +147,8 @@ def test_requests_move_on_to_the_newest_instance(tiny, slow):
                 assert second.service._engine_service.num_open == 0 and moved(second.service) == 0
                 slow.seconds = 0.0
                 assert text_of(stream.all()) == text_of(expected)
+                for service in (second.service, third.service):  # it continued from the blocks of the one before
+                    assert service._assembly.scheduler.stats.cached_tokens
 
 
 def test_turn_of_a_session_moves(tiny, slow):

@@ -30,3 +30,16 @@ def children(pid: int) -> list[int]:
     """Return the child processes of all threads of `pid`."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for file in lists for child in file.read_text().split()]
+
+
+def rank_processes(variable: str, value: object) -> list[int]:
+    """Return the processes of an engine's ranks whose environment has this variable with this value."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if b"paged_backend.engine.rank" in command and f"{variable}={value}".encode() in environment:
+            found.append(int(process.name))
+    return found

@@ -9,6 +9,7 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
+CRASH_LINES = 200  # of the log of a server that was ended by a signal
 PROCESS_DIED = "the model did not load: its process has died while loading"
 
 
@@ -121,7 +122,9 @@ class ServerLog:
             return f"the model did not load: {reason}"
         # After an unknown option the server prints the error, and then its whole usage text.
         error, usage, _ = self.text().partition("\nUsage:")
-        return f"tritonserver exited with code {code}: {error if usage else self.tail()}"
+        # If the server crashes, the model's process ends after it and writes the stacks of its threads.
+        text = error if usage else self.tail(CRASH_LINES if code < 0 else 20)
+        return f"tritonserver exited with code {code}: {text}"
 
 
 def load_failure(log: str) -> str | None:
