@@ -27,7 +27,6 @@ from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paging import Paging
 
 log = logging.getLogger("paged_llm.kernels")
-
 _avoided_tiles: list[bool] = []  # not empty if no tile instructions may be used
 
 NAMESPACE = "paged_cpu"  # of the operators
