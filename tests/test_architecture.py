@@ -16,7 +16,16 @@ DIAGRAMS = ["docs/architecture.md"]
 ACROSS_MODULES = ("docs", "e2e", "integration", "project", "support")  # folders of tests/ that mirror no package
 FEATURES = {  # test modules of one package that are named after a feature that several of its modules have
     "client": {"client", "import_name"},
-    "kernels": {"decoder_layer", "expert_linear", "import_name", "invariant_model", "linear", "pool", "quantization"},
+    "kernels": {
+        "batch_invariance",
+        "decoder_layer",
+        "expert_linear",
+        "import_name",
+        "invariant_model",
+        "linear",
+        "pool",
+        "quantization",
+    },
 }
 # Of packages whose tests are in another folder.
 TEST_FOLDERS = {"paged_kernels": "kernels", "paged_client": "client", "paged_bench": "bench"}

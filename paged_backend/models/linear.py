@@ -189,11 +189,8 @@ class RowParallelForward:
 
 
 class WeightPacker:
-    """Packs weights for which a copy is faster, within a memory budget.
-
-    With `batch_invariant`, all weights are packed for this project's kernel, which adds in one order for any number of
-    rows.
-    """
+    """Packs weights for which a copy is faster, within a memory budget. With `batch_invariant`, all weights are packed
+    for this project's kernel, which adds in one order for any number of rows."""
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self._batch_invariant = batch_invariant
@@ -214,10 +211,8 @@ class WeightPacker:
             return weight
         if weight.nbytes > self._budget:
             if self._batch_invariant:
-                raise ConfigError(
-                    f"batch_invariant=true: copies of all weights do not fit into {MEMORY_SHARE:.0%} of the available"
-                    " memory"
-                )
+                share = f"{MEMORY_SHARE:.0%} of the available memory"
+                raise ConfigError(f"batch_invariant=true: copies of all weights do not fit into {share}")
             if weight.shape not in self._warned:
                 self._warned.add(weight.shape)
                 log.warning(
