@@ -37,7 +37,8 @@ def tile_of(num_rows: int, outputs: int, itemsize: int, device: Device) -> Linea
         return LinearTile(64 if many else 16, 32, 32, 4, 2)
     block_n = 128 if outputs >= 128 * device.multiprocessors else 64
     stages = 1 if device.chip.startswith("gfx") else 3 if many and block_n == 128 else 4
-    return LinearTile(128 if many else 64, block_n, 64, 8 if many else 4, stages)
+    warps = 8 if many or device.chip == "sm_100" else 4  # with 4, that chip spills registers
+    return LinearTile(128 if many else 64, block_n, 64, warps, stages)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
