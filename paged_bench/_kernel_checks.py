@@ -11,6 +11,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from paged_kernels.add_rms_norm import add_rms_norm_reference
 from paged_kernels.block_copy import block_copy_reference
 from paged_kernels.block_pair import BlockPair
 from paged_kernels.few_rows_linear import few_rows_linear_reference
+from paged_kernels.invariant_linear import invariant_linear_reference
 from paged_kernels.kv_write import kv_write_reference
 from paged_kernels.latent_kv_write import latent_kv_write_reference
 from paged_kernels.layer_cache import FORMATS, LayerCache
+from paged_kernels.paging import Paging
 from paged_kernels.rope_kv_write import rope_kv_write_reference
 from paged_kernels.sampling import sample_reference
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
@@ -109,6 +112,55 @@ def few_rows_linear(swiglu: bool) -> Check:
         expected = few_rows_linear_reference(x, weight, **options)
         largest = max(_difference(*pair) for pair in zip(found, expected, strict=True))
         return largest, (2 if swiglu else 1) * ROUNDING  # SwiGLU multiplies two rounded values
+
+    return check
+
+
+def invariant_linear(device: torch.device) -> tuple[float, float]:
+    x, weight = _random(200, 1024, device=device), _random(2048, 1024, device=device) / 32
+    return _difference(ops.invariant_linear(x, weight), invariant_linear_reference(x, weight)), ROUNDING
+
+
+def invariant_rows(device: torch.device) -> tuple[float, float]:
+    """Count the elements that differ between steps of other numbers of rows."""
+    x, weight = _random(200, 1024, device=device), _random(2048, 1024, device=device) / 32
+    whole = ops.invariant_linear(x, weight)
+    parts = ((whole[-count:], ops.invariant_linear(x[-count:], weight)) for count in (1, 16, 63, 64, 65, 128))
+    return float(sum(int((found != expected).sum()) for expected, found in parts)), 0.0
+
+
+def invariant_attention(dtype: torch.dtype) -> Check:
+    """Count the elements that differ between one long chunk, short chunks and decode rows, in one step and alone."""
+
+    def check(device: torch.device) -> tuple[float, float]:
+        length, first, spans = 3000, 2000, ((2999, 1), (2000, 300), (2500, 1), (2047, 2), (2700, 64))
+        blocks = -(-length // BLOCK)
+        (cache,) = KVCache.allocate(
+            [replace(SHAPE, batch_invariant=True)], num_blocks=blocks, block_size=BLOCK, dtype=dtype, device=device
+        ).layers
+        table = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).to(device)
+        positions = torch.arange(length, device=device)
+        slots = table[positions // BLOCK] * BLOCK + positions % BLOCK
+        key, value = _random(2, length, SHAPE.num_kv_heads, SHAPE.head_dim, device=device).unbind()
+        ops.kv_write(key, value, cache, slots)
+        query = _random(length, HEADS, SHAPE.head_dim, device=device)
+
+        def attend(*chunks: tuple[int, int]) -> Tensor:
+            rows = torch.cat([query[start : start + count] for start, count in chunks])
+            paging = Paging(
+                slots=slots[: len(rows)],
+                block_tables=table.int().expand(len(chunks), -1).contiguous(),
+                context_lens=torch.tensor([start + count for start, count in chunks], device=device).int(),
+                query_starts=torch.tensor([0, *accumulate(count for _, count in chunks)], device=device).int(),
+                max_query_len=max(count for _, count in chunks),
+                max_context_len=length,
+            )
+            return ops.paged_attention(rows, cache, paging, scale=SHAPE.head_dim**-0.5)
+
+        whole = attend((first, length - first))
+        expected = torch.cat([whole[start - first : start - first + count] for start, count in spans])
+        alone = torch.cat([attend(span) for span in spans])
+        return float((attend(*spans) != expected).sum() + (alone != expected).sum()), 0.0
 
     return check
 
@@ -201,6 +253,10 @@ CHECKS: dict[str, Check] = {
     "swiglu": swiglu,
     "few_rows_linear": few_rows_linear(swiglu=False),
     "few_rows_linear, SwiGLU": few_rows_linear(swiglu=True),
+    "invariant_linear": invariant_linear,
+    "invariant_linear, rows alone": invariant_rows,
+    "paged_attention, batch-invariant": invariant_attention(torch.bfloat16),
+    **{f"paged_attention, batch-invariant, {name}": invariant_attention(dtype) for dtype, name in FORMATS.items()},
     "step_inputs": step_inputs,
     "sample, greedy": sample(filtered=False),
     "sample, filtered": sample(filtered=True),

@@ -152,6 +152,7 @@ def measure(model: str, nodes: int, stages: int, streams: int, output: int, roun
         Record(f"output, {streams} streams on {several}", statistics.median(many), "tokens/s", peers=peers),
         ratio(f"{several} relative to one process", many, one),
         Record(f"bytes of one of {several}", traffic.bytes / traffic.steps, "bytes/step", limit=required),
+        Record(f"bytes that one of {several} must exchange", required, "bytes/step"),
         Record("end of a request after a link was cut", seconds, "s", target=END_SECONDS),
     ]
 
@@ -205,8 +206,8 @@ def draw(records: Sequence[Record], file: Path, caption: str) -> None:
             drawn = left.bar(["one process", "machines"], [record.peers["one process"], record.value])
             left.bar_label(drawn, fmt="%.0f")
             left.set_title("output tokens/s", fontsize=10)
-        elif record.unit == "bytes/step":
-            drawn = right.bar(["moved", "required"], [record.value / 1e6, (record.limit or 0) / 1e6])
+        elif record.unit == "bytes/step" and record.limit:
+            drawn = right.bar(["moved", "required"], [record.value / 1e6, record.limit / 1e6])
             right.bar_label(drawn, fmt="%.2f")
             right.set_title("MB of one machine per step", fontsize=10)
     for axes in (left, right):

@@ -16,7 +16,16 @@ DIAGRAMS = ["docs/architecture.md"]
 ACROSS_MODULES = ("docs", "e2e", "integration", "project", "support")  # folders of tests/ that mirror no package
 FEATURES = {  # test modules of one package that are named after a feature that several of its modules have
     "client": {"client", "import_name"},
-    "kernels": {"batch_invariance", "decoder_layer", "expert_linear", "import_name", "linear", "pool", "quantization"},
+    "kernels": {
+        "batch_invariance",
+        "decoder_layer",
+        "expert_linear",
+        "import_name",
+        "invariant_model",
+        "linear",
+        "pool",
+        "quantization",
+    },
 }
 # Of packages whose tests are in another folder.
 TEST_FOLDERS = {"paged_kernels": "kernels", "paged_client": "client", "paged_bench": "bench"}
@@ -25,6 +34,8 @@ NOT_TESTED = {  # source modules that no test runs, and why not
 }
 # Source modules without a test module of their own name, and the test module that tests each of them.
 TESTED_THROUGH = {
+    "paged_kernels.aot_cases": "tests/kernels/test_aot.py",
+    "paged_kernels.attention_arguments": "tests/kernels/test_paged_attention.py",
     "paged_kernels.attention_kernels": "tests/kernels/test_paged_attention.py",
     "paged_kernels.attention_tile": "tests/kernels/test_paged_attention.py",
     "paged_kernels.cpu.block_copy": "tests/kernels/test_block_copy.py",

@@ -7,7 +7,6 @@ memory than the chip has. TRITON_INTERPRET must not be set.
 """
 
 import argparse
-import itertools
 import json
 import math
 import random
@@ -16,8 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from paged_kernels import (
     add_rms_norm,
     block_copy,
     few_rows_linear,
+    invariant_linear,
     kv_write,
     latent_kv_write,
     paged_attention,
@@ -37,8 +36,8 @@ from paged_kernels import (
     step_inputs,
     swiglu,
 )
-from paged_kernels.launch import Device, Launch
-from paged_kernels.launch_table import RowTuningKey, find_table
+from paged_kernels.aot_cases import DTYPES, INVARIANT, SAMPLING, Case, full_grid, small_grid
+from paged_kernels.launch import OPTIONS, Device, Launch
 from paged_kernels.layer_cache import FORMATS, LayerCache
 from paged_kernels.paging import Paging, SharedPrefixes
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
@@ -50,47 +49,10 @@ CHIPS = {  # chip: (target, maximum shared memory of a program)
     "sm_100": (GPUTarget("cuda", 100, 32), 227 * KB),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * KB),
 }
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # compiler options among the arguments of a launch
-SAMPLING = ("threshold", "best", "greedy", "first_best")
-SMALL_KERNELS = (*SAMPLING, "block_copy", "step_inputs")  # kernels with few configurations
-# Variants of attention: small tiles, small tiles with splits, large and small tiles, shared prefixes.
-ATTENTION = ("decode", "split", "prefill", "prefix")
-# Multi-head latent attention of DeepSeek-V3: expanded keys and values, the latents of a step, those of one rank of 8.
-LATENT_SIZES: tuple[dict[str, Any], ...] = (
-    dict(head_dim=192, value_dim=128, group=1),
-    dict(head_dim=576, value_dim=512, group=128, latent=True),
-    dict(head_dim=576, value_dim=512, group=16, latent=True),
-)
-HEAD_DIMS = (8, 16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
-
 # Bytes per thread. To increase occupancy, ptxas spills a few values that are set before the loop and read after it;
 # spilling inside a loop would be many times as much.
 MAX_SPILLED_BYTES = 32
-
-
-@dataclass(frozen=True)
-class Case:
-    """A launch of a kernel on a chip."""
-
-    chip: str
-    kernel: str  # name from ATTENTION or SMALL_KERNELS, or of a module
-    dtype: str = "bf16"
-    head_dim: int = 128
-    value_dim: int | None = None  # None: head_dim
-    latent: bool = False  # whether values are the first elements of keys
-    group: int = 4
-    block_size: int = 16
-    window: bool = False
-    softcap: bool = False
-    sinks: bool = False
-    # rope_kv_write: RMSNorm of each head; add_rms_norm: residual; few_rows_linear: norm, residual and SwiGLU;
-    # latent_kv_write: rotation of halves, otherwise of pairs
-    norm: bool = False
-    format: str | None = None  # quantized format of the pool
-    # size by kind: decode, split: longest context; prefill: longest chunk; prefix: number of sequences; others: rows
-    length: int = 1024
-    width: int = 16384  # width of a row; block_copy: bytes of a block; not used by attention
+PRODUCTS = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma|v_smfmac)[\w.:]*")
 
 
 @dataclass(frozen=True)
@@ -100,93 +62,7 @@ class Cost:
     shared: int  # bytes of shared memory
     registers: int  # registers per thread
     spilled: int  # spilled bytes per thread
-
-
-def full_grid(chip: str) -> Iterator[Case]:
-    """Yield every launch shape: types, head dimensions and variants; groups and block sizes for one of each."""
-    every, none = list(itertools.product((False, True), repeat=3)), [(False, False, False)]
-    kernels, names = ("decode", "split", "prefill", "prefix"), (None, *FORMATS.values())
-    for dtype, head_dim, kernel, name in itertools.product(DTYPES, HEAD_DIMS, kernels, names):
-        attends = kernel in ("decode", "prefill")
-        variants = every if attends and name is None else [*none, (True, True, True)] if attends else none
-        for window, softcap, sinks in variants:
-            features = dict(window=window, softcap=softcap, sinks=sinks)
-            yield Case(chip, kernel, dtype, head_dim, group=4, **features, format=name)
-    for dtype, group, kernel, name in itertools.product(DTYPES, (1, 3, 8, 16, 32, 71), kernels, names):
-        yield from (Case(chip, kernel, dtype, head_dim, group=group, format=name) for head_dim in (64, 128, 256))
-    for dtype, kernel, name in itertools.product(DTYPES, (*kernels, "kv_write"), names):
-        yield from (Case(chip, kernel, dtype, **sizes, format=name) for sizes in LATENT_SIZES)
-    for dtype, sizes, name, norm in itertools.product(DTYPES, LATENT_SIZES[1:], names, (False, True)):
-        yield Case(chip, "latent_kv_write", dtype, **sizes, format=name, norm=norm)
-    for block_size, kernel, name in itertools.product((1, 8, 32, 64, 256), kernels, names):
-        yield Case(chip, kernel, block_size=block_size, format=name)
-    for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
-        yield from (Case(chip, "kv_write", dtype, head_dim, format=name) for name in names)
-        yield Case(chip, "rope_kv_write", dtype, head_dim)
-        yield from (Case(chip, "rope_kv_write", dtype, head_dim, norm=True, format=name) for name in names)
-    for dtype, width in itertools.product(DTYPES, (512, 4608, 8192, 16384)):
-        yield from (Case(chip, "add_rms_norm", dtype, norm=norm, width=width) for norm in (False, True))
-        yield Case(chip, "swiglu", dtype, width=4 * width)
-        for norm, rows in itertools.product((False, True), (16, 32, 64)):
-            yield Case(chip, "few_rows_linear", dtype, norm=norm, length=rows, width=width)
-    yield from (Case(chip, kernel, dtype) for dtype, kernel in itertools.product(DTYPES, SMALL_KERNELS))
-    yield from (Case(chip, "kv_write", block_size=block_size) for block_size in (1, 8, 32, 64, 256))
-    yield from (Case(chip, "prefill", dtype, d, length=16) for dtype, d in itertools.product(DTYPES, (64, 128, 256)))
-    yield from table_grid(chip)
-
-
-def table_grid(chip: str) -> Iterator[Case]:
-    """Yield every entry of the chip's own table, in the kernels that use it."""
-    table = find_table(chip)
-    for key, _ in table.entries() if table and table.chip == chip else []:
-        if isinstance(key, RowTuningKey):
-            yield from _row_cases(chip, key)
-            continue
-        dtype = "fp32" if key.itemsize == 4 else "bf16"
-        group = 4 if key.rows == 16 else key.rows
-        for name in FORMATS.values() if key.quantized else (None,):
-            for kernel in ("prefill", "prefix"):
-                yield Case(chip, kernel, dtype, key.block_d, group=group, format=name, length=key.length)
-
-
-def _row_cases(chip: str, key: RowTuningKey) -> Iterator[Case]:
-    norm = key.kind == "norm_rope_kv_write"
-    kernels = SAMPLING[1:] if key.kind == "sampling" else ("rope_kv_write",) if norm else (key.kind,)
-    writes = key.kind.endswith("kv_write")
-    head_dims = [d for d in (64, 128, 256) if d <= key.width] if writes else [128]
-    names = (None, *FORMATS.values()) if writes else (None,)
-    for kernel, dtype, head_dim, name in itertools.product(kernels, ("bf16", "fp32"), head_dims, names):
-        yield Case(
-            chip, kernel, dtype, head_dim, norm=norm or kernel == "add_rms_norm", format=name,
-            length=key.rows, width=key.width,
-        )  # fmt: skip
-
-
-def small_grid(chip: str) -> Iterator[Case]:
-    """Yield the cases with the most registers and shared memory, and one of each variant."""
-    features: dict[str, Any] = dict(window=True, softcap=True, sinks=True)
-    for name in (None, *FORMATS.values()):
-        yield Case(chip, "split", "bf16", 256, **features, format=name)
-        yield Case(chip, "prefill", "bf16", 128 if name == "int8" else 256, **features, format=name)
-        yield Case(chip, "decode", "bf16", 128, sinks=True, format=name)
-        yield Case(chip, "prefix", "fp16", 64, group=3, format=name)
-        yield from (Case(chip, "kv_write", dtype, format=name) for dtype in ("bf16", "fp32"))
-    expanded, latents = LATENT_SIZES[:2]
-    for name in (None, *FORMATS.values()):
-        yield from (Case(chip, kernel, **latents, format=name) for kernel in ("split", "latent_kv_write"))
-    yield from (Case(chip, kernel, **latents) for kernel in ("prefill", "kv_write"))
-    yield Case(chip, "prefill", **expanded)
-    yield Case(chip, "prefill", "bf16", 128, **features)
-    yield from (Case(chip, "prefill", "fp32", 256, **features, format=name) for name in (None, "int8"))
-    yield Case(chip, "split", "fp32", 256, **features)
-    yield Case(chip, "prefill", "fp16", 80, group=1, block_size=1, window=True)
-    yield Case(chip, "decode", "fp16", 64, group=3, block_size=128)
-    yield from (Case(chip, "rope_kv_write", head_dim=head_dim, norm=True) for head_dim in (80, 256))
-    yield Case(chip, "add_rms_norm", norm=True)
-    yield from (Case(chip, "few_rows_linear", norm=True, length=rows, width=4096) for rows in (16, 64))
-    yield Case(chip, "few_rows_linear", "fp32", norm=True, length=64, width=4096)
-    yield from (Case(chip, "rope_kv_write", "fp32", 256, norm=True, format=name) for name in FORMATS.values())
-    yield from (Case(chip, kernel) for kernel in ("swiglu", *SMALL_KERNELS))
+    products: tuple[str, ...]  # instructions that multiply tiles
 
 
 def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
@@ -212,7 +88,7 @@ def _launch(case: Case) -> Launch:
     """Plan the launch of a case on tensors without memory."""
     dtype, num_seqs = DTYPES[case.dtype], case.length if case.kernel == "prefix" else 8
     # The number of multiprocessors selects the plan: few give large tiles without splits, many give splits.
-    device = Device(case.chip, 1 if case.kernel in ("decode", "prefill") else 1000)
+    device = Device(case.chip, 1 if case.kernel in ("decode", "prefill", "invariant") else 1000)
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -222,11 +98,15 @@ def _launch(case: Case) -> Launch:
         residual = row if case.norm else None
         return add_rms_norm.plan_launch(row, row, row, residual, tensor(case.width), 1e-5, device=device)
     if case.kernel == "few_rows_linear":
-        out, weight = tensor(case.length, 1024), tensor(2048 if case.norm else 1024, case.width)
+        out = tensor(case.length, case.outputs)
+        weight = tensor(case.outputs * (2 if case.norm else 1), case.width)
         residual, norm = (row, tensor(case.width)) if case.norm else (None, None)
         return few_rows_linear.plan_launch(
             out, residual, row, residual, norm, 1e-5, weight, None, swiglu=case.norm, device=device
         )
+    if case.kernel == "invariant_linear":
+        out, weight = tensor(case.length, case.outputs), tensor(case.outputs, case.width)
+        return invariant_linear.plan_launch(out, row, weight, None, device=Device(case.chip, 132))
     if case.kernel == "swiglu":
         return swiglu.plan_launch(row, tensor(case.length, 2 * case.width), device=device)
     if case.kernel == "block_copy":
@@ -253,6 +133,7 @@ def _launch(case: Case) -> Launch:
     keys, values = (tensor(*slots_of_pool, size, dtype=stored) for size in (case.head_dim, value_dim))
     scales = tensor(*slots_of_pool, dtype=torch.float32) if case.format else None
     cache = LayerCache.latent(keys, value_dim, scales) if case.latent else LayerCache(keys, values, scales, scales)
+    cache = replace(cache, batch_invariant=case.kernel in INVARIANT)
     slots, key = tensor(case.length, dtype=torch.int64), tensor(case.length, num_kv_heads, case.head_dim)
     if case.kernel == "kv_write":
         value = None if case.latent else tensor(case.length, num_kv_heads, value_dim)
@@ -276,7 +157,7 @@ def _launch(case: Case) -> Launch:
         return tensor(*shape, dtype=torch.int32)
 
     chunk = case.length if case.kernel == "prefill" else 1
-    context_len = case.length if case.kernel in ("decode", "split") else 8192
+    context_len = case.length if case.kernel in ("decode", "split", *INVARIANT) else 8192
     shared = SharedPrefixes(int32(num_seqs), int32(num_seqs), int32(17), 2048) if case.kernel == "prefix" else None
     paging = Paging(
         slots=tensor(num_seqs * chunk, dtype=torch.int64), block_tables=int32(num_seqs, 64),
@@ -289,7 +170,7 @@ def _launch(case: Case) -> Launch:
         out, query, cache, paging,
         scale=0.1, sliding_window=100 if case.window else None, softcap=50.0 if case.softcap else None,
         sinks=tensor(num_kv_heads * case.group) if case.sinks else None, device=device,
-    )[0]  # fmt: skip
+    )[case.kernel == "add_partitions"]  # fmt: skip
 
 
 def _registers_on_amd(assembly: str) -> tuple[int, int]:
@@ -315,11 +196,12 @@ def compile_case(case: Case) -> Cost:
     planned = _launch(case)
     options = {name: planned.arguments[name] for name in OPTIONS if name in planned.arguments}
     compiled = triton.compile(_source(planned.kernel, planned.arguments), target=CHIPS[case.chip][0], options=options)
+    products = tuple(sorted(set(PRODUCTS.findall(compiled.asm.get("ptx") or compiled.asm["amdgcn"]))))
     if "cubin" in compiled.asm:
         registers, spilled = _registers_on_nvidia(compiled.asm["cubin"])
     else:
         registers, spilled = _registers_on_amd(compiled.asm["amdgcn"])
-    return Cost(compiled.metadata.shared, registers, spilled)
+    return Cost(compiled.metadata.shared, registers, spilled, products)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -107,3 +107,10 @@ def check_few_rows_linear(
     assert bias is None or bias.shape == weight.shape[:1], (bias, weight.shape)
     assert residual is None or (residual.shape == x.shape and residual.dtype == x.dtype), (residual, x.shape)
     assert norm is None or norm.shape == x.shape[1:], (norm, x.shape)
+
+
+def check_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Assert that the shapes and types match."""
+    assert x.dim() == weight.dim() == 2 and weight.shape[1] == x.shape[1], (x.shape, weight.shape)
+    assert weight.dtype == x.dtype, (weight.dtype, x.dtype)
+    assert bias is None or bias.shape == weight.shape[:1], (bias, weight.shape)

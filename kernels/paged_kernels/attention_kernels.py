@@ -15,7 +15,7 @@ from paged_kernels.splits import is_last
 
 
 @triton.jit
-def _load_query(  # type: ignore[no-untyped-def]
+def load_query(  # type: ignore[no-untyped-def]
     query, offset, is_query, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr
 ):  # fmt: skip
     """Load rows at `offset` [BLOCK_M] in two parts, as `attention_tile` loads keys."""
@@ -74,7 +74,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         own = (tl.maximum(end - begin, 0) + split_len - 1) // split_len  # splits that have keys
     if split < tl.maximum(own, 1):  # without any keys the first program writes zeros
         token = (query_start + q_index).to(tl.int64)
-        q, q_rest = _load_query(
+        q, q_rest = load_query(
             query, token * stride_q_token + head * stride_q_head, is_query, HEAD_DIM, BLOCK_D, BLOCK_R
         )  # fmt: skip
         # A sink is a key with this logit and value 0. With several partials it is added when they are merged.
@@ -95,7 +95,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
             STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
             STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, HAS_WINDOW, HAS_SOFTCAP,
             HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_R, BLOCK_V, SHARED,
-            BLOCK_M, BLOCK_N, STAGES, ONE_LOOP, PRECISION,
+            BLOCK_M, BLOCK_N, STAGES, ONE_LOOP, False, PRECISION,
         )  # fmt: skip
         o_offset = token * stride_o_token + head * stride_o_head
         is_done = True
@@ -301,7 +301,7 @@ def prefix_attention_kernel(  # type: ignore[no-untyped-def]
             seq = tl.load(members + group_start + index, mask=is_query, other=0)
             token = tl.load(query_starts + seq, mask=is_query, other=0).to(tl.int64)
             q_offset = token * stride_q_token + head * stride_q_head
-            q, q_rest = _load_query(query, q_offset, is_query, HEAD_DIM, BLOCK_D, BLOCK_R)
+            q, q_rest = load_query(query, q_offset, is_query, HEAD_DIM, BLOCK_D, BLOCK_R)
             row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
             row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
             found, log = attend_keys(
@@ -311,7 +311,7 @@ def prefix_attention_kernel(  # type: ignore[no-untyped-def]
                 STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
                 STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, False, HAS_SOFTCAP,
                 HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_R, BLOCK_V, SHARED,
-                BLOCK_M, BLOCK_N, STAGES, True, PRECISION,
+                BLOCK_M, BLOCK_N, STAGES, True, False, PRECISION,
             )  # fmt: skip
             _store_partial(
                 partials, logs, found, log, is_query, (seq.to(tl.int64) * slots + first_slot + split) * queries, head,

@@ -129,7 +129,7 @@ def _softmax_step(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, SHARED: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, ROW_UNITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one step of the running softmax, over the BLOCK_N keys from position `start` on."""
     k, k_rest, v, k_scale, v_scale = _load_step(
@@ -167,8 +167,13 @@ def _softmax_step(  # type: ignore[no-untyped-def]
     if FORMAT is not None:
         # The unit of acc is the largest value scale so far * 2**-14, so that a weight times its value's scale is at
         # most 2**14, within the range of float16.
-        new_unit = tl.maximum(unit, tl.max(v_scale, 0) * 0.00006103515625)
-        weights = weights * (v_scale / new_unit)[None, :]
+        if ROW_UNITS:
+            largest = tl.max(tl.where(visible, v_scale[None, :], 0.0), 1)
+            new_unit = tl.maximum(unit, largest * 0.00006103515625)
+            weights = weights * (1.0 / new_unit)[:, None] * v_scale[None, :]
+        else:
+            new_unit = tl.maximum(unit, tl.max(v_scale, 0) * 0.00006103515625)
+            weights = weights * (v_scale / new_unit)[None, :]
         shrink = shrink * (unit / new_unit)
         unit = new_unit
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
@@ -186,18 +191,21 @@ def attend_keys(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, SHARED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    ONE_LOOP: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_LOOP: tl.constexpr, ROW_UNITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the attention of rows [BLOCK_M] over keys [begin, end), and the log2 of the softmax's denominator.
 
     low and high are a whole number of steps from begin. Steps in [low, high) need no mask, and come first. With
-    ONE_LOOP every step is masked: for few rows that costs less than a second loop with its own pipeline start.
+    ONE_LOOP every step is masked: for few rows that costs less than a second loop with its own pipeline start. With
+    ROW_UNITS, which needs ONE_LOOP, the result of a row depends only on the keys that it sees.
     """
     if ONE_LOOP:
         low = begin
         high = end
     acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     unit = 1e-37  # unit of acc; below the smallest scale times 2**-14
+    if ROW_UNITS:
+        unit = tl.full([BLOCK_M], 1e-37, dtype=tl.float32)
     key_head = key_cache + kv_head.to(tl.int64) * STRIDE_K_HEAD
     value_head = value_cache + kv_head.to(tl.int64) * STRIDE_V_HEAD
     key_scale_head = key_scales
@@ -214,7 +222,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
             key_head, value_head, key_scale_head, value_scale_head,
             STRIDE_K_BLOCK, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_SLOT, STRIDE_S_BLOCK, FORMAT,
             ONE_LOOP, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_R, BLOCK_V, SHARED,
-            BLOCK_N, PRECISION,
+            BLOCK_N, ROW_UNITS, PRECISION,
         )  # fmt: skip
         block = next_block
     if not ONE_LOOP:
@@ -227,7 +235,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
                 first, end, position, window, scale, softcap, key_head, value_head, key_scale_head, value_scale_head,
                 STRIDE_K_BLOCK, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_SLOT, STRIDE_S_BLOCK, FORMAT,
                 True, HAS_WINDOW, HAS_SOFTCAP, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_R, BLOCK_V, SHARED,
-            BLOCK_N, PRECISION,
+                BLOCK_N, ROW_UNITS, PRECISION,
             )  # fmt: skip
 
     total = tl.where(row_sum == 0.0, 1.0, row_sum)

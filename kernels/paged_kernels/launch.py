@@ -19,6 +19,7 @@ MAX_SPLITS = 64  # maximum splits of a sequence, which the merge reads at once
 MAX_SPLIT_LEN = 16384  # maximum keys of a split, so that no program computes a long sequence alone
 WIDEST_SINGLE = 256  # elements of the widest key that is padded to a power of two
 MIN_RELATIVE_OCCUPANCY = 0.9  # share of the best occupancy that the number of splits must reach
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # compiler options among the arguments of a launch
 DEFAULT_MULTIPROCESSORS = 132  # multiprocessors of an H100 or H200, for runs without a GPU
 
 
@@ -53,6 +54,26 @@ class Launch:
         if _handler is not None:
             return _handler(self)
         return self.kernel[self.grid](**self.arguments)
+
+
+@dataclass(frozen=True)
+class LaunchTemplate:
+    """A launch without the arguments that change from layer to layer."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    constants: dict[str, Any]
+    varying: tuple[str, ...]
+
+    @classmethod
+    def of(cls, kernel: Any, grid: tuple[int, ...], named: dict[str, Any]) -> "LaunchTemplate":
+        """Create the template from arguments and compiler options by name, of which it takes those it has."""
+        constants = {name: named[name] for name in (*kernel.arg_names, *OPTIONS) if name in named}
+        return cls(kernel, grid, constants, tuple(name for name in kernel.arg_names if name not in named))
+
+    def launch(self, layer: dict[str, Any]) -> Launch:
+        """Return the launch for a layer with these arguments."""
+        return Launch(self.kernel, self.grid, {**self.constants, **{name: layer[name] for name in self.varying}})
 
 
 _handler: Callable[[Launch], None] | None = None  # takes all launches of the process

@@ -29,6 +29,7 @@ class LayerCache:
     key_scales: Tensor | None = None  # [num_blocks, num_kv_heads, block_size] fp32
     value_scales: Tensor | None = None  # shape and type of key_scales
     shares_memory: bool = False  # whether values and their scales are views of keys and their scales
+    batch_invariant: bool = False  # whether the attention of a query must not depend on the rest of its batch
 
     @classmethod
     def latent(cls, keys: Tensor, value_dim: int, scales: Tensor | None = None) -> "LayerCache":

@@ -124,6 +124,12 @@ def few_rows_linear(
     return y, total
 
 
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute a linear layer, each row by itself; see `paged_kernels.invariant_linear.invariant_linear`."""
+    out: Tensor = _dispatch(x, "invariant_linear")(x, weight, bias)
+    return out
+
+
 def sample(logits: Tensor, metadata: SamplingMetadata | None, *, out: Tensor | None = None) -> Tensor:
     """Sample one token per row; see `paged_kernels.sampling.sample`."""
     tokens: Tensor = _dispatch(logits, "sample", "sampling")(logits, metadata, out=out)

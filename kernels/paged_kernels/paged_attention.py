@@ -10,17 +10,15 @@ import torch
 import triton
 from torch import Tensor
 
-from paged_kernels import launch
+from paged_kernels import invariant_attention, launch
 from paged_kernels.arguments import check_paged_attention
+from paged_kernels.attention_arguments import flags_of, layer_arguments, layout_of, partial_results, step_arguments
 from paged_kernels.attention_kernels import paged_attention_kernel, prefix_attention_kernel
-from paged_kernels.launch import Device, Launch, LaunchShape, device_of, launch_shape
+from paged_kernels.launch import Device, Launch, LaunchShape, LaunchTemplate, device_of, launch_shape
 from paged_kernels.launch_table import Tile
-from paged_kernels.layer_cache import LayerCache, as_bytes
+from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paging import Paging
 from paged_kernels.splits import zeros
-
-LOG2E = 1.4426950408889634
-ALIGNED = 4  # floats in 16 bytes: Triton compiles another variant for a pointer without this alignment
 
 
 @dataclass(frozen=True)
@@ -86,51 +84,20 @@ def _plan(query: Tensor, cache: LayerCache, paging: Paging, device: Device, *, w
     )
 
 
-@dataclass(frozen=True)
-class LaunchTemplate:
-    """A launch without the arguments that change from layer to layer."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    constants: dict[str, Any]
-    varying: tuple[str, ...]
-
-    def launch(self, layer: dict[str, Any]) -> Launch:
-        """Return the launch for a layer with these arguments."""
-        return Launch(self.kernel, self.grid, {**self.constants, **{name: layer[name] for name in self.varying}})
-
-
 def _templates(
     out: Tensor, query: Tensor, cache: LayerCache, paging: Paging, plan: LaunchPlan, flags: dict[str, bool]
 ) -> list[LaunchTemplate]:
     """Return the launches of a call in order; the same for all layers whose tensors have the same layout."""
-    num_heads, head_dim = query.shape[1:]
-    keys, values = cache.keys, cache.values
     shape, shared = plan.shape, paging.shared if plan.prefix else None
-    block_d, block_r = launch.key_blocks(head_dim)
-    # Values that share the memory of the keys are taken from the first part of a tile of keys, if they are within it.
-    shared_v = cache.shares_memory and cache.value_dim <= block_d
-    block_v = block_d if shared_v else launch.padded_head_dim(cache.value_dim)
     named = dict(
-        block_tables=paging.block_tables, context_lens=paging.context_lens, query_starts=paging.query_starts,
-        shared_lens=shared.lens if shared else None, num_seqs=paging.num_seqs,
+        **step_arguments(out, query, cache, paging),
+        shared_lens=shared.lens if shared else None,
         large_tiles=plan.grid[0] - plan.num_splits * paging.num_seqs, num_splits=plan.num_splits,
         prefix_splits=plan.prefix_splits, slots=plan.slots, queries=plan.queries,
-        stride_table=paging.block_tables.stride(0),
-        stride_o_token=out.stride(0), stride_o_head=out.stride(1),
-        stride_q_token=query.stride(0), stride_q_head=query.stride(1),
-        STRIDE_K_BLOCK=keys.stride(0), STRIDE_K_HEAD=keys.stride(1), STRIDE_K_SLOT=keys.stride(2),
-        STRIDE_V_BLOCK=values.stride(0), STRIDE_V_HEAD=values.stride(1), STRIDE_V_SLOT=values.stride(2),
-        STRIDE_S_BLOCK=cache.scale_strides[0], STRIDE_S_HEAD=cache.scale_strides[1], FORMAT=cache.format,
-        GROUP=num_heads // keys.shape[1], NUM_HEADS=num_heads, BLOCK_SIZE=keys.shape[2],
-        HEAD_DIM=head_dim, VALUE_DIM=cache.value_dim,
-        BLOCK_D=block_d, BLOCK_R=block_r, BLOCK_V=block_v, SHARED=shared_v,
         PARTIAL=plan.partial, MIN_SPLIT=launch.MIN_SPLIT, PREFIX_N=plan.prefix.block_n if plan.prefix else 1,
-        MAX_SLOTS=launch.MAX_SPLITS * (2 if plan.prefix else 1),
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would drop 13 bits of fp32
-        **flags, **vars(shape),
+        MAX_SLOTS=launch.MAX_SPLITS * (2 if plan.prefix else 1), **flags, **vars(shape),
     )  # fmt: skip
-    made = [_template(paged_attention_kernel, plan.grid, named)]
+    made = [LaunchTemplate.of(paged_attention_kernel, plan.grid, named)]
     if plan.prefix and shared:
         tile = plan.prefix
         prefix = dict(
@@ -138,13 +105,8 @@ def _templates(
             first_slot=plan.num_splits, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.num_stages,
             num_splits=plan.prefix_splits, num_warps=tile.num_warps,
         )  # fmt: skip
-        made.insert(0, _template(prefix_attention_kernel, plan.prefix_grid, {**named, **prefix}))
+        made.insert(0, LaunchTemplate.of(prefix_attention_kernel, plan.prefix_grid, {**named, **prefix}))
     return made
-
-
-def _template(kernel: Any, grid: tuple[int, ...], named: dict[str, Any]) -> LaunchTemplate:
-    constants = {name: named[name] for name in (*kernel.arg_names, "num_warps") if name in named}
-    return LaunchTemplate(kernel, grid, constants, tuple(name for name in kernel.arg_names if name not in named))
 
 
 def plan_launch(
@@ -153,29 +115,22 @@ def plan_launch(
 ) -> list[Launch]:  # fmt: skip
     """Return the launches of one call in order. The parts that the layers of a step share are computed for the first
     layer."""
-    keys, values = cache.keys, cache.values
-    flags = sliding_window is not None, softcap is not None, sinks is not None
-    key = (
-        "triton", query.shape, query.stride(), query.dtype, keys.shape, keys.dtype, keys.stride(), values.shape[3],
-        values.stride(), cache.shares_memory, flags, device,
-    )  # fmt: skip
+    settings: dict[str, Any] = dict(scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
+    if cache.batch_invariant:
+        return invariant_attention.plan_launch(out, query, cache, paging, **settings, device=device)
+    flags = flags_of(sliding_window, softcap, sinks)
+    key = ("triton", *layout_of(query, cache), *flags.values(), device)
     if key not in paging.derived:
-        plan = _plan(query, cache, paging, device, windowed=flags[0])
-        names = dict(zip(("HAS_WINDOW", "HAS_SOFTCAP", "HAS_SINKS"), flags, strict=True))
-        paging.derived[key] = plan, _templates(out, query, cache, paging, plan, names)
+        plan = _plan(query, cache, paging, device, windowed=flags["HAS_WINDOW"])
+        paging.derived[key] = plan, _templates(out, query, cache, paging, plan, flags)
     plan, templates = paging.derived[key]
     partials = logs = arrivals = None
     if plan.partial:
         arrivals = zeros(paging.num_seqs * plan.grid[1], query.device)
         rows = paging.num_seqs * plan.slots * plan.queries * query.shape[1]
-        first_log = triton.cdiv(rows * cache.value_dim, ALIGNED) * ALIGNED
-        workspace = torch.empty(first_log + rows, dtype=torch.float32, device=query.device)
-        partials, logs = workspace[:first_log], workspace[first_log:]
+        partials, logs = partial_results(rows, cache.value_dim, query.device)
     layer = dict(
-        out=out, partials=partials, logs=logs, arrivals=arrivals, query=query,
-        key_cache=as_bytes(keys), value_cache=as_bytes(values), key_scales=cache.key_scales,
-        value_scales=cache.value_scales, sinks=sinks, window=sliding_window or 0,
-        scale=scale / softcap if softcap else scale * LOG2E, softcap=(softcap or 0.0) * LOG2E,
+        **layer_arguments(out, query, cache, **settings), partials=partials, logs=logs, arrivals=arrivals
     )  # fmt: skip
     return [template.launch(layer) for template in templates]
 

@@ -30,6 +30,7 @@ from paged_backend.api.options import (
     at_least_zero,
     flag,
     fraction,
+    host,
     http_url,
     instance_of,
     integer,
@@ -171,7 +172,7 @@ class EngineConfig:
         optional=True,
     )
     master_addr: str | None = option(
-        text,
+        host,
         "Address of this machine for the others. Default: the environment variable `MASTER_ADDR`.",
         None,
         optional=True,

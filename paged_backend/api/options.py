@@ -96,6 +96,13 @@ def http_url(value: Any) -> str | None:
     return None if is_url else "must be a URL that begins with http:// or https://"
 
 
+def host(value: Any) -> str | None:
+    """Check for a host name or an IP address, without a port."""
+    is_name = isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+:[0-9A-Fa-f:.]*", value)
+    is_host = is_name and (":" not in value or value.count(":") > 1)
+    return None if is_host else "must be a host name or an IP address, without a port"
+
+
 def flag(value: Any) -> str | None:
     return None if isinstance(value, bool) else "must be true or false"
 

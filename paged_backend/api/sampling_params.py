@@ -190,7 +190,6 @@ class SamplingParams:
         " over every bit of the logits from which its tokens were chosen, before any other sampling parameter, and with"
         " `prompt_logprobs` also over those of the prompt. Needs `return_receipt`. Equal for equal requests with the"
         " option `batch_invariant`; without it, digests may differ between runs.",
-        with_beams=False,
     )
     echo: bool = parameter(
         parsers.flag,

@@ -6,6 +6,7 @@ so that the end of a rank is noticed between steps, too, and a rank can say why 
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -16,6 +17,8 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from paged_backend.distributed.keep_alive import keep_alive
+
+log = logging.getLogger("paged_llm")
 
 POLL_SECONDS = 0.2
 HELLO_SECONDS = 10  # time for a process that has connected to say which rank it is
@@ -41,19 +44,26 @@ class LinkListener:
         """Return the connections of `count` ranks, by rank. waiting: called between attempts with those found so far;
         it raises an error to give up."""
         found: dict[int, Connection] = {}
+        places: dict[int, str] = {}
         while len(found) < count:
             waiting(found)
             try:
-                accepted, _ = self._socket.accept()
+                accepted, (address, *_) = self._socket.accept()
             except TimeoutError:
                 continue
             accepted.settimeout(None)
             keep_alive(accepted)
             link = Connection(accepted.detach())
             rank = self._rank(link)
+            if rank is not None and rank in found:
+                reason = f"rank {rank} has joined from {places[rank]} already; {address} is refused"
+                log.warning(reason)
+                with suppress(OSError):
+                    link.send_bytes(reason.encode())
             if rank is None or rank in found:
                 link.close()
             else:
+                places[rank] = address
                 found[rank] = link
         return found
 

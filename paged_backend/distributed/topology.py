@@ -44,10 +44,10 @@ class Topology:
         nodes = config.nnodes if config.nnodes is not None else read_number(environment, "NNODES", 1)
         size, stages = config.num_ranks, config.pipeline_parallel_size
         if size % nodes:
-            of_stages = f" and pipeline_parallel_size={stages}: their product" if stages > 1 else ":"
+            name = f"nnodes={nodes}" if config.nnodes is not None else f"NNODES={nodes} in the environment"
             raise ConfigError(
-                f"tensor_parallel_size={config.tensor_parallel_size}{of_stages} must be a multiple of {nodes}, the"
-                " number of machines"
+                f"{name}: must divide the product of tensor_parallel_size={config.tensor_parallel_size} and"
+                f" pipeline_parallel_size={stages}"
             )
         if node_rank := read_number(environment, "NODE_RANK", 0):
             raise ConfigError(f"NODE_RANK={node_rank}: the server is node 0; run `paged worker` on the other machines")

@@ -36,6 +36,7 @@ from paged_backend.loading import model_loader, model_options
 from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory.tier_chain import TierChain
+from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.tensor_parallel import check_devices
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.cache_events import DEVICE, HOST, CacheEvents
@@ -129,7 +130,8 @@ def assemble(config: EngineConfig, adapter_list: Path | None = None) -> Assembly
         workers.stop(at_once=True)
         if reason is None or str(error) in reason:  # true if all ranks reject the model for one reason
             raise
-        if not isinstance(error, ConfigError):  # a connection that the other rank has closed
+        # The verification, too, fails if another rank closes its connection.
+        if not isinstance(error, ConfigError) or isinstance(error, UnsupportedModel):
             raise ConfigError(reason) from error
         raise ConfigError(f"{error} ({reason})") from error
 

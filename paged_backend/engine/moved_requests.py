@@ -159,7 +159,7 @@ class _ReleaseUnused(Message):
             log.warning("the memory of a model whose requests were moved is kept: %s", error)
             return False
         state.wakes_on_demand = True
-        log.info("released %d bytes: the requests were moved to a newer instance", released.total)
+        log.info("released %d bytes: a newer instance has taken over, and no request is open here", released.total)
         return True
 
 

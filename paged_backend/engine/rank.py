@@ -33,6 +33,7 @@ from paged_backend.distributed.step_channel import StepChannel
 from paged_backend.engine.model_memory import MemoryCommand
 from paged_backend.engine.model_preparation import PreparedModel, prepare_model, stage_links
 from paged_backend.engine.pipeline_runner import StageRunner
+from paged_backend.engine.rank_facts import rank_facts
 from paged_backend.execution.batch import PackedBatch
 from paged_backend.loading.model_options import pick_device
 from paged_backend.models.tensor_parallel import check_devices, pick_rank_device
@@ -40,9 +41,11 @@ from paged_backend.scheduling.plan import Plan
 from paged_backend.utils.child_process import start_module
 from paged_kernels.compilations import after_ready
 
+log = logging.getLogger("paged_llm")
+
 CONNECT_SECONDS = 30
 START_KEY = "paged/start"  # in the store while rank 0 waits for the others: JSON with `config` and `meeting`
-READY = "ready"  # message of a rank that has imported its modules and can use its device
+READY = "ready "  # begins the message of a rank that can use its device, before its facts as JSON
 
 
 def start_rank(rank: int, local_rank: int, environment: Mapping[str, str], *arguments: str) -> subprocess.Popen[bytes]:
@@ -59,7 +62,7 @@ def run(link: Connection, store: dist.Store, config: EngineConfig, rank: int) ->
     check_devices(config, device := pick_device(config))
     device = pick_rank_device(device, int(os.environ["LOCAL_RANK"]))
     torch.zeros(1, device=device)  # fails for an unusable GPU, before other ranks wait
-    link.send_bytes(READY.encode())
+    link.send_bytes((READY + json.dumps(rank_facts(config))).encode())
     group = ProcessGroup(device, rank, config.num_ranks)
     group.join(store, os.environ["MASTER_ADDR"])
     steps = StepChannel()
@@ -93,8 +96,8 @@ def end_with(link: Connection) -> None:
 
     def watch_link() -> None:
         try:
-            while link.recv_bytes():
-                pass
+            while reason := link.recv_bytes():  # for which rank 0 ends the connection
+                log.error(reason.decode())
         except (EOFError, OSError):
             pass
         os._exit(1)

@@ -41,6 +41,9 @@ class RequestOwner(Protocol):
     def on_ended(self, key: int) -> None:
         """Called after the last output of a request was emitted."""
 
+    def on_started(self, key: int) -> None:
+        """Called when the engine has begun to run a request."""
+
     def on_returned(self, engine: RemoteEngine, request: GenerateRequest, rejected: str | None) -> None:
         """Called with a request, and its progress, that the engine does not run, or no longer.
 
@@ -97,11 +100,18 @@ class RemoteEngine:
     """Runs requests in another process. The methods may be called from any thread, and do not block."""
 
     def __init__(
-        self, name: str, connection: Connection, emit: Emit, owner: RequestOwner, stats: SchedulerStats | None = None
+        self,
+        name: str,
+        connection: Connection,
+        emit: Emit,
+        owner: RequestOwner,
+        stats: SchedulerStats | None = None,
+        title: str = "the instance that the request was moved to",
     ):
         """name: name of the socket, which identifies the engine. emit: receives the outputs, on the thread of the
-        connection, and must not block. stats: the engine's statistics, if they are known."""
+        connection, and must not block. stats: the engine's statistics, if they are known. title: names it in errors."""
         self.name = name
+        self._title = title
         self._connection = connection
         self._emit = emit
         self._owner = owner
@@ -230,7 +240,7 @@ class RemoteEngine:
             raise FrameError(f"unknown frame with {', '.join(sorted(frame))[:100]}")
 
     def _handle_step(self, step: Mapping[str, Any]) -> None:
-        found, ended, first = [], [], []
+        found, ended, first, started = [], [], [], list[int]()
         started_at, finished_at = step.get("started_at"), step.get("finished_at")
         values, entered = step.get("deltas"), step.get("entered")
         if not (isinstance(values, list) and isinstance(entered, list)):
@@ -245,6 +255,8 @@ class RemoteEngine:
                     continue  # it was aborted
                 delta = read_delta(value, self._keys.__getitem__)
                 opened = self._open[delta.key]
+                if not opened.answered and not delta.error:
+                    started.append(delta.key)
                 opened.answered = True
                 if not 0 <= delta.sample < len(opened.outputs):
                     raise FrameError(f"sample {delta.sample} of {len(opened.outputs)}")
@@ -255,6 +267,8 @@ class RemoteEngine:
             for key in (self._keys[one] for one in entered if one in self._keys):
                 if self._open[key].request.progress is None:
                     first.append(key)
+        for key in started:
+            self._owner.on_started(key)
         self._emit(RemoteOutput(tuple(found), finished_at, started_at, tuple(first)))
         for key in ended:
             self._close(key)
@@ -273,9 +287,7 @@ class RemoteEngine:
             opened = list(self._open.values())
             self._open.clear()
             self._keys.clear()
-        error = RequestError(
-            ErrorCode.UNAVAILABLE, "the instance that the request was moved to has ended; send it again"
-        )
+        error = RequestError(ErrorCode.UNAVAILABLE, f"{self._title} has ended; send the request again")
         keys = [one.request.key for one in opened if one.answered]
         if keys:
             self._emit(RemoteOutput(tuple(TokenDelta(key, error=error) for key in keys), 0.0))

@@ -38,6 +38,7 @@ class WorkerNode:
         self._address, self._port = address, port
         self._node_rank = node_rank
         self._model = model
+        self._is_unknown = False  # whether the log says that the address cannot be resolved
 
     def run(self) -> None:
         """Serve until the process is ended. Raises ConfigError if the server's options exclude this machine."""
@@ -60,8 +61,13 @@ class WorkerNode:
             socket.create_connection((self._address, self._port), CONNECT_SECONDS).close()
             seconds = timedelta(seconds=CONNECT_SECONDS)
             store = dist.TCPStore(self._address, self._port, is_master=False, timeout=seconds)
+            if not store.check([START_KEY]):  # `get` would wait, and log that it does
+                return None
             found: dict[str, Any] = json.loads(store.get(START_KEY))
-        except (OSError, RuntimeError, ValueError):
+        except (OSError, RuntimeError, ValueError) as error:
+            if isinstance(error, socket.gaierror) and not self._is_unknown:
+                self._is_unknown = True
+                log.warning("the address %s cannot be resolved: %s", self._address, error.strerror)
             return None
         return found
 

@@ -22,6 +22,7 @@ from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.step_channel import StepChannel
 from paged_backend.distributed.topology import Topology, listen
 from paged_backend.engine.rank import READY, START_KEY, start_rank
+from paged_backend.engine.rank_facts import Facts, find_difference, rank_facts
 from paged_backend.execution.runner import RunnerDied
 from paged_backend.models.tensor_parallel import pick_rank_device
 from paged_backend.utils.child_process import end_process
@@ -128,19 +129,22 @@ class Workers:
             store.delete_key(START_KEY)  # a rank that ends before this is started again by `paged worker`
         finally:
             listener.close()
+        own = rank_facts(config)
         for rank, link in self._links.items():
-            self._wait_ready(rank, link)
+            self._wait_ready(rank, link, own)
         self._watcher.start()
         self.group.join(store, topology.master_addr)
         self._steps = StepChannel()
 
-    def _wait_ready(self, rank: int, link: Connection) -> None:
+    def _wait_ready(self, rank: int, link: Connection, own: Facts) -> None:
         try:
             reason = link.recv_bytes().decode() if link.poll(START_SECONDS) else f"no answer within {START_SECONDS} s"
         except (EOFError, OSError):
             reason = self._end_reason(rank)
-        if reason != READY:
-            raise did_not_start(rank, reason)
+        if not reason.startswith(READY):
+            raise self._did_not_start(rank, reason)
+        if difference := find_difference(own, json.loads(reason.removeprefix(READY))):
+            raise self._did_not_start(rank, difference)
 
     def _watch(self) -> None:
         """Wait for the first message, or the first connection that closes. Both mean that a rank has failed."""
@@ -163,6 +167,10 @@ class Workers:
             self.group.abort()
             log.error(self.reason)
             self._on_failure(self.reason)
+
+    def _did_not_start(self, rank: int, reason: str) -> ConfigError:
+        node = rank // self._topology.ranks_per_node
+        return did_not_start(rank, f"machine {node}: {reason}" if node else reason)
 
     def _end_reason(self, rank: int, error: Exception | None = None) -> str:
         """Return how a rank that has closed its connection has ended."""
@@ -200,10 +208,9 @@ class _Patience:
             self._reminded = time.monotonic()
             address, port = self._topology.master_addr, self._topology.master_port
             log.warning(
-                "waiting for `paged worker --master-addr %s --master-port %d --nnodes %d` with --node-rank %s",
+                "waiting for `paged worker --master-addr %s --master-port %d` with --node-rank %s",
                 address,
                 port,
-                self._topology.num_nodes,
                 ", ".join(map(str, missing)),
             )
 

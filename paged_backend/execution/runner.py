@@ -31,6 +31,7 @@ from paged_backend.sampling.logprobs import compute_prompt_logprobs
 from paged_backend.sampling.sampler import SamplingBatch, compute_logprobs, sample, top_logprobs
 from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.step_result import StepResult
+from paged_kernels.layer_cache import LayerCache
 
 log = logging.getLogger("paged_llm")
 
@@ -104,7 +105,7 @@ class Runner:
         self.states = states
         self.host_states = host_states
         self._threads = threads
-        self.gqa_group = _gqa_group(model, kv.device, is_latent=kv.layers[0].shares_memory)
+        self.gqa_group = _gqa_group(model, kv.device, kv.layers[0])
         self.transfers = Transfers(kv, host)
         self._broadcast_tokens = broadcast_tokens
         self._upload = DeviceUpload(kv.device)
@@ -290,12 +291,13 @@ class Runner:
         return self.drafter.forward(batch)
 
 
-def _gqa_group(model: PreTrainedModel, device: torch.device, *, is_latent: bool = False) -> int | None:
-    """Return the query heads per KV head; None on a CPU, where attention reads a shared prefix once per sequence."""
-    if device.type == "cpu":
+def _gqa_group(model: PreTrainedModel, device: torch.device, cache: LayerCache) -> int | None:
+    """Return the query heads per KV head; None on a CPU and with batch-invariant attention, which read a shared prefix
+    once per sequence."""
+    if device.type == "cpu" or cache.batch_invariant:
         return None
     config = model.config.get_text_config()
     heads = int(getattr(config, "num_attention_heads", None) or 1)  # none in a model without attention
-    if is_latent:  # all heads attend to the latents
+    if cache.shares_memory:  # all heads attend to the latents
         return heads
     return heads // (getattr(config, "num_key_value_heads", None) or heads)

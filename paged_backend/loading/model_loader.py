@@ -110,7 +110,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     model_files.check_config(path, hf_config)
     check_method(config, hf_config, path, device)
     check_quantization(config, hf_config, path, device)
-    check_batch_invariance(config, device)
+    check_batch_invariance(config, hf_config, path, device)
     text_config = hf_config.get_text_config()
     model_dtype = torch.bfloat16 if path.suffix == GGUF else text_config.dtype
     dtype = pick_dtype(config.dtype, model_dtype, device)
@@ -132,7 +132,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
         keep_stage(model)
         num_parameters = described  # those of all stages
     model = model.to(device).eval()
-    if config.batch_invariant:
+    if config.batch_invariant and device.type == "cpu":
         native.avoid_tiles()
     if config.pipeline_parallel_size > 1:
         _check_stage(config, model)

@@ -89,11 +89,18 @@ def check_quantization(config: EngineConfig, hf_config: PretrainedConfig, path: 
         raise ConfigError(f"quantization={json.dumps(config.quantization)}: {reason}")
 
 
-def check_batch_invariance(config: EngineConfig, device: torch.device) -> None:
+def check_batch_invariance(
+    config: EngineConfig, hf_config: PretrainedConfig, path: Path, device: torch.device
+) -> None:  # fmt: skip
     """Raise ConfigError if batch invariance is requested but not possible on the device."""
-    if config.batch_invariant and device.type != "cpu":
-        raise ConfigError('batch_invariant=true: only supported on a CPU; leave it out, or set device="cpu"')
-    if config.batch_invariant and not native.levels():
+    if not config.batch_invariant:
+        return
+    if device.type == "cuda" and _has_quantized_weights(config, hf_config, path):
+        raise ConfigError(
+            "batch_invariant=true: not supported on a GPU with quantized weights, which other libraries multiply in an"
+            " order that depends on the batch"
+        )
+    if device.type == "cpu" and not native.levels():
         raise ConfigError(
             "batch_invariant=true: requires the CPU kernels, which have not been compiled; run: python -m"
             " paged_kernels.cpu.build"

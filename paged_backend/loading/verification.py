@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Set
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -90,7 +91,11 @@ def verify_model(
         recurrent.install(model, mixers, shapes, batch_invariant=batch_invariant)
         rope.freeze_rope(model)
         compare_layers = partial(_compare, model, expected)
-        layers = _use_latents(model, layers, compare_layers, block_size, kv_dtype, batch_invariant=batch_invariant)
+        on_gpu = batch_invariant and model.device.type == "cuda"
+        layers = _use_latents(
+            model, layers, compare_layers, block_size, kv_dtype, batch_invariant=batch_invariant and not on_gpu
+        )
+        layers = tuple(replace(layer, batch_invariant=on_gpu) for layer in layers)
         failure: UnsupportedModel | None = None
         for variant in model_variants(model, specs, quantizer=quantizer, batch_invariant=batch_invariant):
             tolerance = _weight_tolerance(model, variant)

@@ -155,7 +155,7 @@ class BlockSource:
 
     @property
     def _files(self) -> list[Path]:
-        return [file for model in self.models for file in _files(model)]
+        return [file for model in self.models for file in model_files(model)]
 
     def _digest(self, files: list[Any]) -> str:
         config, layout = self.config, self.layout
@@ -173,7 +173,8 @@ class BlockSource:
         return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
-def _files(model: Path) -> list[Path]:
+def model_files(model: Path) -> list[Path]:
+    """Return the files of a model, a directory or a file."""
     return [model] if model.is_file() else [file for name in MODEL_FILES for file in sorted(model.glob(name))]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, islice
 
@@ -36,6 +36,7 @@ class LayerShape:
     value_dim: int | None = None  # elements of a value; None: head_dim
     latent: bool = False  # whether values are the first elements of keys, and are not stored a second time
     window: int | None = None  # tokens that a query sees; None: all
+    batch_invariant: bool = False  # whether a GPU computes the attention of each query by itself
 
     def tensors(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[TensorShape]:
         """Return shapes and types of the tensors of a pool, in the order of `LayerCache.tensors`."""
@@ -48,8 +49,10 @@ class LayerShape:
     def cache(self, tensors: Sequence[Tensor]) -> LayerCache:
         """Return the cache of these tensors."""
         if self.latent:
-            return LayerCache.latent(tensors[0], self.value_dim or self.head_dim, *tensors[1:])
-        return LayerCache(*tensors)
+            cache = LayerCache.latent(tensors[0], self.value_dim or self.head_dim, *tensors[1:])
+        else:
+            cache = LayerCache(*tensors)
+        return replace(cache, batch_invariant=self.batch_invariant)
 
 
 NO_ATTENTION = LayerShape(0, 0)  # the shape of a layer that stores no keys and values

@@ -14,6 +14,7 @@ from paged_backend.models.attention import AttentionSpec
 from paged_backend.models.batch_invariance import replace_parameters
 from paged_backend.models.experts import replace_experts
 from paged_backend.models.fusion import FusedModel, fuse
+from paged_backend.models.gpu_invariance import install_invariant
 from paged_backend.models.linear import Weight, WeightPacker, plain_linears, release, replace_forwards
 from paged_backend.models.quantization import Quantizer
 
@@ -45,11 +46,16 @@ def model_variants(
     """Put the model into one variant after the other and yield each. The model stays in the last one yielded.
 
     With a quantizer that rounds weights, these are a variant with the model's weights, which is intermediate, and one
-    with rounded weights. With `batch_invariant`, all other variants multiply in the C++ kernels only.
+    with rounded weights. With `batch_invariant`, all other variants multiply in the C++ kernels only, and on a
+    GPU there is one, which multiplies in `invariant_linear`.
     """
     fused = fuse(model, specs)
     if isinstance(fused, str):
         log.info("%s is not fused: %s", type(model).__name__, fused)
+    if batch_invariant and model.device.type == "cuda":
+        install_invariant(model, fused)
+        yield ModelVariant("fused, with one order of sums for any number of rows")
+        return
 
     def use_plain(convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
         undo_linears = replace_forwards(list(plain_linears(model)), convert)

@@ -48,14 +48,24 @@ class BeamCommitter:
             return []
         outputs = (index for index in range(group.request.sampling.n) if index not in group.beams.ended)
         logprobs = group.beams.search.agreed_logprobs(len(tokens))
-        return [TokenDelta(group.key, tokens, None, None, index, group.usage, logprobs) for index in outputs]
+        delta = TokenDelta(group.key, tokens, usage=group.usage, logprobs=logprobs)
+        delta = delta._replace(fingerprints=group.beams.search.agreed_fingerprints(len(tokens)))
+        return [delta._replace(sample=index) for index in outputs]
 
     def _outputs(self, group: Group) -> list[TokenDelta]:
         """Return the outputs of a search that has ended, without the tokens that were returned before."""
         assert group.beams
         sent = group.beams.search.num_agreed
         return [
-            TokenDelta(group.key, one.tokens[sent:], one.finish, None, index, group.usage, one.logprobs[sent:])
+            TokenDelta(
+                group.key,
+                one.tokens[sent:],
+                one.finish,
+                sample=index,
+                usage=group.usage,
+                logprobs=one.logprobs[sent:],
+                fingerprints=one.fingerprints[sent:],
+            )
             for index, one in enumerate(group.beams.search.best)
             if index not in group.beams.ended
         ]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paged_backend.api.request import FinishReason, Logprobs
+from paged_backend.api.request import Fingerprint, FinishReason, Logprobs
 from paged_backend.api.sampling_params import SamplingParams
 
 
@@ -29,6 +29,7 @@ class Candidate(NamedTuple):
     token: int
     log_prob: float
     logprobs: Logprobs = ()  # entries of this and the top tokens, before logits processing, if requested
+    fingerprint: Fingerprint = b""  # of the logits that it comes from, if a digest is requested
 
 
 class Continuation(NamedTuple):
@@ -45,7 +46,21 @@ class Hypothesis:
     score: np.float32
     tokens: tuple[int, ...]
     finish: FinishReason
-    logprobs: tuple[Logprobs, ...] = ()  # one entry per token
+    logprobs: tuple[Logprobs, ...] = ()  # one entry per token, if requested
+    fingerprints: tuple[Fingerprint, ...] = ()  # the same
+
+
+class _Scores(NamedTuple):
+    """What was requested for the tokens of an output: one entry per token, or none."""
+
+    logprobs: tuple[Logprobs, ...] = ()
+    fingerprints: tuple[Fingerprint, ...] = ()
+
+    def plus(self, candidate: Candidate) -> _Scores:
+        """Return these with the entries of one more token."""
+        logprobs = (*self.logprobs, candidate.logprobs) if candidate.logprobs else self.logprobs
+        more = (candidate.fingerprint,) if candidate.fingerprint else ()
+        return _Scores(logprobs, (*self.fingerprints, *more))
 
 
 def num_candidates(sampling: SamplingParams, stop_ids: frozenset[int]) -> int:
@@ -68,7 +83,7 @@ class BeamSearch:
         self._sampling = sampling
         self._stop_ids = stop_ids
         self._scores = [np.float32(0)]  # cumulative log probabilities of live beams
-        self._logprobs: list[tuple[Logprobs, ...]] = [()]  # log probabilities of the tokens of live beams
+        self._token_scores = [_Scores()]  # of the tokens of live beams
         self.hypotheses: list[Hypothesis] = []  # ended outputs, best first
         self.num_agreed = 0  # number of tokens that `agree` has returned
 
@@ -83,7 +98,7 @@ class BeamSearch:
             (
                 self._scores[beam] + np.float32(candidate.log_prob),
                 Continuation(beam, candidate.token),
-                candidate.logprobs,
+                candidate,
             )
             for beam, row in enumerate(rows)
             for candidate in row[:limit]
@@ -95,27 +110,26 @@ class BeamSearch:
         out_of_tokens = count >= self._sampling.max_tokens
         closed = self._full and self._sampling.early_stopping is True
         live = []
-        for rank, (score, continuation, logprobs) in enumerate(found[:limit]):
+        for rank, (score, continuation, candidate) in enumerate(found[:limit]):
             tokens = (*outputs[continuation.beam], continuation.token)
             finish = self._finish(tokens, out_of_tokens)
-            entries = self._logprobs[continuation.beam]
-            entries = (*entries, logprobs) if logprobs else entries
+            entries = self._token_scores[continuation.beam].plus(candidate)
             if finish is None:
                 live.append((score, continuation, entries))
             elif rank < width and not closed:
-                self._add(Hypothesis(self._normalized(score, count), tokens, finish, entries))
+                self._add(Hypothesis(self._normalized(score, count), tokens, finish, *entries))
         del live[width:]
         self._scores = [score for score, _, _ in live]
-        self._logprobs = [entries for _, _, entries in live]
+        self._token_scores = [entries for _, _, entries in live]
         if not live or self._is_done(count):
             return []
         return [continuation for _, continuation, _ in live]
 
     def cut(self, outputs: Row[Row[int]]) -> None:
         """End the search early: live beams, with these `outputs`, become hypotheses as they are."""
-        for score, tokens, entries in zip(self._scores, outputs, self._logprobs, strict=True):
+        for score, tokens, entries in zip(self._scores, outputs, self._token_scores, strict=True):
             normalized = self._normalized(score, max(1, len(tokens)))
-            self._add(Hypothesis(normalized, tuple(tokens), FinishReason.TIMEOUT, entries))
+            self._add(Hypothesis(normalized, tuple(tokens), FinishReason.TIMEOUT, *entries))
 
     def agree(self, outputs: Row[Row[int]]) -> tuple[int, ...]:
         """Return the next tokens that all outputs have in common which may still be returned.
@@ -133,7 +147,11 @@ class BeamSearch:
 
     def agreed_logprobs(self, count: int) -> tuple[Logprobs, ...]:
         """Return the log probabilities of the `count` tokens that `agree` returned last."""
-        return self._logprobs[0][self.num_agreed - count : self.num_agreed]
+        return self._token_scores[0].logprobs[self.num_agreed - count : self.num_agreed]
+
+    def agreed_fingerprints(self, count: int) -> tuple[Fingerprint, ...]:
+        """Return the fingerprints of the `count` tokens that `agree` returned last."""
+        return self._token_scores[0].fingerprints[self.num_agreed - count : self.num_agreed]
 
     @property
     def best(self) -> list[Hypothesis]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState, Logprobs, TokenDelta
+from paged_backend.api.request import Fingerprint, FinishReason, GenerateRequest, HiddenState, Logprobs, TokenDelta
 from paged_backend.scheduling.beam_commit import BeamCommitter
+from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.block_tables import BlockTables
 from paged_backend.scheduling.plan import NO_BLOCKS, Chunk, Plan
 from paged_backend.scheduling.registry import RequestRegistry
@@ -37,14 +38,15 @@ class StepCommitter:
                 for sequence in (chunk.sequence, *chunk.forks):  # the leader may have ended while its samples continue
                     if not sequence.ended:
                         tables.commit(sequence, chunk.start + chunk.length - len(chunk.draft_tokens))
-            if plan.has_prompt_outputs and group and (chunk.forks or not chunk.sequence.ended):
+            if plan.has_prompt_outputs and group:
                 deltas += self._commit_prompt(group, chunk, result, index)
             for sequence in chunk.sampled_sequences:
                 if group is not None and not sequence.ended:
                     if sampled in errors:
                         deltas.append(self._requests.fail_group(group, errors[sampled]))
                     elif group.beams:
-                        deltas += self._beams.commit(group, sequence, result.candidates[sampled])
+                        candidates = _with_fingerprints(result.candidates[sampled], fingerprints.get(sampled))
+                        deltas += self._beams.commit(group, sequence, candidates)
                     else:
                         delta = self._append(group, sequence, result.tokens[sampled], chunk)
                         if sampled in fingerprints:
@@ -82,16 +84,18 @@ class StepCommitter:
             return [self._requests.fail_group(group, result.prompt_errors[index])]
         deltas: list[TokenDelta] = []
         if chunk.scored:
-            assert chunk.scored.start == len(group.prompt_logprobs)
-            group.prompt_logprobs += result.prompt_logprobs[index]
-            group.prompt_fingerprints += result.prompt_fingerprints.get(index, ())
+            # If the leader ends, the next one computes the prompt again, while results of the former still arrive.
+            known = len(group.prompt_logprobs) - chunk.scored.start
+            assert known >= 0
+            group.prompt_logprobs += result.prompt_logprobs[index][known:]
+            group.prompt_fingerprints += result.prompt_fingerprints.get(index, [])[known:]
         if group.prompt_logprobs:
             self._tables.scores.store(group)
         if group.scores_prompt and not group.unscored(0, chunk.sequence.num_prompt):
             group.scores_prompt = False
             scores, fingerprints = tuple(group.prompt_logprobs), tuple(group.prompt_fingerprints)
             deltas.append(TokenDelta(group.key, prompt_logprobs=scores, prompt_fingerprints=fingerprints))
-        if chunk.ends_request:
+        if chunk.ends_request and (chunk.forks or not chunk.sequence.ended):
             deltas += self._finish_without_output(group, result.hidden_states.get(index))
         return deltas
 
@@ -103,6 +107,11 @@ class StepCommitter:
             TokenDelta(group.key, finish=finish, sample=index, usage=group.usage, hidden=hidden)
             for index in range(group.request.sampling.num_samples)
         ]
+
+
+def _with_fingerprints(candidates: list[Candidate], fingerprints: list[Fingerprint] | None) -> list[Candidate]:
+    """Return the candidates of a beam with the fingerprint of its logits, if it is requested."""
+    return [one._replace(fingerprint=fingerprints[0]) for one in candidates] if fingerprints else candidates
 
 
 def _with_logprobs(delta: TokenDelta, logprobs: list[Logprobs]) -> TokenDelta:

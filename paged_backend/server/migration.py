@@ -46,7 +46,8 @@ class Migration:
         max_frame_bytes: int,
     ):
         """moved: of the engine. service: the requests of other instances that it runs. emit: receives the outputs of
-        moved requests. on_moved: called with the number of requests that were moved."""
+        moved requests. on_moved: called with the number of requests that another instance has begun to
+        run."""
         self._moved = moved
         self._service = service
         self._emit = emit
@@ -83,6 +84,9 @@ class Migration:
         for engine in engines:
             engine.close()
 
+    def on_started(self, key: int) -> None:
+        self._on_moved(1)
+
     def on_ended(self, key: int) -> None:
         self._moved.remove(key)
 
@@ -94,10 +98,7 @@ class Migration:
             return
         assert self._successors
         self._successors.exclude(engine.name)
-        newest = self._successor()
-        if newest:
-            self._on_moved(1)
-        self._moved.put_back(request, newest)
+        self._moved.put_back(request, self._successor())
 
     def _run(self) -> None:
         seconds = POLL_SECONDS
@@ -127,7 +128,6 @@ class Migration:
                 else:
                     give_back()
                 return None
-            self._on_moved(1)
             self._moved_at = time.monotonic()
             return successor
 

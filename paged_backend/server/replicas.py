@@ -96,7 +96,8 @@ class Replicas:
             answer = _first_answer(number, process)
             connection = Connection(local_socket.connect(answer["socket"]), self._max_frame_bytes)
             stats = read_stats(answer["stats"])
-            self._engines.append(RemoteEngine(f"replica {number}", connection, emit, self, stats))
+            name = f"replica {number}"
+            self._engines.append(RemoteEngine(name, connection, emit, self, stats, title=name))
             log.info("replica %d of %d is ready", number, self.count)
 
     def place(self, request: GenerateRequest) -> bool:
@@ -132,6 +133,9 @@ class Replicas:
             if engine.stats:
                 stats = stats.plus(engine.stats)
         return stats
+
+    def on_started(self, key: int) -> None:
+        pass
 
     def on_ended(self, key: int) -> None:
         assert self._own

@@ -23,7 +23,7 @@ def test_ranks_are_found_in_any_order_and_strangers_are_not(listener):
         stranger = socket.create_connection((meeting.host, meeting.port))
         stranger.close()
         made.append(connect(Meeting(meeting.host, meeting.port, "wrong"), 1, 5))
-        made.extend(connect(meeting, rank, 5) for rank in (2, 1, 1))  # the second one comes too late
+        made.extend(connect(meeting, rank, 5) for rank in (2, 2, 1))
 
     thread = threading.Thread(target=arrive)
     thread.start()
@@ -31,8 +31,9 @@ def test_ranks_are_found_in_any_order_and_strangers_are_not(listener):
     thread.join()
     assert sorted(found) == [1, 2]
     made[1].send_bytes(b"from 2")
-    made[2].send_bytes(b"from 1")
+    made[3].send_bytes(b"from 1")
     assert [found[rank].recv_bytes() for rank in (1, 2)] == [b"from 1", b"from 2"]
+    assert made[2].recv_bytes() == b"rank 2 has joined from 127.0.0.1 already; 127.0.0.1 is refused"
     made[1].close()
     with pytest.raises(EOFError):
         found[2].recv_bytes()

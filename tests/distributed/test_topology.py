@@ -39,11 +39,11 @@ def test_ranks_are_divided_evenly():
 @pytest.mark.parametrize(
     ("options", "environment", "message"),
     [
-        ({"nnodes": 3}, {}, "tensor_parallel_size=4: must be a multiple of 3"),
+        ({"nnodes": 3}, {}, "nnodes=3: must divide the product of tensor_parallel_size=4 and pipeline_parallel_size=1"),
         (
             {"nnodes": 3, "pipeline_parallel_size": 2},
             {},
-            "tensor_parallel_size=4 and pipeline_parallel_size=2: their product must be a multiple of 3",
+            "nnodes=3: must divide the product of tensor_parallel_size=4 and pipeline_parallel_size=2",
         ),
         ({"nnodes": 2}, {}, "master_addr: missing; nnodes=2 needs"),
         ({}, {"NNODES": "two"}, "NNODES='two': must be a number"),

@@ -209,6 +209,7 @@ def test_warm_up_compiles_every_row_tile(max_num_seqs, monkeypatch):
         ("llama", {"dtype": "float16", "kv_cache_dtype": "fp8", "max_num_seqs": 300}),
         ("qwen3", {"dtype": "bfloat16"}),
         ("qwen3", {"dtype": "bfloat16", "num_speculative_tokens": 3, "block_size": 32}),
+        ("qwen3", {"dtype": "bfloat16", "batch_invariant": True}),
     ],
 )
 def test_serving_compiles_no_kernel(family, options):
@@ -219,15 +220,22 @@ def test_serving_compiles_no_kernel(family, options):
     assert done.returncode == 0, done.stderr
     variants = json.loads(done.stdout.splitlines()[-1])
     served = set(variants["served"])
-    kernels = {"paged_attention_kernel", "best_kernel", "threshold_kernel"}
-    if family == "qwen3" and "num_speculative_tokens" not in options:  # a step with draft tokens shares no prefixes
+    is_invariant = "batch_invariant" in options
+    attention = "invariant_attention_kernel" if is_invariant else "paged_attention_kernel"
+    kernels = {attention, "best_kernel", "threshold_kernel"}
+    if is_invariant:
+        kernels |= {"add_partitions_kernel", "invariant_linear_kernel"}
+    elif family == "qwen3" and "num_speculative_tokens" not in options:  # a step with draft tokens shares no prefixes
         kernels.add("prefix_attention_kernel")
-    assert {one.split()[0] for one in served} >= kernels
+    found = {one.split()[0] for one in served}
+    assert found >= kernels
+    assert not is_invariant or found.isdisjoint({"paged_attention_kernel", "few_rows_linear_kernel"})
     # Of the model's four layers the warm-up runs two, with and without shared prefixes.
     config = EngineConfig.from_options({"model": "x"} | OPTIONS | options)
     steps = sum(1 for _ in warm_up.warm_up_steps(config, 16384, 331))
-    for kernel in ("paged_attention_kernel", "rope_kv_write_kernel"):
-        assert sum(count for one, count in variants["warmed"].items() if one.split()[0] == kernel) == 2 * 2 * steps
+    for kernel in (attention, "rope_kv_write_kernel"):
+        launches = sum(count for one, count in variants["warmed"].items() if one.split()[0] == kernel)
+        assert launches == (1 if is_invariant else 2) * 2 * steps
     assert served - set(variants["warmed"]) == set()
 
 

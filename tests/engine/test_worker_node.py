@@ -2,16 +2,22 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from dataclasses import asdict
 
+import pytest
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
 from paged_backend.distributed.links import Meeting
 from paged_backend.engine.rank import START_KEY
+from paged_client.serving.ports import choose_ports
+from tests.support.in_process import tiny_assembly
 from tests.support.waiting import WAIT
 
 
@@ -31,3 +37,26 @@ def test_rank_that_ends_before_the_start_is_started_again():
                     meeting.accept()[0].close()  # ends the rank
             finally:
                 worker.kill()
+
+
+@pytest.mark.parametrize("model", ["other weights", "missing"])
+def test_worker_with_another_model_is_rejected(tiny, tmp_path, model):
+    """Its weights have the same shapes, so the engine would run, and its tokens would be wrong."""
+    other = tmp_path / "other"
+    if model == "other weights":
+        shutil.copytree(tiny[0], other)
+        tensors = load_file(other / "model.safetensors")
+        save_file(
+            {name: tensor * 1.01 for name, tensor in tensors.items()}, other / "model.safetensors", {"format": "pt"}
+        )
+    problem = "file model.safetensors of the model: differs" if other.exists() else f'ConfigError: model="{other}"'
+    (port,) = choose_ports(master_port=0)
+    command = [sys.executable, "-m", "paged_client", "worker", "--node-rank", "1", "--model", str(other)]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    machines = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
+    with subprocess.Popen(command, env=environment) as worker:
+        try:
+            with pytest.raises(ConfigError, match=f"rank 1 did not start: machine 1: {problem}"):
+                tiny_assembly(tiny[0], **machines)
+        finally:
+            worker.kill()

@@ -9,6 +9,7 @@ from paged_backend.execution.batch import UniformBatch, pack, resolve_placeholde
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
 from paged_kernels import cascade
+from tests.support.scheduler_stress import request, scheduler
 
 
 def sequence_of(key, prompt, blocks, **sampling):
@@ -74,3 +75,16 @@ def test_draft_of_one_sequence_keeps_shared_prefix_of_the_others(prompt, monkeyp
     else:
         assert packed.paging.shared is None
         assert packed.paging.query_starts.tolist() == [0, 4, 8, 12, 16]
+
+
+def test_fingerprints_are_of_the_rows_of_requests_with_a_digest():
+    """Between scored requests without one. Rows of the prompt count among the sample rows, others among the tokens."""
+    sched = scheduler()
+    for key, (length, digest) in enumerate(((3, False), (5, True), (2, False), (1, True), (4, True))):
+        sched.add(request(key, range(length), prompt_logprobs=0, n=1 + key % 2, logits_digest=digest))
+    packed = pack(sched.schedule(), block_size=4)
+    found = packed.sampling.fingerprints
+    assert packed.sample_rows.tolist() == list(range(15))
+    assert found.samples == tuple(found.sampled.tolist()) == (1, 2, 4, 5, 6)
+    assert found.prompts.tolist() == [3, 4, 5, 6, 11, 12, 13]
+    assert found.prompt_chunks == ((1, 4), (4, 3))

@@ -356,9 +356,11 @@ def test_cpu_has_no_graph_capture():
     assert graphs.graph_capture(torch.device("cpu")) is None
 
 
-def test_a_decode_step_is_one_copy_one_graph_and_one_copy_back():
-    """With the kernels that a GPU runs: six launches per layer with few rows, and none outside of the graph."""
-    command = [sys.executable, "-m", "tests.support.fake_decode_step", "qwen3"]
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}], ids=["default", "batch-invariant"])
+def test_a_decode_step_is_one_copy_one_graph_and_one_copy_back(options):
+    """With the kernels that a GPU runs: six launches per layer with few rows, and none outside of the graph. With
+    batch_invariant there are nine for any number of rows, or ten if programs share the keys of a row."""
+    command = [sys.executable, "-m", "tests.support.fake_decode_step", "qwen3", json.dumps(options)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
@@ -368,5 +370,9 @@ def test_a_decode_step_is_one_copy_one_graph_and_one_copy_back():
     for size, operations in two_layers["graphs"].items():
         more = Counter(four_layers["graphs"][size])
         more.subtract(operations)
-        assert sum(more.values()) == 2 * (6 if int(size) <= few_rows.ROWS[-1] else 9), size
+        if options:
+            expected = 10 if "add_partitions_kernel" in operations else 9
+        else:
+            expected = 6 if int(size) <= few_rows.ROWS[-1] else 9
+        assert sum(more.values()) == 2 * expected, size
         assert len(operations) - sum(more.values()) <= 9, size

@@ -97,6 +97,7 @@ CASES = {
     "samples": {"n": 3, "temperature": 1.0, "seed": 3},
     "scored samples": {"n": 3, "temperature": 1.0, "seed": 3, "prompt_logprobs": 0, "logprobs": 1},
     "best of": {"n": 2, "best_of": 4, "temperature": 1.0, "seed": 3},
+    "beams": {"beam_width": 3, "n": 2, "prompt_logprobs": 0},
     "stop token": {"temperature": 1.0, "seed": 5, "stop_token_ids": list(range(0, 320, 6))},
     "stop words": {"temperature": 1.0, "seed": 5, "stop_words_token_ids": [[one] for one in range(1, 320, 6)]},
     "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.5},
@@ -178,6 +179,21 @@ def test_replica_returns_the_digest(tiny, service, monkeypatch):
         assert replicas.service._assembly.scheduler.stats.steps == 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batch_invariant_digest_does_not_depend_on_the_batch(tiny, dtype):
+    """Alone and without a cache, then twice in a batch, of which the second time finds the prompts in the cache."""
+    prompts = [PROMPT[:length] for length in (1, 8, 20, 37)]
+    cases = [(prompt, case) for prompt in prompts for case in CASES.values()]
+    options = {"batch_invariant": True, "dtype": dtype, "num_gpu_blocks_override": 256}
+    with serving(tiny[0], **options, enable_prefix_caching=False) as service:
+        alone = [result(ask(service, prompt, **case)) for prompt, case in cases]
+    with serving(tiny[0], **options) as service:
+        for _ in range(2):
+            callers = [ask(service, prompt, **case) for prompt, case in cases]
+            assert [result(caller) for caller in callers] == alone
+        assert service.service._assembly.scheduler.stats.cached_tokens > 0
+
+
 def test_no_row_is_read_without_a_digest(service, monkeypatch):
     computed = []
     monkeypatch.setattr("paged_backend.execution.runner.compute_fingerprints", lambda *args: computed.append(args))
@@ -189,7 +205,6 @@ def test_no_row_is_read_without_a_digest(service, monkeypatch):
     ("sampling", "receipt", "error"),
     [
         ({"max_tokens": 0, "echo": True}, True, "logits_digest=true: must be false with max_tokens=0"),
-        ({"beam_width": 2}, True, "logits_digest=true: has no effect with beam_width=2"),
         ({}, False, "logits_digest=true: needs return_receipt"),
     ],
 )

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from paged_kernels.aot import MAX_SPILLED_BYTES, SMALL_KERNELS
+from paged_kernels.aot import MAX_SPILLED_BYTES
+from paged_kernels.aot_cases import INVARIANT, SMALL_KERNELS
 
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -24,12 +25,27 @@ def report(environment: dict[str, str], *arguments: str) -> list[dict]:
 def check(rows: list[dict]) -> None:
     assert [row for row in rows if not row["fits"]] == []
     assert all(row["registers"] > 0 and row["spilled"] <= MAX_SPILLED_BYTES for row in rows)
-    kernels = ("decode", "split", "prefill", "prefix", "kv_write", "latent_kv_write", "rope_kv_write")
+    kernels = ("decode", "split", "prefill", "prefix", *INVARIANT, "kv_write", "latent_kv_write", "rope_kv_write")
     expected = {
         *itertools.product(kernels, (None, "int8", "fp8")),
-        *((kernel, None) for kernel in ("add_rms_norm", "few_rows_linear", "swiglu", *SMALL_KERNELS)),
+        *(
+            (kernel, None)
+            for kernel in ("add_rms_norm", "few_rows_linear", "invariant_linear", "swiglu", *SMALL_KERNELS)
+        ),
     }
     assert {(row["kernel"], row["format"]) for row in rows} == expected
+    check_products([row for row in rows if row["kernel"].startswith("invariant")])
+
+
+def check_products(rows: list[dict]) -> None:
+    """A batch-invariant launch multiplies with the same instructions for any number of rows, with splits or without."""
+    found: dict[tuple, set] = {}
+    for row in rows:
+        sizes = (row["width"], row["outputs"]) if row["kernel"] == "invariant_linear" else (row["window"],)
+        key = row["kernel"].removesuffix("_split"), row["dtype"], row["head_dim"], row["format"], *sizes
+        found.setdefault(key, set()).add(tuple(row["products"]))
+    assert all(len(products) == 1 for products in found.values())
+    assert all(products != {()} for key, products in found.items() if "bf16" in key)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.loading import model_options
-from paged_backend.loading.model_options import check_quantization
+from paged_backend.loading.model_options import check_batch_invariance, check_quantization
 from paged_kernels.cpu import native
 from tests.support.families import COMMON, DYNAMIC, LONGROPE
 from tests.support.gguf import CONFIG, write_gguf
@@ -64,6 +64,17 @@ def test_unsupported_int8_quantization_is_rejected(tiny, tmp_path, monkeypatch):
     check_rejected("requires the CPU kernels, which have not been compiled")
     with pytest.raises(ConfigError, match='quantization="int8": requires the CPU'):
         tiny_assembly(tiny[0], quantization="int8", device="cpu")
+
+
+def test_quantized_weights_are_not_batch_invariant_on_a_gpu(tmp_path, monkeypatch):
+    config = EngineConfig.from_options({"model": "x", "batch_invariant": True})
+    quantized, gpu = LlamaConfig(quantization_config={"quant_method": "awq"}), torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="batch_invariant=true: not supported on a GPU with quantized weights"):
+        check_batch_invariance(config, quantized, tmp_path, gpu)
+    monkeypatch.setattr(native, "levels", lambda: ())
+    check_batch_invariance(config, LlamaConfig(), tmp_path, gpu)  # which needs no CPU kernels
+    with pytest.raises(ConfigError, match="batch_invariant=true: requires the CPU kernels"):
+        check_batch_invariance(config, LlamaConfig(), tmp_path, torch.device("cpu"))
 
 
 @pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")

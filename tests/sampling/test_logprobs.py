@@ -312,3 +312,10 @@ class TestEqualLogits:
         found = LogprobsTensors.of(logits, torch.tensor([[2]]), LogprobRows(torch.tensor([0]), (3,)))
         ((_, (entries,)),) = found.by_row()
         assert [(entry.token, entry.rank) for entry in entries] == [(2, 4), (0, 1), (1, 1), (3, 1)]
+
+    def test_padding_of_an_odd_vocabulary_is_no_token(self):
+        """Not even if all tokens are returned."""
+        logits = self.LOGITS[:, :19].float()
+        found = LogprobsTensors.of(logits, self.TOKENS % 19, LogprobRows(torch.arange(9), (19,) * 9))
+        torch.testing.assert_close(found.log_probs, logits.log_softmax(-1).gather(-1, found.tokens))
+        assert found.tokens.max() == 18

@@ -32,6 +32,8 @@ class Engine:
             positions += [position for chunk in plan.chunks for position in chunk.scored]
             found += self.sched.commit(plan, self.store.run(plan))
             self.sched.check()
+        self.others = [delta for delta in found if delta.key != one.key]
+        found = [delta for delta in found if delta.key == one.key]
         (prompt_delta,) = [delta for delta in found if delta.prompt_logprobs is not None]
         assert prompt_delta is found[0]
         assert (prompt_delta.prompt_logprobs, prompt_delta.prompt_fingerprints) == expected_scores(one, VOCAB)
@@ -151,6 +153,17 @@ def test_preempted_request_scores_no_position_twice():
     assert not engine.sched.has_work and engine.sched.stats.recomputed
     assert scored == list(range(18))
     assert engine.score() == [15, 16, 17]
+
+
+def test_preempted_request_takes_the_rest_of_a_block_from_the_cache():
+    """It has computed one of the four scores of its last full block; a request for the same prompt computes all."""
+    engine = Engine(num_blocks=6, preemption="recompute", max_num_batched_tokens=12, max_num_seqs=2)
+    preempted = request(100, PROMPT, max_tokens=0, prompt_logprobs=0, priority=1)
+    engine.sched.add(preempted)
+    plan = engine.sched.schedule()
+    engine.sched.commit(plan, engine.store.run(plan))
+    assert engine.score(priority=-1) == [*range(11, 18), 15, 16, 17]
+    assert engine.others[0].prompt_logprobs == expected_scores(preempted, VOCAB)[0]
 
 
 def test_scores_are_stored_if_the_last_token_has_a_step_of_its_own():

@@ -81,6 +81,29 @@ def test_prompt_is_returned_although_its_first_sample_ends_before_the_commit():
     assert (token.sample, token.prompt_logprobs) == (1, None)
 
 
+@pytest.mark.parametrize("planned", [1, 2])
+def test_prompt_is_returned_once_although_its_first_sample_ends_with_chunks_in_flight(planned):
+    """In a pipeline. The second sample computes the prompt again, unless both chunks were planned."""
+    sched = stress.scheduler(max_num_seqs=2, max_num_batched_tokens=4, stages=3)
+    one = stress.request(0, range(8), max_tokens=2, n=2, prompt_logprobs=1, logits_digest=True)
+    store = ShadowStore(sched, 8)
+    sched.add(one)
+    flights = []
+    for _ in range(planned):
+        plan = sched.schedule()
+        flights.append((plan, store.run(plan)))
+    assert sched.end(0, 0)
+    deltas = []
+    while sched.has_work or flights:
+        if plan := sched.schedule():
+            flights.append((plan, store.run(plan)))
+        deltas += sched.commit(*flights.pop(0))
+        sched.check()
+    prompt, *tokens = deltas
+    assert (prompt.prompt_logprobs, prompt.prompt_fingerprints) == expected_scores(one, 8)
+    assert [(delta.sample, delta.prompt_logprobs) for delta in tokens] == [(1, None)] * 2
+
+
 def test_fingerprints_end_with_the_output():
     """A stop token among the accepted draft tokens ends it."""
     sched = stress.scheduler(draft_tokens=4)

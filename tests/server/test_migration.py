@@ -186,7 +186,9 @@ def test_requests_stay_if_the_other_instance_is_no_successor(tiny, slow, differe
             assert reason(stream.all()) == "length"
 
 
-def test_request_stays_if_the_new_instance_cannot_run_it(tiny, slow):
+def test_request_stays_if_the_new_instance_cannot_run_it(tiny, slow, monkeypatch):
+    counts = []
+    monkeypatch.setattr("paged_backend.server.metrics.Metrics.count_moved", lambda self, count: counts.append(count))
     with serve(tiny) as first:
         slow.seconds = 0.02
         stream = ask(first.service, "abcd", **LONG)
@@ -194,6 +196,7 @@ def test_request_stays_if_the_new_instance_cannot_run_it(tiny, slow):
             until(lambda: any(group.request.stays for group in first.service._assembly.scheduler.running))
             slow.seconds = 0.0
             assert reason(stream.all()) == "length"
+    assert counts == []
 
 
 def test_streams_fail_with_one_error_if_the_new_instance_dies(tiny, slow):

@@ -1,4 +1,5 @@
-"""The launches of a decode step on a GPU that does not exist: `python -m tests.support.fake_decode_step FAMILY`.
+"""The launches of a decode step on a GPU that does not exist: `python -m tests.support.fake_decode_step FAMILY
+[options as JSON]`.
 
 Prints, for models with 2 and 4 layers, the operations in the CUDA graph of a step and those outside of it as JSON.
 """
@@ -79,8 +80,8 @@ def decode_chunk(context_len: int, block_size: int, params: SamplingParams) -> C
     return Chunk(sequence, context_len - 1, 1, sampled_sequences=(sequence,))
 
 
-def count(family: str, layers: int) -> dict[str, Any]:
-    config, assembly = load(family, {"dtype": "bfloat16"}, num_hidden_layers=layers)
+def count(family: str, options: dict[str, Any], layers: int) -> dict[str, Any]:
+    config, assembly = load(family, {"dtype": "bfloat16"} | options, num_hidden_layers=layers)
     runner, inside = assembly.runner, list[list[str]]()
 
     def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -122,7 +123,8 @@ def count(family: str, layers: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    print(json.dumps({layers: count(sys.argv[1], layers) for layers in (2, 4)}), flush=True)
+    options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    print(json.dumps({layers: count(sys.argv[1], options, layers) for layers in (2, 4)}), flush=True)
     os._exit(0)  # without waiting for the engines' threads
 
 

@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -32,8 +33,12 @@ from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.execution import runner
 from paged_backend.execution.batch import PackedBatch
 from paged_backend.execution.runner import PendingStep
+from paged_backend.loading import model_loader
+from paged_backend.loading.verification import verify_model
+from paged_backend.memory.kv_cache import LayerShape
 from paged_backend.models import few_rows, linear
 from paged_backend.models.fusion import FusedModel
+from paged_backend.models.gpu_invariance import install_invariant
 from paged_kernels import ops
 from paged_kernels.compile_ahead import compile_launches
 from paged_kernels.cpu import native
@@ -101,7 +106,15 @@ def load(family: str, options: dict[str, Any], **changes: Any) -> tuple[EngineCo
 
     Projections take one launch for few rows, as if that were faster for all. changes: of the model's configuration.
     """
+    options = dict(options)
+    is_invariant = options.pop("batch_invariant", False)  # as on a GPU, not as on a CPU
+
+    def verify(model: PreTrainedModel, **arguments: Any) -> tuple[LayerShape, ...]:
+        layers = verify_model(model, **arguments)
+        return tuple(replace(layer, batch_invariant=is_invariant) for layer in layers)
+
     with (
+        mock.patch.object(model_loader, "verify_model", verify),
         tempfile.TemporaryDirectory() as directory,
         mock.patch.object(native, "levels", return_value=()),
         mock.patch.object(linear, "MIN_ELEMENTS", 2**60),
@@ -110,8 +123,10 @@ def load(family: str, options: dict[str, Any], **changes: Any) -> tuple[EngineCo
         config = EngineConfig.from_options({"model": directory} | TINY | OPTIONS | options)
         assembly = assemble(config)
     model = assembly.loaded.model
-    if model.dtype in few_rows.DTYPES:
-        fused = FusedModel(model, tuple(layer.forward for layer in model.model.layers))
+    fused = FusedModel(model, tuple(layer.forward for layer in model.model.layers))
+    if is_invariant:
+        install_invariant(model, fused)
+    elif model.dtype in few_rows.DTYPES:
         fused.install_few_rows(lambda calls: float(not isinstance(calls[0].args[1], few_rows.FewRowsWeight)))
     return config, assembly
 
@@ -132,7 +147,8 @@ def on_fake_gpu(assembly: Assembly) -> Iterator[Recorder]:
             (ops, "sample", lambda logits, metadata, out=None: sample(logits, metadata, out=out).zero_()),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
-        assembly.runner.gqa_group = runner._gqa_group(assembly.loaded.model, torch.device("cuda"))
+        kv = assembly.runner.kv
+        assembly.runner.gqa_group = runner._gqa_group(assembly.loaded.model, torch.device("cuda"), kv.layers[0])
         yield recorder
 
 

@@ -565,6 +565,7 @@ MUTANTS = {  # name: (file, source, replacement)
 
 # The stress tests do not cover these, or meet them rarely: unit tests detect them.
 RARE = {
+    "scores are taken twice",
     "the oldest request is preempted",
     "a full batch is never preempted",
     "priorities are ignored",

@@ -13,7 +13,10 @@ from tests.support.in_process import EngineHarness, Output
 
 class Owner:
     def __init__(self):
-        self.ended, self.returned = [], SimpleQueue()
+        self.started, self.ended, self.returned = [], [], SimpleQueue()
+
+    def on_started(self, key):
+        self.started.append(key)
 
     def on_ended(self, key):
         self.ended.append(key)

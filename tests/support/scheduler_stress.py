@@ -201,7 +201,7 @@ class StressTest:
         if self.scores:
             choice |= {
                 "prompt_logprobs": rnd.choice([None, 0, 0, 0, 0, 1, 2]),
-                "logits_digest": "beam_width" not in choice and rnd.random() < 0.3,
+                "logits_digest": rnd.random() < 0.3,
             }
             if n == 1 and choice["prompt_logprobs"] is not None and rnd.random() < 0.2:
                 choice["max_tokens"] = 0

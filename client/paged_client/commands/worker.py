@@ -7,8 +7,11 @@ import os
 import sys
 from collections.abc import Mapping
 
+from paged_backend.api.options import host
 from paged_backend.utils.machine import find_python
 from paged_client.session import UsageError
+
+FLAGS = {"MASTER_ADDR": "--master-addr", "MASTER_PORT": "--master-port", "NODE_RANK": "--node-rank"}
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,10 +42,12 @@ def worker(args: argparse.Namespace) -> int:
 
 def check(environment: Mapping[str, str]) -> None:
     """Raise UsageError if an argument is missing or invalid."""
-    for name, flag in (("MASTER_ADDR", "--master-addr"), ("NODE_RANK", "--node-rank")):
+    for name in ("MASTER_ADDR", "NODE_RANK"):
         if not environment.get(name):
-            raise UsageError(f"{flag} is missing, and so is {name} in the environment")
+            raise UsageError(f"{FLAGS[name]} is missing, and so is {name} in the environment")
+    if problem := host(environment["MASTER_ADDR"]):
+        raise UsageError(f"{FLAGS['MASTER_ADDR']} (MASTER_ADDR) {environment['MASTER_ADDR']}: {problem}")
     for name, lowest, highest in (("NODE_RANK", 1, 63), ("MASTER_PORT", 1, 65535)):
         value = environment.get(name, str(lowest))
         if not value.isdecimal() or not lowest <= int(value) <= highest:
-            raise UsageError(f"{name}={value}: must be a number from {lowest} to {highest}")
+            raise UsageError(f"{FLAGS[name]} ({name}) {value}: must be a number from {lowest} to {highest}")

@@ -59,6 +59,9 @@ def run(
         for url in given:
             if given.count(url) > 1:
                 raise UsageError(f"{flag} {url}: given {given.count(url)} times; each must be another server")
+    for url in prefill_urls:
+        if url in (urls or [DEFAULT_URLS["grpc"]]):
+            raise UsageError(f"--prefill-url {url}: is a --url, too; prefill needs a server of its own")
     if tokenizer:  # loading takes several seconds, including the import of transformers
         _log_line(f"loading the tokenizer {tokenizer} ...")
     try:
@@ -72,9 +75,12 @@ def run(
     tool_format = FORMATS[tool_parser] if tool_parser != "auto" else detect_format(template.text if template else None)
     try:
         found = find_models(urls or [DEFAULT_URLS["grpc"]])
-        find_models(prefill_urls)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
+    try:
+        find_models(prefill_urls, "prompts for this server are computed by the others until this has changed")
+    except ValueError as error:
+        raise UsageError(f"--prefill-{error}") from None
     index = None
     if kv_events:
         if template is None:
@@ -124,18 +130,20 @@ def run(
     return 0
 
 
-def find_models(urls: Sequence[str]) -> str | None:
+def find_models(
+    urls: Sequence[str], consequence: str = "requests for this server fail until this has changed"
+) -> str | None:
     """Return the name of the model on the first of these servers that can be reached; None without one.
 
-    Raises ValueError for an invalid URL. Writes a warning for each server that cannot be reached or does not serve this
-    engine.
+    Raises ValueError for an invalid URL. Writes a warning, with the consequence, for each server that cannot be reached
+    or does not serve this engine.
     """
     names = []
     for url in urls:
         try:
             names.append(find_model(url, "grpc", FIND_SECONDS))
         except PagedError as error:
-            _log_line(f"warning: {error.message}; requests for this server fail until this has changed")
+            _log_line(f"warning: {error.message}; {consequence}")
     return names[0] if names else None
 
 

@@ -3,7 +3,12 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_kernels.arguments import check_add_rms_norm, check_few_rows_linear, check_swiglu
+from paged_kernels.arguments import (
+    check_add_rms_norm,
+    check_few_rows_linear,
+    check_invariant_linear,
+    check_swiglu,
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,3 +50,12 @@ def few_rows_linear(
     total = x if residual is None else x + residual
     y = F.linear(total if norm is None else rms_norm(total, norm, eps), weight, bias)
     return _gate(y) if swiglu else y, total
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `paged_kernels.invariant_linear.invariant_linear`, one row at a time."""
+    check_invariant_linear(x, weight, bias)
+    out = x.new_empty(len(x), len(weight))
+    for row, result in zip(x, out, strict=True):
+        result.copy_(F.linear(row, weight, bias))
+    return out

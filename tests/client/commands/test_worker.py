@@ -35,8 +35,15 @@ def test_arguments_precede_the_environment(executed, monkeypatch):
     [
         (["--node-rank", "1"], "--master-addr is missing, and so is MASTER_ADDR in the environment"),
         (["--master-addr", "a"], "--node-rank is missing, and so is NODE_RANK in the environment"),
-        (["--master-addr", "a", "--node-rank", "0"], "NODE_RANK=0: must be a number from 1 to 63"),
-        (["--master-addr", "a", "--node-rank", "1", "--master-port", "70000"], "MASTER_PORT=70000: must be a number"),
+        (["--master-addr", "a", "--node-rank", "0"], "--node-rank (NODE_RANK) 0: must be a number from 1 to 63"),
+        (
+            ["--master-addr", "a:1", "--node-rank", "1"],
+            "--master-addr (MASTER_ADDR) a:1: must be a host",
+        ),
+        (
+            ["--master-addr", "a", "--node-rank", "1", "--master-port", "70000"],
+            "--master-port (MASTER_PORT) 70000: must be",
+        ),
     ],
 )
 def test_missing_and_invalid_arguments_are_named(executed, capsys, arguments, message):

@@ -1,0 +1,80 @@
+"""What the ranks of an engine must have in common besides its options: the model's files and the software.
+
+Ranks on several machines load the model from their own disks. Files of the same shape with other weights, such as
+another revision or fine-tune, would give wrong tokens and no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+import transformers
+
+import paged_backend
+import paged_kernels
+from paged_backend.api.config import EngineConfig
+from paged_backend.engine.model_preparation import ROOT
+from paged_backend.loading.model_source import find_files
+from paged_backend.memory.block_file import model_files
+
+SAMPLES = 64  # places of a large file that are compared
+SAMPLE_BYTES = 1 << 14
+
+Facts = Mapping[str, str]
+
+
+def rank_facts(config: EngineConfig) -> Facts:
+    """Return what a rank has, by name: digests of its model's files and of this project, and versions.
+
+    Of a large file, its size and SAMPLES of its bytes are compared, so the time does not depend on the model's size.
+    Raises ConfigError if the model's files are missing.
+    """
+    found = {
+        "version of this project": _digest_code(),
+        "version of torch": torch.__version__,
+        "version of transformers": transformers.__version__,
+    }
+    path = find_files(config.model, ROOT, config, config.revision)
+    return found | {f"file {file.name} of the model": _digest(file) for file in model_files(path)}
+
+
+def find_difference(own: Facts, other: Facts) -> str | None:
+    """Return in words how another rank differs from this one; None if it does not."""
+    for name in sorted(own.keys() | other.keys()):
+        ours, theirs = own.get(name), other.get(name)
+        if theirs is None:
+            return f"{name}: missing there"
+        if ours is None:
+            return f"{name}: missing on the server's machine"
+        if ours != theirs:
+            shown = f" ({theirs}, and {ours} on the server's machine)" if name.startswith("version of t") else ""
+            return f"{name}: differs from that on the server's machine{shown}"
+    return None
+
+
+def _digest(file: Path) -> str:
+    digest, size = blake2b(digest_size=16), file.stat().st_size
+    digest.update(size.to_bytes(8, "little"))
+    step = max(SAMPLE_BYTES, (size - SAMPLE_BYTES) // (SAMPLES - 1))
+    with file.open("rb") as opened:
+        for start in range(0, size, step):
+            opened.seek(start)
+            digest.update(opened.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _digest_code() -> str:
+    digest = blake2b(digest_size=16)
+    for file in sorted(_sources()):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _sources() -> Iterator[Path]:
+    for package in (paged_backend, paged_kernels):
+        for folder in package.__path__:
+            for pattern in ("*.py", "*.cpp", "*.h"):
+                yield from Path(folder).rglob(pattern)

@@ -1,0 +1,159 @@
+"""Batch-invariant attention: against the reference, and bit by bit in batches of every kind."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from paged_kernels import invariant_attention, launch, launch_table
+from paged_kernels import paged_attention as paged_attention_module
+from paged_kernels.launch import Choice, Device, key_blocks, rows_of_query
+from paged_kernels.launch_table import Tile, TuningKey
+from paged_kernels.paged_attention import paged_attention, paged_attention_reference
+from paged_kernels.paging import SharedPrefixes
+from tests.support.attention_cases import (
+    Case,
+    make_cache,
+    make_inputs,
+    make_paging,
+    move_paging,
+    replace_paging,
+    sample,
+)
+from tests.support.fixed_order_dot import create_dot
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
+LENGTH, PARTITION = 150, 64  # of the sequence; of a partition in these tests, to have several
+SPLITS = [1, 2, 5]
+
+
+@pytest.fixture(autouse=True)
+def partitions(monkeypatch, device):
+    monkeypatch.setattr(invariant_attention, "PARTITION", PARTITION)
+    if device == "cpu":
+        import triton.runtime.interpreter as interpreter
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def forced(splits):
+    return launch.force(Choice(splits, small_tiles=False))
+
+
+@pytest.mark.parametrize(("dtype", "splits"), [(torch.float32, 3), (torch.float16, 1)], ids=str)
+@pytest.mark.parametrize("case", sample(8, seed=3), ids=str)
+def test_matches_reference(case, splits, dtype, device):
+    inputs = make_inputs(case, dtype, device)
+    query, cache, paging = inputs.arrays
+    expected = paged_attention_reference(query, cache, paging, **inputs.settings)
+    with forced(splits):
+        actual = paged_attention(query, replace(cache, batch_invariant=True), paging, **inputs.settings)
+    assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+class Contents:
+    """Queries, keys and values of sequences, of which each batch computes some chunks."""
+
+    def __init__(self, case, dtype, device):
+        self.case, self.dtype, self.device = case, dtype, device
+        generator = torch.Generator().manual_seed(0)
+        heads, size = case.num_kv_heads * case.group, case.head_dim
+        self.queries = torch.randn((3, LENGTH, heads, size), generator=generator).to(device, dtype)
+        # The magnitude of keys and values changes from token to token, as do the scales of a quantized cache.
+        magnitudes = torch.randn((3, LENGTH, 1, 1, 1), generator=generator).exp()
+        self.kv = magnitudes * torch.randn((3, LENGTH, 2, case.num_kv_heads, size), generator=generator)
+        self.sinks = torch.randn(heads, generator=generator).to(device, dtype) if case.sinks else None
+
+    def attend(self, *chunks, block_size=16, splits=1, padding=0, shared=None, max_context_len=None):
+        """Return the attention of chunks (sequence, first position, length) in one step, one tensor each."""
+        case = self.case
+        spans = tuple((length, start + length) for _, start, length in chunks) + ((1, 0),) * padding
+        paging, num_blocks = make_paging(spans, block_size)
+        pool = torch.full((num_blocks, 2, case.num_kv_heads, block_size, case.head_dim), float("nan"))
+        for table, (sequence, start, length) in zip(paging.block_tables.long(), chunks, strict=False):
+            position = torch.arange(start + length)
+            place = table[position // block_size], slice(None), slice(None), position % block_size
+            pool[place] = self.kv[sequence, : start + length]
+        cache = make_cache(
+            pool.to(self.device, self.dtype), case.format, strided=False, value_dim=case.value_dim, latent=case.latent
+        )
+        query = torch.cat(
+            [self.queries[sequence, start : start + length] for sequence, start, length in chunks]
+            + [self.queries[0, :1]] * padding
+        )
+        paging = replace_paging(
+            move_paging(paging, self.device), shared=shared, max_context_len=max_context_len or paging.max_context_len
+        )
+        settings = dict(scale=0.1, sliding_window=case.sliding_window, softcap=case.softcap, sinks=self.sinks)
+        with forced(splits):
+            out = paged_attention(query, replace(cache, batch_invariant=True), paging, **settings)
+        return out.split([length for length, _ in spans])[: len(chunks)]
+
+
+CASES = [
+    Case(group=3, head_dim=16),
+    Case(group=2, head_dim=16, sliding_window=70, sinks=True),
+    Case(group=4, head_dim=16, sliding_window=13, format="int8"),
+    Case(group=1, head_dim=16, softcap=5.0, format="fp8"),
+    Case(num_kv_heads=1, group=5, head_dim=48, value_dim=32, latent=True, sinks=True),
+]
+POSITIONS = (0, 1, 63, 64, 65, 100, 127, 128, LENGTH - 1)
+
+
+@pytest.fixture(params=itertools.product(CASES, (torch.float32, torch.float16)), ids=str)
+def contents(request, device):
+    return Contents(*request.param, device)
+
+
+def test_bits_do_not_depend_on_the_batch(contents, tables, monkeypatch):
+    """Alone, in a chunk of any length, in a step with others, with splits, other block sizes and other tables."""
+    (whole,) = contents.attend((0, 0, LENGTH))
+    assert whole.isfinite().all()
+
+    def check(start, length, found):
+        assert torch.equal(bits(found), bits(whole[start : start + length])), (start, length)
+
+    for position, splits in zip(POSITIONS, itertools.cycle(SPLITS), strict=False):
+        check(position, 1, *contents.attend((0, position, 1), splits=splits))
+    for (start, length), splits in zip(((0, 70), (5, 7), (60, 90), (129, 4)), itertools.cycle(SPLITS), strict=False):
+        check(start, length, *contents.attend((0, start, length), splits=splits))
+    mixed = (1, 90, 1), (0, 140, 3), (2, 20, 40), (0, 66, 1), (1, 0, 1), (0, 100, 20)
+    for splits in SPLITS:
+        found = contents.attend(*mixed, splits=splits, padding=2, max_context_len=1000)
+        for (sequence, start, length), rows in zip(mixed, found, strict=True):
+            if sequence == 0:
+                check(start, length, rows)
+    for block_size in (1, 8, 64, 256):
+        check(120, 30, *contents.attend((0, 120, 30), block_size=block_size))
+    block_d, itemsize = key_blocks(contents.case.head_dim)[0], contents.dtype.itemsize
+    rows = rows_of_query(contents.case.group, itemsize, block_d)
+    key = TuningKey(block_d, itemsize, rows, contents.case.format is not None, 4096)
+    launch_table.use_table(launch_table.make_table("sm_90", None, [(key, Tile(64, 16, 2, 1))]))
+    assert launch_table.find_tile("sm_90", key).block_n == 16
+    check(120, 30, *contents.attend((0, 120, 30)))
+    monkeypatch.setattr(paged_attention_module, "device_of", lambda device: Device("sm_90", 4))
+    check(0, LENGTH, *contents.attend((0, 0, LENGTH)))
+
+
+def test_a_shared_prefix_does_not_affect_the_bits(device):
+    contents = Contents(CASES[0], torch.float32, device)
+    lens, members = torch.tensor([64, 64], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    shared = SharedPrefixes(lens, members, torch.tensor([0, 2], dtype=torch.int32), 64)
+    shared = SharedPrefixes(*(one.to(device) for one in (shared.lens, shared.members, shared.group_starts)), 64)
+    batch = (0, 130, 1), (0, 140, 1)
+    for found, expected in zip(contents.attend(*batch, shared=shared), contents.attend(*batch), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_padding_is_zero(device):
+    """Captured steps have sequences without keys. They get 0, as in other launches."""
+    contents = Contents(CASES[1], torch.float32, device)
+    for splits in SPLITS:
+        (rows,) = contents.attend((0, 70, 2), splits=splits, padding=3)
+        assert rows.isfinite().all()
+
+
+def bits(tensor):
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
