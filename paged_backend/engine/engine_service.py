@@ -28,7 +28,8 @@ from paged_backend.utils.local_socket import FrameError, pack
 log = logging.getLogger("paged_llm")
 
 FIRST_KEY = -(2**62)  # keys of requests of other processes; they are in front of own requests that wait
-STORE_SECONDS = 0.1  # maximum time that a connection waits for the engine to store blocks
+MAX_UNSTORED_BYTES = 64 << 20  # of received blocks, above which a connection waits for the engine to store some
+STORE_SECONDS = 2.0  # the longest that it waits, so that the sender does not give up
 FLUSH_SECONDS = 5.0  # time to send what is queued before a session ends
 
 
@@ -62,6 +63,8 @@ class EngineService:
         self._submit: Callable[[GenerateRequest], None] | None = None
         self._check: Callable[[GenerateRequest], None] = lambda request: None
         self._store: Callable[[BlockRun], None] = lambda run: run.stored.set()
+        self._unstored: list[BlockRun] = []  # guarded by the lock
+        self._lock = threading.Lock()
         self._keys = itertools.count(FIRST_KEY)
         self._served: dict[int, EngineSession] = {}  # by key
         self._sessions: set[EngineSession] = set()  # connections that have sent a request
@@ -133,9 +136,16 @@ class EngineService:
         self._submit(request)
 
     def store(self, run: BlockRun) -> None:
-        """Put blocks into the prefix cache. Returns after STORE_SECONDS, or as soon as it is done."""
+        """Put blocks into the prefix cache. Waits while too many are on the way there."""
         self._store(run)
-        run.stored.wait(STORE_SECONDS)
+        with self._lock:
+            self._unstored = [one for one in self._unstored if not one.stored.is_set()] + [run]
+            excess, waits_for = sum(one.nbytes for one in self._unstored) - MAX_UNSTORED_BYTES, None
+            for one in self._unstored:
+                if excess > 0:
+                    excess, waits_for = excess - one.nbytes, one
+        if waits_for:
+            waits_for.stored.wait(STORE_SECONDS)
 
     def control(self, key: int, control: Any, sample: Any, *, is_last: bool = True) -> None:
         """Change a request that is running. is_last: whether this ends it. Raises FrameError."""
@@ -280,10 +290,10 @@ class EngineSession:
             self._frames.put({"id": request_id, "returned": "rejected", "text": str(error)})
 
     def _store(self, request_id: int, frame: Mapping[str, Any]) -> None:
-        """Store blocks. Waits for the engine, so that no more blocks are read than it can store."""
+        """Store blocks, in order with the requests that come after them."""
         self._start_sender()
         self._service.store(read_blocks(frame))
-        if frame.get("acknowledge"):
+        if frame.get("acknowledge"):  # a request that another connection submits now comes after them
             self._frames.put({"id": request_id, "stored": True})
 
     def _start_sender(self) -> None:

@@ -48,10 +48,11 @@ class AddRequest(Message):
             state.queued.discard(self.request.key)
             state.emit_step([TokenDelta(self.request.key, error=ModelAsleep(ASLEEP))])
             return False
-        if state.asleep and state.successor and state.successor.alive:
+        if state.asleep and state.late and state.late.successor.alive:
             state.queued.discard(self.request.key)
-            state.moved[self.request.key] = Moved(state.successor)
-            state.successor.submit(self.request)
+            if engine := state.late.take(self.request, ()):
+                state.moved[self.request.key] = Moved(engine)
+                engine.submit(self.request)
             return False
         if not state.wake_for(self.request.key):
             return False

@@ -21,7 +21,7 @@ from paged_backend.api.request import GenerateRequest, Progress
 from paged_backend.engine.messages import Message, StoreMoved
 from paged_backend.engine.model_memory import MemoryShortage
 from paged_backend.engine.moved_blocks import BlockRun
-from paged_backend.engine.state import EngineState, Moved, OtherEngine
+from paged_backend.engine.state import EngineState, LateRequests, Moved, OtherEngine
 from paged_backend.scheduling.sequence import Group
 
 log = logging.getLogger("paged_llm")
@@ -72,10 +72,10 @@ class MovedRequests:
         """Forget a moved request, after its last output was emitted."""
         self._state.moved.pop(key, None)
 
-    def release_memory(self, successor: OtherEngine) -> None:
-        """Release the memory of the model if no request is open. Requests that arrive later are submitted to the
-        successor. The memory is restored if one is given back, or if the successor has ended."""
-        self._post(_ReleaseUnused(successor))
+    def release_memory(self, successor: OtherEngine, take: Take) -> None:
+        """Release the memory of the model if no request is open. Requests that arrive later are taken out at once, as
+        by `take_out`. The memory is restored if one is given back, or if the successor has ended."""
+        self._post(_ReleaseUnused(LateRequests(successor, take)))
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,11 @@ class _PutBack(Message):
 
 @dataclass(frozen=True)
 class _ReleaseUnused(Message):
-    successor: OtherEngine
+    late: LateRequests
     needs_commit: ClassVar[bool] = True
 
     def apply(self, state: EngineState) -> bool:
-        state.successor = self.successor
+        state.late = self.late
         if state.memory is None or state.asleep or state.num_open:
             return False
         try:

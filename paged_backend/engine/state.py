@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -44,6 +44,14 @@ class OtherEngine(Protocol):
     def expire(self, key: int) -> None: ...
 
 
+@dataclass(frozen=True)
+class LateRequests:
+    """Where requests go that arrive when all others were moved and the memory was released."""
+
+    successor: OtherEngine
+    take: Callable[[GenerateRequest, Sequence[BlockRun]], OtherEngine | None]  # see `MovedRequests.take_out`
+
+
 @dataclass(eq=False)
 class Moved:
     """A request that another engine runs."""
@@ -68,7 +76,7 @@ class EngineState:
     moved: dict[int, Moved] = field(default_factory=dict)  # by key; another thread removes those that have ended
     wakes_on_demand: bool = False  # whether the memory was released because the requests were moved
     blocks: BlockCopier | None = None  # None: blocks of moved requests are not copied
-    successor: OtherEngine | None = None  # runs requests that arrive after the memory was released
+    late: LateRequests | None = None  # where requests go that arrive after the memory was released
 
     @property
     def asleep(self) -> bool:

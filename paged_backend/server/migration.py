@@ -135,7 +135,7 @@ class Migration:
         if successor:
             self._moved_at = self._moved_at or time.monotonic()
             if time.monotonic() - self._moved_at > RELEASE_SECONDS:
-                self._moved.release_memory(successor)
+                self._moved.release_memory(successor, take)
         return successor is not None and successor.unsent_bytes > 0
 
     def _successor(self) -> RemoteEngine | None:

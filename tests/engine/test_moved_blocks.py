@@ -137,7 +137,8 @@ def test_blocks_go_to_the_engine_that_another_process_submits_to(tiny):
 
         harness.engine.moved_requests.take_out(lambda request: True, take)
         assert stored.wait(WAIT)
-        assert peer.engine._state.scheduler.blocks.pool.num_cached >= len(PROMPT) // 4
+        pool = peer.engine._state.scheduler.blocks.pool
+        until(lambda: pool.num_cached >= len(PROMPT) // 4, "the blocks in the prefix cache")
         assert other.unsent_bytes == 0
 
 

@@ -146,7 +146,7 @@ def test_request_returns_to_the_engine_that_it_came_from(assemblies, tiny):
         kept = Kept()
         one.engine.moved_requests.take_out(lambda request: True, lambda request, blocks: kept)
         until(lambda: kept.requests, "the request")
-        one.engine.moved_requests.release_memory(kept)
+        one.engine.moved_requests.release_memory(kept, lambda request, blocks: kept)
         until(lambda: first.model_memory.released, "released memory")
         one.engine.moved_requests.put_back(kept.requests[0])
         (output,) = harness.collect(key, 1)
@@ -183,7 +183,7 @@ def test_request_fails_if_the_memory_cannot_be_restored(assemblies, monkeypatch)
     with running(first) as one:
         harness, kept = SampleHarness(first, one.engine, one.steps), Kept()
         kept.alive = False
-        one.engine.moved_requests.release_memory(kept)
+        one.engine.moved_requests.release_memory(kept, lambda request, blocks: kept)
         until(lambda: first.model_memory.released, "released memory")
         restore = first.model_memory.restore
 
@@ -203,7 +203,7 @@ def test_late_requests_go_to_the_engine_that_has_the_others(assemblies):
     first = assemblies[0]
     with running(first) as one:
         harness, kept = SampleHarness(first, one.engine, one.steps), Kept()
-        one.engine.moved_requests.release_memory(kept)
+        one.engine.moved_requests.release_memory(kept, lambda request, blocks: kept)
         until(lambda: first.model_memory.released, "released memory")
         key = harness.submit(PROMPT, max_tokens=4)
         until(lambda: kept.requests, "the request")
@@ -219,12 +219,26 @@ def test_sleep_mode_of_an_engine_whose_requests_were_moved(assemblies):
     first = assemblies[0]
     with running(first) as one:
         harness, kept = SampleHarness(first, one.engine, one.steps), Kept()
-        one.engine.moved_requests.release_memory(kept)
+        one.engine.moved_requests.release_memory(kept, lambda request, blocks: kept)
         until(lambda: first.model_memory.released, "released memory")
         assert one.engine.sleep_mode.sleep(0).memory.total == 0
         assert one.engine.sleep_mode.wake().memory.pool > 0
         key = harness.submit(PROMPT, max_tokens=4)
         assert harness.collect(key, 1)[0].tokens
+
+
+def test_late_request_of_another_process_is_left_to_that_process(assemblies):
+    """Its outputs go there, so this engine must not pass it on as its own."""
+    first, told = assemblies[0], SimpleQueue()
+    with running(first) as one:
+        harness, kept = SampleHarness(first, one.engine, one.steps), Kept()
+        one.engine.moved_requests.release_memory(kept, lambda request, blocks: told.put(request.key))
+        until(lambda: first.model_memory.released, "released memory")
+        key = harness.submit(PROMPT, max_tokens=4)
+        assert told.get(timeout=60) == key
+        assert not kept.requests and first.model_memory.released
+        kept.alive = False
+        assert harness.collect(harness.submit(PROMPT, max_tokens=4), 1)[0].tokens
 
 
 class Kept:
