@@ -30,7 +30,7 @@ class Timing:
     first: float | None = None  # time of the first text
 
     def report(self, completion: Completion) -> str:
-        """Return a line with token counts, time to first text and throughput."""
+        """Return token counts, time to first text and throughput, and the digests of the logits if requested."""
         now = time.perf_counter()
         seconds = now - self.started
         first = "no text" if self.first is None else f"first text after {self.first - self.started:.3f} s"
@@ -38,11 +38,12 @@ class Timing:
         num_output_tokens = sum(sample.num_output_tokens for sample in samples)
         reasons = ", ".join(dict.fromkeys(sample.finish_reason for sample in samples))
         cached = f" ({completion.receipt['cached_tokens']} cached)" if completion.receipt else ""
+        digests = (completion.receipt or {}).get("logits_digests", ())
         return (
             f"{completion.num_input_tokens} prompt tokens{cached}, {num_output_tokens} output tokens"
             f" ({reasons}); {first},"
             f" {num_output_tokens / seconds:.1f} tokens/s over {seconds:.3f} s"
-        )
+        ) + "".join(f"\ndigest of the logits: {digest}" for digest in digests)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class SamplingParams:
         None,
         "Seed of the request. In float32 the same seed and request give the same tokens, whatever else runs in the"
         " batch. In 16 bits, or with 8-bit keys and values, rounding depends on the batch and on cache hits, which"
-        " often changes sampled tokens.",
+        " often changes sampled tokens, except with the option `batch_invariant`.",
         with_beams=False,
     )
     repetition_penalty: float = parameter(

@@ -19,7 +19,6 @@ def fingerprint(config: EngineConfig, loaded: LoadedModel, limits: EngineLimits)
     source = BlockSource(config, limits.layout, [loaded.path], spec.dtype, spec.kv_dtype, loaded.model.device)
     facts = {
         "source": source.fingerprint,
-        "activations": config.quantized_activations,
         "vocabulary": [spec.vocab_size, len(loaded.tokenizer), sorted(spec.eos_ids)],
         "tokenizer": config.tokenizer,
         "frames": FRAMES_VERSION,

@@ -61,10 +61,23 @@ def summary(config: EngineConfig, prepared: PreparedModel) -> list[str]:
     if config.num_speculative_tokens:
         source = _describe_model(config.speculative_model, loaded.draft) if loaded.draft else "prompt lookup"
         lines.append(f"Speculative decoding: {config.num_speculative_tokens} draft tokens per step, {source}")
+    if config.batch_invariant:
+        lines.append(f"Batch invariance: the same logits in every batch; {_invariance_cost(loaded, device)}")
     if loaded.lora:
         size = loaded.lora.nbytes / GIB
         lines.append(f"LoRA: {loaded.lora.slots} slots of rank {loaded.lora.rank}, {size:.2f} GiB")
     return lines
+
+
+def _invariance_cost(loaded: LoadedModel, device: torch.device) -> str:
+    """Return what `batch_invariant` costs, for this kind of model and device."""
+    if device.type != "cpu":
+        return "the cost on GPUs is not known"
+    if loaded.spec.states:
+        return "recurrent layers compute prompts token by token, which takes several times as long"
+    if loaded.spec.dtype == torch.bfloat16 and native.level() == "amx":
+        return "AMX is not used, so prompts take longer"
+    return "about 1% of the speed of a model without experts"
 
 
 def _stages(config: EngineConfig, prepared: PreparedModel) -> str:

@@ -164,6 +164,7 @@ class BlockSource:
             "transformers": transformers.__version__,
             "options": [config.load_format, config.seed if config.load_format == "dummy" else None],
             "weights": [str(self.dtype), config.quantization, config.quantization_group_size],
+            "activations": config.quantized_activations,
             "layout": [str(self.kv_dtype), config.block_size, layout.base_pages, layout.pages],
             "device": self.device.type,
             "code": FORMAT_VERSION,

@@ -96,6 +96,12 @@ def test_stats_count_every_sample():
     assert report.startswith("7 prompt tokens, 10 output tokens (stop, length); ")
 
 
+def test_stats_have_the_digests():
+    completion = Completion("a", "stop", 7, 4, receipt={"cached_tokens": 2, "logits_digests": ["ab", "cd"]})
+    report = session.Timing(0.0).report(completion)
+    assert report.splitlines()[1:] == ["digest of the logits: ab", "digest of the logits: cd"]
+
+
 def test_standard_input_must_be_utf8(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"))
     assert main(["generate"]) == 2

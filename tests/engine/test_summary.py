@@ -10,7 +10,7 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.engine.model_preparation import prepare_model
-from paged_backend.engine.summary import log_startup, summary, unused_options
+from paged_backend.engine.summary import _invariance_cost, log_startup, summary, unused_options
 from tests.support.classifiers import save_classifier
 from tests.support.families import HYBRID_FAMILIES
 from tests.support.in_process import save_tiny
@@ -70,6 +70,15 @@ def test_lines_of_further_parts(config, prepared):
     named = replace(more, speculative_model="small")
     lines = summary(named, replace(prepared, loaded=replace(loaded, draft=prepared.loaded)))
     assert any(line.startswith("Speculative decoding: 3 draft tokens per step, small (Llama") for line in lines)
+
+
+def test_line_of_batch_invariance(config, prepared):
+    own = replace(config, batch_invariant=True)
+    lines = dict(line.split(": ", 1) for line in summary(own, prepared))
+    assert lines["Batch invariance"].startswith("the same logits in every batch; ")
+    recurrent = replace(prepared, loaded=replace(prepared.loaded, spec=replace(prepared.loaded.spec, states=(None,))))
+    assert _invariance_cost(recurrent.loaded, CPU).startswith("recurrent layers compute prompts token by token")
+    assert _invariance_cost(prepared.loaded, GPU) == "the cost on GPUs is not known"
 
 
 def test_line_of_recurrent_layers(tmp_path):

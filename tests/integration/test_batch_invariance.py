@@ -2,6 +2,7 @@
 
 import random
 import time
+from contextlib import ExitStack
 
 import pytest
 from transformers import Qwen3Config
@@ -12,6 +13,7 @@ from tests.support.adapters import LORA, make_adapter, write_adapter_list
 from tests.support.families import COMMON
 from tests.support.in_process import running, save_tiny
 from tests.support.invariance import INVARIANT, Ask, random_asks, run, run_alone
+from tests.support.redis_server import needs_redis, running_redis
 from tests.support.tiny_family import TinyFamily
 
 QUANTIZED = ("int8 weights", "int4 weights")
@@ -150,6 +152,23 @@ def test_mechanism_changes_no_bit(name, family_of, alone):
         stats = engine.history[-1].stats
     assert found == alone[id(ask)]
     assert counter is None or getattr(stats, counter) > 0
+
+
+@pytest.mark.parametrize("tier", ["disk", pytest.param("remote", marks=needs_redis)])
+def test_tier_changes_no_bit(tier, family_of, alone, tmp_path):
+    """An engine that has computed nothing reads the blocks of another one."""
+    options = {"swap_space": 0.01, "tier_read_mode": "always"}
+    with ExitStack() as stack:
+        if tier == "remote":
+            store = stack.enter_context(running_redis(tmp_path))
+            options |= {"remote_cache_url": store.url, "remote_cache_timeout_ms": 60_000}
+        else:
+            options["disk_cache_dir"] = str(tmp_path)
+        for reads in (False, True):
+            with running(family_of("qwen3").assembly(**INVARIANT | options)) as engine:
+                assert run(engine, [UNSCORED, *OTHERS])[0] == alone[id(UNSCORED)]
+                found = engine.engine._state.stats()
+                assert bool(getattr(found, f"{tier}_read")) == reads
 
 
 def test_number_of_threads_changes_no_bit(family_of, alone, monkeypatch):

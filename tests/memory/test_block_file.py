@@ -109,6 +109,7 @@ def test_content_fingerprint_is_that_of_other_machines(source, tmp_path):
         {"config": EngineConfig(model="m", block_size=8)},
         {"config": EngineConfig(model="m", quantization="int8")},
         {"config": EngineConfig(model="m", quantization="int8", quantization_group_size=32)},
+        {"config": EngineConfig(model="m", quantization="int8", quantized_activations="none")},
         {"config": EngineConfig(model="m", load_format="dummy", seed=1)},
     ],
     ids=str,

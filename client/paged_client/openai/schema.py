@@ -197,6 +197,9 @@ class GenerateBody(SamplingFields, GuidedFields, IgnoredFields, Body):
             raise ApiError(400, "stream_options: requires stream=true", param="stream_options")
         if self.stream_options:
             self.stream_options.check()
+        if self.logits_digest and self.stream and not (self.stream_options and self.stream_options.include_usage):
+            problem = "requires stream_options.include_usage=true in a stream, whose last chunk then has the digests"
+            raise ApiError(400, f"logits_digest: {problem}", param="logits_digest")
         if self.response_format:
             self.response_format.check()
 

@@ -145,6 +145,7 @@ class TestRequests:
             ("/v1/completions", {"temperature": math.inf}, "temperature"),
             ("/v1/completions", {"stop": [1]}, "stop"),
             ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
+            ("/v1/completions", {"logits_digest": True, "stream": True}, "logits_digest"),
             ("/v1/completions", {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
             (
                 "/v1/completions",
