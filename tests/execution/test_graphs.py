@@ -140,7 +140,7 @@ def test_shared_prefixes_are_passed_to_attention(tiny, capture, monkeypatch, cap
     with running(tiny_assembly(tiny[0], enforce_eager=True)) as engine:
         engine.generate(prompts[:1], **options)
         expected = engine.generate(prompts, **options)
-    monkeypatch.setattr(runner, "_gqa_group", lambda model, device, **rest: 2)
+    monkeypatch.setattr(runner, "_gqa_group", lambda *args, **rest: 2)
     monkeypatch.setattr(cascade, "MIN_SHARED_TOKENS", 8)
     monkeypatch.setattr(cascade, "MIN_SAVED_TOKENS", 8)
     monkeypatch.setattr(graph_shapes, "MEMORY_BOUND_ROWS", 4)
