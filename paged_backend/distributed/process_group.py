@@ -14,6 +14,7 @@ from torch import Tensor
 from paged_backend.distributed.keep_alive import new_connections_kept_alive
 from paged_backend.distributed.topology import LOOPBACK, interface_to
 
+_chosen: set[str] = set()  # environment variables that name the network interface, set by `join`
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # time for the slowest rank to load its weights or run a step
 
 
@@ -30,8 +31,9 @@ class ProcessGroup:
         if a rank does not join in time."""
         interface = interface_to(address)
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            if interface:
-                os.environ.setdefault(name, interface)
+            if interface and name not in os.environ:
+                os.environ[name] = interface
+                _chosen.add(name)
         gpu = self.device.type == "cuda"
         if gpu:
             torch.cuda.set_device(self.device)
@@ -49,6 +51,8 @@ class ProcessGroup:
         """Destroy the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        while _chosen:  # a later group may need another interface, and so may processes that are started from now on
+            os.environ.pop(_chosen.pop(), None)
 
     def abort(self) -> None:
         """Make collectives that wait for a dead rank fail. May be called from any thread."""
