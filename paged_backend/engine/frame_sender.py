@@ -38,8 +38,8 @@ class FrameSender:
     def put_blocks(
         self, request_id: int, blocks: Sequence[BlockRun], stored: Callable[[], object] | None = None
     ) -> None:
-        """Queue blocks, but those that are too large for a frame. stored: called once the other engine has stored
-        them, or cannot; on any thread."""
+        """Queue blocks. Blocks that are too large for a frame are left out. stored: called on any thread when the
+        other engine has stored the blocks or cannot store them."""
         sent = [run for run in blocks if run.nbytes <= self._connection.max_frame_bytes]
         with self._lock:
             self._unsent_bytes += sum(run.nbytes for run in sent)

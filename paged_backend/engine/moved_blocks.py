@@ -206,7 +206,7 @@ class BlockCopier:
         for _, _, block in reversed(held):  # the tail is evicted before the head
             blocks.pool.free(block)
         if run.state and self._runner.states:
-            slot = self._scheduler.states.checkpoints.add(blocks.cache.entry(chain, run.tokens, index))
+            slot = self._scheduler.states.checkpoints.add(chain.entries[-1])
             if slot is not None:
                 values = zip(run.state, self._runner.states.tensors, strict=True)
                 self._runner.states.write_slot(slot, [part.view(to.dtype).view(to.shape[1:]) for part, to in values])
@@ -255,7 +255,8 @@ def _read_pages(cache: KVCache, pages: Sequence[int]) -> list[Tensor]:
 
 
 def _write_pages(cache: KVCache, pages: Sequence[int], content: Sequence[Tensor], source: Sequence[int]) -> None:
-    """Overwrite pages with some of those that `_read_pages` returned. source: which of them, in the same order."""
+    """Overwrite pages of a cache. content: what `_read_pages` returned. source: for each page of `pages`, the number of
+    its new content among the pages in `content`."""
     index, chosen = torch.tensor(pages, dtype=torch.int64, device=cache.device), torch.tensor(source, dtype=torch.int64)
     for tensor, values in zip(cache.tensors, content, strict=True):
         elements = _elements(tensor)

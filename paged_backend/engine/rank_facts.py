@@ -1,4 +1,4 @@
-"""What the ranks of an engine must have in common besides its options: the model's files and the software.
+"""Compares the model's files and the software of the ranks of an engine, which must be the same on all machines.
 
 Ranks on several machines load the model from their own disks. Files of the same shape with other weights, such as
 another revision or fine-tune, would give wrong tokens and no error.

@@ -14,7 +14,7 @@ class ScoreCache:
         self._blocks = blocks
 
     def take(self, group: Group) -> None:
-        """Take the scores of the prompt's first tokens from cached blocks, after those that the group has.
+        """Continue a group's prompt scores with those of cached blocks, up to the first block that lacks some.
 
         They stay valid if the blocks are evicted before the group is admitted, since they depend on the tokens alone.
         """

@@ -1,4 +1,4 @@
-"""What ranks compare before they load a model."""
+"""Ranks compare the model's files and the software before they load a model."""
 
 import dataclasses
 import shutil
