@@ -1,4 +1,7 @@
-"""Shared by all tests: no network access, reports of long tests, and the tiny models that most engine tests use."""
+"""Shared by all tests: no network access, costs, reports of long tests, and the tiny models of most engine tests.
+
+Nothing here imports torch or transformers before a test needs them: seconds, for each process.
+"""
 
 import json
 import os
@@ -8,9 +11,8 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
-from transformers import LlamaConfig
 
-from tests.support.in_process import TINY, save_tiny
+from tests.support.runs import Costs, WithoutTorch
 from tests.support.stress import table
 from tests.support.support_matrix import PAGE, Records, SupportMatrix, read_page
 
@@ -65,7 +67,16 @@ def in_time(until):
     return some
 
 
+def pytest_configure(config):
+    config.pluginmanager.register(Costs(config), "costs")
+    if config.getoption("--without-torch"):
+        config.pluginmanager.register(WithoutTorch(), "without_torch")
+
+
 def pytest_addoption(parser):
+    parser.addoption("--costs", action="store_true", help="print CPU seconds, and fail if a package exceeds its budget")
+    parser.addoption("--record-costs", action="store_true", help="write the CPU seconds to tests/costs.json")
+    parser.addoption("--without-torch", action="store_true", help="leave out the tests that import torch")
     sizes = "sizes of the stress tests: 'cycles=20 restarts=10 responses=300000'; also killed, left, held, preemptions"
     parser.addoption("--stress", "--storm", default="", help=sizes)
     longest = "time limit of each long test, in hours"
@@ -108,6 +119,8 @@ def pytest_terminal_summary(terminalreporter, config):
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def async_scheduling(request, monkeypatch):
     """Run the test twice: with each step committed before the next is scheduled, and with overlap."""
+    from tests.support.in_process import TINY
+
     monkeypatch.setitem(TINY, "async_scheduling", request.param)
     return request.param
 
@@ -115,6 +128,10 @@ def async_scheduling(request, monkeypatch):
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """(directory, model): three layers with grouped-query attention and random fp32 weights."""
+    from transformers import LlamaConfig
+
+    from tests.support.in_process import save_tiny
+
     directory = tmp_path_factory.mktemp("tiny")
     config = LlamaConfig(
         vocab_size=320,
@@ -131,6 +148,10 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="session")
 def draft(tmp_path_factory):
     """The directory of a tiny draft model with the same vocabulary, whose draft tokens are mostly rejected."""
+    from transformers import LlamaConfig
+
+    from tests.support.in_process import save_tiny
+
     directory = tmp_path_factory.mktemp("draft")
     config = LlamaConfig(
         vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
