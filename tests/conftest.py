@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+from tests.support import pairwise
 from tests.support.runs import Costs, WithoutTorch
 from tests.support.stress import table
 from tests.support.support_matrix import PAGE, Records, SupportMatrix, read_page
@@ -68,6 +69,7 @@ def in_time(until):
 
 
 def pytest_configure(config):
+    pairwise.nightly = "not nightly" not in config.getoption("markexpr")
     config.pluginmanager.register(Costs(config), "costs")
     if config.getoption("--without-torch"):
         config.pluginmanager.register(WithoutTorch(), "without_torch")

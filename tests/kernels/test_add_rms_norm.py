@@ -7,14 +7,19 @@ from torch.testing import assert_close
 from paged_kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from paged_kernels.cpu import layer_ops, native
 from tests.support.layer_cases import TOLERANCES, implementations, name, normal
+from tests.support.pairwise import pairwise
 
 NORMS = implementations(on_cpu=layer_ops.add_rms_norm, compiled=native.add_rms_norm, triton=add_rms_norm)
 
 
-@pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize(("implementation", "where", "dtype"), NORMS, ids=name)
-@pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 8), (5, 576), (3, 1025), (0, 16)])
-def test_add_rms_norm(implementation, where, dtype, num_tokens, hidden, with_residual, device):
+@pytest.mark.parametrize(
+    ("case", "shape", "with_residual"),
+    pairwise(NORMS, [(1, 8), (5, 576), (3, 1025), (0, 16)], [False, True]),
+    ids=name,
+)
+def test_add_rms_norm(case, shape, with_residual, device):
+    (implementation, where, dtype), (num_tokens, hidden) = case, shape
+
     def made(seed, *shape):
         return normal(*shape, dtype=dtype, device=where or device, seed=seed)
 

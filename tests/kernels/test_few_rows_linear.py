@@ -11,6 +11,7 @@ from paged_kernels.cpu import layer_ops
 from paged_kernels.few_rows_linear import few_rows_linear, few_rows_linear_reference
 from paged_kernels.launch import Device
 from tests.support.layer_cases import normal
+from tests.support.pairwise import pairwise
 
 TOLERANCES = {
     torch.float32: dict(rtol=1e-4, atol=1e-4),
@@ -44,11 +45,14 @@ def inputs(variant, shape, dtype, device):
     return (tensor(rows, width, seed=0), tensor(weight_rows, width, seed=1, scale=width**-0.5)), optional | settings
 
 
-@pytest.fixture(params=[8, 1000], ids=["one split", "splits"])
-def multiprocessors(request, monkeypatch):
-    """Few multiprocessors are filled by tiles of outputs, many by splits of the inputs."""
-    monkeypatch.setattr(module, "device_of", lambda device: Device("sm_90", request.param))
+MULTIPROCESSORS = [8, 1000]  # few are filled by tiles of outputs, many by splits of the inputs
+
+
+@pytest.fixture
+def use_multiprocessors(monkeypatch):
+    """Sets the number of multiprocessors."""
     monkeypatch.setattr(module, "MIN_SPLIT_STEPS", 1)
+    return lambda count: monkeypatch.setattr(module, "device_of", lambda device: Device("sm_90", count))
 
 
 CASES = [
@@ -57,11 +61,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("implementation", "where", "dtype"), CASES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "+".join(sorted(variant)) or "plain")
-@pytest.mark.usefixtures("multiprocessors")
-def test_few_rows_linear(implementation, where, dtype, shape, variant, device):
+@pytest.mark.parametrize(
+    ("case", "shape", "variant", "multiprocessors"), pairwise(CASES, SHAPES, VARIANTS, MULTIPROCESSORS), ids=str
+)
+def test_few_rows_linear(case, shape, variant, multiprocessors, use_multiprocessors, device):
+    use_multiprocessors(multiprocessors)
+    implementation, where, dtype = case
     (x, weight), options = inputs(variant, shape, dtype, where or device)
     found, total = implementation(x, weight, **options)
     expected, expected_total = few_rows_linear_reference(x, weight, **options)
@@ -70,9 +75,10 @@ def test_few_rows_linear(implementation, where, dtype, shape, variant, device):
     assert found.shape == expected.shape and found.dtype == dtype
 
 
-@pytest.mark.usefixtures("multiprocessors")
-def test_a_row_does_not_depend_on_the_others(device):
+@pytest.mark.parametrize("multiprocessors", MULTIPROCESSORS)
+def test_a_row_does_not_depend_on_the_others(multiprocessors, use_multiprocessors, device):
     """Rows in tiles of 16, 32 and 64 rows: the order of each sum is the same."""
+    use_multiprocessors(multiprocessors)
     (x, weight), options = inputs({"norm", "residual", "swiglu"}, (50, 600, 20), torch.float32, device)
     whole, _ = few_rows_linear(x, weight, **options)
     residual = options.pop("residual")

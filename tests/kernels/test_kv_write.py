@@ -11,6 +11,7 @@ from paged_kernels.cpu.kv_write import kv_write as kv_write_cpu
 from paged_kernels.kv_write import kv_write, kv_write_reference
 from paged_kernels.layer_cache import FORMATS, LayerCache
 from tests.support.attention_cases import make_cache
+from tests.support.pairwise import pairwise
 
 # num_kv_heads, head_dim, block_size
 SHAPES = [(1, 8, 1), (3, 64, 16), (2, 80, 8), (1, 72, 256), (32, 128, 2), (5, 256, 32)]
@@ -65,18 +66,20 @@ def check(
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-@pytest.mark.parametrize("format", ANY_FORMAT)
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "strided", "format"),
+    pairwise(SHAPES, [torch.float32, torch.float16], [False, True], ANY_FORMAT),
+    ids=str,
+)
 def test_triton_matches_reference(shape, dtype, strided, format, device):
     check(kv_write, shape, dtype, device, strided, format)
 
 
-@pytest.mark.parametrize("format", ANY_FORMAT)
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "strided", "format"),
+    pairwise(SHAPES, [torch.float32, torch.float16, torch.bfloat16], [False, True], ANY_FORMAT),
+    ids=str,
+)
 def test_cpu_matches_reference(shape, dtype, strided, format):
     for write in (kv_write_cpu, *COMPILED):
         check(write, shape, dtype, "cpu", strided, format)

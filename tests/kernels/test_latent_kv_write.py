@@ -14,6 +14,7 @@ from paged_kernels.cpu.latent_kv_write import latent_kv_write as latent_kv_write
 from paged_kernels.latent_kv_write import latent_kv_write, latent_kv_write_reference, rotate_reference
 from paged_kernels.layer_cache import FORMATS, LayerCache
 from tests.support.layer_cases import CPU_DTYPES, TOLERANCES, TRITON_DTYPES, name, normal
+from tests.support.pairwise import pairwise
 
 WRITES = [  # implementation, device, type, and whether the C++ kernels are compiled
     *((latent_kv_write, None, dtype, False) for dtype in TRITON_DTYPES),
@@ -42,11 +43,11 @@ def write(num_heads, nope, rope, rank, *, dtype, device, format):
     return query, latents, weight, 1e-2, *angles, LayerCache.latent(keys, rank, scales), slots
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("format", [None, *FORMATS.values()])
-@pytest.mark.parametrize(("implementation", "where", "dtype", "compiled"), WRITES, ids=name)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_latent_kv_write(shape, implementation, where, dtype, format, order, compiled, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "case", "format", "order"), pairwise(SHAPES, WRITES, [None, *FORMATS.values()], ORDERS), ids=name
+)
+def test_latent_kv_write(shape, case, format, order, device, monkeypatch):
+    implementation, where, dtype, compiled = case
     if not compiled:
         monkeypatch.setattr(native, "levels", lambda: ())
     orders = dict(zip(("from_pairs", "to_pairs"), ORDERS[order], strict=True))

@@ -1,5 +1,7 @@
 """Launch shapes and splits of the attention kernels."""
 
+from itertools import product
+
 import pytest
 
 from paged_kernels import launch, launch_table
@@ -81,12 +83,9 @@ def test_decode_tiles_are_among_the_best_measured(chip):
     assert shape.SMALL_STAGES in (3, 4)
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
-@pytest.mark.parametrize("group", [1, 4, 32, 64])
-def test_decode_tiles_fit_into_the_shared_memory_of_small_chips(group, head_dim, quantized, itemsize):
+def test_decode_tiles_fit_into_the_shared_memory_of_small_chips():
     """A stage holds keys and values. Compiled code needs more, which the tests of `aot` measure."""
-    shape = shape_of(group=group, head_dim=head_dim, quantized=quantized, itemsize=itemsize)
-    step = 2 * shape.SMALL_N * head_dim * (1 if quantized else itemsize)
-    assert shape.SMALL_STAGES * step <= 99 * 1024
+    for group, head_dim, quantized, itemsize in product((1, 4, 32, 64), (16, 64, 128, 256), (False, True), (2, 4)):
+        shape = shape_of(group=group, head_dim=head_dim, quantized=quantized, itemsize=itemsize)
+        step = 2 * shape.SMALL_N * head_dim * (1 if quantized else itemsize)
+        assert shape.SMALL_STAGES * step <= 99 * 1024, (group, head_dim, quantized, itemsize)

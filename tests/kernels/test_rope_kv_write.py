@@ -12,6 +12,7 @@ from paged_kernels.layer_cache import FORMATS
 from paged_kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
 from tests.support.attention_cases import make_cache
 from tests.support.layer_cases import TOLERANCES, implementations, name, normal
+from tests.support.pairwise import pairwise
 
 ROTATIONS = implementations(on_cpu=rope_kv_write_cpu, compiled=native.rope_kv_write, triton=rope_kv_write)
 # num_heads, num_kv_heads, head_dim, block_size
@@ -37,12 +38,13 @@ def rotation(num_heads, num_kv_heads, head_dim, block_size, *, dtype, device, fo
     return (*heads, cos, sin, make_cache(pool, format, strided=joint), slots), named
 
 
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("format", [None, *FORMATS.values()])
-@pytest.mark.parametrize(("implementation", "where", "dtype"), ROTATIONS, ids=name)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rope_kv_write(shape, implementation, where, dtype, format, norm, joint, device):
+@pytest.mark.parametrize(
+    ("shape", "case", "format", "norm", "joint"),
+    pairwise(SHAPES, ROTATIONS, [None, *FORMATS.values()], [False, True], [False, True]),
+    ids=name,
+)
+def test_rope_kv_write(shape, case, format, norm, joint, device):
+    implementation, where, dtype = case
     options = dict(dtype=dtype, device=where or device, format=format, norm=norm, joint=joint)
     (actual, named), (expected, _) = rotation(*shape, **options), rotation(*shape, **options)
     query, wanted = implementation(*actual, **named), rope_kv_write_reference(*expected, **named)

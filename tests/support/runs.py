@@ -72,7 +72,9 @@ class Costs:
         for item in items:
             groups[group_of(item)].append(item)
             item.add_marker(pytest.mark.xdist_group(group_of(item)))
-        items[:] = [item for name in sorted(groups, key=lambda name: -self._cost(groups[name])) for item in groups[name]]
+        items[:] = [
+            item for name in sorted(groups, key=lambda name: -self._cost(groups[name])) for item in groups[name]
+        ]
 
     def _cost(self, items: list[pytest.Item]) -> float:
         return sum(self.recorded.get(name, 0) for name in {module_of(item) for item in items})

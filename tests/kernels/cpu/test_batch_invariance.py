@@ -8,6 +8,7 @@ from paged_kernels.cpu import native
 from paged_kernels.cpu.packed_linear import pack_linear
 from paged_kernels.layer_cache import FORMATS, LayerCache, quantize
 from paged_kernels.paging import Paging
+from tests.support.pairwise import pairwise
 
 TILED = {"amx", "amx_emulated"}  # with many rows they use tile instructions, which add in another order
 LEVELS = [level for level in native.levels() if level not in TILED]
@@ -65,12 +66,14 @@ def split(positions, lengths):
 SETTINGS = ({}, {"sliding_window": 77}, {"sliding_window": 600, "softcap": 5.0})
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("format", [None, *FORMATS.values()], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 80), (8, 128)])
-def test_a_query_gets_the_same_bits_alone_and_in_every_chunk(group, head_dim, dtype, format, settings, threads):
+@pytest.mark.parametrize(
+    ("heads", "dtype", "format", "settings"),
+    pairwise([(1, 64), (3, 80), (8, 128)], DTYPES, [None, *FORMATS.values()], SETTINGS),
+    ids=str,
+)
+def test_a_query_gets_the_same_bits_alone_and_in_every_chunk(heads, dtype, format, settings, threads):
     """At the start, across the ends of tiles and parts, and at the end of a context."""
+    group, head_dim = heads
     generator = torch.Generator().manual_seed(head_dim)
     query, keys, values = (
         torch.randn((LENGTH, heads, head_dim), generator=generator).to(dtype) for heads in (2 * group, 2, 2)

@@ -16,6 +16,7 @@ from paged_kernels.cpu.native import (
 from paged_kernels.cpu.packed_linear import pack_linear, pack_quantized
 from paged_kernels.layer_cache import FORMATS
 from tests.support.attention_cases import Case, make_inputs
+from tests.support.pairwise import pairwise
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 
@@ -79,11 +80,17 @@ KINDS = {
 PLAIN = {"biased": False, "head_norms": False, "rotates": True, "codes": None}
 
 
-@pytest.mark.parametrize("batch", ["decode", "mixed", "padded"])
-@pytest.mark.parametrize("format", [None, *FORMATS.values()], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("level", native.levels())
+@pytest.mark.parametrize(
+    ("level", "kind", "dtype", "format", "batch"),
+    pairwise(
+        native.levels(),
+        KINDS,
+        [torch.float32, torch.float16, torch.bfloat16],
+        [None, *FORMATS.values()],
+        ["decode", "mixed", "padded"],
+    ),
+    ids=str,
+)
 def test_decoder_layers_match_their_operations_bit_for_bit(level, kind, dtype, format, batch):
     layer = made(dtype=dtype, **PLAIN | KINDS[kind])
     case = Case(batch, num_kv_heads=KV_HEADS, group=GROUP, head_dim=HEAD_DIM, format=format)

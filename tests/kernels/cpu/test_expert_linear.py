@@ -6,6 +6,7 @@ import torch
 from paged_kernels.cpu import native
 from paged_kernels.cpu.native import ExpertLinear, linear, swiglu
 from paged_kernels.cpu.packed_linear import pack_linear
+from tests.support.pairwise import pairwise
 from tests.support.quantized_weights import make_quantized
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
@@ -22,11 +23,11 @@ def starts_of(counts):
     return torch.tensor([0, *counts]).cumsum(0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("level", native.levels())
+@pytest.mark.parametrize(
+    ("level", "has_bias", "gated", "counts", "dtype"),
+    pairwise(native.levels(), [False, True], [False, True], COUNTS, DTYPES),
+    ids=str,
+)
 def test_each_row_is_multiplied_by_its_expert(level, has_bias, gated, counts, dtype):
     torch.manual_seed(0)
     packed = [pack_linear(torch.randn(96, 40).to(dtype)) for _ in counts]

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from paged_kernels.cpu import native
 from paged_kernels.cpu.native import linear
 from paged_kernels.cpu.packed_linear import pack_linear, pack_quantized, round_rows
+from tests.support.pairwise import pairwise
 from tests.support.quantized_weights import make_quantized
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
@@ -30,9 +31,7 @@ NEAR = {
 SHAPES = [(1, 1), (16, 2), (5, 33), (17, 16), (70, 48), (80, 47), (129, 576)]  # [out_features, in_features]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("level", native.levels())
+@pytest.mark.parametrize(("level", "shape", "dtype"), pairwise(native.levels(), SHAPES, DTYPES), ids=str)
 def test_product_for_any_number_of_rows(level, shape, dtype):
     torch.manual_seed(0)
     weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
@@ -61,10 +60,12 @@ QUANTIZED = [  # bits, number of inputs that share a scale, whether there are mi
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("quantized", QUANTIZED, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (70, 47), (129, 576)], ids=str)
-@pytest.mark.parametrize("level", native.levels())
+QUANTIZED_SHAPES = [(1, 1), (5, 33), (70, 47), (129, 576)]
+
+
+@pytest.mark.parametrize(
+    ("level", "shape", "quantized", "dtype"), pairwise(native.levels(), QUANTIZED_SHAPES, QUANTIZED, DTYPES), ids=str
+)
 def test_product_of_a_quantized_weight(level, shape, quantized, dtype):
     torch.manual_seed(0)
     packed, plain = make_quantized(*shape, *quantized)
@@ -86,10 +87,11 @@ def minima_of(packed):
     return mins[:, torch.arange(packed.in_features) // packed.block_inputs]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("quantized", [*ROUNDED, (8, 24, True), (4, 40, False)], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (70, 47), (129, 576)], ids=str)
-@pytest.mark.parametrize("level", native.levels())
+@pytest.mark.parametrize(
+    ("level", "shape", "quantized", "dtype"),
+    pairwise(native.levels(), QUANTIZED_SHAPES, [*ROUNDED, (8, 24, True), (4, 40, False)], DTYPES),
+    ids=str,
+)
 def test_product_of_rounded_rows(level, shape, quantized, dtype):
     """Rows are rounded for the products with codes; the minima are multiplied by the sums of the rows as they are."""
     torch.manual_seed(0)
@@ -135,10 +137,9 @@ def test_infinities_and_nans_of_rounded_rows_stay_in_their_rows(level):
 CASES = [(None, False), *((one, False) for one in QUANTIZED), *((one, True) for one in ROUNDED)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("quantized", "int8_rows"), CASES, ids=str)
-@pytest.mark.parametrize("level", native.levels())
-def test_row_result_does_not_depend_on_other_rows(level, quantized, int8_rows, dtype):
+@pytest.mark.parametrize(("level", "case", "dtype"), pairwise(native.levels(), CASES, DTYPES), ids=str)
+def test_row_result_does_not_depend_on_other_rows(level, case, dtype):
+    quantized, int8_rows = case
     torch.manual_seed(0)
     packed = make_quantized(200, 96, *quantized)[0] if quantized else pack_linear(torch.randn(200, 96).to(dtype))
     packed = packed._replace(int8_rows=int8_rows)
