@@ -15,6 +15,7 @@ from paged_backend.memory.state_cache import bytes_per_slot
 from tests.support.families import HYBRID_FAMILIES
 from tests.support.in_process import WAIT, generate_with_transformers, running, save_tiny, tiny_assembly
 from tests.support.packed_steps import random_prompts
+from tests.support.pairwise import mostly_nightly
 
 LENGTHS = (1, 2, 5, 17, 24, 33)
 MAX_TOKENS = 16
@@ -44,7 +45,7 @@ def assembly_of(path, **options):
 
 @pytest.mark.parametrize(
     "family",
-    [one if one in FEW_FAMILIES else pytest.param(one, marks=pytest.mark.nightly) for one in HYBRID_FAMILIES],
+    mostly_nightly(HYBRID_FAMILIES, default=FEW_FAMILIES),
 )
 def test_tokens_match_generate(family, tmp_path):
     """Prompts in chunks of a small budget, beside sequences that decode; the second time in slots that were used."""
@@ -191,7 +192,7 @@ def test_restrictions_are_logged_on_a_gpu(lfm2, caplog):
     assert "Lfm2ForCausalLM has recurrent layers: served without CUDA graphs" in caplog.text
 
 
-@pytest.mark.parametrize("family", HYBRID_FAMILIES)
+@pytest.mark.parametrize("family", mostly_nightly(HYBRID_FAMILIES, default=["falcon_h1", "qwen3_next"]))
 def test_draft_model_does_not_change_tokens(family, tiny, tmp_path):
     """With two tokens to choose from, a draft model with other weights often chooses the same."""
     model = save_tiny(HYBRID_FAMILIES[family](), tmp_path)
