@@ -9,6 +9,7 @@ OPTIONS ?=
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
+OPENAI_PORT ?= 8003
 ARGS ?=
 TEST_TIMEOUT ?= 1200
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
@@ -26,7 +27,7 @@ help:
 	@echo "make serve       serve a model on a Triton server until Ctrl-C"
 	@echo "                   MODEL=DIR                  Hugging Face directory or GGUF file (default: the demo model)"
 	@echo "                   OPTIONS='key=value ...'    engine options"
-	@echo "                   HTTP_PORT= GRPC_PORT= METRICS_PORT=    default 8000, 8001 and 8002"
+	@echo "                   HTTP_PORT= GRPC_PORT= METRICS_PORT= OPENAI_PORT=    default 8000 to 8003"
 	@echo "make test        run lint and all tests except the nightly ones; ARGS='...' goes to pytest"
 	@echo "                   WORKERS=N                  processes (default: one per core, at most 8)"
 	@echo "                   TEST_TIMEOUT=SECONDS       after which a test that hangs is ended (default: 1200)"
@@ -44,7 +45,8 @@ help:
 
 serve: setup
 	@$(BIN)/paged serve '$(MODEL)' $(foreach option,$(OPTIONS),-o '$(option)') \
-	  --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
+	  --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) \
+	  --openai-port $(OPENAI_PORT)
 
 # One process per core with one thread each. The tests of a file run in one process, which starts its servers and loads
 # its models once. A test that hangs ends its process, and fails with the tracebacks of all threads.
