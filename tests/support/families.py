@@ -231,6 +231,9 @@ DEFAULT_FAMILIES = (
 )
 
 
+DEFAULT_HYBRIDS = ("falcon_h1", "jamba", "lfm2", "mamba2", "qwen3_next")  # one of each kind of mixer
+
+
 def is_fused(model):
     """Return whether the layers are fused: all of them or none."""
     (answer,) = {isinstance(vars(layer).get("forward"), FusedLayer) for layer in model.model.layers}
