@@ -157,13 +157,14 @@ class Environment:
 
 def main() -> int:
     """Run the command. Returns its exit status."""
-    parser = argparse.ArgumentParser(description="Set up the environment.")
+    parser = argparse.ArgumentParser(description="Set up the environment.", epilog="Arguments after -- go to pip.")
     parser.add_argument("packages", choices=SETS, help="the set of packages")
-    parser.add_argument("pip_arguments", nargs="*", help="further arguments of pip, after --")
     parser.add_argument("--venv", type=Path, default=Path(".venv"), help="directory of the environment")
-    args = parser.parse_args()
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    args = parser.parse_args(arguments[:end])
     began = time.monotonic()
-    environment = Environment(args.venv.absolute(), args.packages, args.pip_arguments)
+    environment = Environment(args.venv.absolute(), args.packages, arguments[end + 1 :])
     with open(__file__) as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # one at a time
         try:
