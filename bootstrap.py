@@ -110,7 +110,7 @@ class Environment:
         # Once the project is installed, its extras are added without installing it again.
         extras, is_there = ",".join(SETS[self._packages]), self.stamp("serve").exists()
         project = [f"paged-llm-triton[{extras}]"] if is_there else ["-e", f".[{extras}]"]
-        command = [str(self._python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off",
+        command = [str(self._python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off", "--no-warn-conflicts",
                    "--no-compile", "-c", "constraints.txt", *self._pip_arguments, *project]  # fmt: skip
         output, found, ended = list[str](), 0, threading.Event()
         pipe = subprocess.PIPE
