@@ -2,7 +2,7 @@
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: help serve test nightly bench-gpu lint reference matrix demo-model setup setup-serve lock clean
+.PHONY: help serve quick quick-lint quick-tests quick-server test nightly bench-gpu lint reference matrix demo-model setup setup-serve lock clean
 
 MODEL ?= demo
 OPTIONS ?=
@@ -45,6 +45,8 @@ help:
 	@echo "                   MODEL=DIR                  Hugging Face directory or GGUF file (default: the demo model)"
 	@echo "                   OPTIONS='key=value ...'    engine options"
 	@echo "                   HTTP_PORT= GRPC_PORT= METRICS_PORT= OPENAI_PORT=    default 8000 to 8003"
+	@echo "make quick       check a change in a minute and a half: lint what changed, run the tests that need no torch,"
+	@echo "                 and start a server with the demo model"
 	@echo "make test        run lint and all tests except the nightly ones; ARGS='...' goes to pytest"
 	@echo "                   WORKERS=N                  processes (default: one per core, at most 8)"
 	@echo "                   TEST_TIMEOUT=SECONDS       after which a test that hangs is ended (default: 1200)"
@@ -65,12 +67,34 @@ serve: setup-serve
 	  --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) \
 	  --openai-port $(OPENAI_PORT)
 
-# One process per core with one thread each. The tests of a file run in one process, which starts its servers and loads
-# its models once. A test that hangs ends its process, and fails with the tracebacks of all threads.
+# One process per core with one thread each. The tests of a file, or of a shared server, run in one process, which
+# starts its servers and loads its models once (tests/support/runs.py). A test that hangs ends its process, and fails
+# with the tracebacks of all threads.
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=$(WORKERS) \
+  --dist=loadgroup --no-loadscope-reorder --max-worker-restart=0 \
+  -o faulthandler_timeout=$(TEST_TIMEOUT) -o faulthandler_exit_on_timeout=true
+
 test: $(LINT) setup demo-model
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=$(WORKERS) \
-	  --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 \
-	  -o faulthandler_timeout=$(TEST_TIMEOUT) -o faulthandler_exit_on_timeout=true $(ARGS)
+	$(PYTEST) --costs --durations=20 $(ARGS)
+
+quick: setup demo-model
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target quick-tests quick-server quick-lint
+
+# What changed since the last commit on BASE: Python files that are committed, not committed, or new.
+BASE ?= main
+CHANGED = $(shell { git diff --name-only --diff-filter=d $$(git merge-base HEAD $(BASE) 2>/dev/null || echo HEAD) -- '*.py'; \
+  git ls-files --others --exclude-standard -- '*.py'; } | sort --unique)
+TYPED = $(filter paged_backend/% paged_bench/% client/% kernels/%,$(CHANGED))
+
+quick-lint:
+	$(if $(CHANGED),$(BIN)/ruff check $(CHANGED) && $(BIN)/ruff format --check --quiet $(CHANGED))
+	$(if $(TYPED),$(BIN)/mypy $(TYPED))
+
+quick-tests:
+	$(PYTEST) --without-torch --quiet $(ARGS)
+
+quick-server:
+	$(BIN)/python -m pytest --quiet tests/e2e/test_smoke.py
 
 nightly: setup demo-model
 	$(BIN)/python -m pytest -m nightly $(ARGS)

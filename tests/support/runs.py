@@ -35,7 +35,7 @@ def group_of(item: pytest.Item) -> str:
 
 def module_of(item: pytest.Item) -> str:
     """Return the path of a test's module, relative to the root."""
-    return item.path.relative_to(ROOT).as_posix()
+    return os.path.relpath(item.path, ROOT)
 
 
 def used_seconds() -> float:
