@@ -32,7 +32,8 @@ COMMON = {
 }
 PROMPTS = [list(range(1, 30)), [5, 6, 7], list(range(40, 57)), [8]]
 SWAP = {"swap_space": 0.001, "preemption_mode": "swap"}
-SIZES = [(1, 2, {}), (1, 3, SWAP), (2, 2, {})]  # tensor_parallel_size, pipeline_parallel_size, options
+# tensor_parallel_size, pipeline_parallel_size, options
+SIZES = [pytest.param((1, 2, {}), marks=pytest.mark.nightly), (1, 3, SWAP), (2, 2, {})]
 
 
 @pytest.fixture(scope="module")
