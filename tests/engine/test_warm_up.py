@@ -26,6 +26,7 @@ from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paged_attention import plan_launch
 from tests.support.fake_gpu import OPTIONS
 from tests.support.in_process import tiny_assembly
+from tests.support.pairwise import mostly_nightly
 
 ROOT = Path(__file__).parents[2]
 ROW_BYTES, GRAPH_BYTES, WORKSPACE, CACHED = 900, 7, 32, 5000
@@ -202,16 +203,16 @@ def test_warm_up_compiles_every_row_tile(max_num_seqs, monkeypatch):
         assert found >= {warps_for("sampling", rows) for rows in range(1, max_num_seqs + 1)}
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("llama", {"dtype": "float32"}),
-        ("llama", {"dtype": "float16", "kv_cache_dtype": "fp8", "max_num_seqs": 300}),
-        ("qwen3", {"dtype": "bfloat16"}),
-        ("qwen3", {"dtype": "bfloat16", "num_speculative_tokens": 3, "block_size": 32}),
-        ("qwen3", {"dtype": "bfloat16", "batch_invariant": True}),
-    ],
-)
+SERVED = [
+    ("llama", {"dtype": "float32"}),
+    ("llama", {"dtype": "float16", "kv_cache_dtype": "fp8", "max_num_seqs": 300}),
+    ("qwen3", {"dtype": "bfloat16"}),
+    ("qwen3", {"dtype": "bfloat16", "num_speculative_tokens": 3, "block_size": 32}),
+    ("qwen3", {"dtype": "bfloat16", "batch_invariant": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), mostly_nightly(SERVED, default=SERVED[1:3]), ids=str)
 def test_serving_compiles_no_kernel(family, options):
     """Triton's own choice of variants, for random requests: every one has been compiled before the model is ready."""
     command = [sys.executable, "-m", "tests.support.fake_gpu", family, json.dumps(options)]

@@ -54,7 +54,7 @@ TYPES = [(torch.float32, 3), (torch.float16, 1)]  # with a number of splits
     ("case", "way"),
     mostly_nightly(
         itertools.product(sample(8, seed=3), TYPES),
-        default=zip(sample(8, seed=3)[::4], itertools.cycle(TYPES), strict=False),
+        default=zip(sample(8, seed=3)[::6], itertools.cycle(TYPES), strict=False),
     ),
     ids=str,
 )
