@@ -13,39 +13,32 @@ from tests.support.gateway import gateway, gateway_process
 from tests.support.triton import idle, post
 
 BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 4  # tokens, layers, keys and values, heads, head size, float32
-OPTIONS = {"dtype": "float32", "served_model_name": "foo.bar-1", "kv_cache_memory_bytes": "4MiB", "swap_space": "1MB"}
 
 
-@pytest.fixture(scope="module")
-def named(tiny):
-    with TritonServer(tiny[0], OPTIONS) as running:
-        yield running
-
-
-def test_endpoints_have_the_name(named):
-    assert named.model_name == "foo.bar-1"
+def test_endpoints_have_the_name(named_server):
+    assert named_server.model_name == "foo.bar-1"
     body = {"text_input": "x", "max_tokens": 2}
-    assert post(named, body, model="foo.bar-1")[0] == 200
-    assert post(named, body, model="ensemble")[0] == 200  # it forwards to the engine's model
-    assert post(named, body, model="paged_llm")[0] == 404
+    assert post(named_server, body, model="foo.bar-1")[0] == 200
+    assert post(named_server, body, model="ensemble")[0] == 200  # it forwards to the engine's model
+    assert post(named_server, body, model="paged_llm")[0] == 404
 
 
-def test_sizes_of_options_have_units(named):
-    with Client(named.grpc_url, named.model_name) as client:
-        assert client.pool_map().num_blocks == (4 << 20) // BLOCK_BYTES
+def test_sizes_of_options_have_units(named_server):
+    with Client(named_server.grpc_url, named_server.model_name) as client:
+        assert client.pool_map().num_blocks == (1 << 30) // BLOCK_BYTES
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 @pytest.mark.parametrize("flags", [[], ["--model", "foo.bar-1"]])
-def test_commands_find_the_model(named, capsys, protocol, flags):
-    url = named.grpc_url if protocol == "grpc" else named.http_url
+def test_commands_find_the_model(named_server, capsys, protocol, flags):
+    url = named_server.grpc_url if protocol == "grpc" else named_server.http_url
     for command in (["generate", "x", "--max-tokens", "2", "--temperature", "0"], ["probe"], ["map", "--once"]):
         assert main([*command, "--url", url, "--protocol", protocol, *flags]) == 0
-    idle(named)
+    idle(named_server)
 
 
-def test_gateway_finds_the_model(named):
-    with gateway(named.grpc_url) as front:
+def test_gateway_finds_the_model(named_server):
+    with gateway(named_server.grpc_url) as front:
         (model,) = front.ask("/v1/models")[1]["data"]
         assert model["id"] == "foo.bar-1"
         assert front.ask("/v1/completions", {"model": "foo.bar-1", "prompt": "x", "max_tokens": 2})[0] == 200
@@ -58,6 +51,7 @@ def test_gateway_warns_of_an_unreachable_server(tmp_path):
         assert front.ask("/v1/models")[0] == 503
 
 
+@pytest.mark.nightly
 def test_name_must_be_the_directory(tiny, tmp_path):
     """A model repository that Triton serves without `paged serve` may have a model.json with another name."""
     repository = tmp_path / "repository"
@@ -70,10 +64,10 @@ def test_name_must_be_the_directory(tiny, tmp_path):
         pass
 
 
-def test_wrong_ports_and_names_say_what_to_do(named, capsys):
-    assert main(["generate", "x", "--url", named.http_url]) == 1
+def test_wrong_ports_and_names_say_what_to_do(named_server, capsys):
+    assert main(["generate", "x", "--url", named_server.http_url]) == 1
     assert "does not speak gRPC, but probably HTTP\nPass the server's gRPC address" in capsys.readouterr().err
-    assert main(["generate", "x", "--url", named.grpc_url, "--protocol", "http"]) == 1
+    assert main(["generate", "x", "--url", named_server.grpc_url, "--protocol", "http"]) == 1
     assert "does not speak HTTP, but probably gRPC\nPass the server's HTTP address" in capsys.readouterr().err
-    assert main(["generate", "x", "--url", named.grpc_url, "--model", "other"]) == 1
+    assert main(["generate", "x", "--url", named_server.grpc_url, "--model", "other"]) == 1
     assert "Leave --model out to use the model that the server has" in capsys.readouterr().err

@@ -1,8 +1,7 @@
 """`paged sleep` and `paged wake` with a real server."""
 
 from paged_client.cli import main
-from paged_client.serving.tritonserver import TritonServer
-from tests.support.triton import MODEL, metrics, post, raw_stream
+from tests.support.triton import metrics, post, raw_stream
 from tests.support.waiting import until
 
 MIB = 1 << 20
@@ -11,16 +10,16 @@ REQUEST = {"text_input": "once upon", "temperature": 0, "max_tokens": 12, "ignor
 LONG = {"text_input": "x", "stream": True, "sampling_parameters": {"ignore_eos": True, "max_tokens": 200}}
 
 
-def test_a_server_sleeps_and_wakes(tiny, capsys):
-    options = {"dtype": "float32", "device": "cpu", "kv_cache_memory_bytes": POOL, "first_response_ms": -1}
-    with TritonServer(tiny[0], options) as server, raw_stream(server) as stream:
+def test_a_server_sleeps_and_wakes(named_server, capsys):
+    server, name = named_server, named_server.model_name
+    with raw_stream(server, model=name) as stream:
         at = ["--url", server.grpc_url]
 
         def resident_bytes():
             return metrics(server)["paged_memory_bytes{cpu}"]
 
         def ask():
-            return post(server, REQUEST)
+            return post(server, REQUEST, model=name)
 
         status, expected = ask()
         assert status == 200
@@ -30,7 +29,7 @@ def test_a_server_sleeps_and_wakes(tiny, capsys):
         capsys.readouterr()
 
         assert main(["sleep", *at]) == 0
-        assert capsys.readouterr().out.startswith(f"{MODEL} is asleep: freed 1.00 GiB in ")
+        assert capsys.readouterr().out.startswith(f"{name} is asleep: freed 1.00 GiB in ")
         assert not stream.all()[-1].error, "the open request was not finished"
         until(lambda: metrics(server)["paged_sleeping"] == 1)
         assert resident_bytes() < 0.9 * POOL, "the pool was not given back"
@@ -40,9 +39,9 @@ def test_a_server_sleeps_and_wakes(tiny, capsys):
         assert main(["map", "--once", *at]) == 0
         assert "asleep" in capsys.readouterr().out
         assert main(["sleep", *at]) == 0
-        assert capsys.readouterr().out == f"{MODEL} is asleep already\n"
+        assert capsys.readouterr().out == f"{name} is asleep already\n"
 
         assert main(["wake", *at]) == 0
-        assert capsys.readouterr().out.startswith(f"{MODEL} is awake: restored 1.00 GiB in ")
+        assert capsys.readouterr().out.startswith(f"{name} is awake: restored 1.00 GiB in ")
         until(lambda: metrics(server)["paged_sleeping"] == 0)
         assert ask() == (200, expected)

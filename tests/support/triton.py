@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,6 +31,9 @@ from paged_client.serving.tritonserver import TritonServer, server_environment
 from tests.support.waiting import WAIT, until
 
 MODEL = "paged_llm"
+REPOSITORY = Path(__file__).parents[2] / "model_repository"
+# On a busy machine, tritonserver 2.51 sometimes never finishes loading several models at once.
+ONE_AT_A_TIME = "--model-load-thread-count=1"
 START_SECONDS = 300  # after which a server that has not started is killed
 
 
@@ -46,18 +50,97 @@ def server(demo_model) -> Iterator[TritonServer]:
     pool, so that the next one waits. No empty first responses are sent.
     """
     options = {"dtype": "float32", "num_gpu_blocks_override": 640, "max_num_seqs": 32, "first_response_ms": -1}
-    with TritonServer(demo_model, options) as running:
+    with TritonServer(demo_model, options, server_args=[ONE_AT_A_TIME]) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def tiny_server(tiny) -> Iterator[TritonServer]:
+def tiny_server(tiny, tmp_path_factory) -> Iterator[TritonServer]:
     """A server of a random model with steps of milliseconds and a pool of 24 blocks. Streams begin with an empty
-    response."""
+    response. It also has a streaming copy of the model `llmapi`."""
+    repository = tmp_path_factory.mktemp("tiny_server") / "models"
+    shutil.copytree(REPOSITORY, repository, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(repository / "llmapi", repository / "llmapi_streaming")
+    config = repository / "llmapi_streaming" / "config.pbtxt"
+    config.write_text(config.read_text().replace("decoupled: false", "decoupled: true"))
     options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 24, "max_num_seqs": 8}
     options |= {"first_response_ms": 0, "structured_outputs_timeout": 2}
-    with TritonServer(tiny[0], options) as running:
+    with TritonServer(tiny[0], options, repository=repository, server_args=[ONE_AT_A_TIME]) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def named_server(tiny) -> Iterator[TritonServer]:
+    """A server of a model with another name than paged_llm and a pool of 1 GiB, both set by options with units."""
+    options = {"dtype": "float32", "device": "cpu", "served_model_name": "foo.bar-1", "first_response_ms": -1}
+    options |= {"kv_cache_memory_bytes": "1GiB", "swap_space": "1MB"}
+    with TritonServer(tiny[0], options, server_args=[ONE_AT_A_TIME]) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def adapters(tiny, tmp_path_factory) -> tuple[Path, dict[str, Path]]:
+    """(directory of the list of `adapted_server`, three LoRA adapters by name)"""
+    from tests.support.adapters import make_adapter
+
+    place = tmp_path_factory.mktemp("lora")
+    return place, {name: make_adapter(tiny[1], place / name, seed=seed, std=0.5) for seed, name in enumerate("abc")}
+
+
+@pytest.fixture(scope="session")
+def traces() -> Iterator[Any]:
+    """The receiver of the traces of `adapted_server`."""
+    from tests.support.otlp import otlp_receiver
+
+    with otlp_receiver() as receiver:
+        yield receiver
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}-{% else %}+{% endif %}"
+)
+# With top_k=1 sampling is greedy, so that outputs can be compared.
+GENERATION_CONFIG = {"do_sample": True, "temperature": 0.6, "top_k": 1, "repetition_penalty": 1.4, "max_new_tokens": 7}
+
+
+@pytest.fixture(scope="session")
+def adapted_model(tiny, tmp_path_factory) -> Path:
+    """The directory of the tiny model with a variable in its chat template and sampling parameters of its own."""
+    directory = tmp_path_factory.mktemp("adapted") / "model"
+    shutil.copytree(tiny[0], directory)
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (directory / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def adapted_server(adapted_model, adapters, traces) -> Iterator[TritonServer]:
+    """A server of `adapted_model` with the LoRA adapters a and b, which traces every request."""
+    from tests.support.adapters import write_adapter_list
+
+    listed = write_adapter_list(adapters[0], {"a": "a", "b": "b"})
+    options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 8, "max_loras": 2}
+    options |= {"otlp_traces_endpoint": traces.endpoint}
+    environment = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_SERVICE_NAME": "chat-backend"}
+    more = {"environment": environment, "server_args": [ONE_AT_A_TIME], "multi_lora": listed}
+    with TritonServer(adapted_model, options, **more) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def two_servers(tiny) -> Iterator[list[tuple[TritonServer, str]]]:
+    """Two equal servers that publish events of their prefix cache, each with the endpoints of its events."""
+    with ExitStack() as stack:
+        made = []
+        for _ in range(2):
+            endpoints = [f"tcp://127.0.0.1:{port}" for port in choose_ports(events=0, replay=0)]
+            events = dict(zip(("endpoint", "replay_endpoint"), endpoints, strict=True))
+            options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 256}
+            options |= {"kv_events_config": {"enable_kv_cache_events": True} | events}
+            server = stack.enter_context(TritonServer(tiny[0], options, engine_only=True))
+            made.append((server, ",".join(endpoints)))
+        yield made
 
 
 @dataclass
@@ -99,7 +182,7 @@ def plain_server(
     files = find_server()
     ports = dict(zip(("http", "grpc", "metrics"), choose_ports(http=0, grpc=0, metrics=0), strict=True))
     backends = backends or files.backend_directory
-    command = [files.binary, f"--model-repository={repository}", *flags]
+    command = [files.binary, f"--model-repository={repository}", ONE_AT_A_TIME, *flags]
     command += [f"--{name}-port={port}" for name, port in ports.items()]
     command += [f"--backend-directory={backends}"] if backends else []
     shm_prefix = f"plain_{ports['http']}_"
@@ -151,10 +234,13 @@ class RawStream:
     """A gRPC stream of tritonclient."""
 
     client: grpcclient.InferenceServerClient
+    model: str
     responses: queue.Queue[Response] = field(default_factory=queue.Queue)
 
     def send(self, request_id: str = "", **inputs: Any) -> None:
-        self.client.async_stream_infer(MODEL, tensors(inputs), request_id=request_id, enable_empty_final_response=True)
+        self.client.async_stream_infer(
+            self.model, tensors(inputs), request_id=request_id, enable_empty_final_response=True
+        )
 
     def next(self) -> Response:
         return self.responses.get(timeout=WAIT)
@@ -176,11 +262,15 @@ class RawStream:
 
 @contextmanager
 def raw_stream(
-    server: TritonServer, *, strict: bool = False, headers: dict[str, str] | None = None
+    server: TritonServer | PlainServer,
+    *,
+    model: str = MODEL,
+    strict: bool = False,
+    headers: dict[str, str] | None = None,
 ) -> Iterator[RawStream]:
     """Open a stream. strict: ask for gRPC status codes; an error then ends the stream."""
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        stream = RawStream(client)
+        stream = RawStream(client, model)
         headers = (headers or {}) | ({"triton_grpc_error": "true"} if strict else {})
         client.start_stream(lambda result, error: stream.responses.put(read(result, error)), headers=headers)
         try:
@@ -236,7 +326,7 @@ def post(
         return error.code, error.read().decode()
 
 
-def metrics(server: TritonServer) -> dict[str, float]:
+def metrics(server: TritonServer | PlainServer) -> dict[str, float]:
     """Return the `paged_` metrics by `name{label}`, where the label is the state, reason, kind, direction or tier."""
     with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=WAIT) as reply:
         text = reply.read().decode()
