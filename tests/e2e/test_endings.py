@@ -78,8 +78,8 @@ def text_of(parts):
 
 
 def test_the_engine_model_can_be_reloaded(tiny, tmp_path):
-    """With explicit model control. Open requests end first, also those that are forwarded to the engine; a request whose
-    step never ends does so at its time limit.
+    """With explicit model control. Open requests end first, also those that are forwarded to the engine. One whose step
+    never ends does so at its time limit.
     """
     repository = faults.inject_into_repository(engine_alone(tmp_path), {"slow_steps": 100, "stuck_step": 40})
     shutil.copytree(REPOSITORY / "ensemble", repository / "ensemble")

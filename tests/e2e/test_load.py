@@ -139,6 +139,7 @@ def test_a_served_model_is_compared_with_the_engine_alone(tiny, tmp_path):
         assert record["value"] is None or record["value"] > 0
 
 
+@pytest.mark.nightly
 def test_overhead_of_the_tensorrtllm_backend_models(tiny, tmp_path):
     file = tmp_path / "figures.json"
     arguments = ["--model", str(tiny[0]), "--streams", "2", "--tokens", "8", "--rounds", "1", "--json", str(file)]
@@ -152,6 +153,7 @@ def test_overhead_of_the_tensorrtllm_backend_models(tiny, tmp_path):
             assert added["target"] == 1.0
 
 
+@pytest.mark.nightly
 def test_overhead_and_throughput_of_the_gateway(tiny, tmp_path):
     file = tmp_path / "figures.json"
     arguments = ["--model", str(tiny[0]), "--streams", "2", "--tokens", "8", "--requests", "4", "--rounds", "1"]

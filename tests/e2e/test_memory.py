@@ -10,8 +10,8 @@ from transformers import GenerationConfig, LlamaConfig
 
 from paged_backend.api.request import Origin
 from paged_backend.scheduling.content import Entry
+from paged_client.serving import tritonserver
 from paged_client.serving.tritonserver import TritonServer
-from tests.support.faults import faulty_repository
 from tests.support.in_process import byte_tokenizer, save_tiny
 from tests.support.triton import idle, metrics, post, raw_stream, raw_streams
 from tests.support.waiting import until
@@ -169,23 +169,26 @@ def test_a_stop_string_ends_beams(printable, swapping):
 # --- samples -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def slow(printable, tmp_path):
-    """A server whose steps take at least 20 ms."""
-    repository = faulty_repository(tmp_path / "repository", {"slow_steps": 20})
-    with TritonServer(printable[0], OPTIONS, repository=repository, engine_only=True) as running:
-        yield running
+def test_samples_share_the_prompt_until_they_diverge(swapping):
+    sampling = {"n": 3, "max_tokens": 200, "temperature": 1, "seed": 5}
 
+    def shares():
+        """Run the request, and return whether the metrics, which may be old, have shown shared blocks meanwhile."""
+        with raw_stream(swapping) as stream:
+            start(stream, PROMPT + "!", streaming=True, **sampling)
+            seen = False
+            while not stream.next().final:
+                seen = seen or metrics(swapping)["paged_kv_blocks{shared}"] > 0
+        return seen
 
-def test_samples_share_the_prompt_until_they_diverge(slow):
-    with raw_stream(slow) as stream:
-        start(stream, PROMPT + "!", streaming=True, n=3, max_tokens=200, temperature=1, seed=5)
-        until(lambda: metrics(slow)["paged_kv_blocks{shared}"] > 0, "shared blocks")
-        texts, _, receipt = finish(stream)
+    until(shares, "shared blocks")
+    idle(swapping)
+    before = metrics(swapping)
+    texts, _, receipt = ask(swapping, PROMPT + "!", cache_salt="diverge", **sampling)
     assert len(set(texts)) == 3
-    idle(slow)
-    assert metrics(slow)["paged_kv_copies_total"] >= receipt["blocks_copied"] >= 2
-    assert metrics(slow)["paged_kv_blocks{shared}"] == 0
+    idle(swapping)
+    assert grown(swapping, before)["paged_kv_copies_total"] == receipt["blocks_copied"] >= 2
+    assert metrics(swapping)["paged_kv_blocks{shared}"] == 0
 
 
 def test_a_stop_string_ends_one_sample_only(swapping):
@@ -202,7 +205,7 @@ def test_a_stop_string_ends_one_sample_only(swapping):
 # --- the cache ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fixture", ["swapping", "small"])
+@pytest.mark.parametrize("fixture", ["swapping", pytest.param("small", marks=pytest.mark.nightly)])
 def test_a_receipt_reports_cache_hits(request, fixture):
     server = request.getfixturevalue(fixture)
     receipts, answers = [], set()
@@ -267,7 +270,9 @@ def test_a_higher_priority_request_preempts_a_running_one(swapping):
     idle(swapping)
 
 
-@pytest.mark.parametrize(("fixture", "kind"), [("swapping", "swap"), ("small", "recompute")])
+@pytest.mark.parametrize(
+    ("fixture", "kind"), [("swapping", "swap"), pytest.param("small", "recompute", marks=pytest.mark.nightly)]
+)
 def test_no_token_is_lost_when_the_pool_is_exhausted(request, fixture, kind):
     """Six requests, two of them with two samples, of 60 blocks or more each, in a pool of 256."""
     server = request.getfixturevalue(fixture)
@@ -291,6 +296,7 @@ def test_no_token_is_lost_when_the_pool_is_exhausted(request, fixture, kind):
 # --- quantized KV cache ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_samples_and_beams_with_an_int8_kv_cache(small):
     sampling = {"temperature": 1, "max_tokens": 24}
     alone = [ask(small, PROMPT, cache_salt=str(seed), seed=seed, **sampling)[0][0] for seed in (7, 8)]
@@ -315,12 +321,14 @@ def damage_first_block_of(text, directory):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def test_a_restarted_server_reuses_disk_prefixes_and_survives_a_damaged_one(printable, swapping, tiered, disk):
+def test_a_restarted_server_reuses_disk_prefixes_and_survives_a_damaged_one(
+    printable, swapping, tiered, disk, monkeypatch
+):
     good, bad = long_text(50, 41), long_text(51, 41)
     texts = [ask(swapping, text, max_tokens=8)[0] for text in (good, bad)]
     assert metrics(swapping)["paged_disk_tier_up"] == 1
     swapping.stop()
-    with TritonServer(printable[0], tiered, engine_only=True) as server:
+    with TritonServer(printable[0], tiered, engine_only=True) as server, raw_stream(server) as stream:
         again, _, receipt = ask(server, good, max_tokens=8)
         assert again == texts[0]
         assert (receipt["cached_tokens"], receipt["blocks_from_host"]) == (40, 10)
@@ -338,3 +346,10 @@ def test_a_restarted_server_reuses_disk_prefixes_and_survives_a_damaged_one(prin
         assert "the disk cache is disabled" in server.log()
         assert ask(server, good, max_tokens=8)[0] == texts[0]
         idle(server)
+
+        # A stopping server that still sends responses is not ended early.
+        monkeypatch.setattr(tritonserver, "UNLOAD_TIMEOUT", 0)
+        start(stream, long_text(52, 41), streaming=True, max_tokens=500)
+        assert not stream.next().error
+        server.stop()
+        assert stream.all()[-1].final

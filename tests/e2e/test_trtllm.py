@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from paged_backend.trtllm.tensors import INPUTS, OUTPUTS
 from tests.support.triton import idle, metrics, post, raw_stream
-from tests.support.trtllm_streams import ASKED, TEXT_MODELS, WIRE, inputs, opened
+from tests.support.trtllm_streams import TEXT_MODELS, WIRE, inputs, opened
 from tests.support.waiting import until
 
 WIRE["TYPE_STRING"] = "BYTES"

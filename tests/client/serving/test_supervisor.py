@@ -162,6 +162,7 @@ def test_a_failed_server_is_restarted(launched, fault, reason, message):
     until(lambda: launched.count("Stopped.") == 1)
 
 
+@pytest.mark.nightly
 def test_a_dead_engine_is_restarted(repository, tiny, tmp_path):
     """The engine itself, whose runner dies in a step."""
     inject_into_repository(repository, {"dead_engine": 4})
