@@ -1,5 +1,6 @@
 """Warm-up: the memory of CUDA graphs, predicted with a fake GPU, and the kernels that are compiled."""
 
+import itertools
 import json
 import os
 import random
@@ -120,9 +121,16 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 8), (9, 3), (14, 2)])
-def test_warm_up_compiles_every_attention_variant(heads, kv_heads, table, monkeypatch):
+HEADS = [(32, 8), (16, 8), (9, 3), (14, 2)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "table"),
+    mostly_nightly(itertools.product(HEADS, TABLES), default=zip(HEADS, itertools.cycle(TABLES), strict=False)),
+    ids=str,
+)
+def test_warm_up_compiles_every_attention_variant(sizes, table, monkeypatch):
+    heads, kv_heads = sizes
     monkeypatch.setattr(launch_table, "_tables", {})
     if TABLES[table]:
         launch_table.use_table(TABLES[table])
