@@ -220,7 +220,7 @@ SERVED = [
 ]
 
 
-@pytest.mark.parametrize(("family", "options"), mostly_nightly(SERVED, default=SERVED[1:3]), ids=str)
+@pytest.mark.parametrize(("family", "options"), mostly_nightly(SERVED, default=SERVED[2:3]), ids=str)
 def test_serving_compiles_no_kernel(family, options):
     """Triton's own choice of variants, for random requests: every one has been compiled before the model is ready."""
     command = [sys.executable, "-m", "tests.support.fake_gpu", family, json.dumps(options)]
