@@ -2,7 +2,7 @@
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: help serve quick quick-lint quick-tests quick-server test nightly bench-gpu lint reference matrix demo-model setup setup-serve lock clean
+.PHONY: help serve quick quick-lint quick-tests quick-server test nightly bench-gpu lint style reference matrix demo-model setup setup-serve lock clean
 
 MODEL ?= demo
 OPTIONS ?=
@@ -19,7 +19,7 @@ PIP_ARGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 CLIENTS := tests/e2e/clients
-LINT := lint
+LINT := style  # mypy is one of the tests, beside others
 
 # Packages are installed without bytecode, which is written when they are imported.
 unexport PYTHONDONTWRITEBYTECODE
@@ -53,7 +53,7 @@ help:
 	@echo "make nightly     run the long tests; ARGS='...' goes to pytest"
 	@echo "                   ARGS='--hours 0.1'         limit of each long test (default: 1)"
 	@echo "make bench-gpu   check and time kernels and engine on a GPU, without network; ARGS='--minutes 30 --only ...'"
-	@echo "make lint        run ruff and mypy"
+	@echo "make lint        run ruff and mypy; make style runs ruff alone"
 	@echo "make reference   write docs/reference from the code"
 	@echo "make matrix      write docs/reference/models.md from the tests of all model families"
 	@echo "make demo-model  prepare the demo model"
@@ -108,10 +108,12 @@ bench-gpu:
 	  PYTHONPATH="$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/client$${PYTHONPATH:+:$$PYTHONPATH}" \
 	  "$$python" -m paged_bench.on_gpu $(ARGS)
 
-lint: setup
+lint: style
+	$(BIN)/mypy
+
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
-	$(BIN)/mypy
 
 reference: setup
 	$(BIN)/python -m paged_backend.server.reference --write docs/reference
