@@ -22,8 +22,8 @@ SHORT = ASKED | {"max_tokens": [[12]]}
 LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
 
 
-def begun(stream):
-    stream.send(text_input="x", stream=True, sampling_parameters=LONG, return_finish_reason=True)
+def begun(stream, **sampling):
+    stream.send(text_input="x", stream=True, sampling_parameters=LONG | sampling, return_finish_reason=True)
     first = stream.next()
     assert not first.error
     return first
@@ -37,19 +37,19 @@ def ends_at_its_time(stream):
 
 
 def test_endless_requests_and_steps_do_not_block_shutdown(tiny, tmp_path):
-    """SIGTERM ends the server with exit code 0. When the stop timeout is over, a request ends with the output so far,
-    and one of a model that forwards to the engine fails, once.
+    """SIGTERM ends the server with exit code 0. A request ends at its time limit with the output so far. One of a model
+    that forwards to the engine has none: it fails, once, when the stop timeout is over.
     """
-    stuck = faults.faulty_repository(tmp_path / "repository", {"slow_steps": 200, "stuck_step": 10})
-    options = LIMITS | {"request_timeout": 0}
+    stuck = faults.faulty_repository(tmp_path / "repository", {"stuck_step": 40})
+    options = LIMITS | {"request_timeout": 0, "stop_timeout": 8}
     with (
         TritonServer(tiny[0], options, repository=stuck, server_args=[ONE_AT_A_TIME]) as server,
         opened(server, "ensemble") as relayed,
         raw_stream(server) as stream,
     ):
         relayed.send(**ASKED | {"max_tokens": [[200]]})
-        begun(stream)
         relayed.next()
+        begun(stream, timeout_ms=4000)
         server.terminate()
         ends_at_its_time(stream)
         with pytest.raises(InferenceServerException, match=r"^UNAVAILABLE: the engine's model was unloaded, or has"):
@@ -78,8 +78,8 @@ def text_of(parts):
 
 
 def test_the_engine_model_can_be_reloaded(tiny, tmp_path):
-    """With explicit model control. Open requests end first, also those that are forwarded to the engine. One whose step
-    never ends does so at its time limit.
+    """With explicit model control. Open requests end first: one whose step never ends at its time limit, and one that
+    another model forwards to the engine.
     """
     repository = faults.inject_into_repository(engine_alone(tmp_path), {"slow_steps": 100, "stuck_step": 40})
     shutil.copytree(REPOSITORY / "ensemble", repository / "ensemble")
@@ -87,15 +87,6 @@ def test_the_engine_model_can_be_reloaded(tiny, tmp_path):
     flags = ("--model-control-mode=explicit", "--load-model=ensemble", f"--load-model={MODEL}")
     with plain_server(repository, *flags) as server, closing(Models(server, repository)) as models:
         expected = said(server)
-        with opened(server, "ensemble") as stream:
-            stream.send(**SHORT)
-            first, _ = stream.next()
-            models.start_unloading()
-            assert text_of([first, *stream.all()]) == expected
-        models.unload()
-        until(lambda: said(server) == GONE, "an engine that is gone, some time after the server says so")
-        models.load()
-        assert said(server) == expected
         with raw_stream(server) as stream:
             begun(stream)
             models.start_unloading()
@@ -104,7 +95,12 @@ def test_the_engine_model_can_be_reloaded(tiny, tmp_path):
         models.unload()
         models.load()
         assert said(server) == expected
-        idle(server)
+        with opened(server, "ensemble") as stream:
+            stream.send(**SHORT)
+            first, _ = stream.next()
+            models.start_unloading()
+            assert text_of([first, *stream.all()]) == expected
+        until(lambda: said(server) == GONE, "an engine that is gone, some time after the server says so")
     assert isinstance(expected, bytes)
 
 

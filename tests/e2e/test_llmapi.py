@@ -100,7 +100,8 @@ def test_defaults_and_finish_reasons(tiny_server, client):
     one = ask(client, **asked, return_stop_reason=[True], return_finish_reason=[True])
     assert one["text_output"][0].decode() == whole[: whole.index(stop)]
     assert (one["finish_reason"][0], one["stop_reason"][0].decode()) == (b"stop", stop)
-    best = ask(client, sampling_param_best_of=[4], sampling_param_top_k=[30], return_cumulative_logprob=[True])
+    several = {"sampling_param_best_of": [4], "sampling_param_top_k": [30], "sampling_param_max_tokens": [8]}
+    best = ask(client, **several, return_cumulative_logprob=[True])
     assert best["cumulative_logprob"].shape == (1,)
 
 

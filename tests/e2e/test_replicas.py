@@ -125,16 +125,29 @@ def test_sleep_mode_is_rejected(replicated, capsys):
     assert "sleep mode is not supported with data_parallel_size above 1" in capsys.readouterr().err
 
 
+def error_of(stream):
+    """Return the error among the responses that have arrived, or None."""
+    while not stream.responses.empty():
+        if error := stream.next().error:
+            return error
+    return None
+
+
 def test_death_of_a_replica_is_reported(replicated):
     """The last test of this server."""
     (replica,) = replicas(replicated)
     with endless_stream(replicated, "a first story") as first, endless_stream(replicated, "another one") as second:
         until(lambda: metrics(replicated)["paged_requests{running}"] == 2, "two engines")
         os.kill(replica, signal.SIGKILL)
-        errors = [stream.all()[-1].error for stream in (first, second)]
-        assert len([error for error in errors if error]) == 1  # the other engine goes on
-        assert "UNAVAILABLE" in str(next(filter(None, errors)))
-    assert "replica 1 has ended; reload the model" in post(replicated, {"text_input": "x"})[1]
+        found = []
+        until(lambda: found.extend(filter(None, map(error_of, (first, second)))) or found, "the error")
+        (error,) = found
+        assert "UNAVAILABLE" in str(error)
+        assert "replica 1 has ended; reload the model" in post(replicated, {"text_input": "x"})[1]
+        assert [error_of(stream) for stream in (first, second)] == [None, None]  # the other engine goes on
+        until(lambda: not (first.responses.empty() and second.responses.empty()), "more of its tokens")
+        for stream in (first, second):
+            stream.cancel()
 
 
 @pytest.mark.nightly

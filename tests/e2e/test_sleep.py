@@ -28,7 +28,7 @@ def test_a_server_sleeps_and_wakes(named_server, capsys):
         assert not stream.next().error
         capsys.readouterr()
 
-        assert main(["sleep", *at]) == 0
+        assert main(["sleep", "--model", name, *at]) == 0
         assert capsys.readouterr().out.startswith(f"{name} is asleep: freed 1.00 GiB in ")
         assert not stream.all()[-1].error, "the open request was not finished"
         until(lambda: metrics(server)["paged_sleeping"] == 1)
@@ -38,10 +38,10 @@ def test_a_server_sleeps_and_wakes(named_server, capsys):
         assert main(["probe", *at]) == 0, "it would be restarted"
         assert main(["map", "--once", *at]) == 0
         assert "asleep" in capsys.readouterr().out
-        assert main(["sleep", *at]) == 0
+        assert main(["sleep", "--model", name, *at]) == 0
         assert capsys.readouterr().out == f"{name} is asleep already\n"
 
-        assert main(["wake", *at]) == 0
+        assert main(["wake", "--model", name, *at]) == 0
         assert capsys.readouterr().out.startswith(f"{name} is awake: restored 1.00 GiB in ")
         until(lambda: metrics(server)["paged_sleeping"] == 0)
         assert ask() == (200, expected)
