@@ -16,7 +16,7 @@ from tests.support.gateway import gateway
 from tests.support.in_process import TINY, byte_tokenizer
 from tests.support.processes import needs_server
 
-pytestmark = needs_server
+pytestmark = [needs_server, pytest.mark.nightly]
 DOCUMENTS = ["The sea is blue.", "A hat.", "Waves are water."]
 
 

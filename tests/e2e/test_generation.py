@@ -38,8 +38,8 @@ def test_32_concurrent_streams_match_32_sequential_calls(server, tokenizer, alon
     """Prompts and outputs differ in length; afterwards every block is free."""
     words = "the river carried old songs past seven quiet towns where nobody counted rain or years".split()
     rnd = random.Random(4)
-    prompts = [" ".join(rnd.choices(words, k=rnd.randint(1, 60))) for _ in range(32)]
-    lengths = [rnd.randint(4, 12) for _ in prompts]
+    prompts = [" ".join(rnd.choices(words, k=rnd.randint(1, 16))) for _ in range(32)]
+    lengths = [rnd.randint(2, 5) for _ in prompts]
     with raw_streams(server, len(prompts)) as streams:
         for stream, prompt, length in zip(streams, prompts, lengths, strict=True):
             sampling = GREEDY | {"max_tokens": length}

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\S*)[ ]?(.*)\n((?:.*\n)*?)^```$", re.M)
 SECONDS = 300  # limit of a block
-SLOW = ("docs/performance.md",)  # perf_analyzer, as tests/e2e/test_perf_analyzer.py
+SLOW = ("docs/performance.md", "docs/guides/clients.md", "CONTRIBUTING.md")
 
 
 class Block(NamedTuple):

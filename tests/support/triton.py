@@ -47,9 +47,11 @@ def server(demo_model) -> Iterator[TritonServer]:
     """A server of the demo model.
 
     It computes in fp32, so that its tokens equal those of transformers. One prompt near max_model_len almost fills the
-    pool, so that the next one waits. No empty first responses are sent.
+    pool, so that the next one waits. Its steps are short, so that a test that cancels one does not wait for long. No
+    empty first responses are sent.
     """
     options = {"dtype": "float32", "num_gpu_blocks_override": 640, "max_num_seqs": 32, "first_response_ms": -1}
+    options |= {"max_num_batched_tokens": 256}
     with TritonServer(demo_model, options, server_args=[ONE_AT_A_TIME]) as running:
         yield running
 
