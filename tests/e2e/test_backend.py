@@ -179,7 +179,8 @@ def test_tensorrt_llm_gauges(installed):
     assert abs(now["nv_trt_llm_general_metrics", "timestamp"] - time.time()) < 3600
 
 
-@pytest.mark.parametrize("model", ["silent_by_config", pytest.param("silent_by_options", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["silent_by_config", "silent_by_options"])
 def test_a_model_is_loaded_and_unloaded_on_demand_and_its_metrics_can_be_disabled(installed, model):
     with grpcclient.InferenceServerClient(installed.grpc_url) as client:
         client.load_model(model)

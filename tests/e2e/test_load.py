@@ -114,6 +114,7 @@ def test_non_streaming_load_has_no_inter_token_latency():
     assert [record.name for record in found.records("x") if "between" in record.name] == []
 
 
+@pytest.mark.nightly
 def test_server_overhead_with_a_null_model(demo_model, tmp_path):
     file = tmp_path / "figures.json"
     arguments = ["--quick", "--null", "--streams", "6", "--tokens", "8", "--json", str(file)]

@@ -25,6 +25,15 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.nightly
+def test_plain_tritonserver_serves_the_repository(demo_model):
+    """The environment has only what the server of the wheel needs: no wrapper, and no variables of this project."""
+    with plain_server(ROOT / "model_repository", without=ROOT) as server:
+        status, text = post(server, {"text_input": "The capital of France is", "temperature": 0, "max_tokens": 2})
+        assert status == 200
+        assert "Paris" in json.loads(text)["text_output"]
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

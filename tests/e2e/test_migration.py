@@ -23,7 +23,7 @@ FLAGS = ("--model-control-mode=explicit", "--load-model=paged_llm")
 @pytest.mark.parametrize(
     ("streams", "replacements", "output"),
     [
-        pytest.param(8, 1, (100, 200), id="few"),
+        pytest.param(6, 1, (80, 140), id="few"),
         pytest.param(1_000, 10, (300, 900), id="many", marks=pytest.mark.nightly),
     ],
 )

@@ -21,6 +21,7 @@ from tests.support.triton import START_SECONDS, raw_stream
 from tests.support.waiting import until
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of a machine with GPUs are on its GPUs"),
     pytest.mark.skipif(not network.available(), reason=network.MISSING),
 ]
@@ -118,15 +119,11 @@ def endless_stream(server):
         yield stream
 
 
-KINDS = ["tensor_parallel_size", "pipeline_parallel_size"]
-LAYOUTS = pytest.mark.parametrize("kind", KINDS)
+LAYOUTS = pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
 
 
-@pytest.mark.parametrize(
-    ("kind", "again"), [(KINDS[0], False), *(pytest.param(kind, True, marks=pytest.mark.nightly) for kind in KINDS)]
-)
-def test_two_machines_match_one_and_a_cut_link_is_noticed(model, expected, tmp_path, kind, again):
-    """again: the workers serve another server after that."""
+@LAYOUTS
+def test_two_machines_match_one_and_a_cut_link_is_noticed(model, expected, tmp_path, kind):
     port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
     with network.machines(1) as machines, workers(machines, port, tmp_path / "log"):
         with distributed(model, port, 2, **{kind: 2}) as server:
@@ -136,12 +133,10 @@ def test_two_machines_match_one_and_a_cut_link_is_noticed(model, expected, tmp_p
                 assert_one_clear_error(stream, "rank 1 of 2 has ended: machine 1 cannot be reached")
         machines[0].mend()
         until(lambda: not ranks(port), "the end of the rank")
-        if again:
-            with distributed(model, port, 2, **{kind: 2}) as server:
-                assert generate(server, PROMPTS[0]) == expected[0]
+        with distributed(model, port, 2, **{kind: 2}) as server:
+            assert generate(server, PROMPTS[0]) == expected[0]
 
 
-@pytest.mark.nightly
 @LAYOUTS
 def test_three_machines_match_one_and_a_killed_worker_is_noticed(model, expected, tmp_path, kind):
     port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
@@ -156,7 +151,6 @@ def test_three_machines_match_one_and_a_killed_worker_is_noticed(model, expected
             assert generate(server, PROMPTS[0]) == expected[0]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
 def test_latency_changes_no_token(model, expected, tmp_path, sizes):
     port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
@@ -168,7 +162,6 @@ def test_latency_changes_no_token(model, expected, tmp_path, sizes):
         assert generate(server, PROMPTS[0]) == expected[0]
 
 
-@pytest.mark.nightly
 def test_two_stages_of_two_ranks_on_two_machines_match_one(model, expected, tmp_path):
     port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}

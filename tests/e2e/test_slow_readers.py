@@ -109,7 +109,14 @@ class Sockets:
             one.close()
 
 
-@pytest.mark.parametrize(("readers", "end"), [(Stopped, "read_on"), (Stopped, "die"), (Sockets, "die")])
+@pytest.mark.parametrize(
+    ("readers", "end"),
+    [
+        (Stopped, "read_on"),
+        pytest.param(Stopped, "die", marks=pytest.mark.nightly),
+        pytest.param(Sockets, "die", marks=pytest.mark.nightly),
+    ],
+)
 def test_slow_readers_do_not_affect_others_and_use_bounded_memory(small_answers, asked, readers, end, figures):
     server = small_answers
     status, alone = post(server, SMALL)
