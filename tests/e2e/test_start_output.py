@@ -1,4 +1,4 @@
-"""The output of `paged serve` and its log file, while a real server loads a model: with options. See also test_smoke.py."""
+"""The output of `paged serve` with options, and its log file. test_smoke.py checks that of the demo model."""
 
 import signal
 import subprocess
