@@ -41,7 +41,7 @@ def test_endless_requests_and_steps_do_not_block_shutdown(tiny, tmp_path):
     that forwards to the engine has none: it fails, once, when the stop timeout is over.
     """
     stuck = faults.faulty_repository(tmp_path / "repository", {"stuck_step": 40})
-    options = LIMITS | {"request_timeout": 0, "stop_timeout": 8}
+    options = LIMITS | {"request_timeout": 0, "stop_timeout": 4}
     with (
         TritonServer(tiny[0], options, repository=stuck, server_args=[ONE_AT_A_TIME]) as server,
         opened(server, "ensemble") as relayed,
@@ -49,14 +49,14 @@ def test_endless_requests_and_steps_do_not_block_shutdown(tiny, tmp_path):
     ):
         relayed.send(**ASKED | {"max_tokens": [[200]]})
         relayed.next()
-        begun(stream, timeout_ms=4000)
+        begun(stream, timeout_ms=2000)
         server.terminate()
         ends_at_its_time(stream)
+        stream.close()
         with pytest.raises(InferenceServerException, match=r"^UNAVAILABLE: the engine's model was unloaded, or has"):
             relayed.all()
         relayed.client.stop_stream()
         assert relayed.responses.empty()
-        stream.close()
         assert server.wait(60) == 0
 
 

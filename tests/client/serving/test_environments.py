@@ -42,6 +42,7 @@ def test_package_environment_is_created_once(wheels, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.nightly
 def test_locked_environment_has_exactly_its_requirements(wheels, tmp_path):
     put(wheels)
     file = tmp_path / "pinned.txt"
