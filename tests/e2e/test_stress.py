@@ -26,6 +26,7 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Size:
+    requests: int  # different requests
     killed: int  # killed streams, half of them in each of two tests
     left: int  # streams killed with few concurrent requests
     held: int  # concurrent requests
@@ -35,9 +36,12 @@ class Size:
     restarts: int  # restarts of the server
 
 
+LONG = Size(96, 250_000, 10_000, 20_000, 200_000, 100_000_000, 500, 200)
 SIZES = [
-    pytest.param(Size(200, 40, 400, 40, 600, 1, 2), id="seeded"),
-    pytest.param(Size(250_000, 10_000, 20_000, 200_000, 100_000_000, 500, 200), id="long", marks=pytest.mark.nightly),
+    pytest.param(Size(32, 200, 40, 400, 40, 600, 1, 2), id="seeded"),
+    pytest.param(
+        Size(96, 250_000, 10_000, 20_000, 200_000, 100_000_000, 500, 200), id="long", marks=pytest.mark.nightly
+    ),
 ]
 
 
@@ -83,7 +87,7 @@ def checked(verdict):
 
 def test_no_request_is_lost_under_stress(printable, stressed, size, hours, tmp_path, print_line):
     server, log = stressed
-    stress = StressTest(server, tmp_path, SEED, log=log, report=print_line, hours=hours)
+    stress = StressTest(server, tmp_path, SEED, requests=size.requests, log=log, report=print_line, hours=hours)
     greedy = [one for one in stress.requests if one.sampling == one.sampling | {"temperature": 0}]
     for one in greedy[:4]:
         if "n" not in one.sampling:  # the expected tokens themselves are those of transformers
@@ -97,7 +101,7 @@ def test_no_request_is_lost_under_stress(printable, stressed, size, hours, tmp_p
 def test_cancelled_streams_leak_nothing(stressed, size, hours, tmp_path):
     """gRPC streams: see StressTest."""
     server, log = stressed
-    stress = StressTest(server, tmp_path, SEED, cancels=True, requests=48, log=log, hours=hours)
+    stress = StressTest(server, tmp_path, SEED, cancels=True, requests=size.requests // 2, log=log, hours=hours)
     assert checked(stress.kill(size.killed // 2)).killed.total() >= size.killed // 2 or stress.was_cut
     checked(stress.leave(size.left))
     checked(stress.hold(size.held))

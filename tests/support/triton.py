@@ -34,6 +34,7 @@ MODEL = "paged_llm"
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 # On a busy machine, tritonserver 2.51 sometimes never finishes loading several models at once.
 ONE_AT_A_TIME = "--model-load-thread-count=1"
+SHORT_LAYERS = 2  # of `short_model`
 START_SECONDS = 300  # after which a server that has not started is killed
 
 
@@ -43,8 +44,29 @@ def demo_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(demo_model) -> Iterator[TritonServer]:
-    """A server of the demo model.
+def short_model(demo_model, tmp_path_factory) -> Path:
+    """The directory of the demo model's first two layers: its tokenizer, chat template and vocabulary, at a fourth of
+    the cost."""
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path_factory.mktemp("short") / "model"
+    shutil.copytree(demo_model, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((directory / "config.json").read_text()) | {"num_hidden_layers": SHORT_LAYERS}
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = load_file(demo_model / "model.safetensors")
+    left_out = re.compile(r"\.layers\.(\d+)\.")
+    kept = {
+        name: tensor
+        for name, tensor in weights.items()
+        if not (found := left_out.search(name)) or int(found[1]) < SHORT_LAYERS
+    }
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="session")
+def server(short_model) -> Iterator[TritonServer]:
+    """A server of `short_model`.
 
     It computes in fp32, so that its tokens equal those of transformers. One prompt near max_model_len almost fills the
     pool, so that the next one waits. Its steps are short, so that a test that cancels one does not wait for long. No
@@ -52,7 +74,7 @@ def server(demo_model) -> Iterator[TritonServer]:
     """
     options = {"dtype": "float32", "num_gpu_blocks_override": 640, "max_num_seqs": 32, "first_response_ms": -1}
     options |= {"max_num_batched_tokens": 256}
-    with TritonServer(demo_model, options, server_args=[ONE_AT_A_TIME]) as running:
+    with TritonServer(short_model, options, server_args=[ONE_AT_A_TIME]) as running:
         yield running
 
 

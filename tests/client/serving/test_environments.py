@@ -28,6 +28,7 @@ def put(wheels):
         wheel.writestr("an_engine-1.2.dist-info/RECORD", "")
 
 
+@pytest.mark.nightly
 def test_package_environment_is_created_once(wheels, capsys):
     environment = PackageEnvironment("engine", "an-engine", "1.2", exclude=("torch",))
     with pytest.raises(EnvironmentSetupError, match=r"an-engine 1\.2: ERROR: .*an-engine==1\.2"):
