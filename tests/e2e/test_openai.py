@@ -313,11 +313,6 @@ def test_best_of_returns_the_most_likely_sample(client, engine):
     assert choice.text == expected
 
 
-def test_a_chat_without_max_tokens_ends_by_itself(client):
-    (choice,) = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0).choices
-    assert choice.finish_reason == "stop"
-
-
 def test_a_timeout_returns_partial_output_over_openai(client):
     more = {"extra_body": {"timeout_ms": 1, "ignore_eos": True}}
     (choice,) = client.completions.create(model=MODEL, prompt="Once", max_tokens=500, **more).choices

@@ -33,8 +33,8 @@ class City(pydantic.BaseModel):
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    with gateway(server.grpc_url) as front, openai.OpenAI(base_url=f"{front.url}/v1", api_key="none") as made:
+def client(demo_server):
+    with gateway(demo_server.grpc_url) as front, openai.OpenAI(base_url=f"{front.url}/v1", api_key="none") as made:
         yield made.with_options(max_retries=0, timeout=WAIT)
 
 

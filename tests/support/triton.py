@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -26,12 +27,12 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import resolve_model
-from paged_client.serving.server_files import find_server
+from paged_client.serving.server_files import REPOSITORY_ROOT, find_server
 from paged_client.serving.tritonserver import TritonServer, server_environment
 from tests.support.waiting import WAIT, until
 
 MODEL = "paged_llm"
-REPOSITORY = Path(__file__).parents[2] / "model_repository"
+REPOSITORY = REPOSITORY_ROOT / "model_repository"
 # On a busy machine, tritonserver 2.51 sometimes never finishes loading several models at once.
 ONE_AT_A_TIME = "--model-load-thread-count=1"
 SHORT_LAYERS = 2  # of `short_model`
@@ -41,6 +42,42 @@ START_SECONDS = 300  # after which a server that has not started is killed
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     return Path(resolve_model("demo"))
+
+
+@dataclass
+class DemoServer:
+    """The addresses of `paged serve demo`, and what it printed until it was ready."""
+
+    http_url: str
+    grpc_url: str
+    metrics_url: str
+    openai_url: str
+    output: str
+    errors: str
+
+
+@pytest.fixture(scope="session")
+def demo_server(demo_model, tmp_path_factory) -> Iterator[DemoServer]:
+    """The demo model in its default configuration, for tests whose outputs have to make sense."""
+    directory = tmp_path_factory.mktemp("demo_server")
+    names = ("http", "grpc", "metrics", "openai")
+    ports = dict(zip(names, choose_ports(http=0, grpc=0, metrics=0, openai=0), strict=True))
+    flags = [f"--{name}-port={port}" for name, port in ports.items()]
+    command = [sys.executable, "-m", "paged_client", "serve", "demo", *flags, f"--log-file={directory / 'log'}"]
+    with (directory / "errors").open("w") as errors:
+        process = subprocess.Popen(command, cwd=REPOSITORY_ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
+    output = [""]
+    try:
+        while not output[-1].startswith("Press Ctrl-C"):
+            output.append(process.stdout.readline())  # type: ignore[union-attr]
+            assert output[-1], (directory / "errors").read_text()
+        urls = {f"{name}_url": f"localhost:{port}" for name, port in ports.items()}
+        yield DemoServer(**urls, output="".join(output), errors=(directory / "errors").read_text())
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+    assert process.returncode == 0
+    assert "Started GRPCInferenceService" in (directory / "log").read_text()
 
 
 @pytest.fixture(scope="session")
@@ -238,6 +275,9 @@ def plain_server(
         assert code == 0, f"exit code {code}\n{''.join(log)}"
 
 
+Server = TritonServer | PlainServer | DemoServer
+
+
 def listens(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
@@ -286,7 +326,7 @@ class RawStream:
 
 @contextmanager
 def raw_stream(
-    server: TritonServer | PlainServer,
+    server: Server,
     *,
     model: str = MODEL,
     strict: bool = False,
@@ -338,7 +378,11 @@ def tensors(inputs: dict[str, Any]) -> list[grpcclient.InferInput]:
 
 
 def post(
-    server: TritonServer | PlainServer, body: dict[str, Any] | bytes, endpoint: str = "generate", *, model: str = MODEL
+    server: Server,
+    body: dict[str, Any] | bytes,
+    endpoint: str = "generate",
+    *,
+    model: str = MODEL,
 ) -> tuple[int, str]:
     """Call the generate extension and return (HTTP status, body)."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -350,7 +394,7 @@ def post(
         return error.code, error.read().decode()
 
 
-def metrics(server: TritonServer | PlainServer) -> dict[str, float]:
+def metrics(server: Server) -> dict[str, float]:
     """Return the `paged_` metrics by `name{label}`, where the label is the state, reason, kind, direction or tier."""
     with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=WAIT) as reply:
         text = reply.read().decode()
@@ -361,7 +405,7 @@ def metrics(server: TritonServer | PlainServer) -> dict[str, float]:
     return found
 
 
-def idle(server: TritonServer) -> None:
+def idle(server: Server) -> None:
     """Wait until no request runs or waits and no block is in use.
 
     Requesting a pool map brings the metrics up to date, which otherwise are some tenths of a second old.
