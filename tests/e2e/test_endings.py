@@ -36,6 +36,7 @@ def ends_at_its_time(stream):
     assert last.outputs["finish_reason"] == [b"timeout"]
 
 
+@pytest.mark.nightly
 def test_endless_requests_and_steps_do_not_block_shutdown(tiny, tmp_path):
     """SIGTERM ends the server with exit code 0. A request ends at its time limit with the output so far. One of a model
     that forwards to the engine has none: it fails, once, when the stop timeout is over.

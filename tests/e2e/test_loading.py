@@ -1,25 +1,19 @@
-"""Starting and stopping the server, failing loads, and limits on clients."""
+"""Starting and stopping a server, and loads that fail."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 
-from paged_client import Client, PagedError
-from paged_client.cli import main
 from paged_client.serving import tritonserver
 from paged_client.serving.tritonserver import ServerError, TritonServer
-from tests.support.processes import children, is_running
-from tests.support.triton import ONE_AT_A_TIME, idle, metrics, plain_server, post, raw_stream, raw_streams
-from tests.support.trtllm_streams import ASKED, opened
-from tests.support.waiting import WAIT, until
+from tests.support.triton import metrics, plain_server, post, raw_stream
+from tests.support.waiting import WAIT
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,75 +99,3 @@ def test_the_stub_uses_this_interpreter(tiny_server):
     stubs = subprocess.run(["pgrep", "-f", tiny_server.shm_prefix], capture_output=True, text=True, check=True)
     maps = [Path(f"/proc/{pid}/maps").read_text() for pid in stubs.stdout.split()]
     assert any(f"libpython{sys.version_info.major}.{sys.version_info.minor}" in text for text in maps)
-
-
-@pytest.fixture(scope="module")
-def limited(tiny):
-    """A server that limits its clients. The last test stops it."""
-    options = {"dtype": "float32", "num_gpu_blocks_override": 64, "min_priority": 3, "max_tenant_requests": 2}
-    options |= {"session_ttl": 0.2, "max_sessions": 2}
-    with TritonServer(tiny[0], options, server_args=[ONE_AT_A_TIME]) as running:
-        yield running
-
-
-def send_long(stream):
-    sampling = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
-    stream.send(text_input="x", stream=True, sampling_parameters=sampling)
-    first = stream.next()
-    assert not first.error, first.error
-
-
-def test_health_probes_bypass_the_client_limit(limited):
-    """A probe uses the highest priority that clients may have, and does not count against a tenant's limit."""
-    with raw_streams(limited, 2) as streams:
-        for stream in streams:
-            send_long(stream)
-        assert post(limited, {"text_input": "x"})[0] == 400  # this tenant has reached its limit
-        assert main(["probe", "--url", limited.grpc_url]) == 0
-        for stream in streams:
-            assert stream.all()[-1].final
-    idle(limited)
-
-
-def test_sessions_expire_after_session_ttl(limited):
-    with Client(limited.grpc_url) as client:
-        client.generate("abcdefgh" * 4, max_tokens=2, sequence_id=1, sequence_start=True)
-        until(lambda: metrics(limited)["paged_sessions"] == 0, "the end of the session")
-        until(lambda: metrics(limited)["paged_kv_blocks{pinned}"] == 0, "the blocks that it lets go of")
-        with pytest.raises(PagedError, match=r"expired after session_ttl=0\.2 seconds"):
-            client.generate("more", sequence_id=1)
-        with client.conversation(max_tokens=2) as talk:
-            talk.generate("abc")
-            until(lambda: metrics(limited)["paged_sessions"] == 0, "the end of the session")
-            # closing an expired session is not an error
-
-
-def accepts_http(server):
-    """Return whether the server accepts HTTP requests, or at least reports that it is not ready."""
-    try:
-        urllib.request.urlopen(f"http://{server.http_url}/v2/health/live", timeout=WAIT).close()
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
-    return True
-
-
-def test_open_streams_finish_after_sigterm_and_nothing_is_left(limited):
-    """Streams of the engine's model and of one that forwards to it."""
-    relayed_request = ASKED | {"max_tokens": [[200]], "return_num_output_tokens": [[True]]}
-    with raw_stream(limited) as direct, opened(limited, "ensemble") as relayed:
-        send_long(direct)
-        relayed.send(**relayed_request)
-        begun, _ = relayed.next()
-        processes = [limited.pid, *children(limited.pid)]
-        limited.terminate()
-        until(lambda: not accepts_http(limited), "the end of HTTP")
-        assert direct.all()[-1].final
-        assert sum(part["num_output_tokens"].item() for part in [begun, *relayed.all()]) == 200
-        direct.close()
-        relayed.client.stop_stream()
-        assert limited.wait(60) == 0
-    limited.stop()
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith(limited.shm_prefix)]
-    assert not any(is_running(process) for process in processes)

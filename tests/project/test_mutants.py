@@ -23,7 +23,7 @@ NO_SHRINKING = (
 
 
 QUICK = [mutant for mutant in MUTANTS if mutant not in RARE]
-SAMPLE = QUICK[::4]
+SAMPLE = QUICK[::8]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -131,15 +131,6 @@ def tiny_server(tiny, tmp_path_factory) -> Iterator[TritonServer]:
 
 
 @pytest.fixture(scope="session")
-def named_server(tiny) -> Iterator[TritonServer]:
-    """A server of a model with another name than paged_llm and a pool of 1 GiB, both set by options with units."""
-    options = {"dtype": "float32", "device": "cpu", "served_model_name": "foo.bar-1", "first_response_ms": -1}
-    options |= {"kv_cache_memory_bytes": "1GiB", "swap_space": "1MB"}
-    with TritonServer(tiny[0], options, server_args=[ONE_AT_A_TIME]) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
 def adapters(tiny, tmp_path_factory) -> tuple[Path, dict[str, Path]]:
     """(directory of the list of `adapted_server`, three LoRA adapters by name)"""
     from tests.support.adapters import make_adapter
@@ -345,9 +336,9 @@ def raw_stream(
 
 
 @contextmanager
-def raw_streams(server: TritonServer, count: int) -> Iterator[list[RawStream]]:
+def raw_streams(server: TritonServer, count: int, *, model: str = MODEL) -> Iterator[list[RawStream]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(raw_stream(server)) for _ in range(count)]
+        yield [stack.enter_context(raw_stream(server, model=model)) for _ in range(count)]
 
 
 def read(result: Any, error: InferenceServerException | None) -> Response:
@@ -405,14 +396,14 @@ def metrics(server: Server) -> dict[str, float]:
     return found
 
 
-def idle(server: Server) -> None:
+def idle(server: Server, *, model: str = MODEL) -> None:
     """Wait until no request runs or waits and no block is in use.
 
     Requesting a pool map brings the metrics up to date, which otherwise are some tenths of a second old.
     """
 
     def is_idle() -> bool:
-        post(server, {"pool_map": True})
+        post(server, {"pool_map": True}, model=model)
         now = metrics(server)
         busy = now["paged_kv_blocks{used}"] + now["paged_requests{running}"] + now["paged_requests{waiting}"]
         available = now["paged_kv_blocks{free}"] + now["paged_kv_blocks{cached}"]
