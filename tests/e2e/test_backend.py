@@ -189,6 +189,11 @@ def test_tensorrt_llm_gauges(installed):
     assert abs(now["nv_trt_llm_general_metrics", "timestamp"] - time.time()) < 3600
 
 
+def test_metrics_can_be_disabled(adapted_server):
+    assert post(adapted_server, {"text_input": "Once"})[0] == 200
+    assert samples(adapted_server, "paged_llm") == {}
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", ["silent_by_config", "silent_by_options"])
 def test_a_model_is_loaded_and_unloaded_on_demand_and_its_metrics_can_be_disabled(installed, model):

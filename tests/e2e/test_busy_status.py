@@ -46,6 +46,7 @@ def slow(tiny, tmp_path_factory):
     """A server of one request at a time, whose steps take at least 400 ms. Streams begin with an empty response."""
     repository = faults.faulty_repository(tmp_path_factory.mktemp("slow") / "repository", {"slow_steps": 400})
     options = {"dtype": "float32", "max_num_seqs": 1, "max_queue_size": 1, "first_response_ms": 0}
+    options |= {"enable_prefix_caching": False}
     with TritonServer(tiny[0], options, repository=repository, server_args=[ONE_AT_A_TIME]) as running:
         yield running
 
@@ -82,6 +83,13 @@ def test_statuses_of_a_busy_server(slow):
 
 def cancelled(server):
     return metrics(server)["paged_requests_finished_total{cancelled}"]
+
+
+def test_sessions_need_the_prefix_cache(slow):
+    with raw_stream(slow) as stream:
+        inputs = tensors({"text_input": "x"})
+        stream.client.async_stream_infer(MODEL, inputs, sequence_id=1, sequence_start=True)
+        assert "sequence_id=1: sessions need the prefix cache" in str(stream.next().error)
 
 
 def test_an_http_disconnect_before_the_first_token_is_detected(slow):

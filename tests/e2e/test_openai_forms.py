@@ -79,7 +79,7 @@ def test_output_parses_as_the_requested_pydantic_model(client):
 @pytest.mark.parametrize(
     ("asked", "fits"),
     [
-        ({"response_format": {"type": "json_object"}, "max_tokens": 100}, lambda text: json.loads(text) is not None),
+        ({"response_format": {"type": "json_object"}, "max_tokens": 200}, lambda text: json.loads(text) is not None),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}},
             lambda text: jsonschema.validate(json.loads(text), CITY) is None,

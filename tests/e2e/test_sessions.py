@@ -6,7 +6,6 @@ import json
 import pytest
 
 from paged_client import AsyncClient, Client, PagedError
-from paged_client.serving.tritonserver import TritonServer
 from tests.support.triton import MODEL, idle, metrics, post, raw_stream, tensors
 from tests.support.waiting import WAIT, until
 
@@ -174,14 +173,6 @@ def test_a_stop_string_is_not_part_of_the_session(server):
 def test_a_session_rejects_several_samples(server, sampling, field):
     with Client(server.grpc_url) as client, pytest.raises(PagedError, match=f"{field}: must be 1 in a session"):
         client.generate("Once", sequence_id=11, sequence_start=True, **sampling)
-
-
-@pytest.mark.nightly
-def test_sessions_need_the_prefix_cache(tiny):
-    options = {"dtype": "float32", "num_gpu_blocks_override": 64, "enable_prefix_caching": False}
-    refused = pytest.raises(Exception, match="sequence_id=1: sessions need the prefix cache")
-    with TritonServer(tiny[0], options, engine_only=True) as server, refused:
-        turn(server, "x", 1, sequence_start=True)
 
 
 def test_a_timed_out_turn_keeps_its_blocks(server):

@@ -168,12 +168,12 @@ def adapted_model(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def adapted_server(adapted_model, adapters, traces) -> Iterator[TritonServer]:
-    """A server of `adapted_model` with the LoRA adapters a and b, which traces every request."""
+    """A server of `adapted_model` with the LoRA adapters a and b, which traces every request and has no metrics."""
     from tests.support.adapters import write_adapter_list
 
     listed = write_adapter_list(adapters[0], {"a": "a", "b": "b"})
     options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 8, "max_loras": 2}
-    options |= {"otlp_traces_endpoint": traces.endpoint}
+    options |= {"otlp_traces_endpoint": traces.endpoint, "disable_log_stats": True}
     environment = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_SERVICE_NAME": "chat-backend"}
     more = {"environment": environment, "server_args": [ONE_AT_A_TIME], "multi_lora": listed}
     with TritonServer(adapted_model, options, **more) as running:
