@@ -153,7 +153,7 @@ def test_packages_of_the_tests_are_not_needed_to_serve():
 # Loads the server's and the gateway's modules, and generates.
 SERVE = """
 import {imports}
-import paged_client.__main__, paged_client.commands.serve, paged_client.openai.command
+import paged_client.cli, paged_client.commands.serve, paged_client.openai.command
 import paged_client.serving.demo_model, paged_client.serving.tritonserver
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.assembly import assemble
