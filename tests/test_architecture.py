@@ -15,7 +15,7 @@ JUSTIFICATION = re.compile(r"^# Over \d+ lines: \S+", re.M)  # a comment in a lo
 DIAGRAMS = ["docs/architecture.md"]
 ACROSS_MODULES = ("docs", "e2e", "integration", "project", "support")  # folders of tests/ that mirror no package
 FEATURES = {  # test modules of one package that are named after a feature that several of its modules have
-    "client": {"client", "import_name"},
+    "client": {"client"},
     "kernels": {
         "batch_invariance",
         "decoder_layer",
