@@ -2,7 +2,7 @@
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: help serve test nightly bench-gpu lint reference matrix demo-model setup lock clean
+.PHONY: help serve test nightly bench-gpu lint reference matrix demo-model wheel setup lock clean
 
 MODEL ?= demo
 OPTIONS ?=
@@ -37,6 +37,7 @@ help:
 	@echo "make reference   write docs/reference from the code"
 	@echo "make matrix      write docs/reference/models.md from the tests of all model families"
 	@echo "make demo-model  prepare the demo model"
+	@echo "make wheel       write a manylinux wheel with the compiled kernels to dist/"
 	@echo "make setup       create .venv"
 	@echo "make lock        update constraints.txt from pyproject.toml, and the clients.txt of the tests (needs uv)"
 	@echo "make clean       remove .venv, .cache and build results"
@@ -84,6 +85,14 @@ matrix: setup
 demo-model: setup
 	@$(BIN)/python -m paged_client.serving.demo_model
 
+# The kernels do not depend on the version of CPython. auditwheel names the oldest manylinux platform whose libraries
+# have all symbols that the kernels use. PyTorch's libraries come with PyTorch.
+wheel: setup
+	PYTHONPATH=kernels $(BIN)/python -m paged_kernels.cpu.build
+	rm -rf build
+	$(BIN)/python -m build --wheel --outdir build/wheel -C=--build-option=--plat-name=linux_$$(uname -m)
+	$(BIN)/python -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --patcher none --wheel-dir dist build/wheel/*.whl
+
 setup: $(STAMP) $(COMPILED)
 
 # Without a compiler everything works, more slowly, so a failure here does not stop the setup.
@@ -93,7 +102,7 @@ $(COMPILED): $(STAMP) $(wildcard kernels/paged_kernels/cpu/csrc/*) kernels/paged
 $(STAMP): | $(BIN)/python
 	@echo "Installing packages into $(VENV)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --upgrade -c constraints.txt $(PIP_ARGS) \
-	  -e '.[client,server,tracing,events,remote,routing,test,bench]'
+	  -e '.[client,server,tracing,events,remote,routing,test,bench,build]'
 	@$(BIN)/python -m paged_client.serving.server_files
 	@rm -f $(VENV)/.installed-* && touch $@
 
@@ -126,5 +135,5 @@ lock:
 	@mv clients.new $(CLIENTS).txt
 
 clean:
-	rm -rf $(VENV) .cache kernels/paged_kernels/cpu/built build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache kernels/paged_kernels/cpu/built build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
