@@ -2,7 +2,7 @@
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: help serve test nightly bench-gpu lint reference matrix demo-model wheel setup lock clean
+.PHONY: help serve test nightly bench-gpu lint reference matrix demo-model wheel setup setup-serve lock clean
 
 MODEL ?= demo
 OPTIONS ?=
@@ -17,10 +17,27 @@ PIP_ARGS ?=
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Named after the content of both files, so that a change of either installs again and a mere touch does not.
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c -16)
-COMPILED := kernels/paged_kernels/cpu/built/.made
 CLIENTS := tests/e2e/clients
+LINT := lint
+
+# Packages are installed without bytecode, which is written when they are imported.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Installs a set of packages, if it is missing. The interpreter of an environment that exists comes first, then python3,
+# because distributions are most likely to have its libpython. Each name is tried, because one that is found may not run
+# (a version manager's shim).
+define SET_UP
+@for python in $(BIN)/python $(or $(PYTHON),python3 python3.12 python3.11 python3.10); do \
+  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' \
+    2>/dev/null; then \
+    exec "$$python" bootstrap.py $(1) --venv '$(VENV)' -- $(PIP_ARGS); \
+  fi; \
+done; \
+echo "make: none of '$(or $(PYTHON),python3 python3.12 python3.11 python3.10)' is a CPython 3.10, 3.11 or" \
+  "3.12 with venv and ensurepip (Debian and Ubuntu: apt install python3-venv)." \
+  "Set PYTHON to one: make PYTHON=/path/to/python3.12" >&2; \
+exit 1
+endef
 
 help:
 	@echo "make serve       serve a model on a Triton server until Ctrl-C"
@@ -38,18 +55,18 @@ help:
 	@echo "make matrix      write docs/reference/models.md from the tests of all model families"
 	@echo "make demo-model  prepare the demo model"
 	@echo "make wheel       write a manylinux wheel with the compiled kernels to dist/"
-	@echo "make setup       create .venv"
+	@echo "make setup       create .venv with all packages, also those of the tests"
 	@echo "make lock        update constraints.txt from pyproject.toml, and the clients.txt of the tests (needs uv)"
 	@echo "make clean       remove .venv, .cache and build results"
 	@echo "With every target: PYTHON=... interpreter for .venv; PIP_ARGS='...' further arguments for pip"
 
-serve: setup
+serve: setup-serve
 	@$(BIN)/paged serve '$(MODEL)' $(foreach option,$(OPTIONS),-o '$(option)') \
 	  --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 
 # One process per core with one thread each. The tests of a file run in one process, which starts its servers and loads
 # its models once. A test that hangs ends its process, and fails with the tracebacks of all threads.
-test: lint demo-model
+test: $(LINT) setup demo-model
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=$(WORKERS) \
 	  --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 \
 	  -o faulthandler_timeout=$(TEST_TIMEOUT) -o faulthandler_exit_on_timeout=true $(ARGS)
@@ -82,44 +99,23 @@ matrix: setup
 	  tests/integration/test_families.py tests/integration/test_family_options.py
 	$(BIN)/python -m tests.support.support_matrix .cache/support_matrix.json --write docs/reference/models.md
 
-demo-model: setup
+demo-model: setup-serve
 	@$(BIN)/python -m paged_client.serving.demo_model
 
 # The kernels do not depend on the version of CPython. auditwheel names the oldest manylinux platform whose libraries
 # have all symbols that the kernels use. PyTorch's libraries come with PyTorch.
 wheel: setup
-	PYTHONPATH=kernels $(BIN)/python -m paged_kernels.cpu.build
+	PYTHONPATH=kernels $(BIN)/python -m paged_kernels.cpu.build --all
 	rm -rf build
 	$(BIN)/python -m build --wheel --outdir build/wheel -C=--build-option=--plat-name=linux_$$(uname -m)
-	$(BIN)/python -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --patcher none --wheel-dir dist build/wheel/*.whl
+	$(BIN)/python -m auditwheel repair --patcher none --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist \
+	  build/wheel/*.whl
 
-setup: $(STAMP) $(COMPILED)
+setup:
+	$(call SET_UP,test)
 
-# Without a compiler everything works, more slowly, so a failure here does not stop the setup.
-$(COMPILED): $(STAMP) $(wildcard kernels/paged_kernels/cpu/csrc/*) kernels/paged_kernels/cpu/build.py
-	@if $(BIN)/python -m paged_kernels.cpu.build; then touch $@; fi
-
-$(STAMP): | $(BIN)/python
-	@echo "Installing packages into $(VENV)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --upgrade -c constraints.txt $(PIP_ARGS) \
-	  -e '.[client,server,tracing,events,remote,routing,test,bench,build]'
-	@$(BIN)/python -m paged_client.serving.server_files
-	@rm -f $(VENV)/.installed-* && touch $@
-
-# python3 comes first, because distributions are most likely to have its libpython. Each name is tried, because one
-# that is found may not run (a version manager's shim).
-$(BIN)/python:
-	@for python in $(or $(PYTHON),python3 python3.12 python3.11 python3.10); do \
-	  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' \
-	    2>/dev/null; then \
-	    echo "Making $(VENV) with $$("$$python" --version)"; \
-	    exec "$$python" -m venv $(VENV); \
-	  fi; \
-	done; \
-	echo "make: none of '$(or $(PYTHON),python3 python3.12 python3.11 python3.10)' is a CPython 3.10, 3.11 or" \
-	  "3.12 with venv and ensurepip (Debian and Ubuntu: apt install python3-venv)." \
-	  "Set PYTHON to one: make PYTHON=/path/to/python3.12" >&2; \
-	exit 1
+setup-serve:
+	$(call SET_UP,serve)
 
 # The sed removes the markers that hold for every line: the platform of [tool.uv] and the upper Python version.
 lock:
