@@ -179,7 +179,7 @@ def test_serving_needs_no_package_of_the_tests(tiny):
     hidden = {
         module for module, names in packages_distributions().items() if kept.isdisjoint(map(canonicalize_name, names))
     }
-    hidden -= {"paged_bench", "paged_backend", "paged_client", "paged_kernels", "client"}
+    hidden -= {"paged_bench", "paged_backend", "paged_client", "paged_kernels"}
     assert "pytest" in hidden and "triton" in hidden
     code = SERVE.format(hidden=hidden, imports=bootstrap.IMPORTS, options={"model": str(directory), **TINY})
     paths = os.pathsep.join(str(ROOT / one) for one in ("", "kernels", "client"))
