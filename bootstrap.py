@@ -110,7 +110,7 @@ class Environment:
         # Once the project is installed, its extras are added without installing it again.
         extras, is_there = ",".join(SETS[self._packages]), self.stamp("serve").exists()
         project = [f"paged-llm-triton[{extras}]"] if is_there else ["-e", f".[{extras}]"]
-        command = [str(self._python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off",
+        command = [str(self._python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off", "--no-warn-conflicts",
                    "--no-compile", "-c", "constraints.txt", *self._pip_arguments, *project]  # fmt: skip
         output, found, ended = list[str](), 0, threading.Event()
         pipe = subprocess.PIPE
@@ -157,13 +157,14 @@ class Environment:
 
 def main() -> int:
     """Run the command. Returns its exit status."""
-    parser = argparse.ArgumentParser(description="Set up the environment.")
+    parser = argparse.ArgumentParser(description="Set up the environment.", epilog="Arguments after -- go to pip.")
     parser.add_argument("packages", choices=SETS, help="the set of packages")
-    parser.add_argument("pip_arguments", nargs="*", help="further arguments of pip, after --")
     parser.add_argument("--venv", type=Path, default=Path(".venv"), help="directory of the environment")
-    args = parser.parse_args()
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    args = parser.parse_args(arguments[:end])
     began = time.monotonic()
-    environment = Environment(args.venv.absolute(), args.packages, args.pip_arguments)
+    environment = Environment(args.venv.absolute(), args.packages, arguments[end + 1 :])
     with open(__file__) as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # one at a time
         try:
