@@ -64,7 +64,7 @@ class Environment:
 
     def set_up(self) -> None:
         """Make the environment, install the packages, and compile the kernels. Raises SetUpFailed."""
-        if not self._python.exists():
+        if not (self._directory / "bin/pip").exists():  # which is made last
             print(f"Making {self._directory} with Python {sys.version.split()[0]}", flush=True)
             with self._timed("environment"):
                 self._check(sys.executable, "-m", "venv", self._directory)
@@ -96,8 +96,8 @@ class Environment:
 
     def _compile(self) -> None:
         """Compile the libraries that are missing. Without a compiler everything works, more slowly."""
-        best = build.with_linear(build.supported()[0])
-        if not all(build.library(name).exists() for name in (build.COMMON, *best)):
+        has_level = any(build.library(level).exists() for level in build.supported())
+        if not (has_level and build.library(build.COMMON).exists()):
             with self._timed("C++ operators"):
                 self._run(self._python, "-m", "paged_kernels.cpu.build", capture_output=False)
 
@@ -172,6 +172,8 @@ def main() -> int:
         except SetUpFailed as error:
             print(error, file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            return 130
     if environment.seconds:
         parts = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in environment.seconds.items())
         print(f"Set up in {time.monotonic() - began:.0f} s ({parts}; some at the same time)")

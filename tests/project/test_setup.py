@@ -91,6 +91,7 @@ def bootstrapped(venv: Path, packages: str, *pip_arguments: str, refused: str = 
     (venv / "lib/python3/site-packages").mkdir(parents=True, exist_ok=True)
     (venv / "bin/python").write_text(INTERPRETER.replace("{log}", str(log)).replace("{refused}", refused))
     (venv / "bin/python").chmod(0o755)
+    (venv / "bin/pip").touch()
     log.write_text("")
     command = [sys.executable, ROOT / "bootstrap.py", packages, "--venv", venv, "--", *pip_arguments]
     environment = os.environ | {"CXX": "no-such-compiler"}

@@ -190,7 +190,7 @@ def _torch() -> Path | None:
 
 
 def _libraries() -> list[str]:
-    return [f"-L{_torch()}/lib", "-ltorch_cpu", "-lc10", "-pthread"]
+    return [f"-L{_torch()}/lib", "-ltorch_cpu", "-pthread"]
 
 
 def _run(command: Sequence[str]) -> None:
