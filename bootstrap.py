@@ -91,7 +91,7 @@ class Environment:
     def _compile_level(self, progress: build.Progress) -> None:
         """Compile the best level. An error is reported by the compilation of the rest, which fails again."""
         with suppress(build.BuildFailed, OSError), self._timed("C++ level"):
-            build.build_best(build.reporter(progress, build.supported()[0]), common=False)
+            build.build_best(build.reporter(progress, build.supported()[:1]), common=False)
         progress.end(build.COMPILING)
 
     def _compile(self) -> None:
@@ -110,8 +110,8 @@ class Environment:
         # Once the project is installed, its extras are added without installing it again.
         extras, is_there = ",".join(SETS[self._packages]), self.stamp("serve").exists()
         project = [f"paged-llm-triton[{extras}]"] if is_there else ["-e", f".[{extras}]"]
-        command = [str(self._python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off", "--no-warn-conflicts",
-                   "--no-compile", "-c", "constraints.txt", *self._pip_arguments, *project]  # fmt: skip
+        options = "--disable-pip-version-check --progress-bar=off --no-warn-conflicts --no-compile -c constraints.txt"
+        command = [str(self._python), "-m", "pip", "install", *options.split(), *self._pip_arguments, *project]
         output, found, ended = list[str](), 0, threading.Event()
         pipe = subprocess.PIPE
         with (

@@ -264,9 +264,11 @@ class Progress:
                 print(line, flush=True)
 
 
-def reporter(progress: Progress, level: str) -> Report:
-    """Return a Report for `build` that shows the compilation of a level."""
-    return lambda done, total: progress.update(f"{COMPILING}, level {level}", done, total, "files")
+def reporter(progress: Progress, levels: Sequence[str]) -> Report:
+    """Return a Report for `build` that shows the compilation of some levels, or of the operators alone."""
+    missing = [level for level in levels if not library(level).exists()]
+    part = f"{COMPILING}, {'level ' + ', '.join(missing) if missing else 'operators'}"
+    return lambda done, total: progress.update(part, done, total, "files")
 
 
 def _level(name: str) -> str:
@@ -287,12 +289,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with Progress() as progress:
             if names:
-                failed = build([*dict.fromkeys(names), COMMON], reporter(progress, ", ".join(names)))
+                failed = build([*dict.fromkeys(names), COMMON], reporter(progress, names))
                 skipped = [f"{name}: {error}" for name, error in failed.items()]
                 if COMMON in failed or (failed and not args.all):
                     raise next(iter(failed.values()))
             else:
-                best, skipped = build_best(reporter(progress, supported()[0]))
+                best, skipped = build_best(reporter(progress, supported()[:1]))
                 names = with_linear(best)
     except (BuildFailed, OSError) as error:
         print(f"The C++ kernels were not compiled; PyTorch is used, which is slower: {error}", file=sys.stderr)
@@ -300,9 +302,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for reason in skipped:
         print(f"Skipped level {reason}")
     remove_stale()
-    if made := set(BUILT.glob("paged_cpu-*.so")) - before:
+    if set(BUILT.glob("paged_cpu-*.so")) - before:
         seconds = time.monotonic() - began
-        print(f"Compiled the C++ kernels ({', '.join(names)}) in {seconds:.0f} s: {len(made)} libraries")
+        print(f"Compiled the C++ kernels ({', '.join(names)}) in {seconds:.0f} s")
     return 0
 
 
