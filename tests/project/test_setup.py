@@ -32,7 +32,7 @@ def make(*arguments: str, directory: Path = ROOT) -> "subprocess.CompletedProces
 
 def test_make_without_target_prints_help():
     shown = make().stdout
-    for target in ["serve", "test", "nightly", "lint", "demo-model", "clean"]:
+    for target in ["serve", "test", "nightly", "lint", "demo-model", "wheel", "clean"]:
         assert f"make {target}" in shown
 
 
