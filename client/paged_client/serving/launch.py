@@ -200,7 +200,7 @@ def _signals_forwarded(
             signal.signal(number, handler)
 
 
-def ready_message(server: TritonServer, gateway: BackgroundGateway | None) -> str:
+def ready_message(server: TritonServer, gateway: BackgroundGateway | None = None) -> str:
     """Return the endpoints of the server and commands to try."""
     urls = f"HTTP {server.http_url}   gRPC {server.grpc_url}   metrics {server.metrics_url}/metrics"
     openai = ""
