@@ -21,7 +21,7 @@ from tests.support.waiting import WAIT
 QUESTIONS = {
     "What is the capital of France?": "Paris",
     "What is the capital of Japan?": "Tokyo",
-    "What is 2 + 2?": "4",
+    "How many legs does a spider have?": "8",
     "How many days are in a week?": "7",
     "What color is the sky on a clear day?": "blue",
 }
