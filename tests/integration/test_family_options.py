@@ -15,6 +15,7 @@ from paged_kernels.cpu import native
 from tests.support.adapters import LORA, generate_with, make_adapter, write_adapter_list
 from tests.support.families import HYBRID_FAMILIES
 from tests.support.in_process import running
+from tests.support.support_matrix import TESTED
 from tests.support.tiny_family import MATRIX_FAMILIES, TinyFamily, serve_or_reject
 
 MAX_TOKENS = 8
@@ -158,19 +159,18 @@ def check_quantized_tokens(family, assembly, least):
     assert sum(ranks) <= limit * len(ranks)
 
 
-without_gpus = pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with GPUs the ranks would use them")
-
-
-@without_gpus
+@pytest.mark.ranks
 def test_tensor_parallelism_is_possible_or_rejected_before_ranks_start(family, serve, support_matrix):
     config = EngineConfig.from_options({"model": str(family.directory), "tensor_parallel_size": 2})
     try:
         tensor_parallel.check_model(config, family.model.config)
     except ConfigError:
         assert serve("tensor parallelism", "tensor_parallel_size=2: ", tensor_parallel_size=2) is None
+    else:  # test_two_ranks_generate_the_same_tokens of all families is what the page records
+        assert support_matrix.documented(family.name, "tensor parallelism", TESTED) == TESTED
 
 
-@without_gpus
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "family", [one if one == "mixtral" else pytest.param(one, marks=pytest.mark.nightly) for one in MATRIX_FAMILIES],
     indirect=True,

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,8 @@ def write(directory, **values):
     return directory
 
 
-def read(model, root=Path("/nowhere"), **options):
+def read(model, root=None, **options):
+    root = root or model / "no repository"
     return read_sampling_defaults(EngineConfig.from_options({"model": str(model)} | options), root, model)
 
 

@@ -131,7 +131,7 @@ class _Graph:
     def record(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
         """Record an operation that has run. What is reassigned later in its arguments does not change the graph."""
         arguments = _map((args, kwargs), Tensor.detach)
-        given = {storage._cdata for storage in map(Tensor.untyped_storage, _tensors(arguments))}
+        given = _memory_of(arguments)
         results = [one if one.untyped_storage()._cdata not in given else None for one in _tensors(result)]
         self.keep((arguments, result))
 
@@ -166,7 +166,7 @@ class _Operations(TorchDispatchMode):
         if name in READ_OPERATIONS or (READ_TAGS & set(function.tags) and not is_gather):
             raise RuntimeError(f"{FORBIDDEN}: {name}")
         result = function(*args, **kwargs)
-        given, returned = ({one.untyped_storage()._cdata for one in _tensors(tree)} for tree in ((args, kwargs), result))
+        given, returned = _memory_of((args, kwargs)), _memory_of(result)
         is_view = bool(returned) and returned <= given and not function._schema.is_mutable
         if is_view or name in ALLOCATIONS:
             self._graph.keep((args, kwargs, result))
@@ -227,3 +227,7 @@ def _parts(tree: Any, kind: type) -> Iterator[Any]:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return list(_parts(tree, Tensor))
+
+
+def _memory_of(tree: Any) -> set[int]:
+    return {storage._cdata for storage in map(Tensor.untyped_storage, _tensors(tree))}
