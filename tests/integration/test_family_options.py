@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from paged_backend.api.config import EngineConfig
-from paged_backend.api.errors import ConfigError
-from paged_backend.models import linear, tensor_parallel
+from paged_backend.engine import assembly
+from paged_backend.models import linear
 from paged_backend.models.attention import UnsupportedModel
 from paged_kernels.cpu import native
 from tests.support.adapters import LORA, generate_with, make_adapter, write_adapter_list
@@ -159,15 +158,24 @@ def check_quantized_tokens(family, assembly, least):
     assert sum(ranks) <= limit * len(ranks)
 
 
+class RanksStarted(Exception):
+    pass
+
+
 @pytest.mark.ranks
-def test_tensor_parallelism_is_possible_or_rejected_before_ranks_start(family, serve, support_matrix):
-    config = EngineConfig.from_options({"model": str(family.directory), "tensor_parallel_size": 2})
+def test_tensor_parallelism_is_possible_or_rejected_before_ranks_start(family, serve, support_matrix, monkeypatch):
+    """Otherwise the page has what test_two_ranks_generate_the_same_tokens finds, which is nightly for most families.
+    Recurrent layers are found only when the ranks load the model."""
+
+    def start(*arguments):
+        raise RanksStarted
+
+    monkeypatch.setattr(assembly, "Workers", start)
     try:
-        tensor_parallel.check_model(config, family.model.config)
-    except ConfigError:
         assert serve("tensor parallelism", "tensor_parallel_size=2: ", tensor_parallel_size=2) is None
-    else:  # test_two_ranks_generate_the_same_tokens of all families is what the page records
-        assert support_matrix.documented(family.name, "tensor parallelism", TESTED) == TESTED
+    except RanksStarted:
+        result = support_matrix.documented(family.name, "tensor parallelism", TESTED)
+        assert result == TESTED or "which has recurrent layers" in result.reason
 
 
 @pytest.mark.ranks
