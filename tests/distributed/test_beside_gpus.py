@@ -14,7 +14,19 @@ SELECTION = "ranks and not nightly"
 
 def run_tests(*arguments):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", SELECTION, "-p", "no:cacheprovider", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        SELECTION,
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:costs",
+        *arguments,
+    ]
     environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
@@ -22,8 +34,8 @@ def run_tests(*arguments):
 def files_with_ranks():
     """The test files that have the marker `ranks`, but not those that start servers, which take a machine of their
     own."""
-    files = [file for file in sorted((ROOT / "tests").glob("*/test_*.py")) if "mark.ranks" in file.read_text()]
-    return [str(file) for file in files if file.parent.name != "e2e"]
+    files = sorted({*(ROOT / "tests").glob("*/test_*.py")} - {*(ROOT / "tests/e2e").iterdir(), Path(__file__)})
+    return [str(file) for file in files if "mark.ranks" in file.read_text()]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: these tests run by themselves")
