@@ -2,13 +2,14 @@
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: help serve test nightly bench-gpu lint reference matrix demo-model setup lock clean
+.PHONY: help serve quick quick-lint quick-tests quick-server test nightly bench-gpu lint style reference matrix demo-model setup setup-serve lock clean
 
 MODEL ?= demo
 OPTIONS ?=
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
+OPENAI_PORT ?= 8003
 ARGS ?=
 TEST_TIMEOUT ?= 1200
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
@@ -17,41 +18,83 @@ PIP_ARGS ?=
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Named after the content of both files, so that a change of either installs again and a mere touch does not.
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c -16)
-COMPILED := kernels/paged_kernels/cpu/built/.made
 CLIENTS := tests/e2e/clients
+LINT := style  # mypy is one of the tests, beside others
+
+# Packages are installed without bytecode, which is written when they are imported.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Installs a set of packages, if it is missing. The interpreter of an environment that exists comes first, then python3,
+# because distributions are most likely to have its libpython. Each name is tried, because one that is found may not run
+# (a version manager's shim).
+define SET_UP
+@for python in $(BIN)/python $(or $(PYTHON),python3 python3.12 python3.11 python3.10); do \
+  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' \
+    2>/dev/null; then \
+    exec "$$python" bootstrap.py $(1) --venv '$(VENV)' -- $(PIP_ARGS); \
+  fi; \
+done; \
+echo "make: none of '$(or $(PYTHON),python3 python3.12 python3.11 python3.10)' is a CPython 3.10, 3.11 or" \
+  "3.12 with venv and ensurepip (Debian and Ubuntu: apt install python3-venv)." \
+  "Set PYTHON to one: make PYTHON=/path/to/python3.12" >&2; \
+exit 1
+endef
 
 help:
 	@echo "make serve       serve a model on a Triton server until Ctrl-C"
 	@echo "                   MODEL=DIR                  Hugging Face directory or GGUF file (default: the demo model)"
 	@echo "                   OPTIONS='key=value ...'    engine options"
-	@echo "                   HTTP_PORT= GRPC_PORT= METRICS_PORT=    default 8000, 8001 and 8002"
+	@echo "                   HTTP_PORT= GRPC_PORT= METRICS_PORT= OPENAI_PORT=    default 8000 to 8003"
+	@echo "make quick       check a change in a minute and a half: lint what changed, run the tests that need no torch,"
+	@echo "                 and start a server with the demo model"
 	@echo "make test        run lint and all tests except the nightly ones; ARGS='...' goes to pytest"
 	@echo "                   WORKERS=N                  processes (default: one per core, at most 8)"
 	@echo "                   TEST_TIMEOUT=SECONDS       after which a test that hangs is ended (default: 1200)"
 	@echo "make nightly     run the long tests; ARGS='...' goes to pytest"
 	@echo "                   ARGS='--hours 0.1'         limit of each long test (default: 1)"
 	@echo "make bench-gpu   check and time kernels and engine on a GPU, without network; ARGS='--minutes 30 --only ...'"
-	@echo "make lint        run ruff and mypy"
+	@echo "make lint        run ruff and mypy; make style runs ruff alone"
 	@echo "make reference   write docs/reference from the code"
 	@echo "make matrix      write docs/reference/models.md from the tests of all model families"
 	@echo "make demo-model  prepare the demo model"
-	@echo "make setup       create .venv"
+	@echo "make setup       create .venv with all packages, also those of the tests"
 	@echo "make lock        update constraints.txt from pyproject.toml, and the clients.txt of the tests (needs uv)"
 	@echo "make clean       remove .venv, .cache and build results"
 	@echo "With every target: PYTHON=... interpreter for .venv; PIP_ARGS='...' further arguments for pip"
 
-serve: setup
+serve: setup-serve
 	@$(BIN)/paged serve '$(MODEL)' $(foreach option,$(OPTIONS),-o '$(option)') \
-	  --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
+	  --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) \
+	  --openai-port $(OPENAI_PORT)
 
-# One process per core with one thread each. The tests of a file run in one process, which starts its servers and loads
-# its models once. A test that hangs ends its process, and fails with the tracebacks of all threads.
-test: lint demo-model
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=$(WORKERS) \
-	  --dist=loadfile --no-loadscope-reorder --max-worker-restart=0 \
-	  -o faulthandler_timeout=$(TEST_TIMEOUT) -o faulthandler_exit_on_timeout=true $(ARGS)
+# One process per core with one thread each. The tests of a file, or of a shared server, run in one process, which
+# starts its servers and loads its models once (tests/support/runs.py). A test that hangs ends its process, and fails
+# with the tracebacks of all threads.
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=$(WORKERS) \
+  --dist=loadgroup --no-loadscope-reorder --max-worker-restart=0 \
+  -o faulthandler_timeout=$(TEST_TIMEOUT) -o faulthandler_exit_on_timeout=true
+
+test: $(LINT) setup demo-model
+	$(PYTEST) --costs --durations=20 $(ARGS)
+
+quick: setup demo-model
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target quick-tests quick-server quick-lint
+
+# What changed since the last commit on BASE: Python files that are committed, not committed, or new.
+BASE ?= main
+CHANGED = $(shell { git diff --name-only --diff-filter=d $$(git merge-base HEAD $(BASE) 2>/dev/null || echo HEAD) -- '*.py'; \
+  git ls-files --others --exclude-standard -- '*.py'; } | sort --unique)
+TYPED = $(filter paged_backend/% paged_bench/% client/% kernels/%,$(CHANGED))
+
+quick-lint:
+	$(if $(CHANGED),$(BIN)/ruff check $(CHANGED) && $(BIN)/ruff format --check --quiet $(CHANGED))
+	$(if $(TYPED),$(BIN)/mypy $(TYPED))
+
+quick-tests:
+	$(PYTEST) --without-torch --quiet $(ARGS)
+
+quick-server:
+	$(BIN)/python -m pytest --quiet tests/e2e/test_smoke.py
 
 nightly: setup demo-model
 	$(BIN)/python -m pytest -m nightly $(ARGS)
@@ -65,10 +108,12 @@ bench-gpu:
 	  PYTHONPATH="$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/client$${PYTHONPATH:+:$$PYTHONPATH}" \
 	  "$$python" -m paged_bench.on_gpu $(ARGS)
 
-lint: setup
+lint: style
+	$(BIN)/mypy
+
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
-	$(BIN)/mypy
 
 reference: setup
 	$(BIN)/python -m paged_backend.server.reference --write docs/reference
@@ -81,36 +126,14 @@ matrix: setup
 	  tests/integration/test_families.py tests/integration/test_family_options.py
 	$(BIN)/python -m tests.support.support_matrix .cache/support_matrix.json --write docs/reference/models.md
 
-demo-model: setup
+demo-model: setup-serve
 	@$(BIN)/python -m paged_client.serving.demo_model
 
-setup: $(STAMP) $(COMPILED)
+setup:
+	$(call SET_UP,test)
 
-# Without a compiler everything works, more slowly, so a failure here does not stop the setup.
-$(COMPILED): $(STAMP) $(wildcard kernels/paged_kernels/cpu/csrc/*) kernels/paged_kernels/cpu/build.py
-	@if $(BIN)/python -m paged_kernels.cpu.build; then touch $@; fi
-
-$(STAMP): | $(BIN)/python
-	@echo "Installing packages into $(VENV)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --upgrade -c constraints.txt $(PIP_ARGS) \
-	  -e '.[client,server,tracing,events,remote,routing,test,bench]'
-	@$(BIN)/python -m paged_client.serving.server_files
-	@rm -f $(VENV)/.installed-* && touch $@
-
-# python3 comes first, because distributions are most likely to have its libpython. Each name is tried, because one
-# that is found may not run (a version manager's shim).
-$(BIN)/python:
-	@for python in $(or $(PYTHON),python3 python3.12 python3.11 python3.10); do \
-	  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' \
-	    2>/dev/null; then \
-	    echo "Making $(VENV) with $$("$$python" --version)"; \
-	    exec "$$python" -m venv $(VENV); \
-	  fi; \
-	done; \
-	echo "make: none of '$(or $(PYTHON),python3 python3.12 python3.11 python3.10)' is a CPython 3.10, 3.11 or" \
-	  "3.12 with venv and ensurepip (Debian and Ubuntu: apt install python3-venv)." \
-	  "Set PYTHON to one: make PYTHON=/path/to/python3.12" >&2; \
-	exit 1
+setup-serve:
+	$(call SET_UP,serve)
 
 # The sed removes the markers that hold for every line: the platform of [tool.uv] and the upper Python version.
 lock:

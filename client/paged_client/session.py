@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from paged_client.sync_client import Client
 from paged_client.sync_stream import Stream
 from paged_client.types import Completion, PagedError
 from paged_client.wire import Message
 
+T = TypeVar("T")
+
 # As many tokens as fit the context, or the model's `max_new_tokens`. vLLM's default, 16, is too short to read, and a
 # model with a short context rejects a higher number.
-DEFAULT_SAMPLING: Mapping[str, Any] = {"max_tokens": None}
+AS_MANY_AS_FIT = None  # `max_tokens` of a request that sets no limit
+ANSWER_TOKENS = 512  # limit of an answer in a chat; a small model may otherwise repeat itself until the context is full
 
 
 class UsageError(Exception):
@@ -59,7 +62,8 @@ class TerminalSession:
 
     Args:
         client: client of the server.
-        sampling: sampling parameters of every request, above DEFAULT_SAMPLING; the attribute `sampling` may be changed.
+        sampling: sampling parameters of every request; the attribute `sampling` may be changed. `max_tokens` has a
+            default: AS_MANY_AS_FIT, and in a chat ANSWER_TOKENS.
         timeout: time limit of each request in seconds; None is no limit.
         stats: print token counts and throughput to standard error.
     """
@@ -85,24 +89,58 @@ class TerminalSession:
 
     def chat_once(self, history: Sequence[Message], text: str) -> None:
         """Print the reply to one user message."""
-        with self._send(messages=[*history, _message("user", text)]) as responses:
-            self._print(responses)
+        self._answer([*history, _message("user", text)], self._print, "--max-tokens N allows more")
 
     def turn(self, conversation: Sequence[Message], text: str) -> Turn:
         """Send a message and print the reply; an error is printed as well. Ctrl-C stops the reply."""
         question = _message("user", text)
         try:
-            with self._send(messages=[*conversation, question]) as responses:
-                reply, interrupted = self._print_until_interrupted(responses)
+            reply, interrupted = self._answer(
+                [*conversation, question], self._print_until_interrupted, "/set max_tokens N allows more"
+            )
         except (PagedError, UsageError) as error:
             print(f"paged: {error}", file=sys.stderr)
             return Turn()
         messages = (question, _message("assistant", reply)) if reply else ()
         return Turn(messages, interrupted)
 
-    def _send(self, *, prompt: str | None = None, messages: Sequence[Message] | None = None) -> Stream:
+    def _answer(self, messages: Sequence[Message], show: Callable[[Stream], T], remedy: str) -> T:
+        """Send a conversation and return what `show` returns for the responses. Say so if the answer was cut.
+
+        It is cut after ANSWER_TOKENS unless `sampling` has another limit, or sooner where the context or the KV cache
+        is full. remedy: how to allow more tokens.
+        """
+        if "max_tokens" not in self.sampling:
+            try:
+                return self._show_answer(messages, ANSWER_TOKENS, show, remedy)
+            except PagedError as error:
+                if error.code != "INVALID_ARGUMENT" or not error.message.startswith("max_tokens="):
+                    raise
+            # There is room for fewer tokens: ask for as many as fit.
+        if self.sampling.get("max_tokens") is AS_MANY_AS_FIT:
+            remedy = "the model's max_new_tokens, context or KV cache allows no more"
+        return self._show_answer(messages, AS_MANY_AS_FIT, show, remedy)
+
+    def _show_answer(
+        self, messages: Sequence[Message], max_tokens: int | None, show: Callable[[Stream], T], remedy: str
+    ) -> T:
+        with self._send(messages=messages, max_tokens=max_tokens) as responses:
+            shown = show(responses)
+        completion = responses.completion
+        samples = (completion, *completion.others) if completion else ()
+        if cut := [sample.num_output_tokens for sample in samples if sample.finish_reason == "length"]:
+            print(f"note: the answer was cut after {cut[0]} tokens; {remedy}", file=sys.stderr)
+        return shown
+
+    def _send(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Sequence[Message] | None = None,
+        max_tokens: int | None = AS_MANY_AS_FIT,
+    ) -> Stream:
         self._timing = Timing(time.perf_counter())
-        sampling = {**DEFAULT_SAMPLING, **self.sampling}
+        sampling = {"max_tokens": max_tokens, **self.sampling}
         try:
             return self._client.stream(prompt, messages=messages, timeout=self._timeout, **sampling)
         except ValueError as error:

@@ -1,6 +1,6 @@
 """Ahead-of-time compilation of the Triton kernels for every supported chip, without a GPU, to read their cost.
 
-    python -m paged_kernels.aot [--full] [--hours 0.5] [--chip sm_90 ...]
+    python -m paged_kernels.aot [--full | --sample] [--hours 0.5] [--chip sm_90 ...]
 
 Prints one JSON object per configuration. Exits with 1 if a kernel spills more than a little or needs more shared
 memory than the chip has. TRITON_INTERPRET must not be set.
@@ -36,7 +36,7 @@ from paged_kernels import (
     step_inputs,
     swiglu,
 )
-from paged_kernels.aot_cases import DTYPES, INVARIANT, SAMPLING, Case, full_grid, small_grid
+from paged_kernels.aot_cases import DTYPES, INVARIANT, SAMPLING, Case, full_grid, sample, small_grid
 from paged_kernels.launch import OPTIONS, Device, Launch
 from paged_kernels.layer_cache import FORMATS, LayerCache
 from paged_kernels.paging import Paging, SharedPrefixes
@@ -206,14 +206,16 @@ def compile_case(case: Case) -> Cost:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile the kernels for every supported chip.")
-    parser.add_argument("--full", action="store_true", help="every configuration that can be launched (long)")
+    grid = parser.add_mutually_exclusive_group()
+    grid.add_argument("--full", action="store_true", help="every configuration that can be launched (long)")
+    grid.add_argument("--sample", action="store_true", help="one configuration of each kernel")
     longest = "time limit per chip, for configurations in random order"
     parser.add_argument("--hours", type=float, default=math.inf, help=longest)
     parser.add_argument("--chip", nargs="+", choices=CHIPS, default=list(CHIPS))
     arguments = parser.parse_args(argv)
     failures = 0
     for chip in arguments.chip:
-        cases = list(full_grid(chip) if arguments.full else small_grid(chip))
+        cases = list((full_grid if arguments.full else sample if arguments.sample else small_grid)(chip))
         if math.isfinite(arguments.hours):
             random.shuffle(cases)
         until = time.monotonic() + 3600 * arguments.hours

@@ -113,6 +113,15 @@ def _row_cases(chip: str, key: RowTuningKey) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def sample(chip: str) -> Iterator[Case]:
+    """Yield a case of `small_grid` for each kernel, with the formats of the KV cache in turn."""
+    by_kernel: dict[str, dict[str | None, Case]] = {}
+    for case in small_grid(chip):
+        by_kernel.setdefault(case.kernel, {}).setdefault(case.format, case)
+    for index, formats in enumerate(by_kernel.values()):
+        yield list(formats.values())[index % len(formats)]
+
+
 def small_grid(chip: str) -> Iterator[Case]:
     """Yield the cases with the most registers and shared memory, and one of each variant."""
     features: dict[str, Any] = dict(window=True, softcap=True, sinks=True)

@@ -16,7 +16,7 @@ from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
 from paged_backend.memory.state_cache import bytes_per_slot
 from paged_backend.utils.machine import cpu_name, usable_cores
-from paged_backend.utils.startup import ONLY_LABELS, startup_log
+from paged_backend.utils.startup import NO_CHAT, ONLY_LABELS, startup_log
 from paged_kernels.cpu import native
 
 _SHOWN_LABELS = 8
@@ -56,6 +56,8 @@ def summary(config: EngineConfig, prepared: PreparedModel) -> list[str]:
         lines.append(f"Pipeline: {_stages(config, prepared)}")
     if loaded.spec.classification and not loaded.spec.generates:
         lines.append(ONLY_LABELS + _some_of(loaded.spec.classification.labels))
+    elif not loaded.tokenizer.chat_template:
+        lines.append(NO_CHAT)
     if loaded.spec.states:
         lines.append(f"States of recurrent layers: {_states(prepared)}")
     if config.num_speculative_tokens:

@@ -19,6 +19,7 @@ def run(tiny, file):
     return records_of(file)
 
 
+@pytest.mark.nightly
 @needs_redis
 @needs_server
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")

@@ -1,10 +1,13 @@
 """The benchmark of memory: wasted slots, sharing, and layers that keep less than all keys and values."""
 
+import pytest
+
 from paged_bench._cache_simulation import MODELS
 from paged_client.cli import main
 from tests.support.records import records_of
 
 
+@pytest.mark.nightly
 def test_memory_benchmark(tiny, tmp_path):
     file = tmp_path / "figures.json"
     assert main(["bench", "memory", "--model", str(tiny[0]), "--quick", "--json", str(file)]) == 0

@@ -13,6 +13,7 @@ def run(file, *arguments):
     return {name: record["value"] for name, record in records_of(file).items()}
 
 
+@pytest.mark.nightly
 def test_conversations_over_two_servers(tmp_path):
     value = run(tmp_path / "figures.json")
     assert 0 < value["hit rate, hashing"] <= 100
@@ -21,6 +22,7 @@ def test_conversations_over_two_servers(tmp_path):
     assert value["failed requests, hashing"] == 0
 
 
+@pytest.mark.nightly
 def test_loss_of_a_server(tmp_path):
     value = run(tmp_path / "figures.json", "--part", "loss", "--routing", "kv-events")
     (failed,) = [figure for name, figure in value.items() if name.startswith("failed requests of ")]

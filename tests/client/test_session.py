@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from paged_client import session
 from paged_client.cli import main
 from paged_client.types import Completion
-from tests.support.client_calls import SAY, standard_input
+from tests.support.client_calls import SAY, sampling, standard_input
 from tests.support.fake_servers import WAIT
 
 
@@ -73,6 +73,55 @@ def test_ctrl_c_keeps_the_partial_reply(grpc_fake, monkeypatch, capsys):
     sent = converse(grpc_fake, monkeypatch, ["one", "two"], "-p", SAY, "-p", "hold=true")
     assert grpc_fake.seen.left.wait(WAIT)
     assert [message["content"] for message in sent[1]] == ["one", "Hello there", "two"]
+
+
+def test_an_answer_is_limited_by_default_and_says_when_it_was_cut(command_fake, monkeypatch, capsys):
+    standard_input(monkeypatch, "x")
+    assert main(["chat", *command_fake.flags, "-p", SAY]) == 0
+    assert capsys.readouterr().err == ""
+    assert sampling(command_fake) == {"max_tokens": session.ANSWER_TOKENS}
+    standard_input(monkeypatch, "x")
+    assert main(["chat", *command_fake.flags, "-p", SAY, "-p", "reason=length"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "Hello there\n"
+    assert printed.err == "note: the answer was cut after 4 tokens; --max-tokens N allows more\n"
+
+
+def test_a_conversation_says_when_an_answer_was_cut(command_fake, monkeypatch, capsys):
+    sent = converse(command_fake, monkeypatch, ["one", "/set max_tokens 9", "two"], "-p", SAY, "-p", "reason=length")
+    assert [message["content"] for message in sent[1]] == ["one", "Hello there", "two"], "the cut answer is kept"
+    note = "note: the answer was cut after 4 tokens; /set max_tokens N allows more\n"
+    assert capsys.readouterr().err == note * 2
+    assert [sampling(command_fake, number)["max_tokens"] for number in (0, 1)] == [session.ANSWER_TOKENS, 9]
+
+
+def test_an_answer_may_fill_a_short_context(command_fake, monkeypatch, capsys):
+    """The server rejects more tokens than the context has room for."""
+    own = command_fake.seen.script
+
+    def script(inputs, request_id):
+        scripted = own(inputs, request_id)
+        limit = scripted["max_tokens"]
+        error = f"INVALID_ARGUMENT: max_tokens={limit}: must be 1..9 after a prompt of 7 tokens (max_model_len is 16)"
+        return {"say": ["a"], "reason": "length"} if limit is None else {"say": [], "fail": error}
+
+    monkeypatch.setattr(command_fake.seen, "script", script)
+    standard_input(monkeypatch, "x")
+    assert main(["chat", *command_fake.flags]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "a\n"
+    why = "the model's max_new_tokens, context or KV cache allows no more"
+    assert printed.err == f"note: the answer was cut after 2 tokens; {why}\n"
+    standard_input(monkeypatch, "x")
+    assert main(["chat", *command_fake.flags, "--max-tokens", "10"]) == 1
+    assert "max_tokens=10: must be 1..9" in capsys.readouterr().err
+
+
+def test_other_errors_of_an_answer_are_not_tried_again(command_fake, monkeypatch, capsys):
+    standard_input(monkeypatch, "x")
+    assert main(["chat", *command_fake.flags, "-p", "say=[]", "-p", "fail=INVALID_ARGUMENT: messages: no"]) == 1
+    assert capsys.readouterr().err == "paged: INVALID_ARGUMENT: messages: no\n"
+    assert len(command_fake.seen.requests) == 1
 
 
 def test_no_stream_prints_once(grpc_fake, capsys, monkeypatch):

@@ -14,19 +14,8 @@ SELECTION = "ranks and not nightly"
 
 def run_tests(*arguments):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        SELECTION,
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:costs",
-        *arguments,
-    ]
+    options = ["-q", "-m", SELECTION, "-p", "no:cacheprovider", "-p", "no:costs"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
     environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 

@@ -9,7 +9,7 @@ from paged_client import Client
 from paged_client.cli import main
 from paged_client.serving.server_files import REPOSITORY_ROOT
 from paged_client.serving.tritonserver import ServerError, TritonServer
-from tests.support.gateway import gateway
+from tests.support.gateway import gateway, gateway_process
 from tests.support.triton import idle, post
 
 BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 4  # tokens, layers, keys and values, heads, head size, float32
@@ -53,7 +53,7 @@ def test_gateway_finds_the_model(named):
 
 def test_gateway_warns_of_an_unreachable_server(tmp_path):
     log = tmp_path / "log"
-    with log.open("w") as errors, gateway("localhost:9", errors=errors) as front:
+    with log.open("w") as errors, gateway_process("localhost:9", errors=errors) as front:
         assert "warning: nothing listens at localhost:9: connection refused; requests for this" in log.read_text()
         assert front.ask("/v1/models")[0] == 503
 

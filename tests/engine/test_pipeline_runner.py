@@ -11,6 +11,7 @@ import transformers as hf
 from paged_backend.engine.outputs import EngineDied
 from tests.support.beams import beams
 from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
+from tests.support.pairwise import mostly_nightly
 
 pytestmark = [
     pytest.mark.ranks,
@@ -32,7 +33,8 @@ COMMON = {
 }
 PROMPTS = [list(range(1, 30)), [5, 6, 7], list(range(40, 57)), [8]]
 SWAP = {"swap_space": 0.001, "preemption_mode": "swap"}
-SIZES = [(1, 2, {}), (1, 3, SWAP), (2, 2, {})]  # tensor_parallel_size, pipeline_parallel_size, options
+# tensor_parallel_size, pipeline_parallel_size, options
+SIZES = mostly_nightly([[1, 2, {}], [1, 3, SWAP], [2, 2, SWAP]], default=[[2, 2, SWAP]])
 
 
 @pytest.fixture(scope="module")

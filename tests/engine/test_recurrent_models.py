@@ -12,17 +12,17 @@ from paged_backend.api.sizes import GIB
 from paged_backend.engine.recurrent_models import log_restrictions
 from paged_backend.memory import kv_cache
 from paged_backend.memory.state_cache import bytes_per_slot
-from tests.support.families import HYBRID_FAMILIES
+from tests.support.families import DEFAULT_HYBRIDS, HYBRID_FAMILIES
 from tests.support.in_process import WAIT, generate_with_transformers, running, save_tiny, tiny_assembly
 from tests.support.packed_steps import random_prompts
+from tests.support.pairwise import mostly_nightly
 
 LENGTHS = (1, 2, 5, 17, 24, 33)
 MAX_TOKENS = 16
 FEW_TOKENS = [11, 12, 13, 14]
-FEW_FAMILIES = ("falcon_h1", "jamba", "lfm2", "mamba2", "qwen3_next")  # one of each kind of mixer
 
 
-@pytest.fixture(scope="module", params=FEW_FAMILIES)
+@pytest.fixture(scope="module", params=mostly_nightly(DEFAULT_HYBRIDS, default=["falcon_h1", "jamba", "qwen3_next"]))
 def served(request, tmp_path_factory):
     """(directory, prompts, their tokens by transformers) of a model."""
     path = tmp_path_factory.mktemp(request.param)
@@ -44,7 +44,7 @@ def assembly_of(path, **options):
 
 @pytest.mark.parametrize(
     "family",
-    [one if one in FEW_FAMILIES else pytest.param(one, marks=pytest.mark.nightly) for one in HYBRID_FAMILIES],
+    mostly_nightly(HYBRID_FAMILIES, default=DEFAULT_HYBRIDS),
 )
 def test_tokens_match_generate(family, tmp_path):
     """Prompts in chunks of a small budget, beside sequences that decode; the second time in slots that were used."""
@@ -191,7 +191,7 @@ def test_restrictions_are_logged_on_a_gpu(lfm2, caplog):
     assert "Lfm2ForCausalLM has recurrent layers: served without CUDA graphs" in caplog.text
 
 
-@pytest.mark.parametrize("family", HYBRID_FAMILIES)
+@pytest.mark.parametrize("family", mostly_nightly(HYBRID_FAMILIES, default=["falcon_h1", "qwen3_next"]))
 def test_draft_model_does_not_change_tokens(family, tiny, tmp_path):
     """With two tokens to choose from, a draft model with other weights often chooses the same."""
     model = save_tiny(HYBRID_FAMILIES[family](), tmp_path)

@@ -1,5 +1,6 @@
 """Warm-up: the memory of CUDA graphs, predicted with a fake GPU, and the kernels that are compiled."""
 
+import itertools
 import json
 import os
 import random
@@ -26,6 +27,7 @@ from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paged_attention import plan_launch
 from tests.support.fake_gpu import OPTIONS
 from tests.support.in_process import tiny_assembly
+from tests.support.pairwise import mostly_nightly
 
 ROOT = Path(__file__).parents[2]
 ROW_BYTES, GRAPH_BYTES, WORKSPACE, CACHED = 900, 7, 32, 5000
@@ -119,9 +121,16 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 8), (9, 3), (14, 2)])
-def test_warm_up_compiles_every_attention_variant(heads, kv_heads, table, monkeypatch):
+HEADS = [(32, 8), (16, 8), (9, 3), (14, 2)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "table"),
+    mostly_nightly(itertools.product(HEADS, TABLES), default=zip(HEADS, itertools.cycle(TABLES), strict=False)),
+    ids=str,
+)
+def test_warm_up_compiles_every_attention_variant(sizes, table, monkeypatch):
+    heads, kv_heads = sizes
     monkeypatch.setattr(launch_table, "_tables", {})
     if TABLES[table]:
         launch_table.use_table(TABLES[table])
@@ -202,16 +211,16 @@ def test_warm_up_compiles_every_row_tile(max_num_seqs, monkeypatch):
         assert found >= {warps_for("sampling", rows) for rows in range(1, max_num_seqs + 1)}
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("llama", {"dtype": "float32"}),
-        ("llama", {"dtype": "float16", "kv_cache_dtype": "fp8", "max_num_seqs": 300}),
-        ("qwen3", {"dtype": "bfloat16"}),
-        ("qwen3", {"dtype": "bfloat16", "num_speculative_tokens": 3, "block_size": 32}),
-        ("qwen3", {"dtype": "bfloat16", "batch_invariant": True}),
-    ],
-)
+SERVED = [
+    ("llama", {"dtype": "float32"}),
+    ("llama", {"dtype": "float16", "kv_cache_dtype": "fp8", "max_num_seqs": 300}),
+    ("qwen3", {"dtype": "bfloat16"}),
+    ("qwen3", {"dtype": "bfloat16", "num_speculative_tokens": 3, "block_size": 32}),
+    ("qwen3", {"dtype": "bfloat16", "batch_invariant": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), mostly_nightly(SERVED, default=SERVED[2:3]), ids=str)
 def test_serving_compiles_no_kernel(family, options):
     """Triton's own choice of variants, for random requests: every one has been compiled before the model is ready."""
     command = [sys.executable, "-m", "tests.support.fake_gpu", family, json.dumps(options)]

@@ -21,6 +21,7 @@ from tests.support.in_process import tiny_assembly
 from tests.support.waiting import WAIT
 
 
+@pytest.mark.nightly
 def test_rank_that_ends_before_the_start_is_started_again():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = {"model": "none", "tensor_parallel_size": 2, "nnodes": 2, "device": "cpu"}

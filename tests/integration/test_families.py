@@ -9,8 +9,9 @@ import pytest
 from paged_backend.models.attention import UnsupportedModel
 from tests.support.beams import MAX_TOKENS as NUM_BEAM_TOKENS
 from tests.support.beams import beams
-from tests.support.families import REJECTED_FAMILIES
+from tests.support.families import DEFAULT_FAMILIES, REJECTED_FAMILIES
 from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
+from tests.support.pairwise import mostly_nightly
 from tests.support.tiny_family import MATRIX_FAMILIES, MAX_TOKENS, TinyFamily, describe_layers, serve_or_reject
 
 # In a pool just large enough for the longest request. Without prefix caching, because the blocks of a preempted request
@@ -22,7 +23,7 @@ LOOKUP = {"num_speculative_tokens": 4, "prompt_lookup_min": 1}
 FEW_TOKENS = [11, 12, 13, 14]  # with so few, prompt lookup often finds the next one
 
 
-@pytest.fixture(scope="module", params=MATRIX_FAMILIES)
+@pytest.fixture(scope="module", params=mostly_nightly(MATRIX_FAMILIES, default=DEFAULT_FAMILIES))
 def family(request, tmp_path_factory):
     return TinyFamily.create(request.param, tmp_path_factory.mktemp("family"))
 

@@ -12,8 +12,9 @@ from paged_backend.models import linear
 from paged_backend.models.attention import UnsupportedModel
 from paged_kernels.cpu import native
 from tests.support.adapters import LORA, generate_with, make_adapter, write_adapter_list
-from tests.support.families import HYBRID_FAMILIES
+from tests.support.families import DEFAULT_FAMILIES, HYBRID_FAMILIES
 from tests.support.in_process import running
+from tests.support.pairwise import mostly_nightly
 from tests.support.support_matrix import TESTED
 from tests.support.tiny_family import MATRIX_FAMILIES, TinyFamily, serve_or_reject
 
@@ -23,21 +24,10 @@ MAX_TOKENS = 8
 INT4_SHARE, SHARE = 0.1, 0.6
 MAX_MEAN_RANK, INT4_MAX_MEAN_RANK = 20, 40
 
-# One or two for each kind of layer.
-FEW_FAMILIES = (
-    *("llama", "gpt2", "phi3", "gemma3", "cohere2", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"),
-    *("falcon_h1", "jamba", "lfm2", "mamba2", "qwen3_next"),
-)
-few_families = pytest.mark.parametrize(
-    "family",
-    [one if one in FEW_FAMILIES else pytest.param(one, marks=pytest.mark.nightly) for one in MATRIX_FAMILIES],
-    indirect=True,
-)
-
 compiled = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 
 
-@pytest.fixture(scope="module", params=MATRIX_FAMILIES)
+@pytest.fixture(scope="module", params=mostly_nightly(MATRIX_FAMILIES, default=DEFAULT_FAMILIES))
 def family(request, tmp_path_factory):
     return TinyFamily.create(request.param, tmp_path_factory.mktemp("family"))
 
@@ -106,7 +96,6 @@ def test_int8_weights(family, serve, support_matrix, monkeypatch, caplog):
 
 
 @compiled
-@few_families
 def test_int4_weights(family, serve, support_matrix, monkeypatch, caplog):
     check_quantized_weights(family, serve, support_matrix, monkeypatch, caplog, "int4")
 
@@ -131,7 +120,6 @@ def test_int8_kv_cache(family, serve, support_matrix):
     check_quantized_kv_cache(family, serve, support_matrix, "int8", torch.int8)
 
 
-@few_families
 def test_fp8_kv_cache(family, serve, support_matrix):
     check_quantized_kv_cache(family, serve, support_matrix, "fp8", torch.float8_e4m3fn)
 
@@ -179,10 +167,7 @@ def test_tensor_parallelism_is_possible_or_rejected_before_ranks_start(family, s
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "family", [one if one == "mixtral" else pytest.param(one, marks=pytest.mark.nightly) for one in MATRIX_FAMILIES],
-    indirect=True,
-)  # fmt: skip
+@pytest.mark.parametrize("family", mostly_nightly(MATRIX_FAMILIES, default=["mixtral"]), indirect=True)
 def test_two_ranks_generate_the_same_tokens(family, serve, support_matrix):
     assembly = serve("tensor parallelism", "tensor_parallel_size=2: ", tensor_parallel_size=2)
     if assembly is None:

@@ -1,12 +1,14 @@
 """The import name `kernels` belongs to the PyPI package that transformers loads FP8, MXFP4 and GPTQ kernels from."""
 
-import importlib.metadata
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
+VERSION = "0.17.2"  # of the package in these tests
 
 
 def run(code: str, **environment: str) -> str:
@@ -23,21 +25,33 @@ def run(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_pypi_kernels_and_paged_kernels_are_imported_side_by_side():
+@pytest.fixture
+def installed(tmp_path):
+    """The search path with a package like the one from PyPI."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/__init__.py").write_text(f"__version__ = {VERSION!r}\n")
+    (tmp_path / f"kernels-{VERSION}.dist-info").mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: kernels\nVersion: {VERSION}\n"
+    (tmp_path / f"kernels-{VERSION}.dist-info/METADATA").write_text(metadata)
+    (tmp_path / f"kernels-{VERSION}.dist-info/top_level.txt").write_text("kernels\n")
+    return os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(tmp_path)])
+
+
+def test_pypi_kernels_and_paged_kernels_are_imported_side_by_side(installed, tmp_path):
     code = "import kernels, paged_kernels.ops; print(kernels.__version__, kernels.__file__, paged_kernels.__file__)"
-    version, theirs, ours = run(code).split()
-    assert version == importlib.metadata.version("kernels")
-    assert not Path(theirs).is_relative_to(ROOT / "kernels")
+    version, theirs, ours = run(code, PYTHONPATH=installed).split()
+    assert version == VERSION
+    assert Path(theirs) == tmp_path / "kernels/__init__.py"
     assert Path(ours) == ROOT / "kernels/paged_kernels/__init__.py"
 
 
-def test_transformers_finds_the_pypi_package_beside_paged_kernels():
+def test_transformers_finds_the_pypi_package_beside_paged_kernels(installed):
     """Whether transformers then uses it depends on the range of versions that it supports."""
     code = (
         "import paged_kernels.ops; from transformers.utils.import_utils import _is_package_available;"
         "print(*_is_package_available('kernels', return_version=True))"
     )
-    assert run(code) == f"True {importlib.metadata.version('kernels')}"
+    assert run(code, PYTHONPATH=installed) == f"True {VERSION}"
 
 
 def test_transformers_does_not_take_the_folder_kernels_for_the_package():

@@ -17,6 +17,7 @@ from tests.support.adapters import LORA, generate_with, make_adapter, write_adap
 from tests.support.families import FAMILIES
 from tests.support.gguf import CONFIG
 from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
+from tests.support.pairwise import mostly_nightly
 from tests.support.quantized_checkpoints import CHECKPOINTS, edit_config, write_checkpoint
 
 needs_kernels = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
@@ -96,14 +97,11 @@ def test_experts_stay_quantized(family, name, number, tmp_path, caplog):
         assert engine.generate([PROMPT], max_tokens=12)[0] == expected_tokens(reference)
 
 
-PARALLEL = [
-    *("awq-32", "gptq-desc_act", "w8a8"),
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("w4a16-channel", "fp8-deepseek")),
-]
+PARALLEL = ("gptq-desc_act", "awq-32", "w8a8", "w4a16-channel", "fp8-deepseek")
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize("name", mostly_nightly(PARALLEL, default=["gptq-desc_act"]))
 def test_tensor_parallelism(name, tmp_path, caplog):
     caplog.set_level("INFO", "paged_llm")
     reference = write_checkpoint(tmp_path / "model", CONFIG, name)
@@ -119,6 +117,7 @@ def test_tensor_parallelism(name, tmp_path, caplog):
 
 
 @needs_kernels
+@pytest.mark.nightly
 def test_experts_of_tensor_parallel_models_are_widened(tmp_path, caplog):
     caplog.set_level("INFO", "paged_llm")
     reference = write_checkpoint(tmp_path / "model", FAMILIES["qwen3_moe"](), "w4a16-channel")

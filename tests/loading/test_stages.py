@@ -11,6 +11,7 @@ from transformers import core_model_loading
 from paged_backend.api.errors import ConfigError
 from paged_backend.loading import stages
 from tests.support.in_process import running, save_tiny, tiny_assembly
+from tests.support.pairwise import mostly_nightly
 
 pytestmark = [
     pytest.mark.ranks,
@@ -73,25 +74,17 @@ def generate(directory, **options):
         assembly.close()
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        *(pytest.param(config, id=name) for name, config in FAMILIES.items()),
-        *(pytest.param(config, id=name, marks=pytest.mark.nightly) for name, config in MORE_FAMILIES.items()),
-    ],
-)
-def test_families_match_a_single_process(config, tmp_path):
-    save_tiny(config, tmp_path)
+@pytest.mark.parametrize("name", mostly_nightly(FAMILIES | MORE_FAMILIES, default=["gemma3"]))
+def test_families_match_a_single_process(name, tmp_path):
+    save_tiny((FAMILIES | MORE_FAMILIES)[name], tmp_path)
     assert generate(tmp_path) == generate(tmp_path, pipeline_parallel_size=2)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_speculative_tokens": 3},
-        {"quantization": "int8"},
-        {"load_format": "dummy"},
-        {"kv_cache_dtype": "fp8"},
+        {"num_speculative_tokens": 3, "quantization": "int8", "kv_cache_dtype": "fp8"},
+        pytest.param({"load_format": "dummy"}, marks=pytest.mark.nightly),
     ],
 )
 def test_options_match_a_single_process(options, tmp_path):

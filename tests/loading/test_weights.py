@@ -14,6 +14,7 @@ from paged_backend.loading import weights
 from paged_kernels.cpu import native
 from tests.support.gguf import CONFIG, write_gguf
 from tests.support.in_process import byte_tokenizer, generate_with_transformers, running, save_tiny, tiny_assembly
+from tests.support.pairwise import mostly_nightly
 
 PROMPT = list(range(1, 30))
 
@@ -42,7 +43,7 @@ def test_fp8_blocks_are_dequantized(tmp_path):
     assert generate(tmp_path) == generate_with_transformers(reference, PROMPT, 12)
 
 
-@pytest.mark.parametrize("format", ["Q8_0", "Q5_1", "Q4_1", "Q4_0", "F16"])
+@pytest.mark.parametrize("format", mostly_nightly(["Q8_0", "Q5_1", "Q4_1", "Q4_0", "F16"], default=["Q4_1", "F16"]))
 def test_gguf_file_loads(tmp_path, format, caplog):
     caplog.set_level("INFO", "paged_llm")
     model = save_tiny(CONFIG, tmp_path / "model")
@@ -58,6 +59,7 @@ def test_gguf_file_loads(tmp_path, format, caplog):
     assert ("with the GGUF weights of the files" in caplog.text) == stays_quantized
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 def test_gguf_weights_stay_quantized_with_tensor_parallelism(tmp_path, caplog):
     caplog.set_level("INFO", "paged_llm")

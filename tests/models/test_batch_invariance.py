@@ -11,8 +11,9 @@ from paged_backend.models import batch_invariance
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.batch_invariance import check_invariance, reject_products, replace_parameters
 from paged_backend.models.linear import GroupedCopy, WeightPacker
-from tests.support.families import FAMILIES
+from tests.support.families import DEFAULT_FAMILIES, FAMILIES
 from tests.support.in_process import tiny_assembly
+from tests.support.pairwise import mostly_nightly
 from tests.support.tiny_family import TinyFamily
 
 
@@ -85,7 +86,7 @@ def test_without_compiled_kernels_it_is_rejected(tiny, monkeypatch):
         tiny_assembly(tiny[0], batch_invariant=True)
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"mixtral", "qwen2_moe"}))
+@pytest.mark.parametrize("name", mostly_nightly(FAMILIES.keys() - {"mixtral", "qwen2_moe"}, default=DEFAULT_FAMILIES))
 def test_families_can_be_served(name, tmp_path):
     """Mixtral and Qwen2-MoE are as tiny random models too sensitive to rounding to be verified in bfloat16."""
     TinyFamily.create(name, tmp_path).assembly(dtype="bfloat16", batch_invariant=True)

@@ -14,6 +14,7 @@ from paged_backend.models.linear import ROWS, MixedWeight, project
 from paged_kernels.cpu import native
 from tests.support.families import FAMILIES
 from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
+from tests.support.pairwise import mostly_nightly
 
 PROMPTS = [[5] * length for length in (1, 2, 3, 5, 7, 11)]
 
@@ -120,7 +121,9 @@ def test_fully_replaced_weights_are_freed(family, tied, tmp_path, monkeypatch):
 
 
 @compiled
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", mostly_nightly(FAMILIES, default=["qwen2", "gpt2", "phi3", "mixtral", "deepseek_v2"])
+)
 def test_every_family_matches_generate_with_grouped_weights(family, tmp_path, monkeypatch, log_lines):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     model = save_tiny(FAMILIES[family](), tmp_path)

@@ -1,5 +1,6 @@
 """LoRA adapters: each request of a batch generates the tokens that PEFT generates with its adapter."""
 
+import itertools
 import random
 import shutil
 from collections import defaultdict
@@ -27,6 +28,7 @@ from tests.support.adapters import (
 )
 from tests.support.families import COMMON
 from tests.support.in_process import WAIT, byte_tokenizer, generate_with_transformers, running, save_tiny, tiny_assembly
+from tests.support.pairwise import mostly_nightly
 from tests.support.recorded_graphs import CpuCapture
 
 
@@ -156,8 +158,13 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize("name", FORMS)
+PACKED_BY_DEFAULT = ("qwen3, fused", "phi3, unmodified")
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    mostly_nightly(itertools.product(FORMS, (False, True)), default=[(one, one in PACKED_BY_DEFAULT) for one in FORMS]),
+)
 def test_every_model_form_matches_peft(name, packed, tmp_path, lora_prompts, monkeypatch, caplog):
     if packed:
         monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)

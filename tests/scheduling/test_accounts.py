@@ -86,7 +86,7 @@ def test_backlogged_tenants_get_equal_tokens(seqs):
     served = Served(max_num_seqs=seqs, max_num_batched_tokens=128)
     kinds = {"chat": (4, 30), "search": (90, 2), "essay": (10, 60), "samples": (12, 10)}
     for tenant, (prompt, output) in kinds.items():
-        for _ in range(250):
+        for _ in range(120):
             lengths = rnd.randint(1, 2 * prompt), rnd.randint(1, 2 * output)
             served.ask(tenant, *lengths, n=1 if tenant != "samples" else min(4, seqs))
     before = None
@@ -94,7 +94,7 @@ def test_backlogged_tenants_get_equal_tokens(seqs):
         served.step(10)
         before = before or served.tokens.copy()
     got = [served.tokens[one] - before[one] for one in kinds]
-    assert min(got) > 5000
+    assert min(got) > 2000
     assert max(got) - min(got) <= 2 * 180
 
 

@@ -1,5 +1,6 @@
 """Beam search gives the outputs of transformers, token for token, whatever happens to its blocks."""
 
+import itertools
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
 from tests.support.beams import MAX_TOKENS, beams
 from tests.support.in_process import running, tiny_assembly
+from tests.support.pairwise import mostly_nightly
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +44,11 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("width", [2, 3, 5])
+@pytest.mark.parametrize(
+    ("width", "options"),
+    mostly_nightly(itertools.product([2, 3, 5], OPTIONS), default=zip([2, 3, 5] * 2, OPTIONS, strict=True)),
+    ids=str,
+)
 def test_beam_outputs_match_transformers(tiny, prompts, width, options):
     """There are frequent stop tokens, so that hypotheses end early, or none."""
     directory, model = tiny

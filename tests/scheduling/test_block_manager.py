@@ -27,7 +27,7 @@ def assert_all_seen(seen):
     assert [name for name in (*RULES, *STATES) if not seen[name]] == []
 
 
-@pytest.mark.parametrize("examples", [1000, pytest.param(5000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("examples", [100, pytest.param(5000, marks=pytest.mark.nightly)])
 def test_hypothesis_rules_match_model(examples):
     seen, steps = Counter(), 0
 
@@ -41,16 +41,16 @@ def test_hypothesis_rules_match_model(examples):
     run()
     assert_all_seen(seen)
     table.record("block manager: steps chosen by Hypothesis", steps)
-    assert steps >= 200_000
+    assert steps >= 200 * examples
 
 
 @pytest.mark.parametrize(
     ("wanted", "first"),
     [
-        (500_000, lambda: 0),
+        (60_000, lambda: 0),
         pytest.param(50_000_000, lambda: SystemRandom().randrange(2**48), marks=pytest.mark.nightly),
     ],
-    ids=["500,000", "50 million"],
+    ids=["60,000", "50 million"],
 )
 def test_seeded_rules_match_model(wanted, first, until, figures):
     """The nightly run starts from a random seed."""
@@ -99,16 +99,18 @@ CORE = [
 ]
 
 
-@pytest.mark.parametrize("module", CORE, ids=lambda module: module.stem)
-def test_scheduling_core_does_not_import_torch(module):
+def test_scheduling_core_does_not_import_torch():
     """The scheduling core is tested with millions of steps, without torch."""
-    imports = {
-        name.split(".")[0]
-        for node in ast.walk(ast.parse(module.read_text()))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
-    }
-    assert imports <= set(sys.stdlib_module_names) | {"paged_backend", "numpy"}
+    for module in CORE:
+        imports = {
+            name.split(".")[0]
+            for node in ast.walk(ast.parse(module.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in (
+                [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            )
+        }
+        assert imports <= set(sys.stdlib_module_names) | {"paged_backend", "numpy"}, module
 
 
 def test_scheduler_loads_without_torch():

@@ -104,7 +104,7 @@ def test_number_of_entries_is_bounded_by_blocks(host, matching, figures):
     behind = BlockPool(host, caching=True) if host else None
     blocks = BlockManager(128, 1, caching=True, host=behind)
     held, past = [], [[0]]
-    for number in range(4000):
+    for number in range(1500):
         begins = rnd.choice(past)[: rnd.randrange(length)]
         tokens = [*begins, *(rnd.choice([number, rnd.randrange(3)]) for _ in range(length - len(begins)))]
         past = [*past[-30:], tokens]

@@ -15,7 +15,7 @@ from tests.support.scheduler_stress import request, scheduler
 from tests.support.shadow import ShadowStore, expected_tokens, finish
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4]))
 def test_match_finds_longest_cached_prefix(seed, size):
     """Compared with all cached prefixes, one by one."""
@@ -92,14 +92,14 @@ def test_cache_salts_isolate_prefixes():
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_key_collisions_do_not_share_blocks(bits, figures):
-    """2,000 prompts with few prefixes and two tenants use a small pool, a host pool and files. Keys have so few bits
+    """600 prompts with few prefixes and two tenants use a small pool, a host pool and files. Keys have so few bits
     that most stand for several contents. A request that read a block of another content would get other tokens."""
     rnd, wrong = random.Random(bits), 0
     sched = scheduler(num_blocks=40, host=40)
     store = ShadowStore(sched, 97)
     pieces = [[rnd.randrange(97) for _ in range(4)] for _ in range(3)]
     with truncated_keys(bits):
-        for first in range(0, 2000, 4):
+        for first in range(0, 600, 4):
             asked = []
             for key in range(first, first + 4):
                 prompt = [token for _ in range(rnd.randint(1, 6)) for token in rnd.choice(pieces)]
@@ -110,8 +110,8 @@ def test_key_collisions_do_not_share_blocks(bits, figures):
             store.spill(4)
     stats = sched.stats
     assert wrong == 0
-    assert min(stats.cached_tokens, stats.host_tokens, stats.evictions) > 1000
-    assert store.key_collisions > 100
+    assert min(stats.cached_tokens, stats.host_tokens, stats.evictions) > 250
+    assert store.key_collisions > 20
     figures(
         f"{wrong} wrong tokens; {stats.cached_tokens:,} from the cache, colliding files {store.key_collisions:,} times"
     )

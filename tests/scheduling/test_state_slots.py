@@ -18,9 +18,10 @@ from tests.support.shadow_states import ShadowStates
 from tests.support.states_stress import run_states_stress, scheduler_with_states
 
 
-def test_stress():
+@pytest.mark.parametrize("seeds", [25, pytest.param(500, marks=pytest.mark.nightly)])
+def test_stress(seeds):
     seen = Counter()
-    for seed in range(100):
+    for seed in range(seeds):
         run_states_stress(seed, seen)
     needed = ("state copies", "recomputed", "swapped", "states swapped in", "accepted_tokens", "beam output",
               "failed step", "failed row", "abort in flight", "copies", "cached_tokens", "session output",

@@ -224,6 +224,16 @@ HYBRID_FAMILIES = {
 }
 
 
+# One or two for each kind of attention, layer and position embedding. The other families are tested nightly.
+DEFAULT_FAMILIES = (
+    *("llama", "qwen2_window", "qwen3", "gemma2", "gemma3", "phi3_longrope", "gpt2", "mixtral", "deepseek_v3_yarn"),
+    *("gpt_oss", "falcon_h1", "jamba", "lfm2", "qwen3_next"),
+)
+
+
+DEFAULT_HYBRIDS = ("falcon_h1", "jamba", "lfm2", "mamba2", "qwen3_next")  # one of each kind of mixer
+
+
 def is_fused(model):
     """Return whether the layers are fused: all of them or none."""
     (answer,) = {isinstance(vars(layer).get("forward"), FusedLayer) for layer in model.model.layers}

@@ -1,22 +1,28 @@
-"""Runs `paged openai` as a subprocess, and sends plain HTTP requests to it."""
+"""Runs `paged openai` on a thread or as a process, and sends plain HTTP requests to it."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
+from unittest.mock import patch
 
+from paged_client import cli
+from paged_client.openai import command
 from paged_client.serving.ports import choose_ports
 from tests.support.fake_servers import SERVERS, FakeServerState
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 WAIT = 120  # time limit of a request, in seconds
@@ -25,7 +31,7 @@ WAIT = 120  # time limit of a request, in seconds
 @dataclass
 class Gateway:
     port: int
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | None = None
 
     @property
     def url(self) -> str:
@@ -58,14 +64,44 @@ class Gateway:
             return {name: float(value) for name, value in re.findall(r"^(\w\S*) (\S+)$", reply.read().decode(), re.M)}
 
 
+class _Registered(command._Server):
+    """A server of a gateway that its port finds, so that a thread can be told to end."""
+
+    running: ClassVar[dict[int, command._Server]] = {}
+
+    def serve_on(self, listener: socket.socket) -> None:
+        self.running[listener.getsockname()[1]] = self
+        super().serve_on(listener)
+
+
 @contextmanager
-def gateway(server_url: str, *flags: str, errors: IO[str] | None = None) -> Iterator[Gateway]:
-    """Start a gateway. `errors` receives its standard error."""
+def gateway(server_url: str, *flags: str) -> Iterator[Gateway]:
+    """Run the command on a thread of this process, which needs no imports of its own."""
     (port,) = choose_ports(port=0)
-    command = [sys.executable, "-m", "paged_client", "openai", "--url", server_url, "--port", str(port), *flags]
+    arguments, codes = ["openai", "--url", server_url, "--port", str(port), *flags], list[int]()
+    thread = threading.Thread(target=lambda: codes.append(cli.main(arguments)), daemon=True)
+    with patch.object(command, "_Server", _Registered):
+        thread.start()
+        until(lambda: port in _Registered.running or not thread.is_alive(), "the gateway")
+    server = _Registered.running.pop(port, None)
+    assert server, f"paged {' '.join(arguments)} ended with {codes}"
+    try:
+        until(lambda: server.started, "the gateway's start")
+        yield Gateway(port)
+    finally:
+        server.should_exit = True
+        thread.join(WAIT)
+    assert codes == [0]
+
+
+@contextmanager
+def gateway_process(server_url: str, *flags: str, errors: IO[str] | None = None) -> Iterator[Gateway]:
+    """Run the command as a process. `errors` receives its standard error."""
+    (port,) = choose_ports(port=0)
+    arguments = [sys.executable, "-m", "paged_client", "openai", "--url", server_url, "--port", str(port), *flags]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/kernels:{ROOT}/client"}
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
     ) as process:
         assert process.stdout
         try:

@@ -37,6 +37,11 @@ def _pairs(combination: Sequence[int]) -> set[tuple[tuple[int, int], tuple[int, 
 
 
 def mostly_nightly(values: Iterable[Any], *, default: Iterable[Any]) -> list[Any]:
-    """Return parameters of which all but the default ones are nightly."""
+    """Return parameters, tuples if there are several names, of which all but the default ones are nightly."""
     kept = list(default)
-    return [value if value in kept else pytest.param(value, marks=pytest.mark.nightly) for value in values]
+
+    def parameter(value: Any) -> Any:
+        parts = value if isinstance(value, tuple) else (value,)
+        return pytest.param(*parts, marks=() if value in kept else pytest.mark.nightly)
+
+    return [parameter(value) for value in values if nightly or value in kept]

@@ -35,7 +35,7 @@ def group_of(item: pytest.Item) -> str:
 
 def module_of(item: pytest.Item) -> str:
     """Return the path of a test's module, relative to the root."""
-    return item.path.relative_to(ROOT).as_posix()
+    return os.path.relpath(item.path, ROOT)
 
 
 def used_seconds() -> float:
@@ -97,7 +97,7 @@ class Costs:
             merged = {name: seconds for name, seconds in self.recorded.items() if (ROOT / name).exists()}
             merged |= {name: round(seconds, 1) for name, seconds in self.measured.items()}
             COSTS.write_text(json.dumps(merged, indent=0, sort_keys=True) + "\n")
-        elif exceeded := self.exceeded():
+        elif session.config.getoption("--costs") and (exceeded := self.exceeded()):
             session.config.stash[EXCEEDED] = exceeded
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 

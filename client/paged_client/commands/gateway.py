@@ -7,11 +7,13 @@ from pathlib import Path
 
 from paged_backend.text.chat_templates import RENDER_SECONDS
 from paged_client.commands.arguments import port, positive_int, seconds, size
+from paged_client.openai.limits import GatewayLimits
 from paged_client.openai.routing import POLICIES
 from paged_client.sync_client import DEFAULT_URLS
 
 PREFILL_MIN_TOKENS = 512  # as many as a step computes by default
 PREFILL_SECONDS = 60.0
+LIMITS = GatewayLimits()
 TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
 
 
@@ -51,37 +53,38 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--max-open-requests",
         type=positive_int,
-        default=4096,
+        default=LIMITS.max_open_requests,
         metavar="N",
-        help="maximum number of concurrent requests of all clients (default: 4096)",
+        help=f"maximum number of concurrent requests of all clients (default: {LIMITS.max_open_requests})",
     )
     add(
         "--max-request-bytes",
         type=size,
-        default=10 << 20,
+        default=LIMITS.max_request_bytes,
         metavar="SIZE",
-        help="maximum size of a request body, in bytes or with a unit like 20MB (default: 10MiB)",
+        help="maximum size of a request body, in bytes or with a unit like 20MB"
+        f" (default: {LIMITS.max_request_bytes >> 20}MiB)",
     )
     add(
         "--max-prompts",
         type=positive_int,
-        default=128,
+        default=LIMITS.max_prompts,
         metavar="N",
-        help="maximum number of prompts in a completion request (default: 128)",
+        help=f"maximum number of prompts in a completion request (default: {LIMITS.max_prompts})",
     )
     add(
         "--max-inputs",
         type=positive_int,
-        default=2048,
+        default=LIMITS.max_inputs,
         metavar="N",
-        help="maximum number of inputs in an embedding request (default: 2048)",
+        help=f"maximum number of inputs in an embedding request (default: {LIMITS.max_inputs})",
     )
     add(
         "--body-timeout",
         type=seconds,
-        default=30.0,
+        default=LIMITS.body_timeout,
         metavar="SECONDS",
-        help="time within which a request body must be fully received (default: 30)",
+        help=f"time within which a request body must be fully received (default: {LIMITS.body_timeout:g})",
     )
     add(
         "--tool-parser",

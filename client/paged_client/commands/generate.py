@@ -11,7 +11,7 @@ from paged_client.commands.arguments import add_server_options, make_client, par
 from paged_client.discovery import DEFAULT_MODEL, find_model
 from paged_client.probe import probe as probe_server
 from paged_client.request_body import curl_command, http_body
-from paged_client.session import DEFAULT_SAMPLING, TerminalSession, UsageError, read_stdin
+from paged_client.session import ANSWER_TOKENS, AS_MANY_AS_FIT, TerminalSession, UsageError, read_stdin
 from paged_client.sync_client import DEFAULT_URLS
 from paged_client.types import PagedError
 
@@ -24,7 +24,7 @@ _NOT_SAMPLING = ("prompt", "messages", "request_id", "timeout")  # other argumen
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("generate", help="generate a completion from a running server")
     parser.add_argument("prompt", nargs="?", help="prompt text; read from standard input if omitted or '-'")
-    _add_request_options(parser)
+    _add_request_options(parser, "the model's max_new_tokens, else as many as fit")
     parser.add_argument(
         "--show-request", action="store_true", help="print the request as a curl command instead of sending it"
     )
@@ -33,7 +33,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
     parser = commands.add_parser("chat", help="chat with a running server")
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    _add_request_options(parser)
+    _add_request_options(parser, f"{ANSWER_TOKENS}, or as many as fit")
     parser.set_defaults(run=chat)
 
     parser = commands.add_parser("probe", help="check that a running server generates a token (health check)")
@@ -41,7 +41,8 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(run=probe)
 
 
-def _add_request_options(parser: argparse.ArgumentParser) -> None:
+def _add_request_options(parser: argparse.ArgumentParser, max_tokens: str) -> None:
+    """Add the options of a request. max_tokens: what the help says about its default."""
     add_server_options(parser)
     add = parser.add_argument
     add("--stats", action="store_true", help="print token counts and throughput to standard error")
@@ -49,7 +50,7 @@ def _add_request_options(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         type=int,
         metavar="N",
-        help="maximum number of output tokens (default: the model's max_new_tokens, else as many as fit)",
+        help=f"maximum number of output tokens (default: {max_tokens})",
     )
     add("--temperature", type=float, metavar="X", help="sampling temperature; 0 is greedy")
     add("--top-p", type=float, metavar="X", help="cumulative probability of the tokens to sample from")
@@ -102,7 +103,7 @@ def _curl_command(args: argparse.Namespace, prompt: str, sampling: dict[str, Any
     Without --model the server is asked for it, or if it does not answer, it is the default name.
     """
     try:
-        body = http_body(prompt, stream=not args.no_stream, **{**DEFAULT_SAMPLING, **sampling})
+        body = http_body(prompt, stream=not args.no_stream, **{"max_tokens": AS_MANY_AS_FIT, **sampling})
         return curl_command(_http_url(args), args.model or _model_or_default(args), body, args.timeout)
     except ValueError as error:
         raise UsageError(str(error)) from None

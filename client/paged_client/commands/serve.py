@@ -29,6 +29,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--http-port", type=port, default=8000, metavar="N", help="HTTP port (default: 8000)")
     add("--grpc-port", type=port, default=8001, metavar="N", help="gRPC port (default: 8001)")
     add("--metrics-port", type=port, default=8002, metavar="N", help="metrics port (default: 8002)")
+    add("--openai-port", type=port, metavar="N", help="port of an OpenAI-compatible gateway (default: there is none)")
     add("--multi-lora", type=Path, metavar="FILE", help="JSON file of LoRA adapters (name to directory) to serve")
     add("--log-file", type=Path, metavar="FILE", help="file for the server's log (default: in ~/.cache/paged_llm/logs)")
     add("--verbose", action="store_true", help="print the whole log of the server")
@@ -95,6 +96,7 @@ def serve(args: argparse.Namespace) -> int:
         http_port=args.http_port,
         grpc_port=args.grpc_port,
         metrics_port=args.metrics_port,
+        openai_port=args.openai_port,
         server_args=args.rest,
         multi_lora=args.multi_lora,
         verbose=args.verbose,

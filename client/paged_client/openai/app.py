@@ -20,11 +20,11 @@ from paged_client.openai import keys, metrics, schema, translation
 from paged_client.openai.answers import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
 from paged_client.openai.chat_schema import ChatRequest
 from paged_client.openai.chat_template import ChatTemplate
-from paged_client.openai.concurrency import ClientDisconnected, run_while_connected
+from paged_client.openai.concurrency import READ, ClientDisconnected, ConcurrencyLimiter, run_while_connected
 from paged_client.openai.engine_calls import MergedStream, generate_all, with_routes
 from paged_client.openai.errors import ApiError
 from paged_client.openai.kv_index import KvIndex
-from paged_client.openai.limits import READ, ConcurrencyLimiter, GatewayLimits, flag
+from paged_client.openai.limits import GatewayLimits, flag
 from paged_client.openai.models import ServedModels
 from paged_client.openai.pooling import PoolingBody, ask_all
 from paged_client.openai.pooling_routes import POOLING_ROUTES

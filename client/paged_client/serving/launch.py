@@ -1,5 +1,7 @@
 """Runs `paged serve`: a Triton server in the foreground, until Ctrl-C."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import shutil
@@ -8,14 +10,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from paged_backend.utils.startup import ONLY_LABELS
+from paged_backend.utils.startup import NO_CHAT, ONLY_LABELS
 from paged_client.serving.console import Console
-from paged_client.serving.server_args import check_restart_args
+from paged_client.serving.ports import choose_ports
+from paged_client.serving.repository import served_name
+from paged_client.serving.server_args import check_grpc_args, hosts, listening_address
 from paged_client.serving.server_files import ServerNotFoundError, user_cache_directory
 from paged_client.serving.supervisor import Create, RestartPolicy, Supervisor
 from paged_client.serving.tritonserver import ServerError, TritonServer
+
+if TYPE_CHECKING:
+    from paged_client.openai.command import BackgroundGateway
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -27,6 +36,7 @@ def serve(
     http_port: int = 8000,
     grpc_port: int = 8001,
     metrics_port: int = 8002,
+    openai_port: int | None = None,
     server_args: Sequence[str] = (),
     multi_lora: Path | None = None,
     verbose: bool = False,
@@ -38,7 +48,8 @@ def serve(
     The first signal lets open streams finish, for at most 30 s. The second one kills the server. Progress, a
     summary of what was loaded, and the server's warnings and errors go to standard error; with `verbose`, the whole log
     does. An error before the server is ready is printed as a single message. log_file: file for the whole log.
-    restart: when to start a failed server again; None: never.
+    restart: when to start a failed server again; None: never. openai_port: port of an OpenAI gateway, which runs in
+    this process from the time when the server is ready; None: there is none. A port of 0 chooses a free one.
     """
     console = Console(verbose)
 
@@ -61,10 +72,24 @@ def serve(
         return server
 
     try:
+        wanted = {"http": http_port, "grpc": grpc_port, "metrics": metrics_port}
+        wanted |= {} if openai_port is None else {"openai": openai_port}
+        http_port, grpc_port, metrics_port, *_ = ports = choose_ports(
+            **{f"--{name}-port": port for name, port in wanted.items()}
+        )
         if restart:
-            check_restart_args(server_args)
-            return _supervise(create, console, restart, log_file)
-        return _run(create({}, False), console, log_file)
+            check_grpc_args(server_args, "the probes of --restart")
+        gateway = None
+        if openai_port is not None:
+            check_grpc_args(server_args, "the requests of --openai-port")
+            # Imported on use: without a gateway the web framework is not needed.
+            from paged_client.openai.command import BackgroundGateway
+
+            url, name = f"{hosts(server_args).grpc}:{grpc_port}", served_name(options or {})
+            gateway = BackgroundGateway(url, name, listening_address(server_args), ports[3])
+        if restart:
+            return _supervise(create, console, gateway, restart, log_file)
+        return _run(create({}, False), console, gateway, log_file)
     except ServerError as error:
         console.say(f"error: {error}{_where_log_is(log_file)}")
         return 1
@@ -85,22 +110,25 @@ def _where_log_is(log_file: Path | None) -> str:
     return f"\nThe server's log is in {log_file}" if log_file else ""
 
 
-def _supervise(create: Create, console: Console, policy: RestartPolicy, log_file: Path | None) -> int:
+def _supervise(
+    create: Create, console: Console, gateway: BackgroundGateway | None, policy: RestartPolicy, log_file: Path | None
+) -> int:
     stopping = threading.Event()
-    supervisor = Supervisor(create, console, policy, stopping, ready_message, log_file)
-    with _signals_forwarded(lambda: supervisor.server, console, stopping):
+    on_ready = partial(_on_ready, gateway=gateway)
+    supervisor = Supervisor(create, console, policy, stopping, on_ready, log_file)
+    with _signals_forwarded(lambda: supervisor.server, gateway, console, stopping):
         supervisor.run()
     console.say("Stopped.")
     return 0
 
 
-def _run(server: TritonServer, console: Console, log_file: Path | None) -> int:
+def _run(server: TritonServer, console: Console, gateway: BackgroundGateway | None, log_file: Path | None) -> int:
     stopping = threading.Event()
-    with _signals_forwarded(lambda: server, console, stopping):
+    with _signals_forwarded(lambda: server, gateway, console, stopping):
         try:
             server.start()
             server.wait_ready(progress=console.loading)
-            console.ready(ready_message(server))
+            console.ready(_on_ready(server, gateway))
             code = _wait(server, stopping)
         except ServerError:
             if not stopping.is_set():
@@ -116,6 +144,16 @@ def _run(server: TritonServer, console: Console, log_file: Path | None) -> int:
     return code if code > 0 else 1
 
 
+def _on_ready(server: TritonServer, gateway: BackgroundGateway | None) -> str:
+    """Start the gateway of a server that is ready, and return what to print. Raises ValueError for a port in use."""
+    if gateway:
+        try:
+            gateway.start()
+        except OSError as error:
+            raise ValueError(f"--openai-port={gateway.port}: {error.strerror}") from None
+    return ready_message(server, gateway)
+
+
 def _wait(server: TritonServer, stopping: threading.Event) -> int:
     """Wait until the server exits and return its exit code, or until `stopping` is set and return 0."""
     while not stopping.is_set():
@@ -126,15 +164,22 @@ def _wait(server: TritonServer, stopping: threading.Event) -> int:
 
 @contextlib.contextmanager
 def _signals_forwarded(
-    current: Callable[[], TritonServer | None], console: Console, stopping: threading.Event
+    current: Callable[[], TritonServer | None],
+    gateway: BackgroundGateway | None,
+    console: Console,
+    stopping: threading.Event,
 ) -> Iterator[None]:
     """Handle signals: the first one terminates the server and sets `stopping`, the next one kills the server.
+
+    The gateway is stopped in the same way, and waited for at the end.
 
     current: returns the server that runs; None between two servers.
     """
 
     def handle(number: int, frame: object) -> None:
         server = current()
+        if gateway:
+            gateway.stop(at_once=stopping.is_set())
         if stopping.is_set():
             if server:
                 server.kill()
@@ -148,37 +193,59 @@ def _signals_forwarded(
     try:
         yield
     finally:
+        if gateway:
+            gateway.stop()
+            gateway.join()
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def ready_message(server: TritonServer) -> str:
+def ready_message(server: TritonServer, gateway: BackgroundGateway | None) -> str:
     """Return the endpoints of the server and commands to try."""
+    urls = f"HTTP {server.http_url}   gRPC {server.grpc_url}   metrics {server.metrics_url}/metrics"
+    openai = ""
+    if gateway:
+        host = server.http_url.rpartition(":")[0]  # the gateway listens where the server does
+        openai = f"{host}:{gateway.port}/v1"
+        urls += f"   OpenAI {openai}"
     return "\n".join(
         [
-            f"Ready.  HTTP {server.http_url}   gRPC {server.grpc_url}   metrics {server.metrics_url}/metrics",
-            "Try:",
-            *(f"  {command}" for command in _examples(server)),
+            f"Ready.  {urls}",
+            "Try in another terminal:",
+            *(f"  {command}" for command in _examples(server, openai, gateway is not None and gateway.needs_key)),
             "Press Ctrl-C to stop the server.",
         ]
     )
 
 
-def _examples(server: TritonServer) -> list[str]:
-    """Return commands that the served model can answer."""
-    ports = "" if server.grpc_url == "localhost:8001" else f" --url {server.grpc_url}"
+def _examples(server: TritonServer, openai: str, needs_key: bool) -> list[str]:
+    """Return commands that the served model can answer. openai: URL of the gateway; empty: there is none."""
     url = f"{server.http_url}/v2/models/{server.model_name}"
-    if ONLY_LABELS in server.log():
-        body = json.dumps({"classification_request": json.dumps({"input": "A great film."})})
-        return [
-            f"curl {url}/generate -d '{body}'",
-            f"{_paged()} openai{ports}  # a gateway with /classify, /score and /rerank",
-        ]
-    body = json.dumps({"text_input": "The capital of France is", "stream": True, "max_tokens": 16, "temperature": 0})
-    return [
-        f"curl -N {url}/generate_stream -d '{body}'",
-        f"{_paged()} generate 'The capital of France is' --temperature 0 --max-tokens 16{ports}",
-    ]
+    flags = "" if server.grpc_url == "localhost:8001" else f" --url {server.grpc_url}"
+    log, prompt, film = server.log(), "The capital of France is", "A great film."
+    asked: dict[str, object]
+    if ONLY_LABELS in log:
+        command = f"{_paged()} openai{flags}  # a gateway with /classify, /score and /rerank"
+        path, asked = "classify", {"input": film}
+        request = f"curl {url}/generate -d '{_json(classification_request=_json(input=film))}'"
+    else:
+        command = f"{_paged()} chat{flags}"
+        path, asked = "chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        if NO_CHAT in log:
+            command = f"{_paged()} generate '{prompt}' --max-tokens 16{flags}"
+            path, asked = "completions", {"prompt": prompt, "max_tokens": 16}
+        body = _json(text_input=prompt, stream=True, max_tokens=16, temperature=0)
+        request = f"curl -N {url}/generate_stream -d '{body}'"
+    if not openai:
+        return [command, request]
+    headers = " -H 'Content-Type: application/json'"
+    headers += ' -H "Authorization: Bearer ${PAGED_API_KEYS%%,*}"' if needs_key else ""
+    through_gateway = f"curl {openai}/{path}{headers} -d '{_json(model=server.model_name, **asked)}'"
+    return [through_gateway, request] if ONLY_LABELS in log else [command, through_gateway, request]
+
+
+def _json(**values: object) -> str:
+    return json.dumps(values)
 
 
 def _paged() -> str:

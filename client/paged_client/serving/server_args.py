@@ -16,13 +16,8 @@ _RESERVED = {
     "--allow-http": "paged serve asks over HTTP whether the model is ready",
     "--allow-metrics": "paged serve reads the metrics to know whether requests are open",
 }
-_RESERVED_BY_RESTART = {
-    "--allow-grpc": "the probes of --restart use gRPC",
-    **dict.fromkeys(("--grpc-use-ssl", "--grpc-use-ssl-mutual"), "the probes of --restart use gRPC without TLS"),
-}
 # Groups of endpoints that must not need a key.
 _OPEN = {"--http-restricted-api": ("health", "paged serve asks over HTTP whether the model is ready")}
-_OPEN_FOR_RESTART = {"--grpc-restricted-protocol": ("inference", "the probes of --restart have no key")}
 
 
 class Hosts(NamedTuple):
@@ -38,9 +33,21 @@ def check_server_args(arguments: Sequence[str]) -> None:
     _check(arguments, _RESERVED, _OPEN)
 
 
-def check_restart_args(arguments: Sequence[str]) -> None:
-    """Raise ValueError for an option of tritonserver with which a server cannot be probed."""
-    _check(arguments, _RESERVED_BY_RESTART, _OPEN_FOR_RESTART)
+def check_grpc_args(arguments: Sequence[str], users: str) -> None:
+    """Raise ValueError for an option of tritonserver with which its gRPC port is closed to `users`, or needs a key.
+
+    users: who calls it, like "the probes of --restart".
+    """
+    reserved = {
+        "--allow-grpc": f"{users} use gRPC",
+        **dict.fromkeys(("--grpc-use-ssl", "--grpc-use-ssl-mutual"), f"{users} use gRPC without TLS"),
+    }
+    _check(arguments, reserved, {"--grpc-restricted-protocol": ("inference", f"{users} have no key")})
+
+
+def listening_address(arguments: Sequence[str]) -> str:
+    """Return the address at which a server with these options listens for HTTP: by default all IPv4 addresses."""
+    return dict(_options(arguments)).get("--http-address", "").removeprefix("ipv6:").strip("[]") or "0.0.0.0"
 
 
 def hosts(arguments: Sequence[str]) -> Hosts:

@@ -65,7 +65,7 @@ class Supervisor:
         console: prints why the server is restarted.
         policy: when to restart it.
         stopping: set by a signal handler that has also terminated `server`.
-        ready_message: returns what to print once a server is ready.
+        on_ready: called once a server is ready; returns what to print. May raise ValueError or OSError.
         log_file: the servers' log, which also gets why they are restarted.
     """
 
@@ -75,14 +75,14 @@ class Supervisor:
         console: Console,
         policy: RestartPolicy,
         stopping: threading.Event,
-        ready_message: Callable[[TritonServer], str],
+        on_ready: Callable[[TritonServer], str],
         log_file: Path | None = None,
     ):
         self._create = create
         self._console = console
         self._policy = policy
         self._stopping = stopping
-        self._ready_message = ready_message
+        self._on_ready = on_ready
         self._log_file = log_file
         self._counts: Counter[str] = Counter()
         self.server: TritonServer | None = None  # the current one
@@ -119,6 +119,8 @@ class Supervisor:
             server = self.server = self._create(restarts.write(self._counts), not is_first)
             server.start()
             server.wait_ready(progress=self._console.loading)
+            ready = time.monotonic()
+            self._console.ready(self._on_ready(server))
         except (ServerError, ValueError, OSError) as error:
             self._end_server(kill=True)
             if self._stopping.is_set():
@@ -126,8 +128,6 @@ class Supervisor:
             if is_first:
                 raise
             return Failure("start_failed", f"The server did not start: {error}")
-        ready = time.monotonic()
-        self._console.ready(self._ready_message(server))
         failure = self._watch(server)
         was_healthy = time.monotonic() - ready >= self._policy.healthy
         self._end_server(kill=failure is not None)

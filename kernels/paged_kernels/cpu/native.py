@@ -1,6 +1,6 @@
-"""Calls of the C++ kernels in csrc/, which `paged_kernels.cpu.build` compiles once per instruction set ("level").
+"""Calls of the C++ kernels in csrc/, which `paged_kernels.cpu.build` compiles for instruction sets ("levels").
 
-The best level that this machine supports is used, or the one that PAGED_CPU_LEVEL names.
+The best level that was compiled and that this machine supports is used, or the one that PAGED_CPU_LEVEL names.
 """
 
 import ctypes
@@ -8,6 +8,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,7 +22,17 @@ from paged_kernels.arguments import (
     check_rope_kv_write,
     check_swiglu,
 )
-from paged_kernels.cpu.build import library
+from paged_kernels.cpu.build import (
+    COMMON,
+    LEVELS,
+    BuildFailed,
+    build,
+    build_best,
+    find_compiler,
+    library,
+    supported,
+    with_linear,
+)
 from paged_kernels.cpu.packed_linear import PackedLinear
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paging import Paging
@@ -45,10 +56,46 @@ class PoolCounts(NamedTuple):
     discarded: int  # results that came after those of another thread
 
 
+_compiles: list[bool] = []  # not empty if levels are compiled when they are used
+
+
+def compile_on_demand() -> None:
+    """Compile the best level, and from now on each other one that is asked for by name. For tests.
+
+    Does nothing without a compiler. Otherwise a process never compiles.
+    """
+    with suppress(BuildFailed):
+        find_compiler()
+        build_best()
+        _compiles.append(True)
+        levels.cache_clear()
+
+
 @cache
 def _library() -> ctypes.CDLL:
-    """Return the library, for its functions that are not operators."""
-    return ctypes.CDLL(str(library()))
+    """Return the common library, for its functions that are not operators."""
+    return ctypes.CDLL(str(library(COMMON)))
+
+
+@cache
+def _table(level: str) -> int:
+    """Return the address of a level's table of kernels."""
+    table = ctypes.CDLL(str(library(level))).paged_level
+    table.restype = ctypes.c_void_p
+    address: int = table()
+    return address
+
+
+@cache
+def _number(level: str) -> int:
+    """Load a level. Returns its number, which operators take."""
+    needed = with_linear(level)
+    if _compiles and (failed := build(needed)):
+        raise failed.popitem()[1]
+    number, add = list(LEVELS).index(level), _library().paged_add_level
+    add.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    add(number, _table(level), _table(needed[-1]))
+    return number
 
 
 def set_threads(threads: int) -> None:
@@ -77,24 +124,38 @@ def pool_counts() -> PoolCounts:
 
 @cache
 def levels() -> tuple[str, ...]:
-    """Return the levels that were built and that this machine supports, the best first.
+    """Return the levels that were compiled and that this machine supports, the best first.
 
-    Logs a warning and returns none if nothing was built. Raises ValueError if PAGED_CPU_LEVEL is not among them.
+    Logs a warning and returns none if nothing was compiled. Raises ValueError if PAGED_CPU_LEVEL is not among them.
     """
-    try:
-        torch.ops.load_library(path := library())
-    except OSError as error:
-        reason = str(error) if path.exists() else "not compiled"
-        log.warning("no C++ kernels (%s): PyTorch is used, which is slower. Fix: run %s", reason, BUILD_COMMAND)
-        return ()
-    names = _library().paged_levels
-    names.restype = ctypes.c_char_p
-    found = tuple(names().decode().split())
+    found = tuple(one for one in supported() if _compiles or all(library(name).exists() for name in with_linear(one)))
     requested = os.environ.get(LEVEL)
-    if requested and requested not in found:
-        raise ValueError(f"{LEVEL}={requested}: this machine has {', '.join(found)}")
+    try:
+        if not found or not library(COMMON).exists():
+            raise OSError("not compiled")
+        torch.ops.load_library(library(COMMON))
+        if requested:
+            _check(requested, LEVEL, found)
+        _number(requested or found[0])
+    except OSError as error:
+        log.warning("no C++ kernels (%s): PyTorch is used, which is slower. Fix: run %s", error, BUILD_COMMAND)
+        return ()
     log.info("C++ kernels: level %s", requested or found[0])
+    if found[0] != supported()[0]:
+        log.warning(
+            "This processor has level %s, which is not compiled; it is faster. Fix: run %s",
+            supported()[0],
+            BUILD_COMMAND,
+        )
     return found
+
+
+def _check(level: str, field: str, found: Sequence[str]) -> None:
+    if level in found:
+        return
+    if level in supported():
+        raise ValueError(f"{field}={level}: not compiled; run {BUILD_COMMAND} {level}")
+    raise ValueError(f"{field}={level}: this machine has {', '.join(found)}")
 
 
 def seconds() -> dict[str, float]:
@@ -122,9 +183,8 @@ def avoid_tiles() -> None:
 @cache
 def _index(name: str | None) -> int:
     chosen = name or level()
-    if chosen not in levels():
-        raise ValueError(f"level={chosen}: this machine has {', '.join(levels())}")
-    return levels().index(chosen)
+    _check(chosen, "level", levels())
+    return _number(chosen)
 
 
 @cache

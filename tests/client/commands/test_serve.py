@@ -20,7 +20,8 @@ def serve_calls(monkeypatch, tmp_path):
 
 def defaults(cache, port):
     """The arguments of launch.serve that are not given."""
-    return {"multi_lora": None, "verbose": False, "log_file": cache / "logs" / f"serve-{port}.log", "restart": None}
+    own = {"openai_port": None, "multi_lora": None, "verbose": False, "restart": None}
+    return own | {"log_file": cache / "logs" / f"serve-{port}.log"}
 
 
 def test_arguments_are_passed_to_the_launcher(serve_calls, tmp_path):

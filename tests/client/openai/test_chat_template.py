@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from paged_client import cli
-from tests.support.gateway import CHAT, WAIT, error_of, gateway
+from tests.support.gateway import CHAT, WAIT, error_of, gateway, gateway_process
 from tests.support.tokenizers import TEMPLATE, write_tokenizer
 
 ENDLESS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -13,7 +13,7 @@ def test_prompt_is_rendered_in_the_gateway(tmp_path, fake):
     directory = write_tokenizer(tmp_path / "tokenizer")
     with (
         (tmp_path / "log").open("w") as errors,
-        gateway(fake.url, "--tokenizer", str(directory), errors=errors) as front,
+        gateway_process(fake.url, "--tokenizer", str(directory), errors=errors) as front,
     ):
         assert front.ask("/v1/chat/completions", CHAT | {"max_tokens": 3})[0] == 200
     assert (tmp_path / "log").read_text().startswith(f"loading the tokenizer {directory} ...\n")

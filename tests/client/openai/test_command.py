@@ -8,14 +8,14 @@ import pytest
 
 from paged_client import cli
 from paged_client.openai import command
-from tests.support.gateway import PROMPT, WAIT, error_of, gateway
+from tests.support.gateway import PROMPT, WAIT, error_of, gateway, gateway_process
 from tests.support.tokenizers import write_tokenizer
 from tests.support.waiting import until
 
 
 def test_ctrl_c_finishes_open_streams_and_rejects_new_ones(fake, says):
     fake.left.clear()
-    with gateway(fake.url) as front, says(say=["a"], hold=True):
+    with gateway_process(fake.url) as front, says(say=["a"], hold=True):
         client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
         with client.completions.create(**PROMPT, stream=True) as stream:
             assert next(stream).choices[0].text == "a"

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.support.gateway import CHAT, PROMPT, gateway, recording_server, respond_with
+from tests.support.gateway import CHAT, PROMPT, gateway, gateway_process, recording_server, respond_with
 
 LONG = "word " * 20  # 25 tokens by the estimate
 FLAGS = ("--prefill-min-tokens", "20")
@@ -113,7 +113,7 @@ def test_time_limit_covers_both_servers(front, fakes):
 def test_server_of_the_request_answers_if_the_prompt_is_not_stored(tmp_path, script):
     with recording_server() as fake, recording_server() as prefill, open(tmp_path / "log", "w") as log:
         prefill.scripted_response = script
-        with gateway(fake.url, "--prefill-url", prefill.url, *FLAGS, errors=log) as front:
+        with gateway_process(fake.url, "--prefill-url", prefill.url, *FLAGS, errors=log) as front:
             for _ in range(2):
                 assert ask(front, prompt=LONG)["choices"][0]["text"] == "Hello there"
             assert front.metrics()['paged_openai_prefills_total{outcome="failed"}'] == 2
@@ -135,7 +135,7 @@ def test_prefill_server_that_does_not_answer_is_given_up(fakes, tmp_path):
     with recording_server() as prefill, open(tmp_path / "log", "w") as log:
         prefill.scripted_response = {"say": [], "hold": True}
         flags = ["--prefill-url", prefill.url, *FLAGS, "--prefill-timeout", "0.2"]
-        with gateway(fakes[0].url, *flags, errors=log) as front:
+        with gateway_process(fakes[0].url, *flags, errors=log) as front:
             ask(front, prompt=LONG)
         assert prefill.left.wait(30)
     assert "no prefill server has computed a prompt within 0.2 s (--prefill-timeout)" in (tmp_path / "log").read_text()

@@ -12,7 +12,17 @@ import openai
 import pytest
 
 from tests.support.client_calls import pool_of
-from tests.support.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway, recording_server, respond_with
+from tests.support.gateway import (
+    BODIES,
+    CHAT,
+    PROMPT,
+    WAIT,
+    error_of,
+    gateway,
+    gateway_process,
+    recording_server,
+    respond_with,
+)
 from tests.support.waiting import until
 
 
@@ -179,7 +189,8 @@ def test_metrics_are_counted_per_route(fakes):
 
 def test_access_log_has_every_request_and_no_key(fakes, tmp_path):
     log = tmp_path / "log"
-    with log.open("w") as errors, gateway(fakes[0].url, "--access-log", "--api-key", "hush", errors=errors) as front:
+    flags = ("--access-log", "--api-key", "hush")
+    with log.open("w") as errors, gateway_process(fakes[0].url, *flags, errors=errors) as front:
         key = {"Authorization": "Bearer hush"}
         front.ask("/v1/completions", PROMPT, key | {"X-Request-Id": "mine"})
         front.ask("/v1/models", headers={"Authorization": "Bearer hush-hush"})

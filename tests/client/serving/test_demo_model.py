@@ -1,5 +1,6 @@
 """Tests of the demo model: its creation and its output."""
 
+import json
 import threading
 from pathlib import Path
 
@@ -41,6 +42,43 @@ def test_only_one_process_creates_the_demo_model(made, tmp_path):
     for thread in threads:
         thread.join()
     assert made == [directory]
+
+
+def test_a_model_of_an_earlier_version_gets_the_sampling_defaults(made, tmp_path):
+    """Without making it again, and only once."""
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"_from_model_config": true, "eos_token_id": 2, "temperature": 1.0}')
+    demo_model.prepare(tmp_path)
+    assert json.loads(file.read_text()) == {"eos_token_id": 2} | demo_model.SAMPLING
+    written = file.stat()
+    demo_model.prepare(tmp_path)
+    assert file.stat() == written
+    assert made == []
+
+
+def test_a_new_model_has_the_sampling_defaults(made, tmp_path):
+    file = demo_model.prepare(tmp_path / "m") / "generation_config.json"
+    assert json.loads(file.read_text()) == demo_model.SAMPLING
+
+
+def test_sampling_defaults_do_not_change_requests_with_a_temperature():
+    assert demo_model.SAMPLING.keys() == {"do_sample", "temperature"}
+
+
+def test_damaged_defaults_are_reported(tmp_path):
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(demo_model.DemoModelError, match=rf"generation_config.json: .*; remove {tmp_path} to make"):
+        demo_model.prepare(tmp_path)
+
+
+def test_defaults_that_cannot_be_written_are_reported(monkeypatch, tmp_path, capsys):
+    def read_only(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_text", read_only)
+    assert demo_model.prepare(tmp_path) == tmp_path
+    warning = f"warning: the demo model keeps other sampling defaults: {tmp_path}/generation_config.json: Read-only"
+    assert capsys.readouterr().err.startswith(warning)
 
 
 def test_cache_directory_can_be_changed(monkeypatch, tmp_path):

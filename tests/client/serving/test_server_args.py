@@ -3,7 +3,7 @@
 import pytest
 
 from paged_client.serving.launch import serve
-from paged_client.serving.server_args import check_server_args, hosts
+from paged_client.serving.server_args import check_server_args, hosts, listening_address
 from paged_client.serving.supervisor import RestartPolicy
 
 
@@ -26,21 +26,26 @@ def test_options_that_do_not_work_are_rejected(arguments, message):
 @pytest.mark.parametrize(
     ("flag", "reason"),
     [
-        ("--allow-grpc=false", "cannot be set; the probes of --restart use gRPC"),
-        ("--grpc-use-ssl=true", "cannot be set; the probes of --restart use gRPC without TLS"),
-        (
-            "--grpc-restricted-protocol=inference:k=1",
-            "cannot restrict inference; the probes of --restart have no key",
-        ),
+        ("--allow-grpc=false", "cannot be set; {} use gRPC"),
+        ("--grpc-use-ssl=true", "cannot be set; {} use gRPC without TLS"),
+        ("--grpc-restricted-protocol=inference:k=1", "cannot restrict inference; {} have no key"),
     ],
 )
-def test_options_that_prevent_probes_are_rejected_with_restart(flag, reason, tmp_path, capsys):
+def test_options_that_close_the_grpc_port_to_paged_serve_are_rejected(flag, reason, tmp_path, capsys):
     check_server_args([flag])
-    assert serve(str(tmp_path), server_args=[flag], restart=RestartPolicy()) == 1
-    assert capsys.readouterr().err == f"error: {flag}: {reason}\n"
+    ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
+    for users, arguments in {
+        "the probes of --restart": {"restart": RestartPolicy()},
+        "the requests of --openai-port": {"openai_port": 0},
+    }.items():
+        assert serve(str(tmp_path), server_args=[flag], **ports, **arguments) == 1
+        assert capsys.readouterr().err == f"error: {flag}: {reason.format(users)}\n"
 
 
 def test_a_server_is_reached_where_it_listens():
     assert hosts([]) == hosts(["--http-address=0.0.0.0", "--grpc-address", "::"]) == ("localhost",) * 3
     assert hosts(["--http-address=127.0.0.2"]) == ("127.0.0.2", "localhost", "127.0.0.2")
+    assert listening_address([]) == "0.0.0.0"
+    assert listening_address(["--http-address=127.0.0.2"]) == "127.0.0.2"
+    assert listening_address(["--http-address", "ipv6:::1"]) == listening_address(["--http-address=[::1]"]) == "::1"
     assert hosts(["--metrics-address", "::1", "--grpc-address=a", "--grpc-address=b"]) == ("localhost", "b", "[::1]")

@@ -62,8 +62,8 @@ def _goals(*goals: Goal) -> dict[str, Goal]:
 
 
 GOALS = _goals(
-    Goal("block manager: steps chosen by Hypothesis", "enough", 200_000, 1_000_000),
-    Goal("block manager: steps chosen by seeds", "enough", 500_000, 50_000_000),
+    Goal("block manager: steps chosen by Hypothesis", "enough", 20_000, 1_000_000),
+    Goal("block manager: steps chosen by seeds", "enough", 60_000, 50_000_000),
     Goal("mutants killed", "enough", 20, 50),
     Goal("bad requests", "enough", 20_000, 1_000_000),
     Goal("bad requests without an error class", "none", 0, 0),

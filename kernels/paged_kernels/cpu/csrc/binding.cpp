@@ -82,15 +82,7 @@ Tensor linear(Tensor x, Tensor groups, OptionalTensor scales, OptionalTensor min
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-EXPORTED const char* paged_levels() {
-  static const std::string names = [] {
-    std::string all;
-    for (const paged::Level* level : paged::levels()) all += (all.empty() ? "" : " ") + std::string(level->name);
-    return all;
-  }();
-  return names.c_str();
-}
-
+EXPORTED void paged_add_level(int number, const paged::Level* level, const paged::Level* linear) { paged::add_level(number, *level, *linear); }
 EXPORTED void paged_seconds(double* to) { std::copy_n(paged::kind_seconds(), (int)paged::num_kinds, to); }
 EXPORTED void paged_set_threads(int threads) { paged::set_threads(threads); }
 EXPORTED int paged_threads() { return paged::threads(); }

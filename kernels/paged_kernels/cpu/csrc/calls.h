@@ -141,7 +141,6 @@ static constexpr int64_t group_bytes(const Linear& call) {
 
 // The kernels for one instruction set. Each runs in the calling thread.
 struct Level {
-  const char* name;
   size_t (*scratch)(const Attention&, int max_rows);  // bytes of scratch memory for attend, aligned to 64
   // next_item: the item that this thread probably runs next, whose first keys and values are prefetched; or null.
   void (*attend)(const Attention&, const Item&, const Item* next_item, void* scratch);

@@ -1,21 +1,133 @@
 // Decoder layers (`paged_kernels.cpu.native.DecoderLayer`) as one program of the thread pool.
 #pragma once
+#include <map>
+
+#include "registry.h"
 #include "tensors.h"
 
 namespace paged {
+namespace {
+
+struct Layer {
+  Tensor norm;
+  double eps;
+  Weight qkv;
+  int64_t num_heads;
+  bool rotates;
+  OptionalTensor query_norm, key_norm;
+  double head_eps;
+  Softmax softmax;
+  Weight o;
+  Tensor post_norm;
+  double post_eps;
+  Weight gate_up;
+  int64_t inner_features;
+  Weight down;
+  const Level& level;
+};
+
+Registry<Layer> made_layers("layer");
+
+// The tensors of a step that all layers share, and the memory for what they compute.
+struct Step {
+  Tensor cos, sin, slots, block_tables, context_lens, query_starts;
+  Tensor projected, rotated, attended, inner, middle;
+  std::map<int64_t, std::shared_ptr<const AttentionPlan>> plans;  // by window
+};
+
+void add_layer(Program& program, const Layer& layer, const Cache& cache, Step& step, const Tensor& input, const Tensor& output) {
+  const Level& level = layer.level;
+  const int64_t tokens = input.size(0), hidden = input.size(1), head_dim = cache.head_dim;
+  const int64_t num_heads = layer.num_heads, num_kv_heads = cache.num_kv_heads, attention_width = num_heads * head_dim;
+  const Type type = type_of(input);
+  const size_t element = bytes(type);
+
+  const int64_t width = (num_heads + 2 * num_kv_heads) * head_dim;
+  Linear qkv = linear_call(type, input.data_ptr(), tokens, hidden, hidden, layer.qkv, step.projected.data_ptr(), width);
+  qkv.norm = layer.norm.data_ptr(), qkv.eps = (float)layer.eps;
+  program.add(linear_task(level, qkv));
+
+  const auto heads_from = [&](int64_t head) { return Rows{(const char*)qkv.out + head * head_dim * element, width, head_dim}; };
+  const Write write{type, heads_from(num_heads), heads_from(num_heads + num_kv_heads), cache, (const int64_t*)step.slots.data_ptr()};
+  Rows query = heads_from(0);
+  if (layer.rotates) {
+    const Rotation rotation = rotation_call(step.rotated.data_ptr(), query, num_heads, write, step.cos, step.sin, layer.query_norm, layer.key_norm, layer.head_eps);
+    program.add(token_task(rotations, level.rotate, rotation, step.slots.size(0), width));
+    query = {step.rotated.data_ptr(), attention_width, head_dim};
+  } else {
+    program.add(token_task(rotations, level.write, write, step.slots.size(0), 2 * num_kv_heads * head_dim));
+  }
+
+  const Attention attention = attention_call(step.attended.data_ptr(), type, query, tokens, num_heads, cache, step.block_tables, step.context_lens, step.query_starts, layer.softmax);
+  auto& plan = step.plans[layer.softmax.window];
+  if (!plan) plan = plan_attention(attention);
+  add_attention(program, level, attention, plan);
+
+  Linear o = linear_call(type, attention.out, tokens, attention_width, attention_width, layer.o, step.middle.data_ptr(), hidden);
+  o.residual = input.data_ptr();
+  program.add(linear_task(level, o));
+
+  Linear gate_up = linear_call(type, o.out, tokens, hidden, hidden, layer.gate_up, step.inner.data_ptr(), 2 * layer.inner_features);
+  gate_up.norm = layer.post_norm.data_ptr(), gate_up.eps = (float)layer.post_eps;
+  gate_up.swiglu = true;
+  program.add(linear_task(level, gate_up));
+
+  Linear down = linear_call(type, gate_up.out, tokens, layer.inner_features, layer.inner_features, layer.down, output.data_ptr(), hidden);
+  down.residual = o.out;
+  program.add(linear_task(level, down));
+}
 
 // Returns a number for the layer, which holds its weights until free_layer. The weights are those of the projections to
 // query, key and value, from attention, to gate and up, and down.
 int64_t make_layer(Tensor norm, double eps, int64_t num_heads, bool rotates, OptionalTensor query_norm, OptionalTensor key_norm, double head_eps,
                    double scale, int64_t window, double softcap, OptionalTensor sinks, Tensor post_norm, double post_eps, int64_t inner_features,
                    std::vector<Tensor> groups, std::vector<OptionalTensor> scales, std::vector<OptionalTensor> mins, std::vector<OptionalTensor> biases,
-                   std::vector<int64_t> block_inputs, std::vector<int64_t> int8_rows, int64_t level);
-void free_layer(int64_t layer);
+                   std::vector<int64_t> block_inputs, std::vector<int64_t> int8_rows, int64_t level) {
+  if (inner_features % linear_group) throw std::runtime_error("inner_features=" + std::to_string(inner_features) + ": must be a multiple of " + std::to_string(linear_group));
+  const std::vector<Weight> weights = weights_of(groups, scales, mins, biases, block_inputs, int8_rows);
+  if (weights.size() != 4) throw std::runtime_error("make_layer: must have 4 weights");
+  return made_layers.add(std::make_shared<const Layer>(Layer{norm, eps, weights[0], num_heads, rotates, query_norm, key_norm, head_eps,
+      {scale, window, softcap, sinks}, weights[1], post_norm, post_eps, weights[2], inner_features, weights[3], level_of(level)}));
+}
+
+void free_layer(int64_t layer) { made_layers.remove(layer); }
 
 // Returns the residual stream after these layers. keys, values and scales are those of each layer; the scales are empty
 // if the cache is not quantized. All tensors of the step must be dense.
 Tensor decoder_layers(std::vector<int64_t> layers, Tensor stream, Tensor cos, Tensor sin, std::vector<Tensor> keys, std::vector<Tensor> values,
                       std::vector<Tensor> key_scales, std::vector<Tensor> value_scales, Tensor slots, Tensor block_tables, Tensor context_lens,
-                      Tensor query_starts);
+                      Tensor query_starts) {
+  if (keys.size() != layers.size() || values.size() != layers.size() || key_scales.size() != value_scales.size() || (!key_scales.empty() && key_scales.size() != layers.size()))
+    throw std::runtime_error("decoder_layers: " + std::to_string(layers.size()) + " layers with " + std::to_string(keys.size()) + " caches");
+  auto program = std::make_unique<Program>();
+  Step step{cos, sin, slots, block_tables, context_lens, query_starts, stream, stream, stream, stream, stream, {}};
+  int64_t projected = 0, attended = 0, inner = 0;
+  std::vector<std::shared_ptr<const Layer>> used;
+  for (size_t i = 0; i < layers.size(); i++) {
+    const Layer& layer = *used.emplace_back(made_layers.find(layers[i]));
+    const int64_t head_dim = keys[i].size(3);
+    projected = std::max(projected, (layer.num_heads + 2 * keys[i].size(1)) * head_dim);
+    attended = std::max(attended, layer.num_heads * head_dim);
+    inner = std::max(inner, layer.inner_features);
+  }
+  step.projected = rows_like(stream, projected), step.rotated = rows_like(stream, attended), step.attended = rows_like(stream, attended);
+  step.inner = rows_like(stream, inner), step.middle = rows_like(stream, stream.size(1));
+  std::memset(step.attended.data_ptr(), 0, step.attended.numel() * bytes(type_of(stream)));  // padding rows stay zero
+  // Not in place: an item may be computed again while another thread has written its result.
+  Tensor input = stream, outputs[] = {rows_like(stream, stream.size(1)), rows_like(stream, stream.size(1))};
+  for (size_t i = 0; i < layers.size(); i++) {
+    const OptionalTensor none;
+    const Cache cache = cache_of(keys[i], values[i], key_scales.empty() ? none : OptionalTensor(key_scales[i]), value_scales.empty() ? none : OptionalTensor(value_scales[i]));
+    if (cache.value_dim != cache.head_dim) throw std::runtime_error("decoder_layers: keys of " + std::to_string(cache.head_dim) + " elements, values of " + std::to_string(cache.value_dim));
+    add_layer(*program, *used[i], cache, step, input, outputs[i % 2]);
+    input = outputs[i % 2];
+  }
+  keep(*program, stream, outputs[0], outputs[1], step.projected, step.rotated, step.attended, step.inner, step.middle, cos, sin, slots, block_tables, context_lens, query_starts);
+  program->keep(std::make_shared<std::vector<std::vector<Tensor>>>(std::vector<std::vector<Tensor>>{keys, values, key_scales, value_scales}));
+  program->keep(std::make_shared<std::vector<std::shared_ptr<const Layer>>>(std::move(used)));
+  run(std::move(program));
+  return input;
+}
 
+}  // namespace
 }  // namespace paged

@@ -40,7 +40,7 @@ INLINE float round_segment(const void* x, int inputs, int8_t* codes, int32_t* su
   for (int i = 0; i < max_segment / W; i++) {
     values[i] = i * W < inputs ? widen<T>(at<T>(x, i * W), inputs - i * W) : vf{};
     const vf magnitude = as_float(as_bits(values[i]) & 0x7FFFFFFFu);
-    unordered |= !(magnitude < __builtin_inff());
+    unordered |= !(magnitude < infinity);
     top = max_lanes(magnitude, top);
   }
   const float largest = reduce_max(top);

@@ -1,18 +1,17 @@
-// The kernels for one instruction set. Compiled once per level, with its flags and its name in PAGED_LEVEL. Linear layers
-// are those of the level PAGED_LINEAR.
-#include "attention.h"
-#include "layer_ops.h"
-#include "names.h"
+// The table of a level's kernels. Each file of a level is compiled with the flags of its instruction set. A level whose
+// linear layers are those of another level has no linear.cpp, and PAGED_OTHER_LINEAR is defined.
+#include "level.h"
 
 namespace paged {
+namespace {
 
-size_t NAMED(panel_bytes, PAGED_LINEAR)(const Linear&, int64_t rows);
-void NAMED(pack_rows, PAGED_LINEAR)(const Linear&, int64_t begin, int64_t end, void* panels);
-void NAMED(multiply, PAGED_LINEAR)(const Linear&, int64_t begin, int64_t end, const void* panels, int64_t group, int64_t last, int64_t groups_ahead, void* to, int64_t stride);
+#if defined(PAGED_OTHER_LINEAR)
+constexpr Level level = {scratch_bytes, attend, write_attended, merge, write, rotate, norm, swiglu, nullptr, nullptr, nullptr};
+#else
+constexpr Level level = {scratch_bytes, attend, write_attended, merge, write, rotate, norm, swiglu, panel_bytes, pack_rows, multiply};
+#endif
 
-extern const Level NAMED(level, PAGED_LEVEL);
-const Level NAMED(level, PAGED_LEVEL) = {
-    QUOTED(PAGED_LEVEL), scratch_bytes, attend, write_attended, merge, write, rotate, norm, swiglu,
-    NAMED(panel_bytes, PAGED_LINEAR), NAMED(pack_rows, PAGED_LINEAR), NAMED(multiply, PAGED_LINEAR)};
-
+}  // namespace
 }  // namespace paged
+
+extern "C" __attribute__((visibility("default"))) const paged::Level* paged_level() { return &paged::level; }

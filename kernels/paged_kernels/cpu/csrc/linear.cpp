@@ -6,7 +6,7 @@
 // Each sum adds the inputs in order, so the result of a row does not depend on the other rows. Rows that are rounded to
 // 8 bits are multiplied in int8_rows.h.
 #include "int8_rows.h"
-#include "names.h"
+#include "level.h"
 #include "norm.h"
 
 namespace paged {
@@ -230,11 +230,11 @@ INLINE void pack_panel(const Linear& call, int64_t begin, int rows, float* panel
 
 }  // namespace
 
-size_t NAMED(panel_bytes, PAGED_LEVEL)(const Linear& call, int64_t rows) {
+size_t panel_bytes(const Linear& call, int64_t rows) {
   return panels_only(call, rows) + (call.norm ? panel_rows(call, rows) * call.in_features * bytes(call.type) : 0);
 }
 
-void NAMED(pack_rows, PAGED_LEVEL)(const Linear& call, int64_t begin, int64_t end, void* panels) {
+void pack_rows(const Linear& call, int64_t begin, int64_t end, void* panels) {
   void* normed = (char*)panels + panels_only(call, end - begin);
   const int height = panel_rows(call, end - begin);
   for (int64_t first = begin; first < end; first += height) {
@@ -244,7 +244,7 @@ void NAMED(pack_rows, PAGED_LEVEL)(const Linear& call, int64_t begin, int64_t en
   }
 }
 
-void NAMED(multiply, PAGED_LEVEL)(const Linear& call, int64_t begin, int64_t end, const void* panels, int64_t group, int64_t last, int64_t groups_ahead, void* to, int64_t stride) {
+void multiply(const Linear& call, int64_t begin, int64_t end, const void* panels, int64_t group, int64_t last, int64_t groups_ahead, void* to, int64_t stride) {
   const int height = panel_rows(call, end - begin);
   const int64_t first_output = group * linear_group;
   constexpr int64_t together = 4;  // groups that stay in the L1 cache

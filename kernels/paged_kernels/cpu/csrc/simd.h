@@ -1,8 +1,8 @@
 // Vectors of the level that a file is compiled for, with the vector extensions of GCC and Clang: operators for
 // arithmetic, intrinsics only where there is no operator.
 //
-// Everything has internal linkage, and no header with inline functions is included: the linker must not replace a
-// function of one level by that of a level for a newer chip.
+// Everything has internal linkage, and no header with inline functions is included: a function of one level must not be
+// replaced by that of a level for a newer chip, by the linker or when libraries are loaded.
 #pragma once
 #include <cstdint>
 
@@ -47,6 +47,8 @@ template <class V>
 INLINE void store(void* to, V value) {
   __builtin_memcpy(to, &value, sizeof value);
 }
+
+constexpr float infinity = __builtin_inff();
 
 INLINE vf splat(float x) { return x - vf{}; }
 INLINE vi splat(int32_t x) { return x - vi{}; }

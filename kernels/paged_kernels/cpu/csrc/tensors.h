@@ -36,11 +36,6 @@ inline ScalarType scalar_of(Type type) {
   return type == Type::f32 ? ScalarType::Float : type == Type::f16 ? ScalarType::Half : ScalarType::BFloat16;
 }
 
-inline const Level& level_of(int64_t index) {
-  if (index < 0 || index >= (int64_t)levels().size()) throw std::runtime_error("level=" + std::to_string(index) + ": must be below " + std::to_string(levels().size()));
-  return *levels()[index];
-}
-
 inline Rows rows_of(const Tensor& x) {
   if (x.stride(2) != 1 && x.size(2) > 1) throw std::runtime_error("the last dimension of a tensor must be dense");
   return {x.data_ptr(), x.stride(0), x.stride(1)};

@@ -1,7 +1,7 @@
 // The operations between attention calls: cache writes, rotary embedding, RMSNorm and SwiGLU. Sums, normalized rows and
 // silu are rounded to the model's type. Nothing is fused that the references do not fuse: the bits of a block must not
 // depend on which implementation wrote it.
-#pragma once
+#include "level.h"
 #include "norm.h"
 
 namespace paged {
@@ -75,18 +75,6 @@ INLINE void write_head(const Rows& rows, int64_t token, int head, int size, cons
   write_row<T>(row, size, cache, pool, slot, head);
 }
 
-void write(const Write& call, int64_t begin, int64_t end) {
-  DISPATCH_FLOAT(call.type, T, {
-    for (int64_t token = begin; token < end; token++) {
-      if (call.slots[token] < 0) continue;
-      for (int head = 0; head < call.cache.num_kv_heads; head++) {
-        write_head<T>(call.key, token, head, call.cache.head_dim, call.cache, call.cache.keys, call.slots[token]);
-        if (!call.cache.shared) write_head<T>(call.value, token, head, call.cache.value_dim, call.cache, call.cache.values, call.slots[token]);
-      }
-    }
-  });
-}
-
 // Normalizes row [head_dim], padded with zeros to a multiple of W, rounds, multiplies by the weight, and rounds again.
 template <Type T>
 INLINE void normalize(float* row, int head_dim, const void* weight, float eps) {
@@ -107,6 +95,20 @@ INLINE void rotate_row(float* row, int head_dim, const float* cos, const float* 
   for (int d = 0; d < half; d++) swapped[d] = -row[d + half], swapped[d + half] = row[d];
   for (int d = 0; d < head_dim; d += W)
     store(row + d, rounded<T>(load<vf>(row + d) * load<vf>(cos + d) + load<vf>(swapped + d) * load<vf>(sin + d)));
+}
+
+}  // namespace
+
+void write(const Write& call, int64_t begin, int64_t end) {
+  DISPATCH_FLOAT(call.type, T, {
+    for (int64_t token = begin; token < end; token++) {
+      if (call.slots[token] < 0) continue;
+      for (int head = 0; head < call.cache.num_kv_heads; head++) {
+        write_head<T>(call.key, token, head, call.cache.head_dim, call.cache, call.cache.keys, call.slots[token]);
+        if (!call.cache.shared) write_head<T>(call.value, token, head, call.cache.value_dim, call.cache, call.cache.values, call.slots[token]);
+      }
+    }
+  });
 }
 
 void rotate(const Rotation& call, int64_t begin, int64_t end) {
@@ -173,5 +175,4 @@ void swiglu(const SwiGlu& call, int64_t begin, int64_t end) {
   });
 }
 
-}  // namespace
 }  // namespace paged

@@ -14,8 +14,8 @@
 // deinterleaved: of 2 W elements, the even ones come first, then the odd ones, so that packing needs no shuffle.
 //
 // Packing pays off if many rows share it. With few rows, as in a decode step, keys and values are read in place.
-#pragma once
 #include "direct.h"
+#include "level.h"
 
 namespace paged {
 namespace {
@@ -26,8 +26,6 @@ enum class Method { direct, panels, tiles };
 // it has not been measured.
 constexpr int max_direct_rows = PAGED_HAS_TILES ? 7 : 12;
 constexpr int strip_rows = PAGED_HAS_TILES ? 32 : 24;
-
-constexpr float infinity = __builtin_inff();
 
 // The scratch memory of a thread for one work item.
 struct Scratch {
@@ -67,10 +65,6 @@ INLINE size_t layout_scratch(Scratch* s, char* memory, int rows, const Cache& ca
     s->out_stride = value_wide;
   }
   return used;
-}
-
-size_t scratch_bytes(const Attention& call, int max_rows) {
-  return layout_scratch(nullptr, nullptr, max_rows, call.cache);
 }
 
 // --- a tile of keys -------------------------------------------------------------------------------------------------
@@ -339,6 +333,12 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
   for (int row = 0; paired && row < rows; row++) interleave_columns(s.sums + (int64_t)row * s.out_stride, width);
 }
 
+}  // namespace
+
+size_t scratch_bytes(const Attention& call, int max_rows) {
+  return layout_scratch(nullptr, nullptr, max_rows, call.cache);
+}
+
 // The memory is that of attend.
 void write_attended(const Attention& call, const Item& item, const void* memory) {
   const Scratch& s = *(const Scratch*)memory;
@@ -403,5 +403,4 @@ void merge(const Attention& call, const Merge& merge) {
   }
 }
 
-}  // namespace
 }  // namespace paged
