@@ -22,18 +22,20 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_missing_model_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match="/no/such/model"):
-        resolve_model("/no/such/model")
+    missing = str(tmp_path / "missing")
+    with pytest.raises(ValueError, match=missing):
+        resolve_model(missing)
     assert resolve_model(tmp_path) == str(tmp_path)
     assert resolve_model("owner/model-1.5B") == "owner/model-1.5B"
 
 
 def test_speculative_model_is_resolved_like_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_model, "prepare", lambda: tmp_path)
+    missing = str(tmp_path / "missing")
     for name in ("model", "speculative_model"):
         assert resolve_models({"model": "owner/model", "seed": 1, name: "demo"})[name] == str(tmp_path)
-        with pytest.raises(ValueError, match=f"^{name}='/no/such/model': must be 'demo', a directory"):
-            resolve_models({name: "/no/such/model"})
+        with pytest.raises(ValueError, match=f"^{name}='{missing}': must be 'demo', a directory"):
+            resolve_models({name: missing})
     assert resolve_models({"speculative_model": None}) == {"speculative_model": None}
 
 
