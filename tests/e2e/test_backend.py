@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import time
 import urllib.request
 from pathlib import Path
@@ -16,7 +15,6 @@ from paged_client.cli import main
 from tests.support.triton import plain_server, post
 from tests.support.waiting import until
 
-ROOT = Path(__file__).parents[2]
 CONFIG = 'backend: "{backend}"\ninstance_group [ {{ count: 1 kind: {kind} }} ]\n'
 ENSEMBLE = """
 platform: "ensemble"
@@ -30,6 +28,7 @@ ensemble_scheduling { step [ {
   output_map { key: "text_output" value: "text_output" }
 } ] }
 """
+BACKENDS = pytest.mark.parametrize("name", ["vllm", pytest.param("paged", marks=pytest.mark.nightly)])
 OPTIONS = {"dtype": "float32", "num_gpu_blocks_override": 64, "block_size": 4, "max_num_seqs": 4}
 
 
@@ -41,23 +40,33 @@ def add_model(repository, name, tiny, *, backend, kind="KIND_MODEL", config="", 
 
 
 @pytest.fixture(scope="module")
-def server(tiny, tmp_path_factory):
-    """A server with a model of each backend name, and the model of the project's own repository."""
+def installed(tiny, tiny_server, tmp_path_factory):
+    """A server with a model of each backend name, which loads others on demand. `tiny_server` has the project's own
+    model, with which they are compared."""
     repository, backends = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("backends")
     for name in ("paged", "vllm"):
         assert main(["install-backend", str(backends), "--name", name]) == 0
         add_model(repository, f"of_{name}", tiny[0], backend=name)
-    shutil.copytree(ROOT / "model_repository" / "paged_llm", repository / "paged_llm")
-    (repository / "paged_llm" / "1" / "model.json").write_text(json.dumps({"model": str(tiny[0]), **OPTIONS}))
-    report = 'parameters { key: "REPORT_CUSTOM_METRICS" value { string_value: "false" } }'
-    add_model(repository, "silent_by_config", tiny[0], backend="paged", config=report)
-    options = OPTIONS | {"disable_log_stats": True}
-    add_model(repository, "silent_by_options", tiny[0], backend="vllm", options=options)
     (repository / "pipeline" / "1").mkdir(parents=True)
     (repository / "pipeline" / "config.pbtxt").write_text(ENSEMBLE)
-    # One model at a time: on a busy machine, tritonserver 2.51 sometimes never finished loading four of them at once.
-    with plain_server(repository, "--model-load-thread-count=1", backends=backends) as running:
+    report = 'parameters { key: "REPORT_CUSTOM_METRICS" value { string_value: "false" } }'
+    add_model(repository, "silent_by_config", tiny[0], backend="paged", config=report)
+    add_model(repository, "silent_by_options", tiny[0], backend="vllm", options=OPTIONS | {"disable_log_stats": True})
+    add_model(repository, "attribute", tiny[0], backend="vllm", options={"invalid_attribute": True})
+    add_model(repository, "weights", repository / "nowhere", backend="vllm")
+    other = 'input [ { name: "text_input" data_type: TYPE_INT32 dims: [ 1 ] } ]'
+    add_model(repository, "tensor", tiny[0], backend="vllm", config=other)
+    twice = 'parameters { key: "GPU_DEVICE_IDS" value { string_value: "0,0" } }'
+    add_model(repository, "gpus", tiny[0], backend="vllm", config=twice)
+    loaded = [f"--load-model={name}" for name in ("of_vllm", "pipeline")]
+    with plain_server(repository, "--model-control-mode=explicit", *loaded, backends=backends) as running:
         yield running
+
+
+def load(installed, name):
+    with grpcclient.InferenceServerClient(installed.grpc_url) as client:
+        if not client.is_model_ready(f"of_{name}"):
+            client.load_model(f"of_{name}")
 
 
 def config_of(server, model):
@@ -65,19 +74,21 @@ def config_of(server, model):
         return json.load(reply)
 
 
-@pytest.mark.parametrize("name", ["paged", "vllm"])
-def test_a_minimal_config_is_completed(server, name):
+@BACKENDS
+def test_a_minimal_config_is_completed(installed, tiny_server, name):
+    load(installed, name)
     body = {"text_input": "Once", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    (status, text), (_, expected) = post(server, body, model=f"of_{name}"), post(server, body, model="paged_llm")
+    (status, text), (_, expected) = post(installed, body, model=f"of_{name}"), post(tiny_server, body)
     assert status == 200
     answer = json.loads(text)
     assert answer["text_output"].startswith("Once")
     assert answer["text_output"] == json.loads(expected)["text_output"]
 
 
-@pytest.mark.parametrize("name", ["paged", "vllm"])
-def test_the_completed_config_matches_the_repository_config(server, name):
-    completed, own = config_of(server, f"of_{name}"), config_of(server, "paged_llm")
+@BACKENDS
+def test_the_completed_config_matches_the_repository_config(installed, tiny_server, name):
+    load(installed, name)
+    completed, own = config_of(installed, f"of_{name}"), config_of(tiny_server, "paged_llm")
     assert completed["backend"] == name
     assert completed["model_transaction_policy"] == own["model_transaction_policy"] == {"decoupled": True}
     assert completed["max_batch_size"] == own["max_batch_size"] == 0
@@ -113,12 +124,12 @@ def samples(server, model):
     return found
 
 
-def test_vllm_backend_metrics_count_each_request(server):
-    before = samples(server, "of_vllm")
+def test_vllm_backend_metrics_count_each_request(installed):
+    before = samples(installed, "of_vllm")
     sampling = {"max_tokens": 6, "ignore_eos": True}
     for body in ({"n": 2}, {}, {}):  # each has a prompt of 4 bytes
-        assert post(server, {"text_input": "Once", **sampling, **body}, model="of_vllm")[0] == 200
-    after = samples(server, "of_vllm")
+        assert post(installed, {"text_input": "Once", **sampling, **body}, model="of_vllm")[0] == 200
+    after = samples(installed, "of_vllm")
     grown = {name: value - before.get(name, 0) for name, value in after.items()}
     assert [grown[name,] for name in COUNTERS] == [12, 24]
     for name in HISTOGRAMS:
@@ -133,13 +144,13 @@ def test_vllm_backend_metrics_count_each_request(server):
     assert buckets == {1, 2, 5, 10, 20, 50, 100, 200, float("inf")}
 
 
-def test_inter_token_latency_has_a_value_per_token(server):
+def test_inter_token_latency_has_a_value_per_token(installed):
     """These histograms are reported once a second, each in several parts, of which its count is the last."""
     of_steps = ("paged_batch_size", "paged_step_tokens", "vllm:iteration_tokens_total")
     of_tokens = ("paged_inter_token_latency_seconds", "vllm:inter_token_latency_seconds")
 
     def is_reported():
-        now = samples(server, "of_vllm")
+        now = samples(installed, "of_vllm")
         steps = now["nv_trt_llm_general_metrics", "iteration_counter"]
         later_tokens = now["vllm:generation_tokens_total",] - now["vllm:request_params_n_sum",]  # all but the first
         return (
@@ -149,11 +160,11 @@ def test_inter_token_latency_has_a_value_per_token(server):
         )
 
     until(is_reported)
-    before = samples(server, "of_vllm")
+    before = samples(installed, "of_vllm")
     asked = {"text_input": "a#7z", "max_tokens": 6, "ignore_eos": True, "n": 2}  # no block is cached
-    assert post(server, asked, model="of_vllm")[0] == 200
+    assert post(installed, asked, model="of_vllm")[0] == 200
     until(is_reported)
-    after = samples(server, "of_vllm")
+    after = samples(installed, "of_vllm")
     grown = {name: value - before.get(name, 0) for name, value in after.items()}
     for name in of_tokens:
         assert grown[f"{name}_count",] == grown[f"{name}_bucket", "+Inf"] == 10  # of each sample all but the first
@@ -163,17 +174,18 @@ def test_inter_token_latency_has_a_value_per_token(server):
     assert all(after["paged_step_seconds_total", phase] > 0 for phase in ("schedule", "launch", "commit"))
 
 
-def test_tensorrt_llm_gauges(server):
-    now = samples(server, "of_paged")
-    kinds = ("max", "used", "free", "tokens_per", "reused", "fraction")
-    assert [now["nv_trt_llm_kv_cache_block_metrics", kind] for kind in kinds] == [64, 0, 64, 4, 0, 0]
+def test_tensorrt_llm_gauges(installed):
+    now = samples(installed, "of_vllm")
+    kinds = ("max", "used", "free", "tokens_per", "fraction")
+    assert [now["nv_trt_llm_kv_cache_block_metrics", kind] for kind in kinds] == [64, 0, 64, 4, 0]
+    assert now["nv_trt_llm_kv_cache_block_metrics", "reused"] >= 0
     kinds = ("max", "active", "scheduled", "waiting", "context")
     assert [now["nv_trt_llm_request_metrics", kind] for kind in kinds] == [4, 0, 0, 0, 0]
     kinds = ("total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests")
     assert [now["nv_trt_llm_inflight_batcher_metrics", kind] for kind in kinds] == [0, 0, 0, 0]
     kinds = ("gpu", "pinned")
     assert [now["nv_trt_llm_runtime_memory_metrics", kind] for kind in kinds] == [0, 0]
-    resident = resident_memory(b"of_paged_0", server.http_url.rpartition(":")[2].encode())
+    resident = resident_memory(b"of_vllm_0", installed.http_url.rpartition(":")[2].encode())
     assert now["nv_trt_llm_runtime_memory_metrics", "cpu"] == pytest.approx(resident, rel=0.5)
 
 
@@ -189,55 +201,53 @@ def resident_memory(*words):
     raise AssertionError(f"no process of {words}")
 
 
-def test_tensorrt_llm_metrics_of_steps(server):
+def test_tensorrt_llm_metrics_of_steps(installed):
     """The time of a step is in whole seconds."""
     general = "nv_trt_llm_general_metrics"
-    before = samples(server, "of_paged")
+    before = samples(installed, "of_vllm")
     until(lambda: int(time.time()) > before[general, "timestamp"], "the next second")
     began = int(time.time())
-    assert post(server, {"text_input": "2#zq", "max_tokens": 5, "ignore_eos": True}, model="of_paged")[0] == 200
+    assert post(installed, {"text_input": "2#zq", "max_tokens": 5, "ignore_eos": True}, model="of_vllm")[0] == 200
     steps = before[general, "iteration_counter"] + 5
-    until(lambda: samples(server, "of_paged")[general, "iteration_counter"] == steps, "the metrics of all steps")
-    assert began <= samples(server, "of_paged")[general, "timestamp"] <= time.time()
+    until(lambda: samples(installed, "of_vllm")[general, "iteration_counter"] == steps, "the metrics of all steps")
+    assert began <= samples(installed, "of_vllm")[general, "timestamp"] <= time.time()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["silent_by_config", "silent_by_options"])
-def test_metrics_can_be_disabled(server, model):
-    assert post(server, {"text_input": "Once"}, model=model)[0] == 200
-    assert samples(server, model) == {}
+def test_a_model_is_loaded_and_unloaded_on_demand_and_its_metrics_can_be_disabled(installed, model):
+    with grpcclient.InferenceServerClient(installed.grpc_url) as client:
+        client.load_model(model)
+        assert post(installed, {"text_input": "Once", "max_tokens": 2}, model=model)[0] == 200
+        assert samples(installed, model) == {}
+        client.unload_model(model)
+        until(lambda: not client.is_model_ready(model), "the end of a model")
 
 
-def test_models_load_and_unload_on_a_server_without_metrics(tiny, tmp_path, server):
-    """Models are loaded and unloaded on demand. One that cannot be loaded reports why and does not affect others."""
-    good = {"text_input": "Once", "max_tokens": 2}
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("attribute", "invalid_attribute: unknown engine option"),
+        pytest.param("weights", "nowhere", marks=pytest.mark.nightly),
+        ("gpus", 'GPU_DEVICE_IDS="0,0": names a GPU twice'),
+        ("tensor", "configuration expects datatype TYPE_INT32 for input 'text_input'"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_reports_why_and_does_not_affect_others(installed, model, reason):
+    refused = pytest.raises(InferenceServerException, match=reason)
+    with grpcclient.InferenceServerClient(installed.grpc_url) as client, refused:
+        client.load_model(model)
+    assert post(installed, {"text_input": "Once", "max_tokens": 2}, model="of_vllm")[0] == 200
+
+
+@pytest.mark.nightly
+def test_a_server_without_metrics(tiny, tmp_path, installed):
     add_model(tmp_path, "good", tiny[0], backend="vllm")
-    add_model(tmp_path, "attribute", tiny[0], backend="vllm", options={"invalid_attribute": True})
-    add_model(tmp_path, "weights", tmp_path / "nowhere", backend="vllm")
-    other = 'input [ { name: "text_input" data_type: TYPE_INT32 dims: [ 1 ] } ]'
-    add_model(tmp_path, "tensor", tiny[0], backend="vllm", config=other)
-    twice = 'parameters { key: "GPU_DEVICE_IDS" value { string_value: "0,0" } }'
-    add_model(tmp_path, "gpus", tiny[0], backend="vllm", config=twice)
-    flags = ("--allow-metrics=false", "--model-control-mode=explicit", "--load-model=good")
-    with (
-        plain_server(tmp_path, *flags, backends=server.backends) as quiet,
-        grpcclient.InferenceServerClient(quiet.grpc_url) as client,
-    ):
-        assert post(quiet, good, model="good")[0] == 200
-        for model, reason in (
-            ("attribute", "invalid_attribute: unknown engine option"),
-            ("weights", "nowhere"),
-            ("gpus", 'GPU_DEVICE_IDS="0,0": names a GPU twice'),
-            ("tensor", "configuration expects datatype TYPE_INT32 for input 'text_input'"),
-        ):
-            with pytest.raises(InferenceServerException, match=reason):
-                client.load_model(model)
-        client.unload_model("good")
-        until(lambda: not client.is_model_ready("good"), "the end of a model")
-        client.load_model("good")
-        assert post(quiet, good, model="good")[0] == 200
+    with plain_server(tmp_path, "--allow-metrics=false", backends=installed.backends) as quiet:
+        assert post(quiet, {"text_input": "Once", "max_tokens": 2}, model="good")[0] == 200
 
 
-def test_an_ensemble_can_use_the_model_as_a_step(server):
-    status, text = post(server, {"text_input": "Once", "max_tokens": 3}, "generate_stream", model="pipeline")
+def test_an_ensemble_can_use_the_model_as_a_step(installed):
+    status, text = post(installed, {"text_input": "Once", "max_tokens": 3}, "generate_stream", model="pipeline")
     assert status == 200
     assert json.loads(text.removeprefix("data: "))["text_output"].startswith("Once")

@@ -16,7 +16,7 @@ from tests.support.gateway import gateway
 from tests.support.in_process import TINY, byte_tokenizer
 from tests.support.processes import needs_server
 
-pytestmark = needs_server
+pytestmark = [needs_server, pytest.mark.nightly]
 DOCUMENTS = ["The sea is blue.", "A hat.", "Waves are water."]
 
 
@@ -27,7 +27,7 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(model):
+def classifier(model):
     with TritonServer(model[0], {**TINY, "chat_template": TEMPLATE}, engine_only=True) as running:
         yield running
 
@@ -38,8 +38,8 @@ def expected(model, document):
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_client(server, model, protocol):
-    with Client(getattr(server, f"{protocol}_url"), server.model_name, protocol) as client:
+def test_client(classifier, model, protocol):
+    with Client(getattr(classifier, f"{protocol}_url"), classifier.model_name, protocol) as client:
         found = client.classify(query="Sea?", document=DOCUMENTS[0], priority=1)
         assert found.label == "relevant"
         assert found.probs == pytest.approx([expected(model, DOCUMENTS[0])], rel=1e-3)
@@ -52,21 +52,23 @@ def test_client(server, model, protocol):
             client.classify(query="a")
 
 
-def test_the_command_to_try_works(server):
-    curl, gateway_line = ready_message(server).splitlines()[2:4]
+def test_the_command_to_try_works(classifier):
+    gateway_line, curl = ready_message(classifier, None).splitlines()[2:4]
     url, body = re.fullmatch(r"  curl (\S+) -d '(.*)'", curl).groups()
     with urllib.request.urlopen(f"http://{url}", body.encode()) as reply:
         assert json.loads(json.load(reply)["text_output"])["label"] == "relevant"
-    assert f"openai --url {server.grpc_url} " in gateway_line
+    assert f"openai --url {classifier.grpc_url} " in gateway_line
 
 
-def test_probe(server):
-    assert main(["probe", "--url", server.grpc_url, "--model", server.model_name]) == 0
+def test_probe(classifier):
+    assert main(["probe", "--url", classifier.grpc_url, "--model", classifier.model_name]) == 0
 
 
-def test_gateway(server, model):
-    with gateway(server.grpc_url, "--model", server.model_name) as front:
-        status, body = front.ask("/v1/rerank", {"model": server.model_name, "query": "Sea?", "documents": DOCUMENTS})
+def test_gateway(classifier, model):
+    with gateway(classifier.grpc_url, "--model", classifier.model_name) as front:
+        status, body = front.ask(
+            "/v1/rerank", {"model": classifier.model_name, "query": "Sea?", "documents": DOCUMENTS}
+        )
         assert status == 200, json.dumps(body)
         scores = {one["document"]["text"]: one["relevance_score"] for one in body["results"]}
         assert scores == pytest.approx({one: expected(model, one) for one in DOCUMENTS}, rel=1e-3)
@@ -75,7 +77,7 @@ def test_gateway(server, model):
             ("/v1/completions", {"prompt": "abc"}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]}),
         ):
-            status, body = front.ask(path, {"model": server.model_name, **prompt})
+            status, body = front.ask(path, {"model": classifier.model_name, **prompt})
             assert (status, body["error"]["param"]) == (400, "model")
             reason = "this model classifies prompts and generates no text; use /classify, /score or /rerank"
             assert body["error"]["message"] == f"model: {reason}"

@@ -7,9 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from paged_client.cli import main
 from paged_client.serving.tritonserver import TritonServer
-from tests.support.faults import faulty_repository
 from tests.support.triton import MODEL, idle, metrics, post, raw_stream, raw_streams
 from tests.support.waiting import until
 
@@ -69,26 +67,6 @@ def test_an_http_disconnect_while_streaming_is_detected(server):
     idle(server)
 
 
-def test_an_http_disconnect_before_the_first_token_is_detected(tiny, tmp_path):
-    """It waits for blocks that another request holds for seconds; the server has written an empty response."""
-    repository = faulty_repository(tmp_path / "repository", {"slow_steps": 100})
-    options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 24, "first_response_ms": 0}
-    body = json.dumps({"text_input": "a" * 60, "stream": True, "max_tokens": 30, "ignore_eos": True}).encode()
-    head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    with TritonServer(tiny[0], options, repository=repository, engine_only=True) as server, raw_stream(server) as first:
-        inputs = {"text_input": "a" * 60, "stream": True}
-        first.send(**inputs, sampling_parameters={"max_tokens": 36, "ignore_eos": True})
-        assert first.next().text == ""
-        with socket.create_connection(("localhost", server.http_port)) as connection:
-            connection.sendall(head.encode() + body)
-            reply = b""
-            while b'"text_output":""' not in reply:
-                reply += connection.recv(4096)
-        until(lambda: cancelled(server) == 1, "the cancellation")
-        first.all()
-        idle(server)
-
-
 def test_a_cancelled_stream_does_not_affect_others(server):
     body = {"text_input": "The capital of France is", "temperature": 0, "max_tokens": 24}
     expected = json.loads(post(server, body | {"exclude_input_in_output": True})[1])["text_output"]
@@ -100,16 +78,6 @@ def test_a_cancelled_stream_does_not_affect_others(server):
         for stream in (streams[0], streams[2]):
             assert "".join(part.text for part in stream.all()) == expected
     idle(server)
-
-
-def test_health_probes_bypass_the_client_limit(tiny):
-    """A probe uses the highest priority that clients may have, and does not count against a tenant's limit."""
-    options = {"dtype": "float32", "min_priority": 3, "max_tenant_requests": 1}
-    with TritonServer(tiny[0], options, engine_only=True) as server, raw_stream(server) as stream:
-        send(stream, "x", 200)
-        assert stream.next().text is not None
-        assert post(server, {"text_input": "x"})[0] == 400  # this tenant has reached its limit
-        assert main(["probe", "--url", server.grpc_url]) == 0
 
 
 def test_a_timeout_ends_a_request_with_its_partial_output(server):
@@ -202,6 +170,7 @@ def test_bad_input_over_grpc(server):
     idle(server)
 
 
+@pytest.mark.nightly
 def test_grpc_status_codes_match_error_classes(tiny):
     """About one such response in 150 crashes tritonserver 2.51 with any model (triton-inference-server/server#7368,
     fixed in later versions), so the test retries with another server after signal 11.

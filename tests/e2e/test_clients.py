@@ -19,6 +19,7 @@ from tests.support.locked_environment import LockedEnvironment
 from tests.support.triton import MODEL, idle
 from tests.support.waiting import WAIT
 
+pytestmark = pytest.mark.nightly  # their environment has 1 GB of packages
 HERE = Path(__file__).parent
 PROMPT = "The capital of France is"
 REQUESTS, INPUT, OUTPUT = 6, 32, 8

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from contextlib import ExitStack
 
 import pytest
 
@@ -20,13 +19,22 @@ pytestmark = [needs_redis, needs_server]
 TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money, "
 OPTIONS = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 256, "max_num_seqs": 4}
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
+PASSWORD, SECRET = "password of the store", "secret that the servers share"
 TEMPLATE = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}assistant:"
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    with running_redis(tmp_path_factory.mktemp("redis")) as made:
+    with running_redis(tmp_path_factory.mktemp("redis"), password=PASSWORD) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory):
+    """The environment variables of a server with the secrets."""
+    file = tmp_path_factory.mktemp("secrets") / "password"
+    file.write_text(PASSWORD + "\n")
+    return {"PAGED_REMOTE_CACHE_PASSWORD_FILE": str(file), "PAGED_REMOTE_CACHE_SECRET": SECRET}
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +58,14 @@ def options(store):
 
 
 @pytest.fixture(scope="module")
-def decode(model, options):
-    with TritonServer(model, options) as server:
+def decode(model, options, secrets):
+    with TritonServer(model, options, engine_only=True, environment=secrets) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def prefill(model, options):
-    with TritonServer(model, options) as server:
+def prefill(model, options, secrets):
+    with TritonServer(model, options, engine_only=True, environment=secrets) as server:
         yield server
 
 
@@ -126,42 +134,49 @@ def test_two_requests_without_the_gateway(prefill, decode, tiny):
     assert whole(json.loads(reply)["text_output"]).endswith(expected(tiny, prompt))
 
 
-def test_prefill_only_is_rejected_where_it_has_no_effect(prefill, tiny_server):
-    with Client(tiny_server.grpc_url) as client:
-        needs = r"prefill_only=true: needs a remote cache, which is off \(remote_cache_url\)"
-        with pytest.raises(PagedError, match=needs):
-            client.generate("x", prefill_only=True)
+def test_prefill_only_needs_a_remote_cache(tiny_server):
+    needs = r"prefill_only=true: needs a remote cache, which is off \(remote_cache_url\)"
+    with Client(tiny_server.grpc_url) as client, pytest.raises(PagedError, match=needs):
+        client.generate("x", prefill_only=True)
+
+
+def test_prefill_only_is_rejected_in_a_session(prefill):
     with Client(prefill.grpc_url) as client, pytest.raises(PagedError, match="prefill_only=true: must be false in a"):
         client.generate("x", prefill_only=True, sequence_id=1, sequence_start=True)
 
 
-def test_failures(model, options, store, decode, tiny):
-    """The store fails, then the prefill server; then the store works again.
+def test_second_server_reuses_blocks_and_survives_the_loss_of_the_store(front, store, prefill, decode, tiny):
+    """The store fails, then the prefill server; then the store works again. The last test: it kills the prefill server.
 
     No prompt begins with the letter of another: that would be a partial hit of one token.
     """
-    with ExitStack() as stack:
-        prefill = stack.enter_context(TritonServer(model, options))
-        flags = ["--prefill-url", prefill.grpc_url, "--prefill-min-tokens", "8"]
-        front = stack.enter_context(gateway(decode.grpc_url, *flags))
 
-        def check(name, cached, outcome):
-            prompt = f"{name}: {TEXT}"
-            before = outcomes(front)
-            expected_cached = (len(prompt) - 1) // 4 * 4 if cached else 0
-            assert ask(front, prompt) == (expected(tiny, prompt), expected_cached)
-            assert [now - then for now, then in zip(outcomes(front), before, strict=True)] == outcome
+    def check(name, cached, outcome):
+        prompt = f"{name}: {TEXT}"
+        before = outcomes(front)
+        expected_cached = (len(prompt) - 1) // 4 * 4 if cached else 0
+        assert ask(front, prompt) == (expected(tiny, prompt), expected_cached)
+        assert [now - then for now, then in zip(outcomes(front), before, strict=True)] == outcome
 
-        check("all work", True, [1, 0])
-        with Client(prefill.grpc_url) as client:
-            assert client.generate("lost: " + TEXT, prefill_only=True).receipt["stored_tokens"]
-        store.kill()
-        with Client(decode.grpc_url) as client:
-            answer = client.generate("lost: " + TEXT, **GREEDY)
-            assert (whole(answer.text), answer.receipt["cached_tokens"]) == (expected(tiny, "lost: " + TEXT), 0)
-        check("no store", False, [0, 1])
-        os.kill(prefill.pid, signal.SIGKILL)
-        check("killed too", False, [0, 1])
-        store.start()
-        until(lambda: metrics(decode)["paged_remote_tier_up"] == 1, "the store")
-        check("up again", False, [0, 1])
+    read = metrics(decode)["paged_remote_blocks_read_total"]
+    check("all work", True, [1, 0])
+    now = metrics(decode)
+    assert now["paged_remote_tier_up"] == 1
+    assert now["paged_remote_blocks_read_total"] == read + (len("all work: " + TEXT) - 1) // 4
+    assert now["paged_cache_tier_block_seconds{remote}"] > 0
+    with Client(prefill.grpc_url) as client:
+        assert client.generate("lost: " + TEXT, prefill_only=True).receipt["stored_tokens"]
+    store.kill()
+    with Client(decode.grpc_url) as client:
+        answer = client.generate("lost: " + TEXT, **GREEDY)
+        assert (whole(answer.text), answer.receipt["cached_tokens"]) == (expected(tiny, "lost: " + TEXT), 0)
+    until(lambda: metrics(decode)["paged_remote_tier_up"] == 0, "the end of the tier")
+    assert metrics(decode)["paged_remote_tier_disabled_total"] >= 1
+    assert "the remote cache is disabled" in decode.log()
+    check("no store", False, [0, 1])
+    os.kill(prefill.pid, signal.SIGKILL)
+    check("killed too", False, [0, 1])
+    store.start()
+    until(lambda: metrics(decode)["paged_remote_tier_up"] == 1, "the store")
+    check("up again", False, [0, 1])
+    assert not any(secret in server.log() for secret in (PASSWORD, SECRET) for server in (prefill, decode))

@@ -3,7 +3,6 @@
 import asyncio
 import json
 
-import numpy as np
 import openai
 import pytest
 import torch
@@ -157,13 +156,3 @@ def test_a_cancelled_embedding_frees_its_blocks(server):
         connection.cancel()
         until(lambda: ended() == before + 1, "its end")
     idle(server)
-
-
-def test_demo_model_embeddings_separate_topics(server):
-    with Client(server.grpc_url) as client:
-        near, other, far = (
-            np.array(client.embed(text).values)
-            for text in ("A cat sat on the mat.", "A kitten lay on the rug.", "Interest rates rose by half a point.")
-        )
-    assert near @ other > near @ far
-    assert np.linalg.norm(far) == pytest.approx(1, abs=1e-5)

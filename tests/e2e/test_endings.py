@@ -2,6 +2,7 @@
 jumps of the wall clock change nothing."""
 
 import json
+import shutil
 import time
 from contextlib import closing
 
@@ -12,22 +13,17 @@ from paged_client.serving.tritonserver import TritonServer
 from tests.support import faults
 from tests.support.stress.models import Models
 from tests.support.stress.server import engine_alone
-from tests.support.triton import MODEL, idle, plain_server, post, raw_stream, tensors
+from tests.support.triton import MODEL, ONE_AT_A_TIME, REPOSITORY, idle, plain_server, post, raw_stream, tensors
 from tests.support.trtllm_streams import ASKED, opened
+from tests.support.waiting import until
 
 LIMITS = {"dtype": "float32", "request_timeout": 4, "stop_timeout": 3}
-STUCK = {"stuck_step": 40}  # its requests would never end
+SHORT = ASKED | {"max_tokens": [[12]]}
 LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
 
 
-@pytest.fixture
-def stuck(tmp_path):
-    """A model repository whose engine never finishes its 40th step."""
-    return faults.faulty_repository(tmp_path / "repository", STUCK)
-
-
-def begun(stream):
-    stream.send(text_input="x", stream=True, sampling_parameters=LONG, return_finish_reason=True)
+def begun(stream, **sampling):
+    stream.send(text_input="x", stream=True, sampling_parameters=LONG | sampling, return_finish_reason=True)
     first = stream.next()
     assert not first.error
     return first
@@ -40,38 +36,59 @@ def ends_at_its_time(stream):
     assert last.outputs["finish_reason"] == [b"timeout"]
 
 
-def test_endless_requests_and_steps_do_not_block_shutdown(tiny, stuck):
-    """Check that SIGTERM ends the server with exit code 0, without shared memory left over."""
-    with TritonServer(tiny[0], LIMITS, repository=stuck, engine_only=True) as server, raw_stream(server) as stream:
-        begun(stream)
+@pytest.mark.nightly
+def test_endless_requests_and_steps_do_not_block_shutdown(tiny, tmp_path):
+    """SIGTERM ends the server with exit code 0. A request ends at its time limit with the output so far. One of a model
+    that forwards to the engine has none: it fails, once, when the stop timeout is over.
+    """
+    stuck = faults.faulty_repository(tmp_path / "repository", {"stuck_step": 40})
+    options = LIMITS | {"request_timeout": 0, "stop_timeout": 4}
+    with (
+        TritonServer(tiny[0], options, repository=stuck, server_args=[ONE_AT_A_TIME]) as server,
+        opened(server, "ensemble") as relayed,
+        raw_stream(server) as stream,
+    ):
+        relayed.send(**ASKED | {"max_tokens": [[200]]})
+        relayed.next()
+        begun(stream, timeout_ms=2000)
         server.terminate()
         ends_at_its_time(stream)
         stream.close()
-        assert server.wait(60) == 0
-
-
-def test_a_relayed_request_fails_once_when_the_stop_timeout_is_over(tiny, stuck):
-    options = LIMITS | {"request_timeout": 0}
-    with TritonServer(tiny[0], options, repository=stuck) as server, opened(server, "ensemble") as stream:
-        stream.send(**ASKED | {"max_tokens": [[200]]})
-        stream.next()
-        server.terminate()
         with pytest.raises(InferenceServerException, match=r"^UNAVAILABLE: the engine's model was unloaded, or has"):
-            stream.all()
-        stream.client.stop_stream()
-        assert stream.responses.empty()
+            relayed.all()
+        relayed.client.stop_stream()
+        assert relayed.responses.empty()
         assert server.wait(60) == 0
 
 
-def test_a_model_with_a_stuck_step_can_be_reloaded(tiny, tmp_path):
-    repository = faults.inject_into_repository(engine_alone(tmp_path), STUCK)
+GONE = "UNAVAILABLE: the engine's model, paged_llm, is not loaded"
+
+
+def said(server):
+    """Return the answer of the model that forwards to the engine's, or the error."""
+    with opened(server, "ensemble") as stream:
+        stream.send(**SHORT)
+        try:
+            return text_of(stream.all())
+        except InferenceServerException as error:
+            return error.message()
+
+
+def text_of(parts):
+    return b"".join(part["text_output"][0] for part in parts if "text_output" in part)
+
+
+@pytest.mark.nightly
+def test_the_engine_model_can_be_reloaded(tiny, tmp_path):
+    """With explicit model control. Open requests end first: one whose step never ends at its time limit, and one that
+    another model forwards to the engine.
+    """
+    repository = faults.inject_into_repository(engine_alone(tmp_path), {"slow_steps": 100, "stuck_step": 40})
+    shutil.copytree(REPOSITORY / "ensemble", repository / "ensemble")
     (repository / MODEL / "1" / "model.json").write_text(json.dumps({"model": str(tiny[0])} | LIMITS))
-    ask = {"text_input": "x", "sampling_parameters": json.dumps(LONG | {"max_tokens": 8})}
-    with (
-        plain_server(repository, "--model-control-mode=explicit", f"--load-model={MODEL}") as server,
-        closing(Models(server, repository)) as models,
-    ):
-        expected = post(server, ask)
+    flags = ("--model-control-mode=explicit", "--load-model=ensemble", f"--load-model={MODEL}")
+    with plain_server(repository, *flags) as server, closing(Models(server, repository)) as models:
+        expected = said(server)
         with raw_stream(server) as stream:
             begun(stream)
             models.start_unloading()
@@ -79,11 +96,17 @@ def test_a_model_with_a_stuck_step_can_be_reloaded(tiny, tmp_path):
             stream.close()
         models.unload()
         models.load()
-        assert post(server, ask) == expected
-        idle(server)
-    assert expected[0] == 200
+        assert said(server) == expected
+        with opened(server, "ensemble") as stream:
+            stream.send(**SHORT)
+            first, _ = stream.next()
+            models.start_unloading()
+            assert text_of([first, *stream.all()]) == expected
+        until(lambda: said(server) == GONE, "an engine that is gone, some time after the server says so")
+    assert isinstance(expected, bytes)
 
 
+@pytest.mark.nightly
 def test_wall_clock_jumps_do_not_affect_deadlines_sessions_or_queues(tiny, tmp_path):
     """The clock jumps an hour ahead or back with each request, and every limit is shorter."""
     options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 200, "max_num_seqs": 1}

@@ -18,14 +18,14 @@ COUNTED = {"return_finish_reason": True, "return_num_input_tokens": True, "retur
 
 
 @pytest.fixture(scope="module")
-def tokenizer(demo_model):
-    return AutoTokenizer.from_pretrained(demo_model)
+def tokenizer(short_model):
+    return AutoTokenizer.from_pretrained(short_model)
 
 
 @pytest.fixture(scope="module")
-def alone(demo_model, tokenizer):
+def alone(short_model, tokenizer):
     """Return a function from prompt ids to the ids that transformers generates greedily in fp32."""
-    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(short_model, dtype=torch.float32).eval()
 
     def generate(ids, max_tokens):
         out = model.generate(torch.tensor([ids]), max_new_tokens=max_tokens, do_sample=False)
@@ -38,8 +38,8 @@ def test_32_concurrent_streams_match_32_sequential_calls(server, tokenizer, alon
     """Prompts and outputs differ in length; afterwards every block is free."""
     words = "the river carried old songs past seven quiet towns where nobody counted rain or years".split()
     rnd = random.Random(4)
-    prompts = [" ".join(rnd.choices(words, k=rnd.randint(1, 60))) for _ in range(32)]
-    lengths = [rnd.randint(4, 12) for _ in prompts]
+    prompts = [" ".join(rnd.choices(words, k=rnd.randint(1, 16))) for _ in range(32)]
+    lengths = [rnd.randint(2, 5) for _ in prompts]
     with raw_streams(server, len(prompts)) as streams:
         for stream, prompt, length in zip(streams, prompts, lengths, strict=True):
             sampling = GREEDY | {"max_tokens": length}
@@ -70,21 +70,23 @@ def test_the_final_flag_is_sent_once_with_the_last_data(server):
     assert "One, two," + "".join(answer.text for answer in answers if answer is not finals[1]) == finals[1].text
 
 
-def test_http_generate_echoes_the_prompt_unless_excluded(server):
+def test_http_generate_echoes_the_prompt_unless_excluded(server, tokenizer, alone):
+    said = tokenizer.decode(alone(tokenizer.encode("The capital of France is"), 3))
     body = {"text_input": "The capital of France is", "parameters": GREEDY | {"max_tokens": 3}}
     status, text = post(server, body)
     assert status == 200
-    assert json.loads(text)["text_output"].startswith("The capital of France is Paris")
+    assert json.loads(text)["text_output"] == "The capital of France is" + said
     status, text = post(server, body | {"exclude_input_in_output": True})
-    assert json.loads(text)["text_output"].startswith(" Paris")
+    assert json.loads(text)["text_output"] == said
 
 
-def test_http_generate_stream_sends_text_deltas(server):
+def test_http_generate_stream_sends_text_deltas(server, tokenizer, alone):
+    said = tokenizer.decode(alone(tokenizer.encode("The capital of France is"), 6))
     body = {"text_input": "The capital of France is", "stream": True, "temperature": 0, "max_tokens": 6}
     status, text = post(server, body, "generate_stream")
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
     assert status == 200
-    assert "".join(event["text_output"] for event in events).startswith(" Paris")
+    assert "".join(event["text_output"] for event in events) == said
 
 
 def test_messages_use_the_chat_template(server, tokenizer, alone):
@@ -96,8 +98,7 @@ def test_messages_use_the_chat_template(server, tokenizer, alone):
         stream.send(messages=messages, stream=True, sampling_parameters=GREEDY | {"max_tokens": 24}, **COUNTED)
         answer = stream.all()
     assert "".join(part.text for part in answer) == tokenizer.decode(expected, skip_special_tokens=True)
-    assert "Paris" in "".join(part.text for part in answer)
-    assert answer[-1].outputs["finish_reason"] == [b"stop"]
+    assert answer[-1].outputs["finish_reason"] == [b"stop" if len(expected) < 24 else b"length"]
     assert answer[-1].outputs["num_input_tokens"] == [len(ids)]
 
 

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\S*)[ ]?(.*)\n((?:.*\n)*?)^```$", re.M)
 SECONDS = 300  # limit of a block
+SLOW = ("docs/performance.md", "docs/guides/clients.md", "CONTRIBUTING.md")
 
 
 class Block(NamedTuple):
@@ -139,13 +140,20 @@ def test_every_command_runs_or_says_why_not(page):
             assert block.language in ("", "text") and not block.mark, block
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if any(block.runs for block in blocks(page))],
-    ids=lambda page: str(page.relative_to(ROOT)),
-)
+def starts_server(page: Path) -> bool:
+    return any(block.runs and "paged serve" in block.text for block in blocks(page))
+
+
+def page_parameter(page: Path) -> object:
+    """Pages that start a server of their own, and those whose commands are slow, are run by `make nightly` only."""
+    name = str(page.relative_to(ROOT))
+    nightly = starts_server(page) or name in SLOW
+    return pytest.param(page, id=name, marks=[pytest.mark.nightly] if nightly else [])
+
+
+@pytest.mark.parametrize("page", [page_parameter(page) for page in PAGES if any(block.runs for block in blocks(page))])
 def test_commands_of_a_page(page, request, tiny, tmp_path):
-    own = any(block.runs and "paged serve" in block.text for block in blocks(page))
+    own = starts_server(page)
     ports = choose_ports(http=0, grpc=0, metrics=0)
     addresses = [f"localhost:{port}" for port in ports]
     if not own and any("localhost" in block.text or "paged " in block.text for block in blocks(page) if block.runs):

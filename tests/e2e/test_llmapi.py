@@ -3,9 +3,6 @@
 import itertools
 import json
 import queue
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,31 +10,15 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from paged_backend.trtllm.tensors import LLMAPI, LLMAPI_INPUTS, LLMAPI_OUTPUTS
-from tests.support.triton import idle, metrics, plain_server, post
+from tests.support.triton import idle, metrics, post
 from tests.support.trtllm_streams import opened
 from tests.support.waiting import WAIT, until
 
-MODEL = "tensorrt_llm"
-STREAMING = "tensorrt_llm_streaming"
-REPOSITORY = Path(__file__).parents[2] / "model_repository"
+MODEL, STREAMING = "llmapi", "llmapi_streaming"
 TYPES = {
     "TYPE_STRING": ("BYTES", np.object_), "TYPE_BOOL": ("BOOL", np.bool_), "TYPE_INT32": ("INT32", np.int32),
     "TYPE_UINT64": ("UINT64", np.uint64), "TYPE_FP32": ("FP32", np.float32),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def served(tiny, tmp_path_factory) -> Iterator:
-    """A repository with the model under the name that clients expect, and a streaming copy."""
-    repository = tmp_path_factory.mktemp("repository")
-    for name, source in (("paged_llm", "paged_llm"), (MODEL, "llmapi"), (STREAMING, "llmapi")):
-        shutil.copytree(REPOSITORY / source, repository / name)
-    options = {"model": str(tiny[0]), "dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64}
-    (repository / "paged_llm" / "1" / "model.json").write_text(json.dumps(options))
-    config = repository / STREAMING / "config.pbtxt"
-    config.write_text(config.read_text().replace("decoupled: false", "decoupled: true"))
-    with plain_server(repository) as server:
-        yield server
 
 
 def inputs(**values):
@@ -52,8 +33,8 @@ def inputs(**values):
 
 
 @pytest.fixture(scope="module")
-def client(served):
-    with grpcclient.InferenceServerClient(served.grpc_url) as made:
+def client(tiny_server):
+    with grpcclient.InferenceServerClient(tiny_server.grpc_url) as made:
         yield made
 
 
@@ -73,13 +54,13 @@ def begin(client, request_id="", model=MODEL, **values):
     return answers
 
 
-def engine(served, **values):
+def engine(tiny_server, **values):
     """Return the output of the engine's own model."""
     body = {"text_input": "The sea", "exclude_input_in_output": True, "temperature": 0, "max_tokens": 8} | values
-    return json.loads(post(served, body)[1])["text_output"]
+    return json.loads(post(tiny_server, body)[1])["text_output"]
 
 
-def test_infer_calls_with_all_inputs_and_outputs(served, client):
+def test_infer_calls_with_all_inputs_and_outputs(tiny_server, client):
     sampled = {
         "sampling_param_temperature": [1.5], "sampling_param_top_k": [20], "sampling_param_top_p": [0.9],
         "sampling_param_frequency_penalty": [0.25], "sampling_param_presence_penalty": [0.5],
@@ -91,7 +72,8 @@ def test_infer_calls_with_all_inputs_and_outputs(served, client):
         "lora_ckpt_source": ["hf"],
     }  # fmt: skip
     assert {"text_input", *sampled} == LLMAPI_INPUTS.keys()
-    said = engine(served, temperature=1.5, top_k=20, top_p=0.9, frequency_penalty=0.25, presence_penalty=0.5, seed=11)
+    alike = {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "frequency_penalty": 0.25, "presence_penalty": 0.5}
+    said = engine(tiny_server, seed=11, **alike)
     first, second = (ask(client, **sampled) for _ in range(2))
     assert first.keys() == LLMAPI_OUTPUTS.keys()
     for one in (first, second):
@@ -110,36 +92,37 @@ def test_infer_calls_with_all_inputs_and_outputs(served, client):
     assert ask(client).keys() == {"text_output"}
 
 
-def test_defaults_and_finish_reasons(served, client):
-    whole = engine(served, max_tokens=32)
+def test_defaults_and_finish_reasons(tiny_server, client):
+    whole = engine(tiny_server, max_tokens=32)
     assert ask(client)["text_output"][0].decode(errors="replace") == "The sea" + whole
     stop = next(char for char in whole[1:] if char.isascii())
     asked = {"sampling_param_stop": [stop, "x" * 9], "sampling_param_exclude_input_from_output": [True]}
     one = ask(client, **asked, return_stop_reason=[True], return_finish_reason=[True])
     assert one["text_output"][0].decode() == whole[: whole.index(stop)]
     assert (one["finish_reason"][0], one["stop_reason"][0].decode()) == (b"stop", stop)
-    best = ask(client, sampling_param_best_of=[4], sampling_param_top_k=[30], return_cumulative_logprob=[True])
+    several = {"sampling_param_best_of": [4], "sampling_param_top_k": [30], "sampling_param_max_tokens": [8]}
+    best = ask(client, **several, return_cumulative_logprob=[True])
     assert best["cumulative_logprob"].shape == (1,)
 
 
-def test_documented_curl_commands(served):
-    status, text = post(served, {"text_input": "The sea", "sampling_param_max_tokens": 8}, model=MODEL)
-    assert (status, json.loads(text)["text_output"]) == (200, "The sea" + engine(served))
-    status, text = post(served, {"text_input": "The sea", "max_tokens": 8}, model=MODEL)
-    assert (status, json.loads(text)["text_output"]) == (200, "The sea" + engine(served))
+def test_documented_curl_commands(tiny_server):
+    status, text = post(tiny_server, {"text_input": "The sea", "sampling_param_max_tokens": 8}, model=MODEL)
+    assert (status, json.loads(text)["text_output"]) == (200, "The sea" + engine(tiny_server))
+    status, text = post(tiny_server, {"text_input": "The sea", "max_tokens": 8}, model=MODEL)
+    assert (status, json.loads(text)["text_output"]) == (200, "The sea" + engine(tiny_server))
 
 
-def test_stream_responses_have_the_whole_text_so_far(served):
-    said = engine(served)
+def test_stream_responses_have_the_whole_text_so_far(tiny_server):
+    said = engine(tiny_server)
     body = {"text_input": "The sea", "streaming": True, "sampling_param_max_tokens": 8, "return_finish_reason": True}
-    events = post(served, body, "generate_stream", model=STREAMING)[1].strip().split("\n\n")
+    events = post(tiny_server, body, "generate_stream", model=STREAMING)[1].strip().split("\n\n")
     parts = [json.loads(event.removeprefix("data: ")) for event in events]
     texts = [part["text_output"] for part in parts]
     assert texts[-1] == said
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
     reasons = [part["finish_reason"] for part in parts]
     assert reasons == ["None"] * (len(parts) - 1) + ["stop"]
-    with opened(served, STREAMING) as stream:
+    with opened(tiny_server, STREAMING) as stream:
         sent = inputs(text_input=["The sea"], streaming=[True], sampling_param_max_tokens=[8])
         stream.client.async_stream_infer(STREAMING, sent, enable_empty_final_response=True)
         assert stream.all()[-1]["text_output"][0].decode() == said
@@ -177,7 +160,7 @@ def test_a_cancelled_infer_call_ends(server):
     idle(server)
 
 
-def test_inputs_of_the_upstream_tests(served, client):
+def test_inputs_of_the_upstream_tests(tiny_server, client):
     """A stop before the request exists, or after it has ended, has no effect."""
     short = {"text_input": ["The sea"], "sampling_param_max_tokens": [8]}
     stop = {"text_input": [""], "stop": [True]}
@@ -186,7 +169,7 @@ def test_inputs_of_the_upstream_tests(served, client):
     assert begin(client, "1", **stop).get(timeout=WAIT).status() == "StatusCode.CANCELLED"
     assert begin(client, "2", **short).get(timeout=WAIT).as_numpy("text_output") == first
     assert begin(client, "", **stop).get(timeout=WAIT).message().endswith("set it to that of the request to end")
-    idle(served)
+    idle(tiny_server)
 
 
 @pytest.mark.parametrize(

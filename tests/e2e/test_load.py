@@ -114,6 +114,7 @@ def test_non_streaming_load_has_no_inter_token_latency():
     assert [record.name for record in found.records("x") if "between" in record.name] == []
 
 
+@pytest.mark.nightly
 def test_server_overhead_with_a_null_model(demo_model, tmp_path):
     file = tmp_path / "figures.json"
     arguments = ["--quick", "--null", "--streams", "6", "--tokens", "8", "--json", str(file)]
@@ -139,6 +140,7 @@ def test_a_served_model_is_compared_with_the_engine_alone(tiny, tmp_path):
         assert record["value"] is None or record["value"] > 0
 
 
+@pytest.mark.nightly
 def test_overhead_of_the_tensorrtllm_backend_models(tiny, tmp_path):
     file = tmp_path / "figures.json"
     arguments = ["--model", str(tiny[0]), "--streams", "2", "--tokens", "8", "--rounds", "1", "--json", str(file)]
@@ -152,6 +154,7 @@ def test_overhead_of_the_tensorrtllm_backend_models(tiny, tmp_path):
             assert added["target"] == 1.0
 
 
+@pytest.mark.nightly
 def test_overhead_and_throughput_of_the_gateway(tiny, tmp_path):
     file = tmp_path / "figures.json"
     arguments = ["--model", str(tiny[0]), "--streams", "2", "--tokens", "8", "--requests", "4", "--rounds", "1"]

@@ -1,7 +1,6 @@
-"""Starting and stopping the server: plain tritonserver with the repository as it is, and failing loads."""
+"""Starting and stopping a server, and loads that fail."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,12 +13,13 @@ import pytest
 from paged_client.serving import tritonserver
 from paged_client.serving.server_files import find_server
 from paged_client.serving.tritonserver import ServerError, TritonServer
-from tests.support.triton import idle, metrics, plain_server, post, raw_stream
+from tests.support.triton import metrics, plain_server, post, raw_stream
 from tests.support.waiting import WAIT
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.nightly
 def test_plain_tritonserver_serves_the_repository(demo_model):
     """The environment has only what the server of the wheel needs: no wrapper, and no variables of this project."""
     with plain_server(ROOT / "model_repository", without=ROOT) as server:
@@ -28,13 +28,14 @@ def test_plain_tritonserver_serves_the_repository(demo_model):
         assert "Paris" in json.loads(text)["text_output"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"max_num_seq": 4}, "max_num_seq: unknown engine option; did you mean max_num_seqs?"),
-        pytest.param({"block_size": 24}, "block_size=24: must be one of", marks=pytest.mark.nightly),
+        ({"block_size": 24}, "block_size=24: must be one of"),
         ({"max_model_len": 100_000}, "max_model_len=100000: must be at most 256"),
-        pytest.param({"load_format": "pickle"}, 'load_format="pickle": must be', marks=pytest.mark.nightly),
+        ({"load_format": "pickle"}, 'load_format="pickle": must be'),
     ],
 )
 def test_an_invalid_option_fails_the_load_by_name(tiny, options, reason):
@@ -48,6 +49,7 @@ def test_an_invalid_option_fails_the_load_by_name(tiny, options, reason):
     assert reason in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_a_broken_model_reports_why_and_others_serve(tiny, tmp_path):
     """One of the server's two models has a truncated file."""
     broken = tmp_path / "broken"
@@ -70,6 +72,7 @@ def test_a_broken_model_reports_why_and_others_serve(tiny, tmp_path):
     assert f"ConfigError: {broken}/model.safetensors: " in models["bad"]["reason"]
 
 
+@pytest.mark.nightly
 def test_fp8_kv_cache_with_prefix_cache_hits(demo_model):
     options = {"dtype": "float32", "kv_cache_dtype": "fp8", "num_gpu_blocks_override": 64}
     request = {"text_input": "The capital of France is Paris. The capital of Germany is", "temperature": 0}
@@ -81,26 +84,7 @@ def test_fp8_kv_cache_with_prefix_cache_hits(demo_model):
     assert replies[1] == replies[0]
 
 
-def test_a_stopped_server_leaves_no_processes_or_files(tiny):
-    with TritonServer(tiny[0], {"dtype": "float32"}) as server, raw_stream(server) as stream:
-        stream.send(text_input="x", stream=True)
-        stream.all()
-        idle(server)
-        pid = server.pid
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith(server.shm_prefix)]
-    assert not Path(f"/proc/{pid}").exists()
-
-
-def test_open_streams_finish_after_sigterm(tiny):
-    with TritonServer(tiny[0], {"dtype": "float32"}, engine_only=True) as server, raw_stream(server) as stream:
-        stream.send(text_input="x", stream=True, sampling_parameters={"max_tokens": 200, "ignore_eos": True})
-        assert not stream.next().error
-        server.terminate()
-        assert stream.all()[-1].final
-        stream.close()
-        assert server.wait(60) == 0
-
-
+@pytest.mark.nightly
 def test_shutdown_waits_only_for_open_streams(tiny, monkeypatch):
     """A stopping server that still sends responses is not ended early, and one that has finished is not waited for."""
     monkeypatch.setattr(tritonserver, "UNLOAD_TIMEOUT", 0)

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from paged_client import Client, PagedError
-from paged_client.serving.tritonserver import TritonServer
-from tests.support.adapters import generate_with, make_adapter, write_adapter_list
+from tests.support.adapters import generate_with, write_adapter_list
 from tests.support.gateway import gateway
 from tests.support.in_process import byte_tokenizer, generate_with_transformers
 from tests.support.triton import post, raw_stream, raw_streams
@@ -14,61 +13,49 @@ from tests.support.triton import post, raw_stream, raw_streams
 PROMPT = "The sea"
 CUT = "\ufffd"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "skip_special_tokens": False}
+GREEDY |= {"repetition_penalty": 1.0}  # instead of the default of this model
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("lora")
+def place(adapters):
+    return adapters[0]
 
 
 @pytest.fixture(scope="module")
-def files(tiny, place):
-    return {name: make_adapter(tiny[1], place / name, seed=seed, std=0.5) for seed, name in enumerate(["a", "b", "c"])}
-
-
-@pytest.fixture(scope="module")
-def texts(tiny, files):
+def texts(tiny, adapters):
     """Return the text of each adapter and of the base model, without a character that the end truncates."""
     tokenizer = byte_tokenizer()
     prompt = tokenizer.encode(PROMPT, add_special_tokens=False)
-    tokens = {name: generate_with(tiny[1], path, prompt, 12) for name, path in files.items()}
+    tokens = {name: generate_with(tiny[1], path, prompt, 12) for name, path in adapters[1].items()}
     tokens[None] = generate_with_transformers(tiny[1], prompt, 12)
     expected = {name: tokenizer.decode(one).rstrip(CUT) for name, one in tokens.items()}
     assert len(set(expected.values())) == len(expected)
     return expected
 
 
-@pytest.fixture(scope="module")
-def lora_server(tiny, place, files):
-    options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 8, "max_loras": 2}
-    adapters = write_adapter_list(place, {"a": "a", "b": "b"})
-    with TritonServer(tiny[0], options, engine_only=True, multi_lora=adapters) as running:
-        yield running
-
-
 @pytest.fixture(params=["grpc", "http"])
-def client(request, lora_server):
-    url = {"grpc": lora_server.grpc_url, "http": lora_server.http_url}[request.param]
+def client(request, adapted_server):
+    url = {"grpc": adapted_server.grpc_url, "http": adapted_server.http_url}[request.param]
     with Client(url, protocol=request.param) as made:
         yield made
 
 
-def test_streams_of_different_adapters_at_once(lora_server, texts):
+def test_streams_of_different_adapters_at_once(adapted_server, texts):
     names = ["a", None, "b", "a", None]
-    with raw_streams(lora_server, len(names)) as streams:
+    with raw_streams(adapted_server, len(names)) as streams:
         for stream, name in zip(streams, names, strict=True):
             stream.send(text_input=PROMPT, stream=True, sampling_parameters=GREEDY | {"lora_name": name})
         for stream, name in zip(streams, names, strict=True):
             assert "".join(one.text or "" for one in stream.all()).rstrip(CUT) == texts[name]
 
 
-def test_lora_name_as_a_request_parameter(lora_server, texts):
+def test_lora_name_as_a_request_parameter(adapted_server, texts):
     ask = {"text_input": PROMPT, "exclude_input_in_output": True, "lora_name": "b"}
-    status, body = post(lora_server, ask | GREEDY)
+    status, body = post(adapted_server, ask | GREEDY)
     assert (status, json.loads(body)["text_output"].rstrip(CUT)) == (200, texts["b"])
 
 
-def test_an_adapter_is_served_once_it_is_listed(lora_server, client, place, texts):
+def test_an_adapter_is_served_once_it_is_listed(adapted_server, client, place, texts):
     write_adapter_list(place, {"a": "a", "b": "b"})
     with pytest.raises(PagedError) as raised:
         client.generate(PROMPT, lora_name="c", **GREEDY)
@@ -112,8 +99,8 @@ def test_session_turns_can_use_different_adapters(client, texts):
         assert more.receipt["cached_tokens"] > 0
 
 
-def test_openai_clients_select_adapters_as_models(lora_server, texts):
-    with gateway(lora_server.grpc_url) as front:
+def test_openai_clients_select_adapters_as_models(adapted_server, texts):
+    with gateway(adapted_server.grpc_url) as front:
         cards = front.ask("/v1/models")[1]["data"]
         assert [(card["id"], card["max_model_len"]) for card in cards] == [(n, 256) for n in ("paged_llm", "a", "b")]
         for name, adapter in (("paged_llm", None), ("a", "a"), ("b", "b")):

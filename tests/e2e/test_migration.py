@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from tests.support import faults
 from tests.support.replacements import distinct_requests, replace_under_load, tie_check, unexplained
@@ -15,21 +16,25 @@ from tests.support.stress.models import Models
 from tests.support.stress.server import ROOMY, engine_alone, save_printable
 from tests.support.triton import idle, metrics, plain_server
 from tests.support.trtllm_streams import ASKED, opened
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
+GONE = "UNAVAILABLE: the engine's model, paged_llm, is not loaded"
+RELAYED = ASKED | {"text_input": [["The/sea"]]}
 FLAGS = ("--model-control-mode=explicit", "--load-model=paged_llm")
 
 
 @pytest.mark.parametrize(
     ("streams", "replacements", "output"),
     [
-        pytest.param(8, 2, (100, 200), id="few"),
+        pytest.param(3, 1, (60, 90), id="few"),
         pytest.param(1_000, 10, (300, 900), id="many", marks=pytest.mark.nightly),
     ],
 )
 def test_streams_continue_when_the_model_is_replaced(tmp_path, streams, replacements, output, print_line, figures):
     save_printable(tmp_path / "model", positions=1024)
     repository = engine_alone(tmp_path / "repository")
+    shutil.copytree(ROOT / "model_repository" / "ensemble", repository / "ensemble")
     if streams < 100:
         faults.inject_into_repository(repository, {"slow_steps": 20})
     options = ROOMY | {
@@ -40,7 +45,10 @@ def test_streams_continue_when_the_model_is_replaced(tmp_path, streams, replacem
     }
     (repository / "paged_llm" / "1" / "model.json").write_text(json.dumps(options))
     requests = distinct_requests(streams, output=output, seed=3)
-    with plain_server(repository, *FLAGS) as server, closing(Models(server, repository)) as models:
+    with (
+        plain_server(repository, *FLAGS, "--load-model=ensemble") as server,
+        closing(Models(server, repository)) as models,
+    ):
         report = asyncio.run(
             replace_under_load(server.grpc_url, requests, models.replace, replacements=replacements, say=print_line)
         )
@@ -48,6 +56,7 @@ def test_streams_continue_when_the_model_is_replaced(tmp_path, streams, replacem
         moved = found["paged_migrated_requests_total"]
         reused = found["paged_prefix_cache_hit_tokens_total"]
         idle(server)
+        unload_with_an_open_stream(server, models)
         log = "".join(server.log)
         models.close()
     figures(f"{report}; moved {moved:.0f} requests; {reused:.0f} tokens found in the prefix cache")
@@ -57,6 +66,26 @@ def test_streams_continue_when_the_model_is_replaced(tmp_path, streams, replacem
     assert moved >= streams
     assert reused
     assert "Traceback" not in log
+
+
+def unload_with_an_open_stream(server, models):
+    """A request that another model forwards to the engine ends first. After that the other model says why it fails."""
+    expected = _relayed(server)
+    with opened(server, "ensemble") as stream:
+        stream.send(**RELAYED)
+        first, _ = stream.next()
+        models.start_unloading()
+        assert _text([first, *stream.all()]) == expected
+    until(lambda: _relayed(server) == GONE, "an engine that is gone, some time after the server says so")
+
+
+def _relayed(server):
+    with opened(server, "ensemble") as stream:
+        stream.send(**RELAYED)
+        try:
+            return _text(stream.all())
+        except InferenceServerException as error:
+            return error.message()
 
 
 def test_outputs_that_differ_by_rounding_are_told_from_wrong_ones(tmp_path):
@@ -71,6 +100,7 @@ def test_outputs_that_differ_by_rounding_are_told_from_wrong_ones(tmp_path):
     assert found == {2: False, 3: False, 93: True}
 
 
+@pytest.mark.nightly
 def test_streams_through_other_models_continue(tiny, tmp_path):
     """Triton ends the old instance at once, since it has no requests of its own. It stays longer than stop_timeout,
     because the other model's streams go through it."""

@@ -1,56 +1,32 @@
 """A model with a variable in its chat template and sampling parameters in its generation_config.json, like Qwen3."""
 
 import json
-import shutil
 
 import pytest
-from transformers import AutoTokenizer
 
 from paged_client import Client, PagedError, cli
-from paged_client.serving.tritonserver import TritonServer
 from tests.support.client_calls import standard_input
 from tests.support.gateway import gateway
-from tests.support.triton import idle, post
+from tests.support.triton import post
 
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    "{% if enable_thinking is defined and enable_thinking is false %}-{% else %}+{% endif %}"
-)
 MESSAGES = [{"role": "user", "content": "x"}]
 NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
-# With top_k=1 sampling is greedy, so that outputs can be compared.
-DEFAULTS = {"do_sample": True, "temperature": 0.6, "top_k": 1, "repetition_penalty": 1.4, "max_new_tokens": 7}
 LIKE_DEFAULTS = {"temperature": 0, "repetition_penalty": 1.4, "max_tokens": 7}
 PLAIN = {"temperature": 0, "repetition_penalty": 1.0, "max_tokens": 7}
 PROMPT = {"prompt": "abcabc", "ignore_eos": True}
-OPTIONS = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64, "max_num_seqs": 8}
-
-
-@pytest.fixture(scope="module")
-def model(tiny, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("settings") / "model"
-    shutil.copytree(tiny[0], directory)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    (directory / "generation_config.json").write_text(json.dumps(DEFAULTS))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def served(model):
-    with TritonServer(model, OPTIONS) as running:
-        yield running
-        idle(running)
 
 
 @pytest.fixture
-def client(served):
-    with Client(served.grpc_url) as made:
+def client(adapted_server):
+    with Client(adapted_server.grpc_url) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def decode(model):
-    return AutoTokenizer.from_pretrained(model).decode
+def decode(adapted_model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(adapted_model).decode
 
 
 class TestTemplateVariables:
@@ -73,18 +49,18 @@ class TestTemplateVariables:
         assert decode(first.prompt_token_ids) == "[x]-"
         assert decode(second.prompt_token_ids) == f"[x][{first.text}][x]+"
 
-    def test_http(self, served):
+    def test_http(self, adapted_server):
         body = {"messages": '[{"role": "user", "content": "x"}]', "max_tokens": 1}
-        assert post(served, body | {"chat_template_kwargs": '{"enable_thinking": false}'})[0] == 200
-        status, text = post(served, body | {"chat_template_kwargs": "[]"})
+        assert post(adapted_server, body | {"chat_template_kwargs": '{"enable_thinking": false}'})[0] == 200
+        status, text = post(adapted_server, body | {"chat_template_kwargs": "[]"})
         assert status == 400
         assert "INVALID_ARGUMENT: chat_template_kwargs: must be a JSON object" in text
 
     @pytest.mark.parametrize("own_template", [False, True], ids=["server's", "gateway's"])
-    def test_gateway(self, served, model, decode, own_template):
-        flags = ["--tokenizer", str(model)] if own_template else []
+    def test_gateway(self, adapted_server, adapted_model, decode, own_template):
+        flags = ["--tokenizer", str(adapted_model)] if own_template else []
         body = {"model": "paged_llm", "messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}
-        with gateway(served.grpc_url, *flags) as front:
+        with gateway(adapted_server.grpc_url, *flags) as front:
 
             def ask(**more):
                 return front.ask("/v1/chat/completions", body | more)
@@ -124,21 +100,21 @@ class TestSamplingDefaults:
         assert search == client.generate(**PROMPT, beam_width=2, max_tokens=7)
         assert len(client.embed("x").values) == 64
 
-    def test_tensorrt_llm_interface_keeps_its_defaults(self, served, client):
+    def test_tensorrt_llm_interface_keeps_its_defaults(self, adapted_server, client):
         body = {"text_input": PROMPT["prompt"], "max_tokens": 7, "end_id": -1, "exclude_input_in_output": True}
-        status, text = post(served, body, model="ensemble")
+        status, text = post(adapted_server, body, model="ensemble")
         assert status == 200
         assert json.loads(text)["text_output"] == client.generate(**PROMPT, **PLAIN).text
 
-    def test_gateway(self, served, client):
+    def test_gateway(self, adapted_server, client):
         expected = client.generate(**PROMPT).text
-        with gateway(served.grpc_url) as front:
+        with gateway(adapted_server.grpc_url) as front:
             own = {"model": "paged_llm", "ignore_eos": True}
             (choice,) = front.ask("/v1/completions", own | {"prompt": PROMPT["prompt"]})[1]["choices"]
             assert (choice["text"], choice["finish_reason"]) == (expected, "length")
             answer = front.ask("/v1/chat/completions", own | {"messages": MESSAGES})[1]
             assert answer["usage"]["completion_tokens"] == 7
 
-    def test_start_up_log_lists_them(self, served):
+    def test_start_up_log_lists_them(self, adapted_server):
         shown = "temperature=0.6, top_k=1, repetition_penalty=1.4, max_tokens=7"
-        assert f"default sampling parameters from generation_config.json: {shown}" in served.log()
+        assert f"default sampling parameters from generation_config.json: {shown}" in adapted_server.log()

@@ -33,8 +33,8 @@ class City(pydantic.BaseModel):
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    with gateway(server.grpc_url) as front, openai.OpenAI(base_url=f"{front.url}/v1", api_key="none") as made:
+def client(demo_server):
+    with gateway(demo_server.grpc_url) as front, openai.OpenAI(base_url=f"{front.url}/v1", api_key="none") as made:
         yield made.with_options(max_retries=0, timeout=WAIT)
 
 
@@ -79,7 +79,7 @@ def test_output_parses_as_the_requested_pydantic_model(client):
 @pytest.mark.parametrize(
     ("asked", "fits"),
     [
-        ({"response_format": {"type": "json_object"}, "max_tokens": 200}, lambda text: json.loads(text) is not None),
+        ({"response_format": {"type": "json_object"}, "max_tokens": 100}, lambda text: json.loads(text) is not None),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}},
             lambda text: jsonschema.validate(json.loads(text), CITY) is None,

@@ -19,6 +19,7 @@ def ranks(server):
     return rank_processes("PAGED_TEST_SERVER", server.shm_prefix)
 
 
+@pytest.mark.nightly
 def test_two_ranks_match_one_and_streams_fail_when_a_rank_dies(tiny, tiny_server, monkeypatch):
     request = {"text_input": "one, two", "sampling_parameters": {"temperature": 0, "ignore_eos": True}}
     with raw_stream(tiny_server) as stream:

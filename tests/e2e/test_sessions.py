@@ -176,22 +176,7 @@ def test_a_session_rejects_several_samples(server, sampling, field):
         client.generate("Once", sequence_id=11, sequence_start=True, **sampling)
 
 
-def test_sessions_expire_after_session_ttl(tiny):
-    """Uses its own server with a short session_ttl."""
-    options = {"dtype": "float32", "num_gpu_blocks_override": 64, "session_ttl": 0.2, "max_sessions": 2}
-    with TritonServer(tiny[0], options, engine_only=True) as server:
-        turn(server, "abcdefgh" * 4, 1, sequence_start=True)
-        until(lambda: metrics(server)["paged_sessions"] == 0, "the end of the session")
-        until(lambda: metrics(server)["paged_kv_blocks{pinned}"] == 0, "the blocks that it lets go of")
-        with pytest.raises(Exception, match=r"expired after session_ttl=0\.2 seconds"):
-            turn(server, "more", 1)
-        with Client(server.grpc_url) as client, client.conversation(max_tokens=2) as talk:
-            talk.generate("abc")
-            until(
-                lambda: metrics(server)["paged_sessions"] == 0, "the end of the session"
-            )  # closing an expired session is not an error
-
-
+@pytest.mark.nightly
 def test_sessions_need_the_prefix_cache(tiny):
     options = {"dtype": "float32", "num_gpu_blocks_override": 64, "enable_prefix_caching": False}
     refused = pytest.raises(Exception, match="sequence_id=1: sessions need the prefix cache")

@@ -30,7 +30,7 @@ SMALL = {"text_input": "abc", "sampling_parameters": json.dumps({"temperature": 
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def small_answers(tmp_path_factory):
     directory = tmp_path_factory.mktemp("printable")
     save_printable(directory)
     options = OPTIONS | {"num_gpu_blocks_override": 4096, "max_num_seqs": 64, "max_response_mib": MIB}
@@ -40,8 +40,8 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def asked(server):
-    (request,) = record_expected(server.http_url, [StressRequest("Call/me", SAMPLING)])
+def asked(small_answers):
+    (request,) = record_expected(small_answers.http_url, [StressRequest("Call/me", SAMPLING)])
     return request
 
 
@@ -109,8 +109,16 @@ class Sockets:
             one.close()
 
 
-@pytest.mark.parametrize(("readers", "end"), [(Stopped, "read_on"), (Stopped, "die"), (Sockets, "die")])
-def test_slow_readers_do_not_affect_others_and_use_bounded_memory(server, asked, readers, end, figures):
+@pytest.mark.parametrize(
+    ("readers", "end"),
+    [
+        (Stopped, "read_on"),
+        pytest.param(Stopped, "die", marks=pytest.mark.nightly),
+        pytest.param(Sockets, "die", marks=pytest.mark.nightly),
+    ],
+)
+def test_slow_readers_do_not_affect_others_and_use_bounded_memory(small_answers, asked, readers, end, figures):
+    server = small_answers
     status, alone = post(server, SMALL)
     assert status == 200
     _, before = wait_until_idle(server)

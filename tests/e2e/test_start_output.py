@@ -1,13 +1,16 @@
-"""The output of `paged serve` and its log file, while a real server loads a model."""
+"""The output of `paged serve` with options, and its log file. test_smoke.py checks that of the demo model."""
 
 import signal
 import subprocess
 import sys
 
+import pytest
+
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.server_files import REPOSITORY_ROOT
 
 
+@pytest.mark.nightly
 def test_start_prints_phases_and_a_summary(tiny, tmp_path):
     log, (http, grpc, metrics) = tmp_path / "serve.log", choose_ports(http=0, grpc=0, metrics=0)
     ports = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]

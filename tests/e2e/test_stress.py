@@ -26,6 +26,7 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Size:
+    requests: int  # different requests
     killed: int  # killed streams, half of them in each of two tests
     left: int  # streams killed with few concurrent requests
     held: int  # concurrent requests
@@ -35,9 +36,12 @@ class Size:
     restarts: int  # restarts of the server
 
 
+LONG = Size(96, 250_000, 10_000, 20_000, 200_000, 100_000_000, 500, 200)
 SIZES = [
-    pytest.param(Size(600, 100, 1_000, 100, 2_000, 1, 2), id="seeded"),
-    pytest.param(Size(250_000, 10_000, 20_000, 200_000, 100_000_000, 500, 200), id="long", marks=pytest.mark.nightly),
+    pytest.param(Size(32, 100, 20, 200, 20, 300, 1, 2), id="seeded"),
+    pytest.param(
+        Size(96, 250_000, 10_000, 20_000, 200_000, 100_000_000, 500, 200), id="long", marks=pytest.mark.nightly
+    ),
 ]
 
 
@@ -66,36 +70,41 @@ def logging_repository(tmp_path_factory):
     return faults.inject_into_repository(with_floor(tmp_path_factory.mktemp("logging")), {"log_drops": 1})
 
 
+@pytest.fixture(scope="module")
+def stressed(printable, logging_repository):
+    """(server, its log). It is killed, since streams that were cancelled may keep it from stopping."""
+    log = Log()
+    with TritonServer(printable[0], OPTIONS, repository=logging_repository, echo=log) as server:
+        yield server, log
+        server.kill()
+
+
 def checked(verdict):
     """Return a verdict, which must have no problems."""
     assert not verdict.problems, str(verdict)
     return verdict
 
 
-def test_no_request_is_lost_under_stress(printable, logging_repository, size, hours, tmp_path, print_line):
-    log = Log()
-    with TritonServer(printable[0], OPTIONS, repository=logging_repository, echo=log) as server:
-        stress = StressTest(server, tmp_path, SEED, log=log, report=print_line, hours=hours)
-        greedy = [one for one in stress.requests if one.sampling == one.sampling | {"temperature": 0}]
-        for one in greedy[:4]:
-            if "n" not in one.sampling:  # the expected tokens themselves are those of transformers
-                prompt = byte_tokenizer().encode(one.text)
-                assert one.tokens == [generate_with_transformers(printable[1], prompt, one.sampling["max_tokens"])]
-        assert checked(stress.kill(size.killed // 2)).killed.total() >= size.killed // 2 or stress.was_cut
-        checked(stress.exhaust_pool(size.preemptions))
-        assert checked(stress.soak(size.responses)).responses >= size.responses or stress.was_cut
-        checked(stress.stop())
+def test_no_request_is_lost_under_stress(printable, stressed, size, hours, tmp_path, print_line):
+    server, log = stressed
+    stress = StressTest(server, tmp_path, SEED, requests=size.requests, log=log, report=print_line, hours=hours)
+    greedy = [one for one in stress.requests if one.sampling == one.sampling | {"temperature": 0}]
+    for one in greedy[:4]:
+        if "n" not in one.sampling:  # the expected tokens themselves are those of transformers
+            prompt = byte_tokenizer().encode(one.text)
+            assert one.tokens == [generate_with_transformers(printable[1], prompt, one.sampling["max_tokens"])]
+    assert checked(stress.kill(size.killed // 2)).killed.total() >= size.killed // 2 or stress.was_cut
+    checked(stress.exhaust_pool(size.preemptions))
+    assert checked(stress.soak(size.responses)).responses >= size.responses or stress.was_cut
 
 
-def test_cancelled_streams_leak_nothing(printable, logging_repository, size, hours, tmp_path):
+def test_cancelled_streams_leak_nothing(stressed, size, hours, tmp_path):
     """gRPC streams: see StressTest."""
-    log = Log()
-    with TritonServer(printable[0], OPTIONS, repository=logging_repository, echo=log) as server:
-        stress = StressTest(server, tmp_path, SEED, cancels=True, requests=48, log=log, hours=hours)
-        assert checked(stress.kill(size.killed // 2)).killed.total() >= size.killed // 2 or stress.was_cut
-        checked(stress.leave(size.left))
-        checked(stress.hold(size.held))
-        server.kill()
+    server, log = stressed
+    stress = StressTest(server, tmp_path, SEED, cancels=True, requests=size.requests // 2, log=log, hours=hours)
+    assert checked(stress.kill(size.killed // 2)).killed.total() >= size.killed // 2 or stress.was_cut
+    checked(stress.leave(size.left))
+    checked(stress.hold(size.held))
 
 
 @pytest.mark.nightly
@@ -108,6 +117,7 @@ def test_thousands_of_concurrent_streams(repository, tmp_path):
         checked(stress.stop())
 
 
+@pytest.mark.nightly
 def test_models_are_loaded_and_unloaded_under_load(printable, size, hours, tmp_path, print_line):
     repository = engine_alone(tmp_path / "repository")
     settings = repository / "paged_llm" / "1" / "model.json"
@@ -123,6 +133,7 @@ def test_models_are_loaded_and_unloaded_under_load(printable, size, hours, tmp_p
         checked(stress.stop())
 
 
+@pytest.mark.nightly
 def test_a_stopped_or_killed_server_can_be_restarted(printable, size, hours, tmp_path, print_line):
     """It has the same ports, and returns the same outputs as before."""
     ports, first, end = {}, None, time.monotonic() + 3600 * hours
@@ -141,6 +152,7 @@ def test_a_stopped_or_killed_server_can_be_restarted(printable, size, hours, tmp
             break
 
 
+@pytest.mark.nightly
 def test_injected_faults_are_detected(printable, tmp_path):
     """A leaked block, a missing final response, a duplicate one, and a wrong token."""
     asked = {"leak_block": 900, "wrong_token": 9000, "drop_final": 450, "double_final": 500}

@@ -25,8 +25,8 @@ DATE = "[0-9]{4}-[0-9]{2}-[0-9]{2}"
 GREEDY = {"temperature": 0, "max_tokens": 96, "exclude_input_in_output": True}
 
 
-def generated(server, **inputs):
-    status, body = post(server, {"text_input": PROMPT, **GREEDY, **inputs})
+def generated(demo_server, **inputs):
+    status, body = post(demo_server, {"text_input": PROMPT, **GREEDY, **inputs})
     assert status == 200, body
     return json.loads(body)["text_output"]
 
@@ -39,28 +39,28 @@ def check(text):
     return value
 
 
-def test_structured_output_tensors_over_http(server):
-    assert check(generated(server, json_schema=json.dumps(SCHEMA)))["age"] == 30
-    assert isinstance(json.loads(generated(server, json_object=True, max_tokens=400)), dict)
-    assert re.fullmatch(DATE, generated(server, regex=DATE))
-    assert generated(server, choice=["red apples", "Rome"]) in ("red apples", "Rome")
-    assert re.fullmatch(r"\d+(\+\d+)?", generated(server, grammar='root ::= num ("+" num)?\nnum ::= [0-9]{1,3}'))
+def test_structured_output_tensors_over_http(demo_server):
+    assert check(generated(demo_server, json_schema=json.dumps(SCHEMA)))["age"] == 30
+    assert isinstance(json.loads(generated(demo_server, json_object=True, max_tokens=400)), dict)
+    assert re.fullmatch(DATE, generated(demo_server, regex=DATE))
+    assert generated(demo_server, choice=["red apples", "Rome"]) in ("red apples", "Rome")
+    assert re.fullmatch(r"\d+(\+\d+)?", generated(demo_server, grammar='root ::= num ("+" num)?\nnum ::= [0-9]{1,3}'))
     asked = json.dumps({"structured_outputs": {"json": SCHEMA, "regex": None}})
-    check(generated(server, sampling_parameters=asked))
-    check(generated(server, sampling_parameters=json.dumps({"structured_outputs": json.dumps({"json": SCHEMA})})))
-    idle(server)
+    check(generated(demo_server, sampling_parameters=asked))
+    check(generated(demo_server, sampling_parameters=json.dumps({"structured_outputs": json.dumps({"json": SCHEMA})})))
+    idle(demo_server)
 
 
-def test_special_tokens_in_a_grammar_are_generated(server):
-    said = generated(server, grammar='start: "yes" <|im_start|> /[a-z]{3}/ <[4]>', skip_special_tokens=False)
+def test_special_tokens_in_a_grammar_are_generated(demo_server):
+    said = generated(demo_server, grammar='start: "yes" <|im_start|> /[a-z]{3}/ <[4]>', skip_special_tokens=False)
     assert re.fullmatch(r"yes<\|im_start\|>[a-z]{3}<reponame>", said)
-    status, body = post(server, {"text_input": PROMPT, "grammar": "start: <|nope|>"})
+    status, body = post(demo_server, {"text_input": PROMPT, "grammar": "start: <|nope|>"})
     assert (status, 'unknown special token: \\"<|nope|>\\"' in body) == (400, True), body
 
 
-def test_disable_any_whitespace(server):
+def test_disable_any_whitespace(demo_server):
     asked = {"json": SCHEMA, "disable_any_whitespace": True}
-    said = generated(server, sampling_parameters=json.dumps({"structured_outputs": asked}))
+    said = generated(demo_server, sampling_parameters=json.dumps({"structured_outputs": asked}))
     assert said == json.dumps(check(said), separators=(",", ":"), ensure_ascii=False)
 
 
@@ -75,14 +75,14 @@ def test_disable_any_whitespace(server):
         ({"regex": "a", "beam_width": 2}, "beam_width=2: must be 1 with regex"),
     ],
 )
-def test_invalid_structures_are_rejected(server, inputs, reason):
-    status, body = post(server, {"text_input": PROMPT, **inputs})
+def test_invalid_structures_are_rejected(demo_server, inputs, reason):
+    status, body = post(demo_server, {"text_input": PROMPT, **inputs})
     assert status == 400
     assert reason in json.loads(body)["error"]
 
 
-def test_streamed_guided_samples_with_logprobs_over_grpc(server):
-    with raw_stream(server) as stream:
+def test_streamed_guided_samples_with_logprobs_over_grpc(demo_server):
+    with raw_stream(demo_server) as stream:
         stream.send(
             text_input=PROMPT, stream=True, return_finish_reason=True, return_logprobs=True, json_schema=SCHEMA,
             sampling_parameters={"max_tokens": 120, "n": 3, "temperature": 1.2, "seed": 4, "logprobs": 1},
@@ -95,8 +95,8 @@ def test_streamed_guided_samples_with_logprobs_over_grpc(server):
         check(text)
 
 
-def test_grammar_compilation_does_not_block_others_and_can_be_cancelled(server):
-    with raw_stream(server) as slow, raw_stream(server) as stream:
+def test_grammar_compilation_does_not_block_others_and_can_be_cancelled(demo_server):
+    with raw_stream(demo_server) as slow, raw_stream(demo_server) as stream:
         slow.send(text_input=PROMPT, json_schema=SLOW)
         stream.send(
             text_input=PROMPT, choice=np.array([b"one", b"two"], dtype=np.object_), exclude_input_in_output=True
@@ -105,12 +105,12 @@ def test_grammar_compilation_does_not_block_others_and_can_be_cancelled(server):
         assert answer.text in ("one", "two")
         assert slow.responses.empty()
         slow.cancel()
-    idle(server)
+    idle(demo_server)
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_structured_outputs_in_the_client_library(server, protocol):
-    url = {"grpc": server.grpc_url, "http": server.http_url}[protocol]
+def test_structured_outputs_in_the_client_library(demo_server, protocol):
+    url = {"grpc": demo_server.grpc_url, "http": demo_server.http_url}[protocol]
     with Client(url, protocol=protocol) as client:
         answer = client.generate(PROMPT, json_schema=SCHEMA, temperature=0, max_tokens=96)
         assert (check(answer.text)["age"], answer.finish_reason) == (30, "stop")

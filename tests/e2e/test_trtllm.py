@@ -1,12 +1,7 @@
 """tensorrtllm_backend's models through a real Triton server, with the tensors and calls of its clients."""
 
 import json
-import os
 import re
-import shutil
-import signal
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +12,8 @@ from transformers import GenerationConfig
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from paged_backend.trtllm.tensors import INPUTS, OUTPUTS
-from paged_client.serving.tritonserver import TritonServer
-from tests.support.triton import idle, metrics, plain_server, post, raw_stream
-from tests.support.trtllm_streams import ASKED, TEXT_MODELS, WIRE, inputs, opened
+from tests.support.triton import idle, metrics, post, raw_stream
+from tests.support.trtllm_streams import TEXT_MODELS, WIRE, inputs, opened
 from tests.support.waiting import until
 
 WIRE["TYPE_STRING"] = "BYTES"
@@ -479,87 +473,3 @@ def test_every_upstream_tensor_is_declared_and_accepted(tiny_server, model):
             with pytest.raises(InferenceServerException, match=rf"^INVALID_ARGUMENT: {name}=.*not supported; leave"):
                 send(**{name: asking})
     idle(tiny_server)
-
-
-# --- loading and unloading -------------------------------------------------------------------------------------------
-
-
-GONE = "UNAVAILABLE: the engine's model, paged_llm, is not loaded"
-
-
-def rejection(server):
-    try:
-        answers(server, "ensemble", **ASKED)
-    except InferenceServerException as error:
-        return error.message()
-    return None
-
-
-def test_the_engine_model_can_be_reloaded(tiny, tmp_path):
-    """With explicit model control. Open requests end first, as they do for direct clients of the engine."""
-    for name in ("paged_llm", "ensemble"):
-        shutil.copytree(Path(__file__).parents[2] / "model_repository" / name, tmp_path / name)
-    options = {"model": str(tiny[0]), "dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 64}
-    (tmp_path / "paged_llm" / "1" / "model.json").write_text(json.dumps(options))
-    flags = ("--model-control-mode=explicit", "--load-model=ensemble", "--load-model=paged_llm")
-    with plain_server(tmp_path, *flags) as server, httpclient.InferenceServerClient(server.http_url) as control:
-        expected = text_of(answers(server, "ensemble", **ASKED))
-        with opened(server, "ensemble") as stream:
-            stream.send(**ASKED)
-            begun, _ = stream.next()
-            control.unload_model("paged_llm")
-            assert text_of([begun, *stream.all()]) == expected
-        until(lambda: rejection(server) == GONE, "an engine that is gone, some time after the server says so")
-        control.load_model("paged_llm")
-        assert text_of(answers(server, "ensemble", **ASKED)) == expected
-        idle(server)
-
-
-CRASH = "Fatal Python error: Segmentation fault"
-
-
-def kill(server, model):
-    """Kill the process of this model, as a crash would; its id is in the server's log."""
-    crashes = server.log().count(CRASH)
-    for process in Path("/proc").iterdir():
-        with suppress(OSError):
-            line = (process / "cmdline").read_bytes().decode(errors="replace")
-            if process.name.isdigit() and server.shm_prefix in line and f"/{model}/1/model.py" in line:
-                os.kill(int(process.name), signal.SIGSEGV)
-                until(lambda: server.log().count(CRASH) > crashes, "the tracebacks of its threads")
-                return
-    raise AssertionError(f"no process of {model}")
-
-
-def test_a_killed_model_leaves_nothing_behind(tiny, tmp_path):
-    """No blocks stay in use and no client waits forever.
-
-    The server itself loses the open requests of a model whose process dies. The requests have a hundred thousand tokens
-    left, so they cannot end before.
-    """
-    shutil.copytree(tiny[0], tmp_path, dirs_exist_ok=True)
-    shape = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 1 << 17}))
-    long = ASKED | {"max_tokens": [[100_000]]}
-    options = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 1 << 13}
-    with TritonServer(tmp_path, options) as server, opened(server, "ensemble") as lost, opened(server) as stream:
-        lost.send(**long)
-        lost.next()
-        kill(server, "ensemble")
-        until(lambda: metrics(server)["paged_requests_finished_total{cancelled}"] == 1, "a cancellation")
-        idle(server)
-        stream.send(**long)
-        stream.next()
-        kill(server, "paged_llm")
-        with pytest.raises(InferenceServerException, match=r"^UNAVAILABLE: the engine's model was unloaded, or has"):
-            stream.all()
-        server.kill()  # stopping it would wait for the lost requests
-
-
-def test_open_streams_finish_after_sigterm_through_the_relay(tiny):
-    long = ASKED | {"max_tokens": [[200]], "return_num_output_tokens": [[True]]}
-    with TritonServer(tiny[0], {"dtype": "float32"}) as server, opened(server, "ensemble") as stream:
-        stream.send(**long)
-        begun, _ = stream.next()
-        server.terminate()
-        assert sum(part["num_output_tokens"].item() for part in [begun, *stream.all()]) == 200

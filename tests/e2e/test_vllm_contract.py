@@ -276,7 +276,7 @@ FRONTEND = [
 ]
 
 
-def test_a_named_tool_of_the_openai_frontend(server):
+def test_a_named_tool_of_the_openai_frontend(demo_server):
     """The schema is JSON inside JSON, with all fields of vLLM, most of them null."""
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 6}}, "required": ["city"]}
     nulls = dict.fromkeys(("regex", "choice", "grammar", "json_object", "whitespace_pattern", "structural_tag"))
@@ -288,11 +288,11 @@ def test_a_named_tool_of_the_openai_frontend(server):
         "temperature": 0.0,
         "structured_outputs": json.dumps(asked),
     }
-    with connected(server) as client:
+    with connected(demo_server) as client:
         client.send(text_input=PROMPT, stream=True, exclude_input_in_output=True, sampling_parameters=sampling)
         said = "".join(text for one in client.all() for text in texts(one))
     assert json.loads(said).keys() == {"city"}
-    idle(server)
+    idle(demo_server)
 
 
 @pytest.mark.parametrize(("sampling", "logprobs"), FRONTEND)

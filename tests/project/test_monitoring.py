@@ -56,6 +56,17 @@ def prometheus(tiny, tmp_path_factory):
                 thread.join()
 
 
+def test_every_metric_of_a_query_or_alert_exists():
+    """It is in the reference, which is generated from the code."""
+    documented = set(re.findall(r"[\w:]+", (ROOT / "docs/reference/metrics.md").read_text()))
+    known = documented | {f"{name}_{end}" for name in documented for end in ("bucket", "count", "sum")}
+    recorded = {rule["record"] for rule in RULES if "record" in rule}
+    expressions = [*QUERIES.values(), *(rule["expr"] for rule in RULES)]
+    used = {name for one in expressions for name in METRIC.findall(one)}
+    assert used - known - recorded == set()
+
+
+@pytest.mark.nightly
 @needs_server
 @needs_prometheus
 @pytest.mark.parametrize("name", QUERIES)
@@ -65,6 +76,7 @@ def test_every_query_of_a_panel_returns_data(prometheus, name):
     until(lambda: prometheus.values(query), f"data of {query}")
 
 
+@pytest.mark.nightly
 @needs_server
 @needs_prometheus
 @pytest.mark.parametrize("name", [rule["record"] for rule in RULES if "record" in rule])
@@ -72,6 +84,7 @@ def test_every_recording_rule_returns_data(prometheus, name):
     until(lambda: prometheus.values(name), f"data of {name}")
 
 
+@pytest.mark.nightly
 @needs_server
 @needs_prometheus
 @pytest.mark.parametrize("alert", [rule["alert"] for rule in RULES if "alert" in rule])
@@ -83,6 +96,7 @@ def test_every_metric_of_an_alert_has_data(prometheus, alert):
         until(lambda name=name: prometheus.values(name), f"data of {name}")
 
 
+@pytest.mark.nightly
 @needs_server
 @needs_prometheus
 def test_rules_evaluate_without_errors_and_no_alert_fires(prometheus):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import socket
-import socketserver
 import subprocess
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import redis
 
 from paged_bench._redis_server import RedisServer as LocalRedis
 from paged_bench._redis_server import find_redis
+from tests.support.forwarding import Forwarder
 
 needs_redis = pytest.mark.skipif(not find_redis(), reason="no redis-server; .ci/run unpacks it")
 
@@ -65,40 +64,18 @@ def make_certificates(directory: Path) -> list[str]:
     return [*options, "--tls-auth-clients", "no"]
 
 
-class SlowProxy(socketserver.ThreadingTCPServer):
+class SlowProxy(Forwarder):
     """Forwards a TCP port. While it trickles, it sends one byte of each answer at a time, with pauses."""
 
-    allow_reuse_address, daemon_threads = True, True
-
-    def __init__(self, target: int):
-        super().__init__(("127.0.0.1", 0), _Forward)
-        self.target = target
-        self.trickles = False
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+    trickles = False
 
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.server_address[1]}/0"
 
-
-class _Forward(socketserver.BaseRequestHandler):
-    server: SlowProxy
-
-    def handle(self) -> None:
-        with socket.create_connection(("127.0.0.1", self.server.target)) as target:
-            threading.Thread(target=self._copy, args=[target, self.request], daemon=True).start()
-            self._copy(self.request, target)
-
-    def _copy(self, source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                if target is self.request and self.server.trickles:
-                    self._trickle(target, data)
-                else:
-                    target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-
-    def _trickle(self, target: socket.socket, data: Sequence[int]) -> None:
+    def answer(self, client: socket.socket, data: bytes) -> None:
+        if not self.trickles:
+            return client.sendall(data)
         for byte in data:
-            target.sendall(bytes([byte]))
+            client.sendall(bytes([byte]))
             time.sleep(0.01)

@@ -18,7 +18,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 COSTS = ROOT / "tests/costs.json"
-SHARED = ("server", "tiny_server")  # servers that run until the end of the session, from tests/support/triton.py
+# Servers that run until the end of the session, from tests/support/triton.py
+SHARED = ("demo_server", "server", "tiny_server", "adapted_server", "two_servers")
 MARGIN = 1.5  # times the recorded cost of a package, and
 SLACK = 10  # seconds, after which the run fails
 TICKS = os.sysconf("SC_CLK_TCK")

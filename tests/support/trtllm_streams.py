@@ -81,7 +81,11 @@ def opened(server, model="tensorrt_llm_bls") -> Iterator[Stream]:
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         stream = Stream(client, model)
         client.start_stream(lambda result, error: stream.responses.put((result, error)))
-        yield stream
+        try:
+            yield stream
+        except BaseException:
+            stream.cancel()  # its requests may never end
+            raise
 
 
 ASKED = {"text_input": [["The sea"]], "max_tokens": [[32]], "end_id": [[-1]], "stream": [[True]]}

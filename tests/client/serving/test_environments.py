@@ -28,6 +28,7 @@ def put(wheels):
         wheel.writestr("an_engine-1.2.dist-info/RECORD", "")
 
 
+@pytest.mark.nightly
 def test_package_environment_is_created_once(wheels, capsys):
     environment = PackageEnvironment("engine", "an-engine", "1.2", exclude=("torch",))
     with pytest.raises(EnvironmentSetupError, match=r"an-engine 1\.2: ERROR: .*an-engine==1\.2"):
@@ -42,6 +43,7 @@ def test_package_environment_is_created_once(wheels, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.nightly
 def test_locked_environment_has_exactly_its_requirements(wheels, tmp_path):
     put(wheels)
     file = tmp_path / "pinned.txt"

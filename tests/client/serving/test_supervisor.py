@@ -186,6 +186,7 @@ def test_the_openai_gateway_stays_when_the_server_is_restarted(repository, tmp_p
         made.process.wait()
 
 
+@pytest.mark.nightly
 def test_a_dead_engine_is_restarted(repository, tiny, tmp_path):
     """The engine itself, whose runner dies in a step."""
     inject_into_repository(repository, {"dead_engine": 4})
