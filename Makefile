@@ -2,7 +2,7 @@
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: help serve quick quick-lint quick-tests quick-server test nightly bench-gpu lint style reference matrix demo-model setup setup-serve lock clean
+.PHONY: help serve quick quick-lint quick-tests quick-server test nightly bench-gpu lint style reference matrix demo-model wheel setup setup-serve lock clean
 
 MODEL ?= demo
 OPTIONS ?=
@@ -57,6 +57,7 @@ help:
 	@echo "make reference   write docs/reference from the code"
 	@echo "make matrix      write docs/reference/models.md from the tests of all model families"
 	@echo "make demo-model  prepare the demo model"
+	@echo "make wheel       write a manylinux wheel with the compiled kernels to dist/"
 	@echo "make setup       create .venv with all packages, also those of the tests"
 	@echo "make lock        update constraints.txt from pyproject.toml, and the clients.txt of the tests (needs uv)"
 	@echo "make clean       remove .venv, .cache and build results"
@@ -129,6 +130,15 @@ matrix: setup
 demo-model: setup-serve
 	@$(BIN)/python -m paged_client.serving.demo_model
 
+# The kernels do not depend on the version of CPython. auditwheel names the oldest manylinux platform whose libraries
+# have all symbols that the kernels use. PyTorch's libraries come with PyTorch.
+wheel: setup
+	PYTHONPATH=kernels $(BIN)/python -m paged_kernels.cpu.build --all
+	rm -rf build
+	$(BIN)/python -m build --wheel --outdir build/wheel -C=--build-option=--plat-name=linux_$$(uname -m)
+	$(BIN)/python -m auditwheel repair --patcher none --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist \
+	  build/wheel/*.whl
+
 setup:
 	$(call SET_UP,test)
 
@@ -149,5 +159,5 @@ lock:
 	@mv clients.new $(CLIENTS).txt
 
 clean:
-	rm -rf $(VENV) .cache kernels/paged_kernels/cpu/built build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache kernels/paged_kernels/cpu/built build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

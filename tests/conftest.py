@@ -96,6 +96,14 @@ def pytest_sessionfinish(session):
         file.write_text(json.dumps(stash.get(MATRIX, Records()).dump()))
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("ranks"):
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("a GPU is visible; tests/distributed/test_beside_gpus.py runs this test without")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     """Collect the reports of a test process that has ended."""

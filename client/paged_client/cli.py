@@ -53,6 +53,12 @@ def run() -> None:
     sys.exit(code)
 
 
+def run_tritonserver() -> None:
+    """Run `paged tritonserver` with the arguments in `sys.argv` and end the process."""
+    sys.argv[1:1] = ["tritonserver"]
+    run()
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse a command line. `rest` has the arguments of another program, `engine_options` the engine's flags.
 
@@ -65,8 +71,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if own[:1] and own[0].startswith("-") and own[0] not in parser._option_string_actions:
         raise UsageError(misplaced(own, commands))
     engine_options: dict[str, object] = {}
-    if own[:1] == ["serve"]:
-        own, engine_options = split_engine_flags(own, commands["serve"]._option_string_actions)
+    if own[:1] and own[0] in serve.WITH_ENGINE_OPTIONS:
+        own, engine_options = split_engine_flags(own, commands[own[0]]._option_string_actions, own[0])
     args, unknown = parser.parse_known_args(own)
     if unknown:
         raise UsageError(unrecognized(unknown[0], own, args.command, commands))
@@ -91,15 +97,16 @@ def _fail(message: str, code: int) -> int:
 def split_passthrough(argv: list[str]) -> tuple[list[str], list[str]]:
     """Split off the arguments that belong to another program.
 
-    These are tritonserver's options after `serve ... --`, and everything after `bench NAME` and `perf_analyzer`.
+    These are tritonserver's options after `serve ... --`, and everything after `bench NAME`, `perf_analyzer` and
+    `tritonserver`, without a `--` in front.
     """
     if argv[:1] == ["serve"] and "--" in argv:
         cut = argv.index("--")
         return argv[:cut], argv[cut + 1 :]
     if argv[:1] == ["bench"]:
         return argv[:2], argv[2:]
-    if argv[:1] == ["perf_analyzer"]:
-        return argv[:1], argv[1:]
+    if argv[:1] and argv[0] in tools.PROGRAMS:
+        return argv[:1], argv[2:] if argv[1:2] == ["--"] else argv[1:]
     return argv, []
 
 

@@ -21,12 +21,12 @@ def test_secret_is_read_from_the_variable_or_the_file(monkeypatch, tmp_path):
     [
         ({"SOME_SECRET": "a", "SOME_SECRET_FILE": "b"}, "SOME_SECRET and SOME_SECRET_FILE are both set"),
         ({"SOME_SECRET": ""}, "SOME_SECRET: the secret is empty"),
-        ({"SOME_SECRET_FILE": "/missing"}, r"SOME_SECRET_FILE=/missing: .*No such file"),
+        ({"SOME_SECRET_FILE": "{tmp_path}/missing"}, r"SOME_SECRET_FILE={tmp_path}/missing: .*No such file"),
         ({"SOME_SECRET_FILE": "/dev/null"}, "SOME_SECRET_FILE=/dev/null: the secret is empty"),
     ],
 )
-def test_unusable_secrets_are_rejected(monkeypatch, variables, problem):
+def test_unusable_secrets_are_rejected(monkeypatch, tmp_path, variables, problem):
     for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=problem):
+        monkeypatch.setenv(name, value.format(tmp_path=tmp_path))
+    with pytest.raises(ConfigError, match=problem.format(tmp_path=tmp_path)):
         read_secret("SOME_SECRET")

@@ -1,6 +1,7 @@
 """Throughput beside busy neighbours in `paged bench cpu`."""
 
 import os
+from collections import Counter
 
 import pytest
 
@@ -14,15 +15,26 @@ from tests.support.benchmark_runs import run_of
 from tests.support.waiting import until
 
 
+def expected(nice):
+    """The nice value of a neighbour, which is added to that of this process."""
+    return min(19, os.nice(0) + nice)
+
+
 def nice_values():
     """The nice values of the spinning processes that this process has started."""
+    until(lambda: None not in _nice_values(), "the start of the neighbours")
+    return _nice_values()
+
+
+def _nice_values():
     found = []
     for entry in os.scandir("/proc"):
         try:
             with open(f"{entry.path}/cmdline") as line, open(f"{entry.path}/stat") as stat:
                 fields = stat.read().rpartition(")")[2].split()
-                if _cpu_busy.SPIN in line.read() and int(fields[1]) == os.getpid():
-                    found.append(int(fields[16]))
+                command = line.read()
+                if _cpu_busy.SPIN in command and int(fields[1]) == os.getpid():
+                    found.append(None if command.startswith("nice\0") else int(fields[16]))
         except OSError:
             continue
     return found
@@ -32,7 +44,7 @@ def nice_values():
 def test_one_process_spins_per_two_cores(monkeypatch, cores, count):
     monkeypatch.setattr(_cpu_busy, "usable_cores", lambda: cores)
     with neighbours(19):
-        until(lambda: nice_values() == [19] * count, f"{count} spinning processes at nice 19")
+        assert nice_values() == [19] * count
     assert not nice_values()
     with neighbours(None):
         assert not nice_values()
@@ -44,8 +56,15 @@ def test_quick_run_has_one_stream():
 
 
 def test_every_target_has_a_record(monkeypatch):
-    monkeypatch.setattr(_cpu_busy, "CONDITIONS", {"idle": None, "busy neighbour": None})
-    fast, slow = (lambda jobs: run_of([1, 2, 3])), (lambda jobs: run_of([1, 2, 3], gap=4.0))
+    monkeypatch.setattr(_cpu_busy, "usable_cores", lambda: 2)
+    neighbours = Counter()
+
+    def fast(jobs):
+        neighbours[tuple(nice_values())] += 1
+        return run_of([1, 2, 3])
+
+    def slow(jobs):
+        return run_of([1, 2, 3], gap=4.0)
 
     def failing(jobs):
         raise ValueError("no room")
@@ -59,6 +78,7 @@ def test_every_target_has_a_record(monkeypatch):
     assert (latency.value, target_share(latency)) == (1.0, 4.0)
     assert set(records["words, idle"].peers) == {"slow"}
     assert contestants.absent["failing"] == "ValueError: no room"
+    assert neighbours == {(): 2, (expected(0),): 2, (19,): 2}
 
 
 def test_p99_is_that_of_all_gaps():
@@ -66,7 +86,7 @@ def test_p99_is_that_of_all_gaps():
 
 
 def test_every_run_has_other_tokens(monkeypatch):
-    monkeypatch.setattr(_cpu_busy, "CONDITIONS", {"idle": None, "busy neighbour": None})
+    monkeypatch.setattr(_cpu_busy, "usable_cores", lambda: 1)
     prompts = []
 
     def recorded(jobs):
@@ -74,4 +94,4 @@ def test_every_run_has_other_tokens(monkeypatch):
         return run_of([1, 2, 3])
 
     measure_busy(Contestants({OURS: recorded}), {"words": [Job(list(range(20)), 3)]}, 1000, rounds=3)
-    assert len(set(prompts)) == len(prompts) == 6
+    assert len(set(prompts)) == len(prompts) == 9

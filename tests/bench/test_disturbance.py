@@ -1,11 +1,15 @@
 """Runs that are repeated because of other processes."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from paged_bench import _disturbance
 from paged_bench._disturbance import ATTEMPTS, MAX_LOAD, least_disturbed, other_cpu_seconds
+from tests.support.waiting import until
 
 
 def with_loads(monkeypatch, loads):
@@ -46,4 +50,16 @@ def test_time_of_a_process_that_does_not_exist_is_unknown():
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="only on Linux")
 def test_time_of_other_processes_is_known_on_linux():
-    assert other_cpu_seconds(None) >= 0 and other_cpu_seconds(os.getppid()) is not None
+    """The time of a process of our own is not counted."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        try:
+            until(lambda: cpu_seconds(child.pid) > 0.3)
+            without_child = other_cpu_seconds(child.pid)
+            assert other_cpu_seconds(None) - without_child > 0.2
+        finally:
+            child.kill()
+
+
+def cpu_seconds(process):
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

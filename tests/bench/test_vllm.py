@@ -1,4 +1,8 @@
-"""vLLM as a contestant, with a module in its place that has the same interface."""
+"""vLLM as a contestant: the options that it gets, its outputs, and the records of a comparison.
+
+A small module stands for vLLM. These tests do not show that a version of vLLM has this interface or accepts the
+options, nor how fast it is.
+"""
 
 import json
 import sys

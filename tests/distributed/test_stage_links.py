@@ -2,7 +2,6 @@
 
 import multiprocessing
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -39,7 +38,6 @@ def run_rank(rank, port, found):
     group.leave()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="uses gloo")
 def test_states_and_results_of_steps_in_flight_arrive_in_order():
     """All ranks run in processes of their own, because a process can be in one group only."""
     context = multiprocessing.get_context("spawn")

@@ -2,7 +2,6 @@
 
 import multiprocessing
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -36,7 +35,6 @@ def send(results):
     group.leave()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="uses gloo")
 def test_messages_of_any_length_arrive_in_order():
     """Both ranks run in processes of their own, because a process can be in one group only."""
     context = multiprocessing.get_context("spawn")

@@ -4,6 +4,7 @@ import json
 import re
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpcclient
@@ -184,9 +185,32 @@ def test_tensorrt_llm_gauges(installed):
     assert [now["nv_trt_llm_inflight_batcher_metrics", kind] for kind in kinds] == [0, 0, 0, 0]
     kinds = ("gpu", "pinned")
     assert [now["nv_trt_llm_runtime_memory_metrics", kind] for kind in kinds] == [0, 0]
-    assert now["nv_trt_llm_runtime_memory_metrics", "cpu"] > 1e8
-    assert now["nv_trt_llm_general_metrics", "iteration_counter"] >= 0
-    assert abs(now["nv_trt_llm_general_metrics", "timestamp"] - time.time()) < 3600
+    resident = resident_memory(b"of_vllm_0", installed.http_url.rpartition(":")[2].encode())
+    assert now["nv_trt_llm_runtime_memory_metrics", "cpu"] == pytest.approx(resident, rel=0.5)
+
+
+def resident_memory(*words):
+    """Return the bytes of memory of the stub process with these words in its command line."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command, status = (process / "cmdline").read_bytes(), (process / "status").read_text()
+        except OSError:
+            continue
+        if b"python_backend_stub" in command and all(word in command for word in words):
+            return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
+    raise AssertionError(f"no process of {words}")
+
+
+def test_tensorrt_llm_metrics_of_steps(installed):
+    """The time of a step is in whole seconds."""
+    general = "nv_trt_llm_general_metrics"
+    before = samples(installed, "of_vllm")
+    until(lambda: int(time.time()) > before[general, "timestamp"], "the next second")
+    began = int(time.time())
+    assert post(installed, {"text_input": "2#zq", "max_tokens": 5, "ignore_eos": True}, model="of_vllm")[0] == 200
+    steps = before[general, "iteration_counter"] + 5
+    until(lambda: samples(installed, "of_vllm")[general, "iteration_counter"] == steps, "the metrics of all steps")
+    assert began <= samples(installed, "of_vllm")[general, "timestamp"] <= time.time()
 
 
 def test_metrics_can_be_disabled(adapted_server):

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from paged_client.serving.tritonserver import choose_ports
+from tests.support.gateway import gateway
 from tests.support.triton import listens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,6 +75,7 @@ class Place:
         text = text.replace("localhost:8000", self.http).replace("localhost:8001", self.grpc)
         text = text.replace("localhost:8002", self.metrics).replace("localhost:9000", f"localhost:{self.gateway}")
         text = text.replace("--port 9000", f"--port {self.gateway}")
+        text = re.sub(r"(localhost:|--openai-port )8003", rf"\g<1>{self.gateway}", text)
         ports = f"--http-port {http} --grpc-port {grpc} --metrics-port {metrics}"
         text = text.replace("paged serve ", f"paged serve {ports} ")
         text = text.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
@@ -157,9 +159,12 @@ def test_commands_of_a_page(page, request, tiny, tmp_path):
     if not own and any("localhost" in block.text or "paged " in block.text for block in blocks(page) if block.runs):
         server = request.getfixturevalue("server")
         addresses = [server.http_url, server.grpc_url, server.metrics_url]
-    (gateway,) = choose_ports(gateway=0)
-    place = Place(*addresses, gateway=gateway, model=tiny[0], scratch=tmp_path)
     with ExitStack() as stack:
+        if not own and any("localhost:8003" in block.text for block in blocks(page) if block.runs):
+            port = stack.enter_context(gateway(addresses[1])).port  # that of `make serve`
+        else:
+            (port,) = choose_ports(gateway=0)
+        place = Place(*addresses, gateway=port, model=tiny[0], scratch=tmp_path)
         for number, block in enumerate(one for one in blocks(page) if one.runs):
             scratch = tmp_path / str(number)
             scratch.mkdir()

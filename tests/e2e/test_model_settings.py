@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from paged_client import Client, PagedError
+from paged_client import Client, PagedError, cli
+from tests.support.client_calls import standard_input
 from tests.support.gateway import gateway
 from tests.support.triton import post
 
@@ -86,6 +87,13 @@ class TestSamplingDefaults:
 
     def test_max_new_tokens_is_cut_to_what_fits(self, client):
         assert client.generate("x" * 250, ignore_eos=True).num_output_tokens == 6
+
+    def test_an_answer_of_paged_chat_fits_a_short_context(self, served, monkeypatch, capsys):
+        """The server rejects the default limit of an answer, which is longer than the context."""
+        standard_input(monkeypatch, "x")
+        assert cli.main(["chat", "--url", served.grpc_url, "-p", "ignore_eos=true"]) == 0
+        note = "the answer was cut after 7 tokens; the model's max_new_tokens, context or KV cache allows no more"
+        assert capsys.readouterr().err == f"note: {note}\n"
 
     def test_beam_search_and_embeddings(self, client):
         search = client.generate(**PROMPT, beam_width=2)

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
-import torch
 import transformers as hf
 
 from paged_bench import _machines as network
@@ -21,8 +20,8 @@ from tests.support.triton import START_SECONDS, raw_stream
 from tests.support.waiting import until
 
 pytestmark = [
+    pytest.mark.ranks,
     pytest.mark.nightly,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of a machine with GPUs are on its GPUs"),
     pytest.mark.skipif(not network.available(), reason=network.MISSING),
 ]
 

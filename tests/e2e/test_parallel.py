@@ -4,7 +4,6 @@ import os
 import signal
 
 import pytest
-import torch
 
 from paged_client.cli import main
 from paged_client.serving.tritonserver import TritonServer
@@ -12,7 +11,7 @@ from tests.support.processes import rank_processes
 from tests.support.triton import raw_stream
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of a machine with GPUs are on its GPUs")
+pytestmark = pytest.mark.ranks
 
 
 def ranks(server):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paged_backend.engine import model_memory, runner_builder
+from paged_backend.engine import model_memory
 from paged_backend.engine.model_memory import MemoryCommand, MemoryShortage, ReleasedMemory
 from paged_backend.loading import model_loader
 from paged_backend.memory import kv_cache
@@ -19,6 +19,7 @@ from paged_kernels.cpu import native
 from tests.support.adapters import LORA, make_adapter, write_adapter_list
 from tests.support.families import HYBRID_FAMILIES
 from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
+from tests.support.recorded_graphs import CpuCapture
 from tests.support.tiny_family import HYBRID_OPTIONS, MATRIX_FAMILIES
 
 PROMPTS = [list(range(1, 30)), [5, 6, 7], list(range(40, 57))]
@@ -119,23 +120,18 @@ def test_adapter_slots_move(tiny, tmp_path, monkeypatch):
 
 
 def test_graphs_are_captured_again(tiny, monkeypatch):
-    captures = []
-
-    def capture(step):
-        captures.append(step)
-        return step
-
-    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: capture)
+    """A graph that was kept would use memory that has been freed."""
+    capture = CpuCapture(monkeypatch)
     assembly = tiny_assembly(tiny[0])
-    expected, count = generate(assembly), len(captures)
+    expected, count = generate(assembly), len(capture.replays)
     assert count
     assembly.model_memory.release()
     assert not assembly.runner.has_graphs
     assembly.model_memory.restore()
     assert assembly.runner.has_graphs
-    assert len(captures) == 2 * count
     assembly.scheduler.clear_cache()
     assert generate(assembly) == expected
+    assert len(capture.replays) == 2 * count
 
 
 def test_a_host_without_room_for_the_weights_changes_nothing(tiny, monkeypatch):

@@ -14,7 +14,7 @@ from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
 from tests.support.pairwise import mostly_nightly
 
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with GPUs the ranks would use them"),
+    pytest.mark.ranks,
     pytest.mark.skipif(
         find_spec("transformers.distributed.pipeline_parallel") is None,
         reason="this version of transformers loads no stages",

@@ -43,6 +43,7 @@ def test_missing_files_and_other_versions_are_named(copies, tmp_path, monkeypatc
     assert difference.startswith("version of torch: differs from that on the server's machine (0.1, and ")
 
 
-def test_missing_model_is_named(copies):
-    with pytest.raises(ConfigError, match='model="/nope"'):
-        rank_facts(dataclasses.replace(copies[0], model="/nope"))
+def test_missing_model_is_named(copies, tmp_path):
+    missing = str(tmp_path / "missing")
+    with pytest.raises(ConfigError, match=f'model="{missing}"'):
+        rank_facts(dataclasses.replace(copies[0], model=missing))

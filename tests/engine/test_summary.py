@@ -11,6 +11,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.engine.model_preparation import prepare_model
 from paged_backend.engine.summary import _invariance_cost, log_startup, summary, unused_options
+from paged_backend.utils.startup import NO_CHAT
 from tests.support.classifiers import save_classifier
 from tests.support.families import HYBRID_FAMILIES
 from tests.support.in_process import save_tiny
@@ -43,7 +44,13 @@ def test_lines(config, prepared):
     assert lines["Data types"] == "weights float32, KV cache float32"
     assert lines["Context length"].startswith("32 tokens (the model supports ")
     assert lines["KV cache"].startswith("128 tokens in 8 blocks, 0.00 GiB; host memory ")
-    assert lines.keys() == {"Model", "Device", "Kernels", "Data types", "Context length", "KV cache"}
+    assert lines["Chat template"] == "none, so the model completes prompts and rejects conversations"
+    assert lines.keys() == {"Model", "Device", "Kernels", "Data types", "Context length", "KV cache", "Chat template"}
+
+
+def test_a_model_with_a_chat_template_has_no_line_about_it(config, prepared, monkeypatch):
+    monkeypatch.setattr(prepared.loaded.tokenizer, "chat_template", "{{ messages }}")
+    assert NO_CHAT not in summary(config, prepared)
 
 
 @pytest.mark.parametrize(("count", "listed"), [(3, "l0, l1, l2"), (9, "l0, l1, l2, l3, l4, l5, l6, l7 and 1 more")])

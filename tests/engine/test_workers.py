@@ -14,7 +14,7 @@ from paged_backend.utils import child_process
 from tests.support.beams import beams
 from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with GPUs the ranks would use them")
+pytestmark = pytest.mark.ranks
 
 # A pool that a few requests fill, with a host pool.
 OPTIONS = {"num_gpu_blocks_override": 24, "swap_space": 0.001, "preemption_mode": "swap"}

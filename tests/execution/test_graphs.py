@@ -1,4 +1,4 @@
-"""Captured and replayed steps, with a fake capture that runs the step again in place of a CUDA graph."""
+"""Captured and replayed steps, with recorded operations in place of CUDA graphs."""
 
 import gc
 import itertools
@@ -22,32 +22,15 @@ from paged_backend.models import few_rows
 from paged_kernels import cascade
 from tests.support.families import FAMILIES
 from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
+from tests.support.recorded_graphs import CpuCapture
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = {"max_tokens": 12}
 
 
-class FakeCapture:
-    """Behaves like a CUDA graph as seen from outside: fixed inputs, and a fixed tensor of outputs."""
-
-    def __init__(self):
-        self.replays = []
-
-    def __call__(self, step):
-        logits = step().clone()
-
-        def replay():
-            self.replays.append(len(logits))
-            return logits.copy_(step())
-
-        return replay
-
-
 @pytest.fixture
 def capture(monkeypatch):
-    made = FakeCapture()
-    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: made)
-    return made
+    return CpuCapture(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +129,8 @@ def test_shared_prefixes_are_passed_to_attention(tiny, capture, monkeypatch, cap
     monkeypatch.setattr(graph_shapes, "MEMORY_BOUND_ROWS", 4)
     forward, seen = runner.Runner._forward, []
 
-    def spied(self, batch):
-        paging, shared = batch.paging, batch.paging.shared
+    def check(paging):
+        shared = paging.shared
         if shared and shared.lens.any():
             lens, starts = shared.lens.tolist(), shared.group_starts.tolist()
             seen.append((sorted(lens)[-5:], len(lens)))
@@ -158,6 +141,9 @@ def test_shared_prefixes_are_passed_to_attention(tiny, capture, monkeypatch, cap
                 assert all(0 < lens[row] < paging.context_lens[row] for row in rows)
             assert shared.max_len >= max(lens)
             assert sum(length > 0 for length in lens) == starts[-1]
+
+    def spied(self, batch):
+        capture.check(check, batch.paging)
         return forward(self, batch)
 
     monkeypatch.setattr(runner.Runner, "_forward", spied)
@@ -266,7 +252,7 @@ def undrafted(tiny, longer):
 
 
 @pytest.fixture
-def checked(monkeypatch):
+def checked(capture, monkeypatch):
     """Check that the forward passes of every step, replayed or not, write the slots of the step's own tokens and no
     others, and that every padding row belongs to a sequence. Returns the sizes of the steps so far, in rows and
     sequences."""
@@ -291,15 +277,21 @@ def checked(monkeypatch):
                 assert (paging.slots[start : start + length] == -1).all()
         return {slot for slot in paging.slots.tolist() if slot >= 0}
 
-    def spied(self, batch):
-        written = addresses(batch.paging)
+    def check(paging):
+        written = addresses(paging)
         if written and own:  # both are empty while the model is loaded
             assert written == own
-            seen.append((len(batch.paging.slots), batch.paging.num_seqs))
+            seen.append((len(paging.slots), paging.num_seqs))
+
+    def check_draft(paging):
+        assert addresses(paging) <= own or not own
+
+    def spied(self, batch):
+        capture.check(check, batch.paging)
         return forward(self, batch)
 
     def spied_draft(self, batch):
-        assert addresses(batch.paging) <= own or not own
+        capture.check(check_draft, batch.paging)
         return draft_forward(self, batch)
 
     monkeypatch.setattr(step_loop, "pack", spied_pack)

@@ -8,10 +8,10 @@ import torch
 
 from paged_backend.api.errors import RequestError
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine import runner_builder
 from paged_backend.scheduling.plan_builder import PlanBuilder
 from tests.support.callers import serving
 from tests.support.in_process import WAIT, byte_tokenizer, running, tiny_assembly
+from tests.support.recorded_graphs import CpuCapture
 
 sync_and_async = pytest.mark.usefixtures("async_scheduling")
 TOKENIZER = byte_tokenizer()
@@ -135,11 +135,12 @@ def test_scored_rows_per_step_are_bounded(tiny, prompts, monkeypatch):
 @sync_and_async
 def test_graph_replay_does_not_change_logprobs(tiny, prompts, monkeypatch):
     """Chunks of one token are replayed like decode steps. Two chunks that end their prompts need all of their rows."""
-    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: lambda step: step)
+    capture = CpuCapture(monkeypatch)
     with running(tiny_assembly(tiny[0], max_num_seqs=2, max_num_batched_tokens=2)) as engine:
         keys = [engine.submit(prompt, max_tokens=3, prompt_logprobs=2) for prompt in prompts[:3]]
         for prompt, found in zip(prompts, prompt_logprobs(engine, *keys), strict=False):
             check(tiny[1], prompt, found, 2)
+    assert capture.replays
 
 
 def test_draft_tokens_do_not_change_logprobs(tiny, prompts):

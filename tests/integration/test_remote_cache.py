@@ -167,17 +167,18 @@ def test_windowed_blocks_are_shared(tmp_path, server):
         assert bool(stats.cached_tokens) == read
 
 
-def test_unusable_options_are_rejected(assembly, tiny, monkeypatch):
+def test_unusable_options_are_rejected(assembly, tiny, tmp_path, monkeypatch):
+    missing = tmp_path / "missing"
     for options, problem in (
         ({"swap_space": 0}, r'remote_cache_url="redis://.*": needs a host pool; set swap_space as well'),
         ({"remote_cache_gib": 1e-9}, r"remote_cache_gib=1e-09: one block takes \d+ bytes; raise it"),
-        ({"remote_cache_url": "rediss://h?ssl_ca_certs=/missing"}, "ssl_ca_certs=/missing: is not a file"),
+        ({"remote_cache_url": f"rediss://h?ssl_ca_certs={missing}"}, f"ssl_ca_certs={missing}: is not a file"),
     ):
         with pytest.raises(ConfigError, match=problem):
             assembly(**options)
     monkeypatch.setenv("PAGED_REMOTE_CACHE_SECRET", "short")
     with pytest.raises(ConfigError, match="PAGED_REMOTE_CACHE_SECRET: has 5 bytes; must be at least 16"):
-        assembly(model="/missing")  # secrets are checked before the model is read
+        assembly(model=str(missing))  # secrets are checked before the model is read
     monkeypatch.delenv("PAGED_REMOTE_CACHE_SECRET")
     monkeypatch.setenv("PAGED_REMOTE_CACHE_PASSWORD", "secret")
     with pytest.raises(ConfigError, match="remote_cache_url: has a password, as PAGED_REMOTE_CACHE_PASSWORD has"):

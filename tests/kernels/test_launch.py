@@ -76,8 +76,9 @@ def test_table_in_use_determines_the_launch_shape(tables):
 
 
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "sm_120"])
-def test_decode_tiles_are_among_the_best_measured(chip):
-    """On an H100 these differ from the best by 0.1% for contexts of 8,192."""
+def test_decode_tiles_are_the_same_on_all_nvidia_chips(chip):
+    """They were measured on an H100 (sm_90), where they differ from the best by 0.1% for contexts of 8,192. On the
+    other chips they are an assumption."""
     shape = shape_of(chip)
     assert (shape.SMALL_M, shape.SMALL_N, shape.num_warps) == (16, 64, 4)
     assert shape.SMALL_STAGES in (3, 4)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,8 @@ def write(directory, **values):
     return directory
 
 
-def read(model, root=Path("/nowhere"), **options):
+def read(model, root=None, **options):
+    root = root or model / "no repository"
     return read_sampling_defaults(EngineConfig.from_options({"model": str(model)} | options), root, model)
 
 
@@ -59,8 +59,9 @@ def test_another_directory_replaces_the_models(tmp_path, caplog, monkeypatch):
     assert read(model, root=tmp_path, generation_config="other").values == {"top_k": 5}
     monkeypatch.chdir(tmp_path)
     assert read(model, generation_config="other").values == {"top_k": 5}
-    with pytest.raises(ConfigError, match=f'generation_config="none": no {FILE} in /nowhere/none; give "auto", "vllm"'):
-        read(model, generation_config="none")
+    reason = f'generation_config="none": no {FILE} in {tmp_path}/none; give "auto", "vllm"'
+    with pytest.raises(ConfigError, match=reason):
+        read(model, root=tmp_path, generation_config="none")
 
 
 def test_overrides_replace_single_values(tmp_path, caplog):

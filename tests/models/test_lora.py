@@ -13,7 +13,6 @@ import transformers as hf
 from peft import PeftModel
 
 from paged_backend.api.errors import ConfigError
-from paged_backend.engine import runner_builder
 from paged_backend.execution.runner import Runner
 from paged_backend.models import linear
 from paged_backend.models.adapter_rows import adapter_rows
@@ -30,6 +29,7 @@ from tests.support.adapters import (
 from tests.support.families import COMMON
 from tests.support.in_process import WAIT, byte_tokenizer, generate_with_transformers, running, save_tiny, tiny_assembly
 from tests.support.pairwise import mostly_nightly
+from tests.support.recorded_graphs import CpuCapture
 
 
 def submit_all(engine, lora_prompts, names, **sampling):
@@ -332,25 +332,14 @@ def test_draft_tokens_do_not_change_outputs(tiny, draft, adapter_list, lora_prom
 
 
 def test_only_steps_without_adapters_are_replayed(tiny, adapter_list, lora_prompts, lora_outputs, monkeypatch):
-    replays = []
-
-    def capture(step):
-        output = step()
-
-        def replay():
-            replays.append(len(output))
-            return output.copy_(step())
-
-        return replay
-
-    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: capture)
+    capture = CpuCapture(monkeypatch)
     with running(tiny_assembly(tiny[0], adapters=adapter_list, **LORA)) as engine:
         key = engine.submit(lora_prompts[0], max_tokens=MAX_TOKENS, lora_name="all")
         assert engine.wait(key)[0].tokens == lora_outputs["all"][0]
-        assert not replays
+        assert not capture.replays
         check_all(engine, lora_prompts, lora_outputs)
         engine.generate(lora_prompts[:1], max_tokens=4)
-        assert replays
+        assert capture.replays
 
 
 def test_samples_and_beams(tiny, adapter_list, adapter_files, lora_prompts):

@@ -57,6 +57,15 @@ def test_all_ports_are_published(service):
     assert {port.split(":")[1] for port in service["ports"]} == {"8000", "8001", "8002"}
 
 
+def test_gateway_is_published_and_reaches_the_server(service):
+    gateway = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["openai"]
+    program, *arguments = gateway["command"]
+    args = parse(arguments)
+    assert (program, args.command, args.host, args.url) == ("paged", "openai", "0.0.0.0", ["paged_llm:8001"])
+    assert gateway["ports"] == [f"{args.port}:{args.port}"]
+    assert gateway["image"] == service["image"]
+
+
 def test_shared_memory_size(service):
     assert service["shm_size"] == "1g"
 

@@ -23,7 +23,6 @@ NO_SHRINKING = (
 
 
 QUICK = [mutant for mutant in MUTANTS if mutant not in RARE]
-SAMPLE = QUICK[::8]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -33,62 +32,69 @@ def test_mutant_is_about_code_in_the_source(mutant):
 
 
 def test_documented_number_of_mutants():
-    expected = f"{len(SAMPLE)} must be found in `make test`, and all {len(MUTANTS)} in `make nightly`"
+    expected = f"{len(QUICK)} must be found in `make test`, and all {len(MUTANTS)} in `make nightly`"
     assert expected in (ROOT / "docs/guides/test.md").read_text()
 
 
 @pytest.mark.parametrize(
-    ("mutants", "first"),
-    [
-        pytest.param(SAMPLE, lambda: 0, id="sample"),
-        pytest.param(QUICK, lambda: SystemRandom().randrange(2**32), id="all", marks=pytest.mark.nightly),
-    ],
+    "first", [lambda: 0, pytest.param(lambda: SystemRandom().randrange(2**32), marks=pytest.mark.nightly)]
 )
-def test_stress_kills_quick_mutants(mutants, first, figures):
+def test_stress_kills_quick_mutants(first, figures):
     """Random load detects most mutants within seconds, with seeds that find nothing without a mutant. The nightly run
     starts from a random seed."""
     seed = first()
     figures(f"seeds from {seed}")
     with ProcessPoolExecutor(2, get_context("spawn")) as processes:
-        found = dict(zip(mutants, processes.map(found_by, mutants, repeat(seed)), strict=True))
+        found = dict(zip(QUICK, processes.map(found_by, QUICK, repeat(seed)), strict=True))
         assert [mutant for mutant, cause in found.items() if cause is None] == []
         last = max(int(re.match(r"seed (\d+): ", cause)[1]) for cause in found.values())
         unmutated = processes.submit(found_by, None, seed, last + 1 - seed).result()
     assert unmutated is None, "the stress test fails without a mutant"
-    figures(f"{len(found)} of {len(mutants)} mutants detected")
-    table.record("mutants killed", len(found), of=len(mutants))
+    figures(f"{len(found)} of {len(QUICK)} mutants detected")
+    table.record("mutants killed", len(found), of=len(QUICK))
+
+
+def unit_tests_of(file):
+    """The test files, and options for pytest, that find a rare mutant of a file."""
+    if file == DISK:
+        return ("memory/test_block_file", "engine/test_prefix_tiers")
+    names = sorted(file.stem for file in (ROOT / "tests/scheduling").glob("test_*.py"))
+    slow = {"test_speculation"} if file == BEAM_SEARCH else {"test_speculation", "test_beam_search"}
+    return (*(f"scheduling/{name}" for name in names if name not in slow), "server/test_sessions")
+
+
+def run_unit_tests(modules, directory, mutant=None):
+    """Run these tests of a copy of the project, with a mutant in it, up to the first failure."""
+    for name in ("paged_backend", "tests", "kernels", "client", "paged_bench"):
+        shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
+    if mutant:
+        (directory / "paged_backend" / MUTANTS[mutant][0]).write_text(mutated_source(mutant))
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:costs"]  # costs: would fail without a failed test
+    for random_test in ("test_hypothesis_rules", "test_seeded_rules"):
+        options += ["--deselect", f"tests/scheduling/test_block_manager.py::{random_test}"]
+    options += [f"tests/{module}.py" for module in modules]
+    command = [sys.executable, "-c", f"{NO_SHRINKING}; import pytest; raise SystemExit(pytest.main({options}))"]
+    paths = f"{directory}:{directory}/kernels:{directory}/client"
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("modules", sorted({unit_tests_of(MUTANTS[mutant][0]) for mutant in RARE}), ids=len)
+def test_unit_tests_pass_without_a_mutant(tmp_path, modules):
+    """The control of each selection: what fails with a mutant must fail because of it."""
+    done = run_unit_tests(modules, tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mutant", RARE)
 def test_rare_mutant_is_killed_by_unit_tests(tmp_path, mutant):
     table.record("mutants killed", 0, of=1)
-    for name in ("paged_backend", "tests", "kernels", "client", "paged_bench"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    file = MUTANTS[mutant][0]
-    (tmp_path / "paged_backend" / file).write_text(mutated_source(mutant))
-    names = sorted(file.stem for file in (ROOT / "tests/scheduling").glob("test_*.py"))
-    without_models = [f"scheduling/{name}" for name in names if name not in ("test_beam_search", "test_speculation")]
-    modules = [
-        *without_models,
-        "server/test_sessions",
-        *(["scheduling/test_beam_search"] if file == BEAM_SEARCH else []),
-    ]
-    options = ["-x", "-q", "-p", "no:cacheprovider"]
-    for random_test in (
-        "scheduling/test_block_manager.py::test_hypothesis_rules",
-        "scheduling/test_block_manager.py::test_seeded_rules",
-    ):
-        options += ["--deselect", f"tests/{random_test}"]
-    if file == DISK:
-        modules = ["memory/test_block_file", "engine/test_prefix_tiers"]
-    options += [f"tests/{module}.py" for module in modules]
-    command = [sys.executable, "-c", f"{NO_SHRINKING}; import pytest; raise SystemExit(pytest.main({options}))"]
-    paths = f"{tmp_path}:{tmp_path}/kernels:{tmp_path}/client"
-    environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    modules = unit_tests_of(MUTANTS[mutant][0])
     with contextlib.suppress(*([subprocess.TimeoutExpired] if mutant in ENDLESS else [])):
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
+        done = run_unit_tests(modules, tmp_path, mutant)
         assert done.returncode == 1, done.stdout[-2000:]
     table.record("mutants killed", 1)

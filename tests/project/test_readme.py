@@ -24,7 +24,11 @@ HEADS = ["", "this project", "vllm_backend", "tensorrtllm_backend", "SGLang", "N
 METRIC_SUFFIXES = ("_total", "_seconds", "_blocks", "_requests", "_up")
 PACKAGES = {"accelerate", "gguf", "bitsandbytes", "torchao"}  # in other tables of the tuning guide
 TEST_LINK = re.compile(r"\[`(test_\w+)`\]\((?:\.\./)*(tests/[\w/]+\.py)\)")
+TESTS = re.compile(rf",? {TEST_LINK.pattern}")
 NAME_LINK = re.compile(r"\[`([A-Za-z_][\w.]*)`\]\(([^)#\s]+\.py)\)")
+FILE_LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)#?([^)\s]*)\)")
+PATH = re.compile(r"`((?:paged_backend|paged_bench|client|tests|kernels|model_repository|docs|docker)/[\w/.-]*)`")
+BENCHMARK = re.compile(r"paged bench (\w+)((?: [^\s`;#]+)*)")
 SOURCE = re.compile(r" \[([VTSD]\d+)\]$")
 
 
@@ -41,10 +45,6 @@ def _table(text: str) -> list[list[str]]:
 
 def _rows(document: str) -> list[list[str]]:
     return _table((ROOT / document).read_text().partition(COMPARISONS[document])[2])
-
-
-def _comparison_rows() -> list[tuple[str, list[str]]]:
-    return [(document, row) for document in COMPARISONS for row in _rows(document)[1:]]
 
 
 @cache
@@ -73,10 +73,8 @@ def test_there_is_a_comparison(document, least):
     assert len(rows) > least
 
 
-@pytest.mark.parametrize(
-    ("document", "row"), _comparison_rows(), ids=lambda value: value if isinstance(value, str) else value[0]
-)
-def test_each_cell_of_ours_names_an_existing_test(document, row):
+@pytest.mark.parametrize("row", _rows("docs/comparison.md")[1:], ids=lambda row: row[0])
+def test_each_cell_of_ours_names_an_existing_test(row):
     ours = row[1]
     assert len(row) == len(HEADS) and all(row)
     assert ours == "no" or TEST_LINK.search(ours), "neither a test nor a no"
@@ -85,7 +83,8 @@ def test_each_cell_of_ours_names_an_existing_test(document, row):
 
 
 def test_readme_comparison_is_a_part_of_the_full_one():
-    full = [[SOURCE.sub("", cell.replace("](../", "](")) for cell in row] for row in _rows("docs/comparison.md")]
+    """Without the names of tests and sources."""
+    full = [[SOURCE.sub("", TESTS.sub("", cell)) for cell in row] for row in _rows("docs/comparison.md")]
     assert [row[0] for row in _rows("README.md") if row not in full] == []
 
 
@@ -109,9 +108,15 @@ def _headings(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+@pytest.mark.parametrize("pattern", [FILE_LINK, NAME_LINK, TEST_LINK, PATH, BENCHMARK], ids=lambda one: one.pattern)
+def test_documents_have_what_is_checked(pattern):
+    """A pattern that matches nothing would check nothing."""
+    assert sum(len(pattern.findall(document.read_text())) for document in DOCUMENTS) > 5
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_links_lead_somewhere(document):
-    for path, heading in re.findall(r"\]\((?!https?://)([^)#\s]*)#?([^)\s]*)\)", document.read_text()):
+    for path, heading in FILE_LINK.findall(document.read_text()):
         target = document.parent / path if path else document
         assert target.exists(), path
         assert not heading or heading in _headings(target), f"{path}#{heading}"
@@ -125,8 +130,7 @@ def test_linked_names_are_defined_in_the_file(document):
 
 @pytest.mark.parametrize("document", [one for one in DOCUMENTS if one.name not in ELSEWHERE], ids=_name)
 def test_paths_in_the_text_exist(document):
-    folders = "paged_backend|paged_bench|client|tests|kernels|model_repository|docs|docker"
-    for path in re.findall(rf"`((?:{folders})/[\w/.-]*)`", document.read_text()):
+    for path in PATH.findall(document.read_text()):
         assert (ROOT / path).exists(), path
 
 
@@ -182,7 +186,7 @@ def test_options_in_the_tuning_guide_exist():
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_benchmarks_in_the_text_exist(document):
     shared = (ROOT / "paged_bench/_report.py").read_text()
-    for name, arguments in re.findall(r"paged bench (\w+)((?: [^\s`;#]+)*)", document.read_text()):
+    for name, arguments in BENCHMARK.findall(document.read_text()):
         source = shared + (ROOT / f"paged_bench/{name}.py").read_text()
         for flag in re.findall(r"--[a-z_-]+", arguments):
             assert f'"{flag}"' in source, f"paged bench {name} has no {flag}"

@@ -9,7 +9,6 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine import runner_builder
 from paged_backend.sampling.logprobs import LogprobRows, LogprobsTensors
 from paged_backend.sampling.sampler import compute_logprobs, prepare
 from paged_backend.scheduling.block_scores import BlockScores
@@ -18,6 +17,7 @@ from paged_backend.server.service import Service
 from tests.support.in_process import TINY, WAIT, running, tiny_assembly
 from tests.support.logprobs import Caller, check
 from tests.support.pb_utils import PB_UTILS
+from tests.support.recorded_graphs import CpuCapture
 
 sync_and_async = pytest.mark.usefixtures("async_scheduling")
 REPEATING = [11, 12, 13, 14, 15, 16, 17] * 3
@@ -156,24 +156,13 @@ def test_every_sample_has_its_own_logprobs(tiny, prompts):
 
 @sync_and_async
 def test_graph_replay_does_not_change_logprobs(tiny, prompts, monkeypatch):
-    """Replays overwrite their logits like a CUDA graph, so they must be read before the next step."""
-    replays = []
-
-    def capture(step):
-        output = step()
-
-        def replay():
-            replays.append(len(output))
-            return output.copy_(step())
-
-        return replay
-
-    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: capture)
+    """Replays overwrite their logits, so they must be read before the next step."""
+    capture = CpuCapture(monkeypatch)
     with running(tiny_assembly(tiny[0])) as engine:
         keys = [engine.submit(prompt, max_tokens=8, logprobs=2) for prompt in prompts]
         for prompt, output in zip(prompts, engine.wait(*keys), strict=True):
             check(tiny[1], prompt, output.tokens, output.logprobs, 2)
-    assert replays
+    assert capture.replays
 
 
 def beam_outputs(engine, **sampling):

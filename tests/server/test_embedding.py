@@ -17,6 +17,7 @@ from paged_backend.models.hidden_states import hidden_size
 from paged_backend.server.embedding import EmbeddingCall
 from paged_backend.server.pooling import parse_pooling_sampling
 from tests.support.in_process import running, save_tiny, tiny_assembly
+from tests.support.recorded_graphs import CpuCapture
 
 sync_and_async = pytest.mark.usefixtures("async_scheduling")
 LIMITS = EngineLimits(64, 320, 256, 4, 8, embedding=EmbeddingSpec(64))
@@ -85,18 +86,14 @@ def test_embeddings_use_and_fill_the_prefix_cache(tiny, prompts):
 
 
 def test_embeddings_do_not_use_captured_graphs(tiny, prompts, monkeypatch):
-    from paged_backend.engine import runner_builder
-
-    def record(step):
-        place = step()
-        return lambda: place.copy_(step())
-
-    monkeypatch.setattr(runner_builder, "graph_capture", lambda device: record)
+    capture = CpuCapture(monkeypatch)
     with running(tiny_assembly(tiny[0])) as engine:
         keys = [engine.embed(prompt) for prompt in prompts]
-        engine.submit(prompts[1], max_tokens=4)
+        generated = engine.submit(prompts[1], max_tokens=4)
         for prompt, output in zip(prompts, engine.wait(*keys), strict=True):
             check(tiny[1], prompt, output.hidden)
+        engine.wait(generated)
+    assert capture.replays
 
 
 def test_embeddings_with_a_draft_model(tiny, draft, prompts):

@@ -63,13 +63,17 @@ def test_an_invalid_frame_closes_only_its_connection(engine, frame):
 
 def test_a_slow_reader_does_not_block_others(engine, monkeypatch):
     monkeypatch.setattr(local_socket, "SEND_SECONDS", 0.05)
-    connection = connected()
-    ask(connection)
+    slow, good = connected(), connected()
+    ask(slow)
     channel = engine.next()
+    ask(good)
+    other = engine.next()
     outputs = write_adapters([{"name": "x" * 65536}])
     while not channel.is_cancelled():
         channel.send(outputs, final=False)
-    connection.close()
+    other.send(write_num_stopped(1), final=True)
+    assert next(good.frames())["outputs"] == {"num_stopped": [1]}
+    slow.close()
 
 
 def test_a_slow_reader_does_not_delay_shutdown(monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import pytest
 
@@ -11,18 +12,20 @@ from paged_backend.utils.local_socket import LONGEST_PROFILE
 from tests.support.callers import Caller
 from tests.support.in_process import WAIT
 
+MICROSECOND = 1e-6  # rounding of times in a trace
+
 
 def test_a_profile_has_steps_threads_and_functions(serve):
     service, found = serve(), []
     thread = threading.Thread(target=lambda: found.append(service._profiler.record(1.0)))
+    began, tokens = time.monotonic(), 0
     thread.start()
-    tokens = 0
     while thread.is_alive():
         caller = Caller(text_input="abc", sampling_parameters='{"max_tokens": 20, "ignore_eos": true}')
         service.submit(caller)
         caller.all()
         tokens += 20
-    (profile,) = found
+    (profile,), ended = found, time.monotonic()
     steps = profile["steps"]
     assert 0 < steps["count"] <= tokens
     assert steps["sequences"] == 1.0
@@ -33,7 +36,12 @@ def test_a_profile_has_steps_threads_and_functions(serve):
     assert {"steps", "engine", "responder"} <= rows
     launches = [event for event in events if event["name"] == "launch" and event["ph"] == "X"]
     assert len(launches) == steps["count"]
-    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+    spans = [event for event in events if event["ph"] == "X"]
+    assert all(began <= span["ts"] * 1e-6 + MICROSECOND for span in spans), "not on the clock of time.monotonic()"
+    assert all((span["ts"] + span["dur"]) * 1e-6 - MICROSECOND <= ended for span in spans)
+    for phase, figures in steps["phases"].items():
+        lengths = [span["dur"] for span in spans if span["name"] == phase and span["tid"] == launches[0]["tid"]]
+        assert figures["seconds"] == pytest.approx(sum(lengths) * 1e-6 / steps["count"])
     assert {one["thread"] for one in profile["functions"]} >= {"engine"}
     json.dumps(profile)
     service._profiler.record(0.01)  # the next one starts empty

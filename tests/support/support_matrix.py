@@ -103,7 +103,7 @@ class Result(NamedTuple):
     reason: str = ""  # the error of a rejection, or why there is no test
 
 
-UNTESTED = Result("untested")
+TESTED, UNTESTED = Result("tested"), Result("untested")
 
 
 @dataclass
@@ -143,6 +143,12 @@ class SupportMatrix:
             found = self._expected.models.get(family)
             now = f"{model_class}, {layers}"
             assert found == (model_class, layers), f"{PAGE.name}: {family}: {found}, now {now}: {HOW_TO}"
+
+    def documented(self, family: str, feature: str, recorded: Result) -> Result:
+        """Return the result on the page, or `recorded` if the page is being written."""
+        if self._expected is None:
+            return recorded
+        return self._expected.results.get((family, feature), UNTESTED)
 
     def record(self, family: str, feature: str, status: str, reason: str = "") -> None:
         """Record a result. Call it after the test's assertions."""

@@ -14,7 +14,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from paged_client.serving.tritonserver import TritonServer, server_environment
 from tests.support.waiting import WAIT, until
 
 MODEL = "paged_llm"
+STARTED = "Started HTTPService"  # in the line that tritonserver prints last when it starts
 REPOSITORY = REPOSITORY_ROOT / "model_repository"
 # On a busy machine, tritonserver 2.51 sometimes never finishes loading several models at once.
 ONE_AT_A_TIME = "--model-load-thread-count=1"
@@ -244,22 +245,39 @@ def plain_server(
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if without is None or Path(path) != without)
     environment |= variables
+    with started(command, environment, STARTED) as (process, log):
+        until(lambda: listens(ports["http"]), "an open port, which the server announces too early")
+        urls = (f"localhost:{port}" for port in ports.values())
+        yield PlainServer(*urls, log, backends, process, shm_prefix)
+
+
+@contextmanager
+def started(
+    command: Sequence[str | Path], environment: Mapping[str, str], ready: str, directory: Path | None = None
+) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """Run a server from the line of its output that contains `ready` until the end of the block, where it must exit
+    with 0 after SIGTERM. Yields its process and the lines of its output so far.
+    """
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        env=environment,
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         log = [""]
         limit = threading.Timer(START_SECONDS, os.killpg, (process.pid, signal.SIGKILL))  # else the test never ends
         limit.start()
-        while "Started HTTPService" not in log[-1]:
+        while ready not in log[-1]:
             log.append(process.stdout.readline())
             assert log[-1], "".join(log)  # the server has ended
         limit.cancel()
         # Keep reading its output: a full pipe would block it.
         threading.Thread(target=log.extend, args=(process.stdout,), daemon=True).start()
-        until(lambda: listens(ports["http"]), "an open port, which the server announces too early")
-        urls = (f"localhost:{port}" for port in ports.values())
-        yield PlainServer(*urls, log, backends, process, shm_prefix)
+        yield process, log
     finally:
         process.send_signal(signal.SIGTERM)
         code = process.wait(timeout=60)

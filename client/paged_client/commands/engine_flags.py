@@ -1,4 +1,7 @@
-"""Engine options as flags of `paged serve`, in vLLM's spelling: `--max-model-len 512` is `-o max_model_len=512`."""
+"""Engine options as flags of `paged serve` and `paged model-repository`, in vLLM's spelling.
+
+`--max-model-len 512` is `-o max_model_len=512`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from paged_client.session import UsageError
 _FALSE_PREFIX = "no-"  # --no-enable-prefix-caching
 
 
-def split_engine_flags(argv: Sequence[str], own_flags: Collection[str]) -> tuple[list[str], dict[str, object]]:
-    """Split the arguments of `paged serve` into those of the command itself, and engine options by name.
+def split_engine_flags(
+    argv: Sequence[str], own_flags: Collection[str], command: str = "serve"
+) -> tuple[list[str], dict[str, object]]:
+    """Split the arguments of a command into those of the command itself, and engine options by name.
 
     A flag of a boolean option has no value, or `true` or `false` as its value. Raises UsageError for an unknown flag,
     a repeated one, and one without its value.
@@ -29,14 +34,14 @@ def split_engine_flags(argv: Sequence[str], own_flags: Collection[str]) -> tuple
         if not token.startswith("--") or flag in own_flags:
             rest.append(token)
             continue
-        name, value = _parse(token, tokens, own_flags)
+        name, value = _parse(token, tokens, own_flags, command)
         if name in options:
             raise UsageError(f"{flag}: given twice")
         options[name] = value
     return rest, options
 
 
-def _parse(token: str, following: list[str], own_flags: Collection[str]) -> tuple[str, object]:
+def _parse(token: str, following: list[str], own_flags: Collection[str], command: str) -> tuple[str, object]:
     """Return name and value of the option in `token`. Removes its value from `following` if it is there."""
     flag, equals, text = token.partition("=")
     types = _option_types()
@@ -46,7 +51,7 @@ def _parse(token: str, following: list[str], own_flags: Collection[str]) -> tupl
         return positive, False
     if name not in types:
         value = text or next((one for one in following[:1] if not one.startswith("--")), None)
-        raise UsageError(_sampling_default(flag, value) or _unknown(flag, own_flags, types))
+        raise UsageError(_sampling_default(flag, value) or _unknown(flag, own_flags, types, command))
     if equals:
         return name, json_or_text(text)
     if types[name] == "bool":
@@ -88,13 +93,11 @@ def _sampling_default(flag: str, value: str | None) -> str | None:
     return f"{flag}: unknown option; a default for requests is set with --override-generation-config {setting}"
 
 
-def _unknown(flag: str, own_flags: Collection[str], types: Collection[str]) -> str:
+def _unknown(flag: str, own_flags: Collection[str], types: Collection[str], command: str) -> str:
     from paged_backend.api.errors import closest_match
 
     flags = [*own_flags, *("--" + name.replace("_", "-") for name in types)]
     near = closest_match(flag, flags, cutoff=0.7)
     hint = f"did you mean {near}? See" if near else "see"
-    return (
-        f"{flag}: unknown option; {hint} `paged serve --help` and docs/reference/options.md. To pass it to"
-        f" tritonserver: paged serve MODEL -- {flag}=…"
-    )
+    passed_on = f" To pass it to tritonserver: paged serve MODEL -- {flag}=…" if command == "serve" else ""
+    return f"{flag}: unknown option; {hint} `paged {command} --help` and docs/reference/options.md.{passed_on}"

@@ -1,4 +1,7 @@
-"""`paged serve` and `paged install-backend`: run a Triton server with the engine, or add the engine to one."""
+"""`paged serve`, `paged model-repository` and `paged install-backend`.
+
+They run a Triton server with the engine, write a model repository for one, and add the engine to one.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,18 @@ from paged_client.commands.arguments import EXIT_ERROR, parse_pairs, port, secon
 from paged_client.commands.engine_flags import is_engine_flag
 from paged_client.session import UsageError
 
+WITH_ENGINE_OPTIONS = ("serve", "model-repository")  # commands that take engine options as flags
+
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("serve", help="serve a model with Triton Inference Server")
     parser.usage = "paged serve MODEL [--ENGINE-OPTION VALUE ...] [options] [-- tritonserver options]"
+    _add_model_arguments(parser, "Hugging Face model directory or hub name, GGUF file, or 'demo'")
     add = parser.add_argument
-    add("model", nargs="?", help="Hugging Face model directory or hub name, GGUF file, or 'demo'")
-    add(
-        "-o",
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="set an engine option, as --key=value does; may be repeated",
-    )
-    add("--name", metavar="NAME", help="name under which clients request the model (default: paged_llm)")
     add("--http-port", type=port, default=8000, metavar="N", help="HTTP port (default: 8000)")
     add("--grpc-port", type=port, default=8001, metavar="N", help="gRPC port (default: 8001)")
     add("--metrics-port", type=port, default=8002, metavar="N", help="metrics port (default: 8002)")
     add("--openai-port", type=port, metavar="N", help="port of an OpenAI-compatible gateway (default: there is none)")
-    add("--multi-lora", type=Path, metavar="FILE", help="JSON file of LoRA adapters (name to directory) to serve")
     add("--log-file", type=Path, metavar="FILE", help="file for the server's log (default: in ~/.cache/paged_llm/logs)")
     add("--verbose", action="store_true", help="print the whole log of the server")
     add("--restart", action="store_true", help="start the server again if it ends, hangs, or its engine fails")
@@ -48,6 +43,14 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.set_defaults(run=serve)
 
+    parser = commands.add_parser("model-repository", help="write a model repository for tritonserver")
+    parser.usage = "paged model-repository [MODEL] [--ENGINE-OPTION VALUE ...] [options]"
+    _add_model_arguments(parser, "as for paged serve (default: demo)")
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="missing or empty directory to write to (default: in the cache)"
+    )
+    parser.set_defaults(run=model_repository)
+
     parser = commands.add_parser("install-backend", help="install the engine as a backend of a tritonserver")
     parser.add_argument(
         "directory", type=Path, metavar="DIR", help="the server's backend directory, e.g. /opt/tritonserver/backends"
@@ -56,40 +59,67 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(run=install_backend)
 
 
-def serve(args: argparse.Namespace) -> int:
+def _add_model_arguments(parser: argparse.ArgumentParser, model: str) -> None:
+    """Add the arguments that `_model_options` reads. model: help of the model."""
+    add = parser.add_argument
+    add("model", nargs="?", help=model)
+    add(
+        "-o",
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set an engine option, as --key=value does; may be repeated",
+    )
+    add("--name", metavar="NAME", help="name under which clients request the model (default: paged_llm)")
+    add("--multi-lora", type=Path, metavar="FILE", help="JSON file of LoRA adapters (name to directory) to serve")
+
+
+def _model_options(args: argparse.Namespace, default: str | None = None) -> dict[str, object]:
+    """Return the engine options of a command, including the model. Raises UsageError.
+
+    default: the model if none is given.
+    """
+    from paged_backend.api.errors import ConfigError
+    from paged_client.serving.repository import check_options
+
     options = parse_pairs("-o", args.option)
     for name, value in args.engine_options.items():
         if options.setdefault(name, value) != value:
             raise UsageError(f"--{name.replace('_', '-')}: -o {name}=… is given too")
     named = options.pop("model", None)
-    if (args.model is None) == (named is None):
-        problem = "no model is given" if args.model is None else "the model is given twice"
-        raise UsageError(f"{problem}: it is MODEL or -o model=…")
-    model = args.model if named is None else named
+    if args.model is not None and named is not None:
+        raise UsageError("the model is given twice: it is MODEL or -o model=…")
+    model = next((one for one in (args.model, named, default) if one is not None), None)
+    if model is None:
+        raise UsageError("no model is given: it is MODEL or -o model=…")
     if not isinstance(model, str):
         raise UsageError(f"-o model={model!r}: must be a string")
     if args.name is not None and (other := options.setdefault("served_model_name", args.name)) != args.name:
         raise UsageError(f"--name {args.name}: served_model_name={other} is given too")
-    times = {name: getattr(args, name) for name in ("probe_interval", "probe_timeout") if getattr(args, name)}
-    if times and not args.restart:
-        raise UsageError(f"--{min(times).replace('_', '-')}: has no effect without --restart")
-    from paged_backend.api.errors import ConfigError
-    from paged_client.serving import launch
-    from paged_client.serving.repository import check_options
-    from paged_client.serving.supervisor import RestartPolicy
-
     if args.multi_lora:
         _check_adapters(args.multi_lora)
-    if engine_flag := next((one for one in args.rest if is_engine_flag(one)), None):
-        raise UsageError(f"{engine_flag}: is an engine option, not one of tritonserver; put it before the --")
+    options = {"model": model, **options}
     try:
-        check_options({**options, "model": model})
+        check_options(options)
     except ConfigError as error:
         name = str(error).partition("=")[0].partition(":")[0]
         flag = f"--{name.replace('_', '-')}" if name in args.engine_options else f"-o {name}"
         raise UsageError(f"{flag}{str(error)[len(name) :]}") from None
-    except FileNotFoundError as error:
-        raise UsageError(str(error)) from None
+    return options
+
+
+def serve(args: argparse.Namespace) -> int:
+    options = _model_options(args)
+    times = {name: getattr(args, name) for name in ("probe_interval", "probe_timeout") if getattr(args, name)}
+    if times and not args.restart:
+        raise UsageError(f"--{min(times).replace('_', '-')}: has no effect without --restart")
+    from paged_client.serving import launch
+    from paged_client.serving.supervisor import RestartPolicy
+
+    if engine_flag := next((one for one in args.rest if is_engine_flag(one)), None):
+        raise UsageError(f"{engine_flag}: is an engine option, not one of tritonserver; put it before the --")
+    model = str(options.pop("model"))
     return launch.serve(
         model,
         options,
@@ -137,6 +167,19 @@ def _log_file(named: Path | None, default: Path) -> Path | None:
         print(f"warning: the log is not kept: {path}: {error.strerror}; name a file with --log-file", file=sys.stderr)
         return None
     return path.absolute()
+
+
+def model_repository(args: argparse.Namespace) -> int:
+    from paged_client.serving.demo_model import DemoModelError
+    from paged_client.serving.repository import make_repository
+
+    options = _model_options(args, default="demo")
+    try:
+        print(make_repository(options, args.multi_lora, args.directory))
+    except (ValueError, OSError, DemoModelError) as error:
+        print(f"paged model-repository: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    return 0
 
 
 def install_backend(args: argparse.Namespace) -> int:

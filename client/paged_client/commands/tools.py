@@ -1,4 +1,4 @@
-"""`paged bench` and `paged perf_analyzer`: run other programs with their own arguments."""
+"""`paged bench`, `paged tritonserver` and `paged perf_analyzer`: run other programs with their own arguments."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 
 from paged_client.session import UsageError
 
+PROGRAMS = ("tritonserver", "perf_analyzer")  # commands that pass all of their arguments on
 NOT_BENCHMARKS = ("on_gpu",)  # modules that only run others: see `make bench-gpu`
 
 
@@ -15,6 +16,9 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.usage = "paged bench [NAME [benchmark options]]"
     parser.add_argument("name", nargs="?", help="benchmark to run; lists all of them if omitted")
     parser.set_defaults(run=bench)
+
+    parser = commands.add_parser("tritonserver", help="run tritonserver with its own options")
+    parser.set_defaults(run=tritonserver)
 
     parser = commands.add_parser("perf_analyzer", help="run Triton's perf_analyzer with its own options")
     parser.set_defaults(run=perf_analyzer)
@@ -46,6 +50,18 @@ def _benchmarks() -> list[str]:
     places = spec.submodule_search_locations if spec else None
     names = (info.name for info in pkgutil.iter_modules(places or []))
     return sorted(name for name in names if not name.startswith("_") and name not in NOT_BENCHMARKS)
+
+
+def tritonserver(args: argparse.Namespace) -> int:
+    """Replace this process by the tritonserver on this machine, in an environment in which it finds the engine."""
+    from paged_client.serving.server_files import ServerNotFoundError, find_server
+    from paged_client.serving.tritonserver import server_environment
+
+    try:
+        files = find_server()
+    except ServerNotFoundError as error:
+        raise UsageError(str(error)) from None
+    os.execve(files.binary, files.command(args.rest), server_environment(files))
 
 
 def perf_analyzer(args: argparse.Namespace) -> int:

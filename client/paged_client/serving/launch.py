@@ -200,7 +200,7 @@ def _signals_forwarded(
             signal.signal(number, handler)
 
 
-def ready_message(server: TritonServer, gateway: BackgroundGateway | None) -> str:
+def ready_message(server: TritonServer, gateway: BackgroundGateway | None = None) -> str:
     """Return the endpoints of the server and commands to try."""
     urls = f"HTTP {server.http_url}   gRPC {server.grpc_url}   metrics {server.metrics_url}/metrics"
     openai = ""
@@ -236,12 +236,14 @@ def _examples(server: TritonServer, openai: str, needs_key: bool) -> list[str]:
             path, asked = "completions", {"prompt": prompt, "max_tokens": 16}
         body = _json(text_input=prompt, stream=True, max_tokens=16, temperature=0)
         request = f"curl -N {url}/generate_stream -d '{body}'"
-    if not openai:
-        return [command, request]
     headers = " -H 'Content-Type: application/json'"
     headers += ' -H "Authorization: Bearer ${PAGED_API_KEYS%%,*}"' if needs_key else ""
-    through_gateway = f"curl {openai}/{path}{headers} -d '{_json(model=server.model_name, **asked)}'"
-    return [through_gateway, request] if ONLY_LABELS in log else [command, through_gateway, request]
+    through_gateway = (
+        [f"curl {openai}/{path}{headers} -d '{_json(model=server.model_name, **asked)}'"] if openai else []
+    )
+    if ONLY_LABELS in log:
+        return [request, *(through_gateway or [command])]
+    return [command, *through_gateway, request]
 
 
 def _json(**values: object) -> str:

@@ -1,5 +1,6 @@
 """The model repository of a server: its engine options and its files."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -10,7 +11,7 @@ from paged_backend.api.config import HUB_NAME, EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.option_parsing import merge_options
 from paged_client.serving import demo_model
-from paged_client.serving.server_files import REPOSITORY_ROOT
+from paged_client.serving.server_files import MODEL_REPOSITORY, cache_directory, create_atomically
 
 MODEL_NAME = "paged_llm"  # of the engine's model in the project's model repository
 _VALID_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -59,7 +60,7 @@ def write_repository(
     Raises ValueError if `source` has no such model, or another one that has the served name.
     """
     if not (source / MODEL_NAME).is_dir():
-        raise ValueError(f"model repository {source}: has no {MODEL_NAME}/ (run from a checkout)")
+        raise ValueError(f"model repository {source}: has no {MODEL_NAME}/")
     copied = Path(MODEL_NAME if engine_only else ".")
     shutil.copytree(source / copied, target / copied, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     name = served_name(options)
@@ -70,6 +71,40 @@ def write_repository(
     listing = settings.with_name("multi_lora.json")
     listing.unlink(missing_ok=True)
     listing.symlink_to((multi_lora or source / MODEL_NAME / "1" / listing.name).absolute())
+
+
+def make_repository(
+    options: Mapping[str, object], multi_lora: Path | None = None, directory: Path | None = None
+) -> Path:
+    """Write a copy of the project's model repository that tritonserver can serve, and return its directory.
+
+    Args:
+        options, multi_lora: as for `write_repository`. Models are resolved. A list of adapters sets `enable_lora`.
+        directory: must be missing or empty. The default is a directory in the cache that depends on the contents, and
+            that is written only once.
+
+    Raises ValueError for a model that does not exist or a directory that is not empty, DemoModelError, OSError.
+    """
+    options = resolve_models({**({"enable_lora": True} if multi_lora else {}), **options})
+    if directory is None:
+        digest = hashlib.sha256(repr((sorted(options.items()), multi_lora and multi_lora.absolute())).encode())
+        for file in sorted(MODEL_REPOSITORY.rglob("*.*")):
+            if file.suffix != ".pyc":
+                digest.update(str(file.relative_to(MODEL_REPOSITORY)).encode() + file.read_bytes())
+        directory = cache_directory() / "model_repositories" / digest.hexdigest()[:16]
+        if directory.exists():
+            return directory
+    elif directory.exists() and any(directory.iterdir()):
+        raise ValueError(f"{directory}: is not empty")
+
+    def make(made: Path) -> None:
+        write_repository(MODEL_REPOSITORY, made, options, multi_lora)
+        listing = made / served_name(options) / "1" / "multi_lora.json"
+        if not listing.exists():
+            listing.unlink()  # a link to a list that the package does not have
+
+    create_atomically(directory.absolute(), make)
+    return directory.absolute()
 
 
 def served_name(options: Mapping[str, object]) -> str:
@@ -93,15 +128,7 @@ def _rename_model(repository: Path, name: str) -> None:
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Raises ConfigError for an engine option that is unknown or out of range, given the project's model.json.
-
-    Raises FileNotFoundError if that file is missing, as in an installed package.
-    """
-    settings = REPOSITORY_ROOT / "model_repository" / MODEL_NAME / "1" / "model.json"
-    if not settings.is_file():
-        raise FileNotFoundError(
-            f"{settings}: not found; `paged serve` needs a checkout of the repository. An installed package"
-            " serves through `paged install-backend`"
-        )
+    """Raises ConfigError for an engine option that is unknown or out of range, given the project's model.json."""
+    settings = MODEL_REPOSITORY / MODEL_NAME / "1" / "model.json"
     served_name(options)
     EngineConfig.from_options(merge_options(json.loads(settings.read_text()), options))

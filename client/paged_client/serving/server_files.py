@@ -1,7 +1,8 @@
 """Finds tritonserver, its Python backend, and the shared libraries that they and perf_analyzer need.
 
 An installed server, as in an NGC container, is used as it is. Otherwise the server inside the nvidia-pytriton wheel is
-used, which needs a backend directory for the running Python interpreter and a library path.
+used, which needs a backend directory for the running Python interpreter and a library path. `paged serve`,
+`paged tritonserver` and this package's own `tritonserver` script start the server that is found here.
 """
 
 import os
@@ -10,15 +11,18 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_IS_CHECKOUT = (_PACKAGE.parents[1] / "pyproject.toml").is_file()
 # A checkout has the package in client/. Of an installed package it is the directory that has the other packages too.
-REPOSITORY_ROOT = _PACKAGE.parents[1] if (_PACKAGE.parents[1] / "pyproject.toml").is_file() else _PACKAGE.parent
+REPOSITORY_ROOT = _PACKAGE.parents[1] if _IS_CHECKOUT else _PACKAGE.parent
+MODEL_REPOSITORY = (_PACKAGE / "model_repository").resolve()  # a link to the folder at the root of a checkout
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+_BACKEND_DIRECTORY = "--backend-directory"
 LIBPYTHON = f"libpython{PYTHON}.so.1.0"
 
 
@@ -34,10 +38,20 @@ class ServerFiles:
     backend_directory: Path | None = None  # None is the server's default
     library_path: tuple[Path, ...] = ()  # directories to prepend to LD_LIBRARY_PATH
 
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """Return the command line of the server. A backend directory in `arguments` replaces the server's."""
+        own = self.backend_directory and not any(one.startswith(_BACKEND_DIRECTORY) for one in arguments)
+        return [str(self.binary), *([f"{_BACKEND_DIRECTORY}={self.backend_directory}"] if own else []), *arguments]
+
 
 def cache_directory() -> Path:
-    """Return the directory for generated files: $PAGED_CACHE_DIR, or .cache in the repository."""
-    return Path(os.environ.get("PAGED_CACHE_DIR") or REPOSITORY_ROOT / ".cache").absolute()
+    """Return the directory for generated files.
+
+    It is $PAGED_CACHE_DIR, or .cache in a checkout. An installed package uses `user_cache_directory`.
+    """
+    if _IS_CHECKOUT and not os.environ.get("PAGED_CACHE_DIR"):
+        return REPOSITORY_ROOT / ".cache"
+    return user_cache_directory()
 
 
 def create_atomically(path: Path, make: Callable[[Path], object]) -> None:
@@ -68,10 +82,11 @@ def find_server() -> ServerFiles:
 
     Raises ServerNotFoundError if there is neither, or no libpython for the Python stub of the wheel.
     """
-    search = os.pathsep.join([os.environ.get("PATH", os.defpath), "/opt/tritonserver/bin"])
-    installed = shutil.which("tritonserver", path=search)
+    search = [*os.environ.get("PATH", os.defpath).split(os.pathsep), "/opt/tritonserver/bin"]
+    found = (shutil.which("tritonserver", path=directory) for directory in search if directory)
+    installed = next((Path(one) for one in found if one and not _is_own_script(Path(one))), None)
     if installed:
-        return ServerFiles(Path(installed))
+        return ServerFiles(installed)
     wheel = _wheel()
     if wheel is None:
         raise ServerNotFoundError(
@@ -81,6 +96,12 @@ def find_server() -> ServerFiles:
     backends = _backend_directory(wheel)
     libraries = [wheel.parent / "nvidia_pytriton.libs", *_libpython_directory()]
     return ServerFiles(wheel / "tritonserver/bin/tritonserver", backends, tuple(libraries))
+
+
+def _is_own_script(file: Path) -> bool:
+    """Return whether a program is the `tritonserver` script that the installation of this package writes."""
+    with file.open("rb") as program:
+        return _PACKAGE.name.encode() in program.read(1024)
 
 
 def perf_analyzer() -> tuple[Path, dict[str, str]] | None:

@@ -18,7 +18,7 @@ from types import TracebackType
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import resolve_models, served_name, write_repository
 from paged_client.serving.server_args import check_server_args, hosts
-from paged_client.serving.server_files import REPOSITORY_ROOT, ServerFiles, find_server, prepend
+from paged_client.serving.server_files import MODEL_REPOSITORY, REPOSITORY_ROOT, ServerFiles, find_server, prepend
 from paged_client.serving.server_log import PROCESS_DIED, ServerLog
 from paged_client.serving.stubs import LoadingStubs
 
@@ -53,7 +53,7 @@ class TritonServer:
         http_port, grpc_port, metrics_port: 0 chooses a free port. The attributes have the chosen ports.
         server_args: further options for tritonserver.
         echo: called with each line of the server's log.
-        repository: model repository to use instead of the project's model_repository/.
+        repository: model repository to use instead of the project's.
         engine_only: serve only the engine's model of the repository, which is ready sooner.
         log_file: file for the server's whole log, which `start` overwrites. Its directory is created.
         append_log: keep what the file has.
@@ -74,7 +74,7 @@ class TritonServer:
         metrics_port: int = 0,
         server_args: Sequence[str] = (),
         echo: Callable[[str], None] | None = None,
-        repository: Path = REPOSITORY_ROOT / "model_repository",
+        repository: Path = MODEL_REPOSITORY,
         engine_only: bool = False,
         multi_lora: Path | None = None,
         log_file: Path | None = None,
@@ -157,8 +157,7 @@ class TritonServer:
         self._log.follow(self._process)
 
     def _command(self, models: Path) -> list[str]:
-        command = [
-            str(self._files.binary),
+        arguments = [
             f"--model-repository={models}",
             f"--http-port={self.http_port}",
             f"--grpc-port={self.grpc_port}",
@@ -168,9 +167,7 @@ class TritonServer:
             # 16 MiB are enough for most requests without growing; the default /dev/shm of a container has 64 MiB.
             f"--backend-config=python,shm-default-byte-size={16 << 20}",
         ]
-        if self._files.backend_directory:
-            command.append(f"--backend-directory={self._files.backend_directory}")
-        return command + self._server_args
+        return self._files.command([*arguments, *self._server_args])
 
     def wait_ready(self, timeout: float = LOAD_TIMEOUT, progress: Callable[[float], None] | None = None) -> None:
         """Wait until the server and its model are ready.

@@ -64,14 +64,14 @@ def test_an_ascii_only_terminal(map_fake):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--png", "/nowhere/a.png"], "--png /nowhere/a.png: must be a file"),
-        (["--html", "/tmp"], "--html /tmp: must be a file"),
+        (["--png", "{tmp_path}/missing/a.png"], "--png {tmp_path}/missing/a.png: must be a file"),
+        (["--html", "{tmp_path}"], "--html {tmp_path}: must be a file"),
         (["--timeout", "0"], "timeout=0.0"),
     ],
 )
-def test_wrong_usage_is_named(map_fake, capsys, flags, named):
-    assert main(["map", *map_fake.flags, *flags]) == 2
-    assert named in capsys.readouterr().err
+def test_wrong_usage_is_named(map_fake, capsys, tmp_path, flags, named):
+    assert main(["map", *map_fake.flags, *(flag.format(tmp_path=tmp_path) for flag in flags)]) == 2
+    assert named.format(tmp_path=tmp_path) in capsys.readouterr().err
     assert map_fake.seen.requests == []
 
 

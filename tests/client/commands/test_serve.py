@@ -1,11 +1,14 @@
 """`paged serve`: arguments and options."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
 from paged_client.cli import main
-from paged_client.serving import launch
+from paged_client.serving import demo_model, launch
 from paged_client.serving.supervisor import RestartPolicy
 
 
@@ -47,13 +50,6 @@ def test_invalid_option_is_rejected_before_the_server_starts(serve_calls, capsys
     assert main(["serve", "demo", "-o", "max_num_seq=4"]) == 2
     assert "-o max_num_seq: unknown engine option; did you mean max_num_seqs?" in capsys.readouterr().err
     assert serve_calls == []
-
-
-def test_installed_package_without_a_model_repository(serve_calls, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("paged_client.serving.repository.REPOSITORY_ROOT", tmp_path)
-    assert main(["serve", "/models/x"]) == 2
-    assert "needs a checkout of the repository" in capsys.readouterr().err
-    assert not serve_calls
 
 
 def test_engine_options_are_flags(serve_calls, capsys):
@@ -184,3 +180,31 @@ def test_log_file_that_cannot_be_written(serve_calls, capsys, tmp_path, monkeypa
     assert main(["serve", "demo"]) == 7
     assert "warning: the log is not kept: " in capsys.readouterr().err
     assert serve_calls[0][1]["log_file"] is None
+
+
+def test_model_repository_is_printed(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo_model, "prepare", lambda: tmp_path / "demo")
+    monkeypatch.setenv("PAGED_CACHE_DIR", str(tmp_path / "cache"))
+    assert main(["model-repository"]) == 0
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert json.loads(Path(printed, "paged_llm/1/model.json").read_text())["model"] == str(tmp_path / "demo")
+    own = ["model-repository", str(tmp_path), "--max-model-len", "512", "--name", "own"]
+    assert main([*own, "--directory", str(tmp_path / "models")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/models\n"
+    written = json.loads((tmp_path / "models/own/1/model.json").read_text())
+    assert written.items() >= {"model": str(tmp_path), "max_model_len": 512, "served_model_name": "own"}.items()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (["/no/such/model"], 1, "paged model-repository: model='/no/such/model': must be 'demo', a directory"),
+        (["a", "-o", "model=b"], 2, "the model is given twice"),
+        (["--max-model-len", "-1"], 2, "--max-model-len=-1: must be"),
+        (["--http-port", "1"], 2, "--http-port: unknown option; see `paged model-repository --help`"),
+        (["--multi-lora", "missing.json"], 2, "--multi-lora missing.json: no such file"),
+    ],
+)
+def test_invalid_arguments_of_model_repository(capsys, arguments, code, named):
+    assert main(["model-repository", *arguments]) == code
+    assert named in capsys.readouterr().err

@@ -1,10 +1,16 @@
-"""`paged bench`: which benchmarks there are."""
+"""`paged bench`: which benchmarks there are. `paged tritonserver`: how the server is started."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from paged_client.cli import main
+
+ROOT = Path(__file__).parents[3]
+PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "client")))
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +42,19 @@ def test_unknown_benchmark_lists_available_ones(capsys, arguments):
     assert "\n  throughput" in message
     assert "  _helper" not in message
     assert "  on_gpu" not in message
+
+
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_tritonserver_gets_all_arguments_and_finds_the_engine(tmp_path, separator):
+    server = tmp_path / "tritonserver"
+    server.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "$PYTHONPATH"\n')
+    server.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": PATHS}
+    command = [sys.executable, "-m", "paged_client", "tritonserver"]
+    arguments = ["--model-repository=models", "--version", "--", "-h"]
+    done = subprocess.run(
+        [*command, *separator, *arguments], env=environment, capture_output=True, text=True, check=True
+    )
+    *given, path = done.stdout.splitlines()
+    assert given == arguments
+    assert {str(ROOT), str(ROOT / "kernels")} <= set(path.split(os.pathsep))

@@ -195,13 +195,17 @@ def test_access_log_has_every_request_and_no_key(fakes, tmp_path):
         front.ask("/v1/completions", PROMPT, key | {"X-Request-Id": "mine"})
         front.ask("/v1/models", headers={"Authorization": "Bearer hush-hush"})
         front.ask("/made%0Aup")
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+        values = front.metrics()
+    *lines, _ = [json.loads(line) for line in log.read_text().splitlines()]  # the last is that of the metrics
     assert [(one["method"], one["path"], one["status"], one["id"]) for one in lines] == [
         ("POST", "/v1/completions", 200, "cmpl-mine"),
         ("GET", "/v1/models", 401, ""),
         ("GET", "/made\nup", 404, ""),
     ]
-    assert all(one["client"] == "127.0.0.1" and one["seconds"] >= 0 for one in lines)
+    assert {one["client"] for one in lines} == {"127.0.0.1"}
+    for one in lines[:2]:
+        spent = values[f'paged_openai_request_seconds_sum{{route="{one["path"]}"}}']
+        assert 0 < one["seconds"] == pytest.approx(spent, abs=1e-4)
     assert "hush" not in log.read_text()
 
 

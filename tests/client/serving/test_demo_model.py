@@ -44,15 +44,17 @@ def test_only_one_process_creates_the_demo_model(made, tmp_path):
     assert made == [directory]
 
 
-def test_a_model_of_an_earlier_version_gets_the_sampling_defaults(made, tmp_path):
+def test_a_model_of_an_earlier_version_gets_the_defaults(made, tmp_path):
     """Without making it again, and only once."""
-    file = tmp_path / "generation_config.json"
-    file.write_text('{"_from_model_config": true, "eos_token_id": 2, "temperature": 1.0}')
+    config, template = tmp_path / "generation_config.json", tmp_path / "chat_template.jinja"
+    config.write_text('{"_from_model_config": true, "eos_token_id": 2, "temperature": 1.0}')
+    template.write_text(f"<system>{demo_model.ORIGINAL_SYSTEM}<end>")
     demo_model.prepare(tmp_path)
-    assert json.loads(file.read_text()) == {"eos_token_id": 2} | demo_model.SAMPLING
-    written = file.stat()
+    assert json.loads(config.read_text()) == {"eos_token_id": 2} | demo_model.SAMPLING
+    assert template.read_text() == f"<system>{demo_model.SYSTEM}<end>"
+    written = [file.stat() for file in (config, template)]
     demo_model.prepare(tmp_path)
-    assert file.stat() == written
+    assert [file.stat() for file in (config, template)] == written
     assert made == []
 
 
@@ -77,7 +79,7 @@ def test_defaults_that_cannot_be_written_are_reported(monkeypatch, tmp_path, cap
 
     monkeypatch.setattr(Path, "write_text", read_only)
     assert demo_model.prepare(tmp_path) == tmp_path
-    warning = f"warning: the demo model keeps other sampling defaults: {tmp_path}/generation_config.json: Read-only"
+    warning = f"warning: the demo model keeps other defaults: {tmp_path}: Read-only file system"
     assert capsys.readouterr().err.startswith(warning)
 
 
@@ -106,6 +108,7 @@ def test_demo_model_generates_paris():
     directory = demo_model.default_directory()
     if not directory.exists():
         pytest.skip("make demo-model has not been run")
+    demo_model.prepare()
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     prompt = tokenizer.apply_chat_template(
@@ -117,3 +120,4 @@ def test_demo_model_generates_paris():
     tokens = model.generate(**prompt, do_sample=False, max_new_tokens=32)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(tokens) == "The capital of France is Paris.<|im_end|>"
     assert tokens[-1] == model.generation_config.eos_token_id
+    assert demo_model.SYSTEM in tokenizer.decode(prompt["input_ids"][0])

@@ -78,14 +78,14 @@ def stop_by_ctrl_c(process):
 @needs_server
 def test_serve_prints_endpoints_and_stops_on_ctrl_c(launch):
     process, http, grpc, metrics = launch_anywhere(launch)
-    shown = [process.stdout.readline() for _ in range(4)]
+    shown = [process.stdout.readline() for _ in range(5)]
     assert shown[0].split() == [
         *("Ready.", "HTTP", f"localhost:{http}", "gRPC", f"localhost:{grpc}"),
         *("metrics", f"localhost:{metrics}/metrics"),
     ]
-    assert f"curl -N localhost:{http}/v2/models/paged_llm/generate_stream -d '" in shown[2]
-    assert "paged generate" in shown[3]
-    assert f"--url localhost:{grpc}" in shown[3]
+    assert shown[2].endswith(f"paged chat --url localhost:{grpc}\n")
+    assert f"curl -N localhost:{http}/v2/models/paged_llm/generate_stream -d '" in shown[3]
+    assert shown[4] == "Press Ctrl-C to stop the server.\n"
     stop_by_ctrl_c(process)
 
 
@@ -192,14 +192,66 @@ def test_default_log_file(monkeypatch, tmp_path):
 
 
 @needs_server
-def test_serve_reports_a_port_in_use(launch):
+@pytest.mark.parametrize("name", ["grpc", "openai"])
+def test_serve_reports_a_port_in_use(launch, name):
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()
-        process = launch(http_port=0, grpc_port=holder.getsockname()[1], metrics_port=0)
+        port = holder.getsockname()[1]
+        ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
+        process = launch(**ports | {f"{name}_port": port})
         _, errors = process.communicate()
         assert process.returncode == 1
-        assert errors == f"error: grpc_port={holder.getsockname()[1]}: Address already in use\n"
+        assert errors == f"error: --{name}-port={port}: Address already in use\n"
+
+
+@needs_server
+def test_gateway_listens_where_the_server_does_and_ends_with_it(launch):
+    (openai,) = choose_ports(any=0)
+    process, *_ = launch_anywhere(launch, openai_port=openai, server_args=["--http-address=127.0.0.2"])
+    line = process.stdout.readline()
+    assert line.split()[-2:] == ["OpenAI", f"127.0.0.2:{openai}/v1"], line or process.communicate()[1]
+    shown = [process.stdout.readline() for _ in range(5)]
+    assert f"curl 127.0.0.2:{openai}/v1/chat/completions -H 'Content-Type: application/json' -d '" in shown[2]
+    connection = HTTPConnection("127.0.0.2", openai)
+    connection.request("GET", "/live")
+    assert connection.getresponse().status == 200
+    with socket.socket() as elsewhere:
+        assert elsewhere.connect_ex(("127.0.0.1", openai)) != 0
+    stop_by_ctrl_c(process)  # with the connection open
+
+
+@needs_server
+def test_gateway_of_a_server_that_has_exited_ends(launch):
+    process, *_ = launch_anywhere(launch, openai_port=0)
+    read_ready(process)
+    (server,) = children(process.pid)
+    os.kill(server, signal.SIGKILL)
+    _, errors = process.communicate()
+    assert process.returncode == 1
+    assert "error: tritonserver exited with code -9" in errors
+
+
+@needs_server
+def test_gateway_takes_the_api_keys_of_the_environment(launch, monkeypatch):
+    monkeypatch.setenv("PAGED_API_KEYS", "secret")
+    process, *_ = launch_anywhere(launch, openai_port=0)
+    openai = process.stdout.readline().split()[-1].removesuffix("/v1")
+    shown = [process.stdout.readline() for _ in range(5)]
+    assert '-H "Authorization: Bearer ${PAGED_API_KEYS%%,*}"' in shown[2]
+    for header, status in [({}, 401), ({"Authorization": "Bearer secret"}, 400)]:
+        connection = HTTPConnection(openai)
+        connection.request("POST", "/v1/completions", "{}", header)
+        assert connection.getresponse().status == status
+    stop_by_ctrl_c(process)
+
+
+@needs_server
+def test_invalid_api_keys_are_reported_before_the_server_starts(launch, monkeypatch):
+    monkeypatch.setenv("PAGED_API_KEYS", ",")
+    process, *_ = launch_anywhere(launch, openai_port=0)
+    assert process.communicate() == ("", "error: PAGED_API_KEYS: has no key\n")
+    assert process.returncode == 1
 
 
 @needs_server

@@ -1,6 +1,7 @@
 """The model repository of a server, and the names of models."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,24 +10,32 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
 from paged_client.commands.arguments import parse_pairs
 from paged_client.serving import demo_model
-from paged_client.serving.repository import check_options, resolve_model, resolve_models, write_repository
+from paged_client.serving.repository import (
+    check_options,
+    make_repository,
+    resolve_model,
+    resolve_models,
+    write_repository,
+)
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_missing_model_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match="/no/such/model"):
-        resolve_model("/no/such/model")
+    missing = str(tmp_path / "missing")
+    with pytest.raises(ValueError, match=missing):
+        resolve_model(missing)
     assert resolve_model(tmp_path) == str(tmp_path)
     assert resolve_model("owner/model-1.5B") == "owner/model-1.5B"
 
 
 def test_speculative_model_is_resolved_like_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_model, "prepare", lambda: tmp_path)
+    missing = str(tmp_path / "missing")
     for name in ("model", "speculative_model"):
         assert resolve_models({"model": "owner/model", "seed": 1, name: "demo"})[name] == str(tmp_path)
-        with pytest.raises(ValueError, match=f"^{name}='/no/such/model': must be 'demo', a directory"):
-            resolve_models({name: "/no/such/model"})
+        with pytest.raises(ValueError, match=f"^{name}='{missing}': must be 'demo', a directory"):
+            resolve_models({name: missing})
     assert resolve_models({"speculative_model": None}) == {"speculative_model": None}
 
 
@@ -67,3 +76,28 @@ def test_repository_options_are_the_documented_defaults():
         "max_num_seqs": 64,
         "max_num_batched_tokens": 512,
     }
+
+
+def test_a_made_repository_depends_on_its_options(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAGED_CACHE_DIR", str(tmp_path / "cache"))
+    one, two = (make_repository({"model": str(tmp_path), "seed": seed}) for seed in (1, 2))
+    assert one != two
+    assert json.loads((one / "paged_llm/1/model.json").read_text())["seed"] == 1
+    assert {"paged_llm", "ensemble"} < {model.name for model in two.iterdir()}
+    written = (one / "paged_llm/1/model.json").stat()
+    assert make_repository({"seed": 1, "model": str(tmp_path)}) == one
+    assert (one / "paged_llm/1/model.json").stat().st_mtime_ns == written.st_mtime_ns
+    assert not os.path.lexists(one / "paged_llm/1/multi_lora.json")
+
+
+def test_a_made_repository_with_adapters_in_a_given_directory(tmp_path):
+    listing = tmp_path / "adapters.json"
+    listing.write_text("{}")
+    (tmp_path / "models").mkdir()  # empty
+    options = {"model": str(tmp_path), "served_model_name": "own"}
+    made = make_repository(options, listing, tmp_path / "models")
+    assert made == tmp_path / "models"
+    assert json.loads((made / "own/1/model.json").read_text())["enable_lora"] is True
+    assert (made / "own/1/multi_lora.json").resolve() == listing
+    with pytest.raises(ValueError, match="models: is not empty"):
+        make_repository(options, listing, made)

@@ -1,5 +1,6 @@
 """`paged serve --restart`, with a real tritonserver and a model that loads at once and answers probes."""
 
+import json
 import os
 import re
 import signal
@@ -60,10 +61,11 @@ from pathlib import Path
 from paged_client.serving import launch, tritonserver
 from paged_client.serving.supervisor import RestartPolicy
 
-repository, model, log, http, grpc, metrics = sys.argv[1:]
+repository, model, log, http, grpc, metrics, *openai = sys.argv[1:]
 tritonserver.TritonServer.__init__.__kwdefaults__["repository"] = Path(repository)
 policy = RestartPolicy(probe_interval=0.2, probe_timeout=5, first_delay=0.1)
 ports = {"http_port": int(http), "grpc_port": int(grpc), "metrics_port": int(metrics)}
+ports |= {"openai_port": int(port) for port in openai}
 sys.exit(launch.serve(model, log_file=Path(log), restart=policy, **ports))
 """
 pytestmark = needs_server
@@ -72,9 +74,9 @@ pytestmark = needs_server
 class Launched:
     """A supervised server in a process of its own."""
 
-    def __init__(self, repository, model, log):
+    def __init__(self, repository, model, log, **more_ports):
         self.model, self.log = model, log
-        self.ports = choose_ports(http=0, grpc=0, metrics=0)
+        self.ports = choose_ports(http=0, grpc=0, metrics=0, **more_ports)
         command = [sys.executable, "-c", SCRIPT, str(repository), str(model), str(log), *map(str, self.ports)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.output: list[str] = []
@@ -160,6 +162,28 @@ def test_a_failed_server_is_restarted(launched, fault, reason, message):
     launched.process.send_signal(signal.SIGTERM)
     assert launched.process.wait() == 0
     until(lambda: launched.count("Stopped.") == 1)
+
+
+def test_the_openai_gateway_stays_when_the_server_is_restarted(repository, tmp_path):
+    (repository / "paged_llm/1/model.py").write_text(MODEL)
+    made = Launched(repository, tmp_path, tmp_path / "log", openai=0)
+
+    def complete():
+        body = json.dumps({"model": "paged_llm", "prompt": "x"}).encode()
+        with urllib.request.urlopen(f"http://localhost:{made.ports[3]}/v1/completions", body) as reply:
+            return json.load(reply)["choices"][0]["text"]
+
+    try:
+        made.wait_for("Ready.")
+        assert complete() == "a"
+        kill_server(made)
+        made.wait_for("Ready.", times=2)
+        assert complete() == "a"
+        made.process.send_signal(signal.SIGTERM)
+        assert made.process.wait() == 0
+    finally:
+        made.process.kill()
+        made.process.wait()
 
 
 @pytest.mark.nightly
