@@ -10,7 +10,7 @@ from paged_kernels import few_rows_linear as module
 from paged_kernels.cpu import layer_ops
 from paged_kernels.few_rows_linear import few_rows_linear, few_rows_linear_reference
 from paged_kernels.launch import Device
-from tests.support.layer_cases import normal
+from tests.support.layer_cases import name, normal
 from tests.support.pairwise import pairwise
 
 TOLERANCES = {
@@ -62,7 +62,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("case", "shape", "variant", "multiprocessors"), pairwise(CASES, SHAPES, VARIANTS, MULTIPROCESSORS), ids=str
+    ("case", "shape", "variant", "multiprocessors"), pairwise(CASES, SHAPES, VARIANTS, MULTIPROCESSORS), ids=name
 )
 def test_few_rows_linear(case, shape, variant, multiprocessors, use_multiprocessors, device):
     use_multiprocessors(multiprocessors)

@@ -26,6 +26,11 @@ def implementations(*, on_cpu, compiled, triton):
 
 
 def name(value):
+    """Return a name of a parameter that is the same in every process."""
+    if isinstance(value, tuple):
+        return " ".join(map(name, value))
+    if isinstance(value, set):
+        return "+".join(sorted(value)) or "plain"
     return value.keywords["level"] if isinstance(value, partial) else getattr(value, "__module__", None) or str(value)
 
 
