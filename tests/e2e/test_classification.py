@@ -53,7 +53,7 @@ def test_client(classifier, model, protocol):
 
 
 def test_the_command_to_try_works(classifier):
-    gateway_line, curl = ready_message(classifier, None).splitlines()[2:4]
+    curl, gateway_line = ready_message(classifier, None).splitlines()[2:4]
     url, body = re.fullmatch(r"  curl (\S+) -d '(.*)'", curl).groups()
     with urllib.request.urlopen(f"http://{url}", body.encode()) as reply:
         assert json.loads(json.load(reply)["text_output"])["label"] == "relevant"
