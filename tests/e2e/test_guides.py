@@ -151,24 +151,42 @@ def page_parameter(page: Path) -> object:
     return pytest.param(page, id=name, marks=[pytest.mark.nightly] if nightly else [])
 
 
-@pytest.mark.parametrize("page", [page_parameter(page) for page in PAGES if any(block.runs for block in blocks(page))])
-def test_commands_of_a_page(page, request, tiny, tmp_path):
-    own = starts_server(page)
-    ports = choose_ports(http=0, grpc=0, metrics=0)
-    addresses = [f"localhost:{port}" for port in ports]
-    if not own and any("localhost" in block.text or "paged " in block.text for block in blocks(page) if block.runs):
-        server = request.getfixturevalue("server")
-        addresses = [server.http_url, server.grpc_url, server.metrics_url]
+def reaches(page: Path) -> bool:
+    """Return whether the commands of a page reach a server that runs before them."""
+    return not starts_server(page) and any("localhost" in block.text or "paged " in block.text for block in blocks(page) if block.runs)
+
+
+RUN = [page for page in PAGES[1:] if any(block.runs for block in blocks(page))]
+ALONE, REACHING = ([page_parameter(page) for page in RUN if reaches(page) == shared] for shared in (False, True))
+
+
+def run_page(page: Path, addresses: list[str], model: Path, scratch: Path) -> None:
+    """Run the commands of a page, and a gateway at the port that `make serve` gives it."""
     with ExitStack() as stack:
-        if not own and any("localhost:8003" in block.text for block in blocks(page) if block.runs):
-            port = stack.enter_context(gateway(addresses[1])).port  # that of `make serve`
+        if not starts_server(page) and any("localhost:8003" in block.text for block in blocks(page) if block.runs):
+            port = stack.enter_context(gateway(addresses[1])).port
         else:
             (port,) = choose_ports(gateway=0)
-        place = Place(*addresses, gateway=port, model=tiny[0], scratch=tmp_path)
+        place = Place(*addresses, gateway=port, model=model, scratch=scratch)
         for number, block in enumerate(one for one in blocks(page) if one.runs):
-            scratch = tmp_path / str(number)
-            scratch.mkdir()
+            (scratch / str(number)).mkdir()
             if block.mark == "test background":
-                stack.enter_context(running(block, replace(place, scratch=scratch)))
+                stack.enter_context(running(block, replace(place, scratch=scratch / str(number))))
             else:
                 run(block, place)
+
+
+def test_commands_of_the_readme(demo_server, tiny, tmp_path):
+    """With a whole model: a chat without a limit ends when the model ends it."""
+    run_page(PAGES[0], [demo_server.http_url, demo_server.grpc_url, demo_server.metrics_url], tiny[0], tmp_path)
+
+
+@pytest.mark.parametrize("page", REACHING)
+def test_commands_of_a_page(page, server, tiny, tmp_path):
+    run_page(page, [server.http_url, server.grpc_url, server.metrics_url], tiny[0], tmp_path)
+
+
+@pytest.mark.parametrize("page", ALONE)
+def test_commands_of_a_page_that_reaches_no_server_or_starts_one(page, tiny, tmp_path):
+    ports = choose_ports(http=0, grpc=0, metrics=0)
+    run_page(page, [f"localhost:{port}" for port in ports], tiny[0], tmp_path)

@@ -88,10 +88,10 @@ class TestSamplingDefaults:
     def test_max_new_tokens_is_cut_to_what_fits(self, client):
         assert client.generate("x" * 250, ignore_eos=True).num_output_tokens == 6
 
-    def test_an_answer_of_paged_chat_fits_a_short_context(self, served, monkeypatch, capsys):
+    def test_an_answer_of_paged_chat_fits_a_short_context(self, adapted_server, monkeypatch, capsys):
         """The server rejects the default limit of an answer, which is longer than the context."""
         standard_input(monkeypatch, "x")
-        assert cli.main(["chat", "--url", served.grpc_url, "-p", "ignore_eos=true"]) == 0
+        assert cli.main(["chat", "--url", adapted_server.grpc_url, "-p", "ignore_eos=true"]) == 0
         note = "the answer was cut after 7 tokens; the model's max_new_tokens, context or KV cache allows no more"
         assert capsys.readouterr().err == f"note: {note}\n"
 

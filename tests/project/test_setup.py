@@ -186,7 +186,7 @@ def test_serving_needs_no_package_of_the_tests(tiny, tmp_path):
 FAKE_MAKEFILE = """
 setup:
 	@printf 'packages\\t78\\n' > .venv/set_up_times.txt
-lint:
+style:
 	@echo linted
 test:
 	@echo tested with LINT=$(LINT); exit 3
