@@ -28,7 +28,7 @@ from paged_backend.execution.batch import pack
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
 from paged_kernels.ops import step_inputs
-from tests.support.fake_gpu import load, on_fake_gpu, run_warm_up
+from tests.support.fake_gpu import load, on_fake_gpu, run_warm_up, zero_products
 
 SEQUENCES = (1, 16)
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20})
@@ -102,7 +102,8 @@ def count(family: str, options: dict[str, Any], layers: int) -> dict[str, Any]:
             return tokens.zero_()  # the kernel, which is not launched, would have written them
 
     found: dict[str, Any] = {"graphs": {}, "outside": []}
-    with on_fake_gpu(assembly) as recorder, mock.patch.object(graphs, "step_inputs", valid_tokens):
+    valid_inputs = mock.patch.object(graphs, "step_inputs", valid_tokens)
+    with on_fake_gpu(assembly) as recorder, valid_inputs, zero_products():
         run_warm_up(config, assembly)
         shapes = [shape for shape in runner_builder.graph_shapes_of(config, runner) if not shape.shared]
         max_len, size = assembly.loaded.spec.max_model_len, config.block_size

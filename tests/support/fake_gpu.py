@@ -152,6 +152,11 @@ def on_fake_gpu(assembly: Assembly) -> Iterator[Recorder]:
         yield recorder
 
 
+def zero_products() -> Any:
+    """Leave out the CPU's products, which take long, above all in bfloat16."""
+    return mock.patch.object(F, "linear", lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight)))
+
+
 def run_warm_up(config: EngineConfig, assembly: Assembly) -> None:
     """Run the steps of the warm-up, as to compile their kernels ahead, and the transfers that the load measures."""
     spec, runner = assembly.loaded.spec, assembly.runner
@@ -195,8 +200,7 @@ def serve_requests(assembly: Assembly, seed: int) -> None:
 def main() -> None:
     family, options = sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     config, assembly = load(family, options)
-    zeros = mock.patch.object(F, "linear", lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight)))
-    with on_fake_gpu(assembly) as recorder, zeros:  # the CPU's products take long, above all in bfloat16
+    with on_fake_gpu(assembly) as recorder, zero_products():
         run_warm_up(config, assembly)
         warmed = recorder.take()
         serve_requests(assembly, seed=1)
