@@ -153,7 +153,9 @@ def page_parameter(page: Path) -> object:
 
 def reaches(page: Path) -> bool:
     """Return whether the commands of a page reach a server that runs before them."""
-    return not starts_server(page) and any("localhost" in block.text or "paged " in block.text for block in blocks(page) if block.runs)
+    return not starts_server(page) and any(
+        "localhost" in block.text or "paged " in block.text for block in blocks(page) if block.runs
+    )
 
 
 RUN = [page for page in PAGES[1:] if any(block.runs for block in blocks(page))]

@@ -1,7 +1,8 @@
 """The launches of a decode step on a GPU that does not exist: `python -m tests.support.fake_decode_step FAMILY
-[options as JSON]`.
+OPTIONS...`.
 
-Prints, for models with 2 and 4 layers, the operations in the CUDA graph of a step and those outside of it as JSON.
+Each of OPTIONS is JSON. For each it prints, for models with 2 and 4 layers, the operations in the CUDA graph of a step
+and those outside of it as JSON.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from paged_backend.scheduling.sequence import Group
 from paged_kernels.ops import step_inputs
 from tests.support.fake_gpu import load, on_fake_gpu, run_warm_up, zero_products
 
+SMALL = {"dtype": "bfloat16", "num_gpu_blocks_override": 1024, "max_num_batched_tokens": 128}
 SEQUENCES = (1, 16)
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20})
 
@@ -81,7 +83,7 @@ def decode_chunk(context_len: int, block_size: int, params: SamplingParams) -> C
 
 
 def count(family: str, options: dict[str, Any], layers: int) -> dict[str, Any]:
-    config, assembly = load(family, {"dtype": "bfloat16"} | options, num_hidden_layers=layers)
+    config, assembly = load(family, SMALL | options, num_hidden_layers=layers)
     runner, inside = assembly.runner, list[list[str]]()
 
     def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -124,8 +126,8 @@ def count(family: str, options: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    print(json.dumps({layers: count(sys.argv[1], options, layers) for layers in (2, 4)}), flush=True)
+    for options in map(json.loads, sys.argv[2:]):
+        print(json.dumps({layers: count(sys.argv[1], options, layers) for layers in (2, 4)}), flush=True)
     os._exit(0)  # without waiting for the engines' threads
 
 
