@@ -64,6 +64,7 @@ def test_latency_starts_at_the_arrival(tiny, tmp_path):
     assert records["output_throughput alpaca"]["peers"] == {}
 
 
+@pytest.mark.nightly
 def test_long_prompt_fits_into_the_pool(tmp_path, capsys):
     shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=320)
     save_tiny(LlamaConfig(**shape, max_position_embeddings=8192), tmp_path)

@@ -30,6 +30,7 @@ def test_fleet_benchmark(tmp_path, capsys):
         assert 0 < p50["value"] < p99["value"]
 
 
+@pytest.mark.nightly
 def test_options_choose_policies_and_seed(tmp_path):
     first, again, other = (
         run(tmp_path / "figures.json", "--policy", "hashing", "--load", "0.5", "--seed", seed) for seed in "112"

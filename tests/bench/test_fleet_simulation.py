@@ -65,6 +65,7 @@ def test_pools_keep_their_size_when_requests_are_preempted(monkeypatch):
     fleet.replicas[0].scheduler.blocks.check([])
 
 
+@pytest.mark.nightly
 def test_several_tokens_in_a_step_change_nothing(monkeypatch):
     """Without eviction, whose order may differ."""
     _, together = simulate("hashing", blocks=16_384, conversations=60)

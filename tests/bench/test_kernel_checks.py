@@ -26,7 +26,7 @@ def test_all_kernels_pass(tmp_path, capsys):
         ("swiglu", "swiglu"),
         pytest.param("paged_attention", "paged_attention, ", marks=pytest.mark.nightly),
         pytest.param("add_rms_norm", "add_rms_norm", marks=pytest.mark.nightly),
-        ("sample", "sample, "),
+        pytest.param("sample", "sample, ", marks=pytest.mark.nightly),
     ],
 )
 def test_wrong_results_fail(wrong, name, monkeypatch):
@@ -57,6 +57,7 @@ def test_wrong_writes_fail(monkeypatch):
     assert {one for one in _kernel_checks.CHECKS if one.startswith(names)} <= failing()
 
 
+@pytest.mark.nightly
 def test_kernel_that_does_not_compile_fails_alone(monkeypatch, tmp_path, capsys):
     def broken(*arguments):
         raise RuntimeError("no compiler\nat line 7")

@@ -53,6 +53,7 @@ def test_invalid_time(minutes, capsys):
     assert f"'{minutes}': must be a number above 0" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="rehearses the run on a CPU")
 def test_run_with_the_packages_of_the_engine_only(tiny, tmp_path):
     """On a machine without the packages in MISSING, and without the demo model."""
