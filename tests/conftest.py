@@ -126,9 +126,9 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.line(goals)
 
 
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
+@pytest.fixture(params=[pytest.param(False, id="sync", marks=pytest.mark.nightly), pytest.param(True, id="async")])
 def async_scheduling(request, monkeypatch):
-    """Run the test twice: with each step committed before the next is scheduled, and with overlap."""
+    """Schedule each step before the last is committed. Nightly the test runs without that, too, as most others do."""
     from tests.support.in_process import TINY
 
     monkeypatch.setitem(TINY, "async_scheduling", request.param)

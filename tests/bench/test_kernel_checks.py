@@ -47,6 +47,7 @@ def test_one_check_reads_a_shared_prefix():
     assert shared and all(AttentionInputs(cell, torch.device("cpu"), 0).sharing(0).shared for cell in shared)
 
 
+@pytest.mark.nightly
 def test_wrong_writes_fail(monkeypatch):
     def nothing(*arguments, **named):
         return arguments[0]

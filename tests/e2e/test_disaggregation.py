@@ -15,7 +15,7 @@ from tests.support.redis_server import needs_redis, running_redis
 from tests.support.triton import metrics, post
 from tests.support.waiting import until
 
-pytestmark = [needs_redis, needs_server]
+pytestmark = [needs_redis, needs_server, pytest.mark.nightly]
 TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money, "
 OPTIONS = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 256, "max_num_seqs": 4}
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}

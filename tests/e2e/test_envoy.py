@@ -141,6 +141,7 @@ def test_the_configuration_is_valid():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly
 def test_a_server_that_starts_after_envoy_gets_requests_soon(servers, tmp_path):
     ports = choose_ports(http_port=0, grpc_port=0, other_http=0, other_grpc=0)
     addresses = [SimpleNamespace(http_port=http, grpc_port=grpc) for http, grpc in (ports[:2], ports[2:])]
@@ -166,6 +167,7 @@ def ask(proxy, session, way):
             client.generate("Once", max_tokens=1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["sync grpc", "sync http", "async grpc", "async http"])
 def test_requests_of_a_session_go_to_the_same_server(proxy, servers, way):
     chosen = set()
@@ -177,6 +179,7 @@ def test_requests_of_a_session_go_to_the_same_server(proxy, servers, way):
     assert chosen == {0, 1}, "sessions are spread over both servers"
 
 
+@pytest.mark.nightly
 def test_a_stream_of_tritonclient_has_a_session(proxy, servers):
     """All requests of a gRPC stream go to one server."""
     chosen = set()
@@ -192,12 +195,14 @@ def test_a_stream_of_tritonclient_has_a_session(proxy, servers):
     assert chosen == {0, 1}
 
 
+@pytest.mark.nightly
 def test_large_bodies_are_rejected(proxy):
     request = urllib.request.Request(f"http://{proxy.http_url}/v2/models/paged_llm/generate", b"x" * (2 << 20))
     with pytest.raises(urllib.error.HTTPError, match="413"):
         urllib.request.urlopen(request, timeout=WAIT)
 
 
+@pytest.mark.nightly
 def test_the_other_server_takes_over(proxy, doors, servers):
     """Sessions of a server that is lost go to the other one, at once; those of the other stay there."""
     doors[0].close()

@@ -67,6 +67,7 @@ def both(alone, shared, run):
     return found
 
 
+@pytest.mark.nightly
 def test_embeddings_match_a_single_process(alone, shared):
     first, *others = both(
         alone, shared, lambda engine: [output.hidden for output in engine.wait(*map(engine.embed, PROMPTS))]

@@ -13,6 +13,7 @@ from tests.support.adapters import LORA, make_adapter, write_adapter_list
 from tests.support.families import COMMON, FAMILIES
 from tests.support.in_process import running, save_tiny
 from tests.support.invariance import INVARIANT, Ask, random_asks, run, run_alone
+from tests.support.pairwise import mostly_nightly
 from tests.support.redis_server import needs_redis, running_redis
 from tests.support.tiny_family import TinyFamily
 
@@ -34,6 +35,10 @@ CASES = {  # family and options
     "Mamba 2 beside attention": ("falcon_h1", {}),
     "short convolutions": ("lfm2", {}),
 }
+NIGHTLY = (
+    *("float16", "int8 cache", "fp8 cache", "int8 weights", "sliding window", "experts"),
+    *("Mamba 2 beside attention", "short convolutions"),
+)
 RECURRENT = ("gated delta net", "Mamba 2 beside attention", "short convolutions")
 MODES = (
     {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 80},
@@ -92,7 +97,7 @@ def compare(family, asks, modes, **options):
     return count, stats
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_nightly(CASES, default=set(CASES) - set(NIGHTLY)))
 def test_random_requests_get_the_same_bits_in_every_batch(case, family_of, adapters_of, quantizes_small_weights):
     family, options = family_of(CASES[case][0]), dict(CASES[case][1])
     rng, names = random.Random(case), (None,)

@@ -171,6 +171,7 @@ class TestOfTheTokens:
                 prompt += self.check(tiny, caller, prompt)[0]
 
 
+@pytest.mark.nightly
 def test_replica_returns_the_digest(tiny, service, monkeypatch):
     monkeypatch.setattr(ReplicaChoice, "choose", lambda *args: 1)
     case = {"n": 2, "temperature": 1.0, "seed": 2, "prompt_logprobs": 0, "cache_salt": "8"}

@@ -65,14 +65,14 @@ def with_shared_blocks(inputs, device: str, num_groups: int = 5) -> tuple[torch.
     ("case", "dtype", "multiprocessors"),
     [
         (Case("shared", 1, 4), torch.float32, 1),
-        (Case("shared", 1, 4), torch.float16, 12),
+        pytest.param(Case("shared", 1, 4), torch.float16, 12, marks=pytest.mark.nightly),
         (Case("shared", 2, 3, sinks=True), torch.float32, 24),
         (Case("shared", 1, 1, 72, softcap=5.0, strided=True), torch.float32, 12),
-        (Case("shared", 1, 20, 32), torch.float32, 1),
-        (Case("shared", 1, 4, sinks=True, format="int8"), torch.float32, 12),
+        pytest.param(Case("shared", 1, 20, 32), torch.float32, 1, marks=pytest.mark.nightly),
+        pytest.param(Case("shared", 1, 4, sinks=True, format="int8"), torch.float32, 12, marks=pytest.mark.nightly),
         (Case("shared", 1, 4, sinks=True, format="fp8"), torch.float16, 12),
         (Case("shared", 1, 4, head_dim=288, value_dim=256, latent=True), torch.float32, 12),
-        (Case("shared", 1, 4, head_dim=96, value_dim=40), torch.float32, 12),
+        pytest.param(Case("shared", 1, 4, head_dim=96, value_dim=40), torch.float32, 12, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -53,8 +53,8 @@ TYPES = [(torch.float32, 3), (torch.float16, 1)]  # with a number of splits
 @pytest.mark.parametrize(
     ("case", "way"),
     mostly_nightly(
-        itertools.product(sample(8, seed=3), TYPES),
-        default=zip(sample(8, seed=3)[::6], itertools.cycle(TYPES), strict=False),
+        itertools.product(sample(8, seed=91), TYPES),
+        default=zip(sample(8, seed=91)[::6], itertools.cycle(TYPES), strict=False),
     ),
     ids=str,
 )
@@ -110,7 +110,7 @@ class Contents:
 CASES = [
     Case(group=3, head_dim=16),
     Case(group=2, head_dim=16, sliding_window=70, sinks=True),
-    Case(group=4, head_dim=16, sliding_window=13, format="int8"),
+    Case(num_kv_heads=1, group=4, head_dim=16, sliding_window=13, format="int8"),
     Case(group=1, head_dim=16, softcap=5.0, format="fp8"),
     Case(num_kv_heads=1, group=5, head_dim=48, value_dim=32, latent=True, sinks=True),
 ]

@@ -195,8 +195,7 @@ def chi_squared(counts: Tensor, probs: Tensor) -> float:
     return float((((counts - expected) ** 2 / expected).sum() - free) / (2 * free) ** 0.5)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 12, "top_p": 0.8}], ids=str)
-@pytest.mark.parametrize("along", ["seeds", "positions"])
+@pytest.mark.parametrize(("along", "filters"), [("seeds", {"top_k": 12, "top_p": 0.8}), ("positions", {})])
 def test_frequencies_follow_the_distribution(along, filters):
     """Frequencies are counted over neighboring seeds, and over the positions of one seed."""
     tries, logits = 20_000, random_logits(1, 40, seed=5) / 2

@@ -125,6 +125,7 @@ def test_classifiers_and_quantized_weights_are_rejected(tmp_path):
             tiny_assembly(tmp_path, pipeline_parallel_size=2)
 
 
+@pytest.mark.nightly
 def test_embeddings_that_the_decoder_scales_are_rejected(tmp_path):
     """A later stage would scale the hidden states."""
     save_tiny(hf.GraniteConfig(**COMMON, embedding_multiplier=2.0), tmp_path)

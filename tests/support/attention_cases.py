@@ -57,7 +57,10 @@ CHOSEN = (
     Case(group=8, num_kv_heads=1),
     Case("padded", group=71, num_kv_heads=1, head_dim=32),  # more heads than a tile of fp32 takes
     Case(batch="decode", group=20, head_dim=32),
-    *(Case(head_dim=48, value_dim=32, format=name, strided=name is None) for name in (None, *FORMATS.values())),
+    *(
+        Case("chunks", head_dim=48, value_dim=32, format=name, strided=name is None)
+        for name in (None, *FORMATS.values())
+    ),
     Case(batch="chunks", head_dim=24, value_dim=40, sinks=True),
     Case(batch="padded", head_dim=192, value_dim=128, group=1, block_size=64),
     *(
