@@ -20,6 +20,7 @@ def test_all_kernels_pass(tmp_path, capsys):
     assert f"{len(records)} of {len(records)} kernel checks passed" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("wrong", "name"),
     [

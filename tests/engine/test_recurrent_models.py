@@ -22,7 +22,7 @@ MAX_TOKENS = 16
 FEW_TOKENS = [11, 12, 13, 14]
 
 
-@pytest.fixture(scope="module", params=mostly_nightly(DEFAULT_HYBRIDS, default=["falcon_h1", "qwen3_next"]))
+@pytest.fixture(scope="module", params=mostly_nightly(DEFAULT_HYBRIDS, default=["qwen3_next"]))
 def served(request, tmp_path_factory):
     """(directory, prompts, their tokens by transformers) of a model."""
     path = tmp_path_factory.mktemp(request.param)

@@ -167,6 +167,7 @@ def test_tensor_parallelism_is_possible_or_rejected_before_ranks_start(family, s
         assert result == TESTED or "which has recurrent layers" in result.reason
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks
 @pytest.mark.parametrize("family", mostly_nightly(MATRIX_FAMILIES, default=["mixtral"]), indirect=True)
 def test_two_ranks_generate_the_same_tokens(family, serve, support_matrix):

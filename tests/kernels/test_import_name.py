@@ -45,6 +45,7 @@ def test_pypi_kernels_and_paged_kernels_are_imported_side_by_side(installed, tmp
     assert Path(ours) == ROOT / "kernels/paged_kernels/__init__.py"
 
 
+@pytest.mark.nightly
 def test_transformers_finds_the_pypi_package_beside_paged_kernels(installed):
     """Whether transformers then uses it depends on the range of versions that it supports."""
     code = (

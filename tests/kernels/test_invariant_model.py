@@ -72,7 +72,7 @@ class Steps:
 def test_logits_do_not_depend_on_the_steps(model):
     length, kv_dtype = len(PROMPT), torch.int8
     whole = Steps(model, kv_dtype).run(length)
-    for steps in ([(length, 10)], [(20, 3), (4, 1), (1, 1)], [(1, 10), (23,), (1,)]):
+    for steps in ([(20, 3), (4, 1), (1, 1)], [(1, 10), (23,), (1,)]):
         batches = Steps(model, kv_dtype)
         logits = [batches.run(*lengths) for lengths in steps][-1]
         assert torch.equal(logits.view(torch.int16), whole.view(torch.int16)), steps

@@ -160,6 +160,7 @@ def test_models_with_recurrent_layers_are_rejected(tmp_path):
         tiny_assembly(tmp_path, pipeline_parallel_size=2)
 
 
+@pytest.mark.nightly
 def test_weights_of_other_stages_are_not_read(tmp_path, monkeypatch, caplog):
     """The summary at startup shows what each stage holds."""
     caplog.set_level(logging.INFO)

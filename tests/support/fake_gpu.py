@@ -54,7 +54,7 @@ FAMILIES = {
 OPTIONS: dict[str, Any] = dict(
     block_size=16, num_gpu_blocks_override=4000, max_num_seqs=64, max_num_batched_tokens=2048, swap_space=1
 )
-REQUESTS = 150
+REQUESTS = 100
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 1.0},

@@ -91,7 +91,9 @@ def test_omp_num_threads_is_read_as_openmp_does(monkeypatch, value, expected):
     assert machine.omp_num_threads() == expected
 
 
-@pytest.mark.parametrize(("configured", "threads"), [(None, "2"), ("", "2"), ("1", "1")])
+@pytest.mark.parametrize(
+    ("configured", "threads"), [(None, "2"), pytest.param("", "2", marks=pytest.mark.nightly), ("1", "1")]
+)
 def test_torch_threads_follow_usable_cores_unless_configured(configured, threads):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     code = (
