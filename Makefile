@@ -12,7 +12,7 @@ METRICS_PORT ?= 8002
 OPENAI_PORT ?= 8003
 ARGS ?=
 TEST_TIMEOUT ?= 1200
-WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 PYTHON ?=
 PIP_ARGS ?=
 
@@ -48,7 +48,7 @@ help:
 	@echo "make quick       check a change in a minute and a half: lint what changed, run the tests that need no torch,"
 	@echo "                 and start a server with the demo model"
 	@echo "make test        run lint and all tests except the nightly ones; ARGS='...' goes to pytest"
-	@echo "                   WORKERS=N                  processes (default: one per core, at most 8)"
+	@echo "                   WORKERS=N                  processes (default: one more than cores, at most 8)"
 	@echo "                   TEST_TIMEOUT=SECONDS       after which a test that hangs is ended (default: 1200)"
 	@echo "make nightly     run the long tests; ARGS='...' goes to pytest"
 	@echo "                   ARGS='--hours 0.1'         limit of each long test (default: 1)"
@@ -68,7 +68,7 @@ serve: setup-serve
 	  --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) \
 	  --openai-port $(OPENAI_PORT)
 
-# One process per core with one thread each. The tests of a file, or of a shared server, run in one process, which
+# Processes with one thread each, one more than there are cores, because some tests wait. The tests of a file, or of a shared server, run in one process, which
 # starts its servers and loads its models once (tests/support/runs.py). A test that hangs ends its process, and fails
 # with the tracebacks of all threads.
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=$(WORKERS) \

@@ -20,7 +20,7 @@ def draw(tmp_path, recording):
     return imread(tmp_path / "map.png")
 
 
-@pytest.mark.parametrize("states", ["1", "12c.p+1", EVERY * 20, EVERY * 7693])
+@pytest.mark.parametrize("states", ["1", "12c.p+1", EVERY * 20, EVERY * 7693], ids=["one", "few", "some", "many"])
 def test_it_shows_all_kinds(tmp_path, states):
     from matplotlib.colors import to_rgb
 

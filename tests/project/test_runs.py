@@ -1,6 +1,7 @@
 """How the tests run: pairwise parameters, the order by cost, budgets, and the selection without torch."""
 
 import itertools
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -118,3 +119,13 @@ def test_modules_and_tests_that_import_torch_are_left_out(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert "1 failed, 1 passed, 1 skipped" in done.stdout, done.stdout
     assert "test_broken" in done.stdout
+
+
+def test_a_group_runs_in_one_process():
+    """pytest-xdist finds the groups in the names of tests, which depends on the version of pytest."""
+    modules = ["tests/api/test_sizes.py", "tests/api/test_secrets.py"]
+    command = [sys.executable, "-m", "pytest", "-v", "--numprocesses=2", "--dist=loadgroup", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *modules], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    for name in modules:
+        assert len(set(re.findall(rf"\[(gw\d+)\].*{name}", done.stdout))) == 1, done.stdout

@@ -47,10 +47,10 @@ def test_hypothesis_rules_match_model(examples):
 @pytest.mark.parametrize(
     ("wanted", "first"),
     [
-        (60_000, lambda: 0),
+        (30_000, lambda: 0),
         pytest.param(50_000_000, lambda: SystemRandom().randrange(2**48), marks=pytest.mark.nightly),
     ],
-    ids=["60,000", "50 million"],
+    ids=["30,000", "50 million"],
 )
 def test_seeded_rules_match_model(wanted, first, until, figures):
     """The nightly run starts from a random seed."""

@@ -1,8 +1,7 @@
 """The launches of a decode step on a GPU that does not exist: `python -m tests.support.fake_decode_step FAMILY
-OPTIONS...`.
+[options as JSON]`.
 
-Each of OPTIONS is JSON. For each it prints, for models with 2 and 4 layers, the operations in the CUDA graph of a step
-and those outside of it as JSON.
+Prints, for models with 2 and 4 layers, the operations in the CUDA graph of a step and those outside of it as JSON.
 """
 
 from __future__ import annotations
@@ -126,8 +125,8 @@ def count(family: str, options: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    for options in map(json.loads, sys.argv[2:]):
-        print(json.dumps({layers: count(sys.argv[1], options, layers) for layers in (2, 4)}), flush=True)
+    options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    print(json.dumps({layers: count(sys.argv[1], options, layers) for layers in (2, 4)}), flush=True)
     os._exit(0)  # without waiting for the engines' threads
 
 

@@ -87,7 +87,8 @@ class Costs:
         result = yield
         if nextitem is None or module_of(nextitem) != module_of(item):
             now = used_seconds()
-            self.measured[module_of(item)] += now - self._before
+            # A process that its parent did not wait for takes its seconds with it.
+            self.measured[module_of(item)] += max(0, now - self._before)
             self._before = now
         return result
 
