@@ -60,6 +60,7 @@ def test_exact_agreement_has_a_target():
     assert (exact.value, exact.target, dict(exact.peers)) == (100.0, 100.0, {})
 
 
+@pytest.mark.nightly
 def test_cpu_benchmark(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TQDM_DISABLE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the benchmark sets for the processes that it starts

@@ -80,6 +80,7 @@ def test_a_fleet_that_computes_nothing_in_time_answers_at_once():
     assert set(outcome.first_tokens) == {0.0}
 
 
+@pytest.mark.nightly
 def test_more_load_makes_requests_wait_longer():
     light, heavy = (simulate("round-robin", replicas=1, rate=rate)[1].first_tokens for rate in (1.0, 20.0))
     assert percentile(heavy, 0.99) > 2 * percentile(light, 0.99)

@@ -10,6 +10,7 @@ from paged_kernels.cpu import native
 from tests.support.records import records_of, without_picture
 
 
+@pytest.mark.nightly
 def test_kernels_benchmark(tmp_path, capsys):
     file = tmp_path / "figures.json"
     assert main(["bench", "kernels", "--quick", "--only", "decode", "--json", str(file)]) == 0

@@ -12,6 +12,7 @@ def test_window_longer_than_the_context_is_rejected(tiny, capsys):
     assert "argument --length: 100000: must be at most" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_kv_dtype_benchmark(tiny, tmp_path, capsys):
     file = tmp_path / "figures.json"
     arguments = ["--model", str(tiny[0]), "--quick", "--windows", "2", "--length", "40", "--json", str(file)]

@@ -1,9 +1,12 @@
 """The benchmark of speculative decoding."""
 
+import pytest
+
 from paged_client.cli import main
 from tests.support.records import records_of
 
 
+@pytest.mark.nightly
 def test_speculation_benchmark(tiny, tmp_path, capsys):
     file = tmp_path / "figures.json"
     arguments = ["--model", str(tiny[0]), "--quick", "--length", "20", "--output", "12", "--draft-tokens", "3"]

@@ -1,5 +1,7 @@
 """The benchmark of cache tiers."""
 
+import pytest
+
 from paged_bench import tiers
 from paged_client.cli import main
 from tests.support.records import records_of
@@ -13,6 +15,7 @@ def run(tiny, file):
     return records_of(file)
 
 
+@pytest.mark.nightly
 @needs_redis
 def test_tiers_benchmark(tiny, tmp_path):
     records = run(tiny, tmp_path / "figures.json")
