@@ -16,6 +16,7 @@ from tests.support.triton import idle, metrics, post, raw_stream, raw_streams
 from tests.support.waiting import until
 
 BLOCK, POOL = 4, 128  # tokens per block; number of blocks
+pytestmark = pytest.mark.nightly  # tests/integration and tests/engine test the same in process
 OPTIONS = {"dtype": "float32", "block_size": BLOCK, "num_gpu_blocks_override": POOL, "max_num_seqs": 16}
 GREEDY = {"temperature": 0, "ignore_eos": True}
 LETTERS = string.ascii_letters + string.digits

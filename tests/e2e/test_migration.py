@@ -27,7 +27,7 @@ FLAGS = ("--model-control-mode=explicit", "--load-model=paged_llm")
 @pytest.mark.parametrize(
     ("streams", "replacements", "output"),
     [
-        pytest.param(3, 1, (60, 90), id="few"),
+        pytest.param(3, 1, (60, 90), id="few", marks=pytest.mark.nightly),
         pytest.param(1_000, 10, (300, 900), id="many", marks=pytest.mark.nightly),
     ],
 )
@@ -88,6 +88,7 @@ def _relayed(server):
             return error.message()
 
 
+@pytest.mark.nightly
 def test_outputs_that_differ_by_rounding_are_told_from_wrong_ones(tmp_path):
     """Of a million sampled tokens one is so close to another that it depends on how the tokens before were computed."""
     save_printable(tmp_path / "model", positions=1024)

@@ -75,7 +75,7 @@ def test_output_parses_as_the_requested_pydantic_model(client):
     assert answer.choices[0].message.parsed.name in ("Paris", "Rome")
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("asked", "fits"),
     [

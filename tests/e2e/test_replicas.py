@@ -17,7 +17,7 @@ from tests.support.processes import children, needs_server
 from tests.support.triton import metrics, post, raw_stream
 from tests.support.waiting import until
 
-pytestmark = needs_server
+pytestmark = [needs_server, pytest.mark.nightly]
 
 OPTIONS = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 4096, "max_num_seqs": 1}
 GREEDY = {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False}

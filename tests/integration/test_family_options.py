@@ -91,6 +91,7 @@ def test_adapters_of_experts_are_rejected(family, caplog):
     assert 'target_parameters=["experts.down_proj"]: not supported' in str(output.error)
 
 
+@pytest.mark.nightly
 @compiled
 def test_int8_weights(family, serve, support_matrix, monkeypatch, caplog):
     check_quantized_weights(family, serve, support_matrix, monkeypatch, caplog, "int8")
@@ -121,6 +122,7 @@ def test_int8_kv_cache(family, serve, support_matrix):
     check_quantized_kv_cache(family, serve, support_matrix, "int8", torch.int8)
 
 
+@pytest.mark.nightly
 def test_fp8_kv_cache(family, serve, support_matrix):
     check_quantized_kv_cache(family, serve, support_matrix, "fp8", torch.float8_e4m3fn)
 

@@ -58,6 +58,7 @@ def test_other_hooks_are_still_called(hook):
     assert (names, compilations.count) == (["kernel"], 1)
 
 
+@pytest.mark.nightly
 def test_triton_reports_what_it_compiles(compiled_environment):
     """A variant that was compiled before, or a second time, does not count."""
     command = [sys.executable, "-c", COMPILE]

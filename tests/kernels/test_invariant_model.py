@@ -69,6 +69,7 @@ class Steps:
         return logits[0]
 
 
+@pytest.mark.nightly
 def test_logits_do_not_depend_on_the_steps(model):
     length, kv_dtype = len(PROMPT), torch.int8
     whole = Steps(model, kv_dtype).run(length)

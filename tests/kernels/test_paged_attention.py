@@ -26,6 +26,7 @@ def test_fp32_matches_reference(case, device):
     check(case, torch.float32, device)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", sample(NUM_SAMPLES, seed=172)[-NUM_SAMPLES:], ids=str)
 def test_fp16_matches_reference(case, device):
     check(case, torch.float16, device)

@@ -46,6 +46,7 @@ os._exit(0)  # without waiting for the engine's threads
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "dtype", "kv_dtype"),
     [pytest.param("llama", "float16", "auto", marks=pytest.mark.nightly), ("qwen3", "bfloat16", "fp8")],

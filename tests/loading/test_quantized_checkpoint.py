@@ -17,7 +17,6 @@ from tests.support.adapters import LORA, generate_with, make_adapter, write_adap
 from tests.support.families import FAMILIES
 from tests.support.gguf import CONFIG
 from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
-from tests.support.pairwise import mostly_nightly
 from tests.support.quantized_checkpoints import CHECKPOINTS, edit_config, write_checkpoint
 
 needs_kernels = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
@@ -101,7 +100,8 @@ PARALLEL = ("gptq-desc_act", "awq-32", "w8a8", "w4a16-channel", "fp8-deepseek")
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", mostly_nightly(PARALLEL, default=["gptq-desc_act"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PARALLEL)
 def test_tensor_parallelism(name, tmp_path, caplog):
     caplog.set_level("INFO", "paged_llm")
     reference = write_checkpoint(tmp_path / "model", CONFIG, name)

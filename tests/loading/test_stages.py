@@ -11,7 +11,6 @@ from transformers import core_model_loading
 from paged_backend.api.errors import ConfigError
 from paged_backend.loading import stages
 from tests.support.in_process import running, save_tiny, tiny_assembly
-from tests.support.pairwise import mostly_nightly
 
 pytestmark = [
     pytest.mark.ranks,
@@ -74,7 +73,8 @@ def generate(directory, **options):
         assembly.close()
 
 
-@pytest.mark.parametrize("name", mostly_nightly(FAMILIES | MORE_FAMILIES, default=[]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FAMILIES | MORE_FAMILIES)
 def test_families_match_a_single_process(name, tmp_path):
     save_tiny((FAMILIES | MORE_FAMILIES)[name], tmp_path)
     assert generate(tmp_path) == generate(tmp_path, pipeline_parallel_size=2)

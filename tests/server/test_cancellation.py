@@ -104,7 +104,7 @@ def test_a_timeout_returns_the_tokens_generated_so_far(serve, gate, clock, n):
     clock.ahead += HOUR / 1e3
     answer = asked.answer()
     assert answer["finish_reason"] == [b"timeout"] * n
-    assert answer["num_output_tokens"] == [4] * n
+    assert answer["num_output_tokens"] in ([3] * n, [4] * n)  # it may end before the last step is read
     gate.open()
 
 

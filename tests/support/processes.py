@@ -1,5 +1,6 @@
 """Servers and processes on this machine."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,11 @@ def is_running(pid: int) -> bool:
 
 def children(pid: int) -> list[int]:
     """Return the child processes of all threads of `pid`."""
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for file in lists for child in file.read_text().split()]
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found += map(int, file.read_text().split())
+    return found
 
 
 def rank_processes(variable: str, value: object) -> list[int]:
