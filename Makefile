@@ -45,7 +45,7 @@ help:
 	@echo "                   MODEL=DIR                  Hugging Face directory or GGUF file (default: the demo model)"
 	@echo "                   OPTIONS='key=value ...'    engine options"
 	@echo "                   HTTP_PORT= GRPC_PORT= METRICS_PORT= OPENAI_PORT=    default 8000 to 8003"
-	@echo "make quick       check a change in a minute and a half: lint what changed, run the tests that need no torch,"
+	@echo "make quick       check a change in a minute and a half: lint what changed, run the cheap tests that need no torch,"
 	@echo "                 and start a server with the demo model"
 	@echo "make test        run lint and all tests except the nightly ones; ARGS='...' goes to pytest"
 	@echo "                   WORKERS=N                  processes (default: one more than cores, at most 8)"
@@ -92,7 +92,7 @@ quick-lint:
 	$(if $(TYPED),$(BIN)/mypy $(TYPED))
 
 quick-tests:
-	$(PYTEST) --without-torch --quiet $(ARGS)
+	$(PYTEST) --without-torch --max-cost 6 --quiet $(ARGS)
 
 quick-server:
 	$(BIN)/python -m pytest --quiet tests/e2e/test_smoke.py

@@ -79,6 +79,9 @@ def pytest_addoption(parser):
     parser.addoption("--costs", action="store_true", help="print CPU seconds, and fail if a package exceeds its budget")
     parser.addoption("--record-costs", action="store_true", help="write the CPU seconds to tests/costs.json")
     parser.addoption("--without-torch", action="store_true", help="leave out the tests that import torch")
+    parser.addoption(
+        "--max-cost", type=float, help="leave out the modules whose recorded cost is higher, in CPU seconds"
+    )
     sizes = "sizes of the stress tests: 'cycles=20 restarts=10 responses=300000'; also killed, left, held, preemptions"
     parser.addoption("--stress", "--storm", default="", help=sizes)
     longest = "time limit of each long test, in hours"

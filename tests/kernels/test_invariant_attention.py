@@ -122,7 +122,7 @@ POSITIONS = (0, 1, 63, 64, 65, 100, 127, 128, LENGTH - 1)
     ("case", "dtype"),
     mostly_nightly(
         itertools.product(CASES, TOLERANCE),
-        default=[(CASES[1], torch.float16), (CASES[2], torch.float32)],
+        default=[(CASES[1], torch.float16)],
     ),
     ids=str,
 )

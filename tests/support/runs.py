@@ -2,7 +2,8 @@
 
 `tests/costs.json` has the CPU seconds of each test module, with the processes that it starts. Tests that use the same
 shared server are one group; every other module is a group of its own. A group runs in one process, the costliest group
-first, so that no module that begins late bounds the run. `make test ARGS=--record-costs` records the file again.
+first, so that no module that begins late bounds the run. `make quick` leaves out costly modules. `make test
+ARGS=--record-costs` records the file again.
 """
 
 from __future__ import annotations
@@ -69,6 +70,14 @@ class Costs:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        limit = self._config.getoption("--max-cost")
+        if limit is not None:
+            cheap: list[pytest.Item] = []
+            costly: list[pytest.Item] = []
+            for item in items:
+                (costly if self.recorded.get(module_of(item), 0) > limit else cheap).append(item)
+            self._config.hook.pytest_deselected(items=costly)
+            items[:] = cheap
         groups: dict[str, list[pytest.Item]] = defaultdict(list)
         for item in items:
             groups[group_of(item)].append(item)

@@ -212,6 +212,7 @@ def run_without_plain(compiled_environment, tmp_path):
     return run
 
 
+@pytest.mark.nightly
 @needs_kernels
 def test_level_that_was_not_compiled_is_compiled_on_demand_only(run_without_plain, tmp_path):
     said = run_without_plain("")

@@ -275,7 +275,8 @@ class StressRun:
         ours = await self._hold(count, MODEL, self._history)
         self._figures |= {f"{name}, floor": value for name, value in floor.items()} | ours
         for name in floor.keys() - {"held at once"}:
-            self._figures[f"{name}, over the floor"] = ours[name] / floor[name]
+            if floor[name]:
+                self._figures[f"{name}, over the floor"] = ours[name] / floor[name]
 
     async def stream(self, count: int) -> None:
         started, crowd = time.monotonic(), MultiplexedClients(self._server.grpc_url, self._history, MODEL)
