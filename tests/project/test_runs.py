@@ -52,7 +52,8 @@ def test_other_values_are_nightly(nightly):
 
 
 @pytest.fixture
-def costs(pytestconfig):
+def costs(pytestconfig, monkeypatch):
+    monkeypatch.setattr(pytestconfig.option, "max_cost", None)
     made = Costs(pytestconfig)
     made.recorded = {"tests/api/test_a.py": 20.0, "tests/api/test_b.py": 4.0, "tests/test_c.py": 1.0}
     return made
@@ -86,6 +87,14 @@ def test_costly_groups_come_first_and_stay_together(costs):
     items = [shared[0], cheap, own, other, costly, shared[1]]
     costs.pytest_collection_modifyitems(items)
     assert items == [*shared, costly, own, other, cheap]
+
+
+def test_costly_modules_are_left_out(costs, pytestconfig, monkeypatch):
+    monkeypatch.setattr(pytestconfig.option, "max_cost", 4)
+    cheap, costly, new = (item(f"tests/{name}.py") for name in ("api/test_b", "api/test_a", "api/test_new"))
+    items = [costly, cheap, new]
+    costs.pytest_collection_modifyitems(items)
+    assert items == [cheap, new]
 
 
 def test_used_seconds_count_processes_that_run_and_that_have_ended():
