@@ -92,7 +92,7 @@ quick-lint:
 	$(if $(TYPED),$(BIN)/mypy $(TYPED))
 
 quick-tests:
-	$(PYTEST) --without-torch --max-cost 5 --quiet $(ARGS)
+	$(PYTEST) --without-torch --max-cost 3 --quiet $(ARGS)
 
 quick-server:
 	$(BIN)/python -m pytest --quiet tests/e2e/test_smoke.py
