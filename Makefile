@@ -68,9 +68,9 @@ serve: setup-serve
 	  --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) \
 	  --openai-port $(OPENAI_PORT)
 
-# Processes with one thread each, one more than there are cores, because some tests wait. The tests of a file, or of a shared server, run in one process, which
-# starts its servers and loads its models once (tests/support/runs.py). A test that hangs ends its process, and fails
-# with the tracebacks of all threads.
+# Processes with one thread each, one more than there are cores, because some tests wait. The tests of a file, or of a
+# shared server, run in one process, which starts its servers and loads its models once (tests/support/runs.py). A test
+# that hangs ends its process, and fails with the tracebacks of all threads.
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=$(WORKERS) \
   --dist=loadgroup --no-loadscope-reorder --max-worker-restart=0 \
   -o faulthandler_timeout=$(TEST_TIMEOUT) -o faulthandler_exit_on_timeout=true

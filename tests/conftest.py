@@ -34,6 +34,16 @@ def print_line(pytestconfig):
     return lambda text: reporter and reporter.write_line(f"    {text}")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_earlier_starts(tmp_path_factory):
+    """Each model that is loaded in this process is verified: its user's directory is new."""
+    from paged_backend.utils import machine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "user_cache_directory", lambda: tmp_path_factory.mktemp("user"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def support_matrix(pytestconfig):
     """What the tests of model families record their results with."""
@@ -69,7 +79,7 @@ def in_time(until):
 
 
 def pytest_configure(config):
-    pairwise.nightly = "not nightly" not in config.getoption("markexpr")
+    pairwise.nightly = pairwise.includes_nightly(config.getoption("markexpr"))
     config.pluginmanager.register(Costs(config), "costs")
     if config.getoption("--without-torch"):
         config.pluginmanager.register(WithoutTorch(), "without_torch")

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from paged_backend.api.errors import closest_match
+from paged_backend.utils.machine import user_cache_directory
 from paged_client.commands.arguments import json_or_text
 from paged_client.sampling_values import NAMES, problem_of
-from paged_client.serving.server_files import user_cache_directory
 from paged_client.session import TerminalSession
 from paged_client.wire import Message
 

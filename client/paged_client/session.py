@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any
 
 from paged_client.sync_client import Client
 from paged_client.sync_stream import Stream
 from paged_client.types import Completion, PagedError
 from paged_client.wire import Message
-
-T = TypeVar("T")
 
 # As many tokens as fit the context, or the model's `max_new_tokens`. vLLM's default, 16, is too short to read, and a
 # model with a short context rejects a higher number.
@@ -57,6 +59,46 @@ class Turn:
     interrupted: bool = False  # whether Ctrl-C has ended the reply
 
 
+class CtrlC:
+    """A context in which a first Ctrl-C cancels the request, and a second one raises KeyboardInterrupt.
+
+    Another thread cancels the request: a KeyboardInterrupt that is raised inside gRPC can leave a lock of the channel
+    held, and then the next request never starts.
+    """
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self._request: Stream | None = None
+        self._presses: SimpleQueue[bool] = SimpleQueue()  # put() may interrupt itself in a signal handler
+        self._thread = threading.Thread(target=self._cancel, daemon=True)
+
+    def cancels(self, request: Stream) -> None:
+        """Cancel this request when Ctrl-C is pressed, or now if it was."""
+        self._request = request
+        if self.pressed:
+            request.cancel()
+
+    def __enter__(self) -> CtrlC:
+        self._thread.start()
+        self._before = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+        self._presses.put(False)
+        self._thread.join()
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+        self._presses.put(True)
+
+    def _cancel(self) -> None:
+        if self._presses.get() and self._request:
+            self._request.cancel()
+
+
 class TerminalSession:
     """Sends the requests of one command and prints their output.
 
@@ -94,17 +136,21 @@ class TerminalSession:
     def turn(self, conversation: Sequence[Message], text: str) -> Turn:
         """Send a message and print the reply; an error is printed as well. Ctrl-C stops the reply."""
         question = _message("user", text)
-        try:
-            reply, interrupted = self._answer(
-                [*conversation, question], self._print_until_interrupted, "/set max_tokens N allows more"
-            )
-        except (PagedError, UsageError) as error:
-            print(f"paged: {error}", file=sys.stderr)
-            return Turn()
-        messages = (question, _message("assistant", reply)) if reply else ()
-        return Turn(messages, interrupted)
+        with CtrlC() as ctrl_c:
 
-    def _answer(self, messages: Sequence[Message], show: Callable[[Stream], T], remedy: str) -> T:
+            def show(responses: Stream) -> str:
+                ctrl_c.cancels(responses)
+                return self._print(responses)
+
+            try:
+                reply = self._answer([*conversation, question], show, "/set max_tokens N allows more")
+            except (PagedError, UsageError) as error:
+                print(f"paged: {error}", file=sys.stderr)
+                return Turn()
+        messages = (question, _message("assistant", reply)) if reply else ()
+        return Turn(messages, ctrl_c.pressed)
+
+    def _answer(self, messages: Sequence[Message], show: Callable[[Stream], str], remedy: str) -> str:
         """Send a conversation and return what `show` returns for the responses. Say so if the answer was cut.
 
         It is cut after ANSWER_TOKENS unless `sampling` has another limit, or sooner where the context or the KV cache
@@ -122,8 +168,8 @@ class TerminalSession:
         return self._show_answer(messages, AS_MANY_AS_FIT, show, remedy)
 
     def _show_answer(
-        self, messages: Sequence[Message], max_tokens: int | None, show: Callable[[Stream], T], remedy: str
-    ) -> T:
+        self, messages: Sequence[Message], max_tokens: int | None, show: Callable[[Stream], str], remedy: str
+    ) -> str:
         with self._send(messages=messages, max_tokens=max_tokens) as responses:
             shown = show(responses)
         completion = responses.completion
@@ -145,15 +191,6 @@ class TerminalSession:
             return self._client.stream(prompt, messages=messages, timeout=self._timeout, **sampling)
         except ValueError as error:
             raise UsageError(str(error)) from None
-
-    def _print_until_interrupted(self, responses: Stream) -> tuple[str, bool]:
-        """Return the reply, and whether Ctrl-C has ended it."""
-        try:
-            return self._print(responses), False
-        except KeyboardInterrupt:
-            responses.cancel()
-            print()
-            return self._finish(responses), True
 
     def _print(self, responses: Stream, *, stream: bool = True) -> str:
         try:

@@ -32,9 +32,10 @@ class Stream(StreamBase):
     def __next__(self) -> Delta:
         """Return the next delta. Raises PagedError once if the request failed; a cancelled stream just ends."""
         self.peek()
-        if not self._deltas:
-            raise StopIteration
-        return self._deltas.popleft()
+        try:
+            return self._deltas.popleft()
+        except IndexError:  # the end, or another thread has cancelled the request
+            raise StopIteration from None
 
     def peek(self) -> None:
         """Wait until the next delta or the end has arrived. Raises PagedError as iterating does."""

@@ -289,7 +289,9 @@ def _kept_reference(values: Tensor, scale: float, metadata: SamplingMetadata, ro
     weights = torch.where(values == top, 1.0, ((values - top) * scale).exp()) * kept
     if float(filters.top_p[row]) < 1:
         wanted = float(filters.top_p[row]) * weights.sum()
-        above = torch.stack([weights[values > value].sum() for value in values])
+        distinct, place = values.unique(return_inverse=True)
+        mass = weights.new_zeros(len(distinct)).index_add(0, place, weights).flip(0)  # from the largest value down
+        above = (mass.cumsum(0) - mass).flip(0)[place]
         kept &= above < wanted
     margin = float(filters.margin[row])
     return kept if margin == torch.inf else kept & (values >= top - margin)

@@ -93,6 +93,19 @@ class EngineConfig:
         text, "Directory for files downloaded from the hub. Default: the hub's own cache.", None, optional=True
     )
     trust_remote_code: bool = option(flag, "Run Python code found in the model directory.", False)
+    skip_verification: bool = option(
+        flag,
+        "Do not compare the logits of the model with those of transformers when it loads. Set it only for a model that"
+        " you have verified yourself: wrong outputs are not noticed.",
+        False,
+    )
+    reuse_verification: bool = option(
+        flag,
+        "Do not repeat the comparison at a start like an earlier one: the same model by content, the same code,"
+        " libraries, options and processor, and one rank. See"
+        " [verification](../guides/add_a_model.md#verification-at-load).",
+        True,
+    )
     load_format: str = option(
         one_of("auto", "safetensors", "dummy"),
         "`dummy` fills the weights with random values and needs only `config.json`.",

@@ -277,8 +277,10 @@ class EngineSession:
     def flush(self) -> None:
         """Send what is queued, and end the sender."""
         self._frames.put(None)
-        if self._sender:
-            self._sender.join(FLUSH_SECONDS)
+        with self._lock:
+            sender = self._sender
+        if sender:
+            sender.join(FLUSH_SECONDS)
 
     def _generate(self, request_id: int, values: Any) -> None:
         if request_id in self._keys:
@@ -297,9 +299,10 @@ class EngineSession:
             self._frames.put({"id": request_id, "stored": True})
 
     def _start_sender(self) -> None:
-        if self._sender is None:
-            self._sender = threading.Thread(target=self._send_all, name="engine session", daemon=True)
-            self._sender.start()
+        with self._lock:  # it has started when `flush` sees it
+            if self._sender is None:
+                self._sender = threading.Thread(target=self._send_all, name="engine session", daemon=True)
+                self._sender.start()
 
     def _control(self, request_id: int, control: Any, sample: Any) -> None:
         with self._lock:

@@ -25,7 +25,6 @@ EXCLUDED: dict[str, Callable[[EngineConfig], bool]] = {
     "enable_lora": lambda config: config.enable_lora,
     "disk_cache_dir": lambda config: config.disk_cache_dir is not None,
     "tensor_parallel_size": lambda config: config.tensor_parallel_size > 1,
-    "pipeline_parallel_size": lambda config: config.pipeline_parallel_size > 1,
     "remote_cache_url": lambda config: config.remote_cache_url is not None,
 }
 

@@ -1,13 +1,14 @@
-"""Warm-up: runs the largest step, and on a GPU a step of every kind, before the pools are sized.
+"""Warm-up: on a GPU the largest step and one of every kind, on a CPU one step, before the pools are sized.
 
 Afterwards the peak of activation memory is known, kernels are compiled, and no request pays for initialization. Only
-the largest step runs all layers.
+the first step runs all layers.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -55,6 +56,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = tuple(  # kinds of sampling; penalties a
     for more in ({}, {"presence_penalty": 0.1}, {"allowed_token_ids": frozenset((0,)), "logit_bias": ((0, 1.0),)})
     for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}, {"logprobs": InputLimits.max_logprobs})
 )
+MOST_CPU_TOKENS = 256  # of the first step on a CPU, where the memory of larger ones need not be known
 MAX_SAMPLED_ROWS = 512  # maximum sampled rows of a warm-up step, whose float32 logits take reserved memory
 MEASURED_BLOCKS = 8  # blocks in one measured transfer, so that they share its fixed cost as in serving
 
@@ -63,16 +65,18 @@ MEASURED_BLOCKS = 8  # blocks in one measured transfer, so that they share its f
 class WarmUpResult:
     """Measurements of the first run of the model."""
 
-    seconds_per_token: float  # time per token in the largest step
+    seconds_per_token: float  # time per token in a large step
     gpu_bytes: int  # GPU memory for activations and CUDA graphs, besides the weights and the pool
 
 
 def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> WarmUpResult:
-    """Run the largest step twice over the smallest pool that it fits into. On a GPU, also run a step of every kind and
-    capture the largest graphs. Return the speed, and the memory that the pool must leave free."""
+    """Run the largest step twice over the smallest pool that it fits into, or on a CPU a step of at most
+    MOST_CPU_TOKENS. On a GPU, also run a step of every kind and capture the largest graphs. Return the speed, and the
+    memory that the pool must leave free."""
     spec = loaded.spec
-    length = min(config.max_num_batched_tokens, spec.max_model_len - 1)
-    count = min(config.max_num_seqs, -(-config.max_num_batched_tokens // length))
+    tokens = min(config.max_num_batched_tokens, MOST_CPU_TOKENS if device.type == "cpu" else sys.maxsize)
+    length = min(tokens, spec.max_model_len - 1)
+    count = min(config.max_num_seqs, -(-tokens // length))
     layout = cache_layout(config, loaded).blocks
     pages = layout.pages_for([length] * count, [length] * count, 0)
     blocks = BlockManager(pages, config.block_size, layout=layout)

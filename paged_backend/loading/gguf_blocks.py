@@ -28,7 +28,7 @@ def decode(data: Tensor, name: str) -> Blocks | None:
     codes, scales, mins, bits = read(blocks)
     block_inputs = codes.shape[-1]
     return Blocks(
-        codes.to(torch.int8).reshape(rows, -1),
+        codes.reshape(rows, -1),
         scales.float().reshape(rows, -1),
         None if mins is None else mins.float().reshape(rows, -1),
         block_inputs,
@@ -36,7 +36,7 @@ def decode(data: Tensor, name: str) -> Blocks | None:
     )
 
 
-# What the functions below return: codes [..., block_inputs], scales and mins [...], bits.
+# What the functions below return: codes [..., block_inputs] int8, scales and mins [...], bits.
 _Read = tuple[Tensor, Tensor, "Tensor | None", int]
 
 
@@ -47,30 +47,35 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 def _nibbles(packed: Tensor) -> Tensor:
     """Return the lower halves of all bytes, then the upper halves."""
-    return torch.cat([packed & 15, packed >> 4], -1).to(torch.int16)
+    return torch.cat([packed & 15, packed >> 4], -1)
+
+
+def _signed(codes: Tensor, zero: int) -> Tensor:
+    """Return codes of up to 7 bits as int8, less the one that means zero."""
+    return codes.view(torch.int8) - zero
 
 
 def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
     """Return bit 4 of 32 codes from 4 bytes."""
     bits = (blocks[..., start : start + 4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    return bits.flatten(-2).to(torch.int16) << 4
+    return bits.flatten(-2) << 4
 
 
 def _q4_0(blocks: Tensor) -> _Read:
-    return _nibbles(blocks[..., 2:]) - 8, _half(blocks, 0), None, 4
+    return _signed(_nibbles(blocks[..., 2:]), 8), _half(blocks, 0), None, 4
 
 
 def _q4_1(blocks: Tensor) -> _Read:
     scales = _half(blocks, 0)
-    return _nibbles(blocks[..., 4:]) - 8, scales, _half(blocks, 2) + 8 * scales, 4
+    return _signed(_nibbles(blocks[..., 4:]), 8), scales, _half(blocks, 2) + 8 * scales, 4
 
 
 def _q5_0(blocks: Tensor) -> _Read:
-    return (_nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2)) - 16, _half(blocks, 0), None, 8
+    return _signed(_nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2), 16), _half(blocks, 0), None, 8
 
 
 def _q5_1(blocks: Tensor) -> _Read:
-    return _nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4), _half(blocks, 0), _half(blocks, 2), 8
+    return _signed(_nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4), 0), _half(blocks, 0), _half(blocks, 2), 8
 
 
 def _q8_0(blocks: Tensor) -> _Read:
@@ -88,22 +93,22 @@ def _six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _q4_k(blocks: Tensor) -> _Read:
     scales, mins = _six_bit_scales(blocks)
     codes = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
-    return codes - 8, scales, mins + 8 * scales, 4
+    return _signed(codes, 8), scales, mins + 8 * scales, 4
 
 
 def _q5_k(blocks: Tensor) -> _Read:
     scales, mins = _six_bit_scales(blocks)
     codes = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
     fifth = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
-    return codes | fifth.to(torch.int16) << 4, scales, mins, 8
+    return _signed(codes | fifth << 4, 0), scales, mins, 8
 
 
 def _q6_k(blocks: Tensor) -> _Read:
     low = blocks[..., :128].unflatten(-1, (2, 64))
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
-    codes = _nibbles(low).unflatten(-1, (4, 32)) | high.to(torch.int16) << 4
+    codes = _nibbles(low).unflatten(-1, (4, 32)) | high << 4
     scales = blocks[..., 192:208].contiguous().view(torch.int8) * _half(blocks, 208)[..., None]
-    return codes.flatten(-3).unflatten(-1, (16, 16)) - 32, scales, None, 8
+    return _signed(codes.flatten(-3).unflatten(-1, (16, 16)), 32), scales, None, 8
 
 
 FORMATS: Mapping[str, tuple[int, Callable[[Tensor], _Read]]] = {  # bytes of a block, and its decoder

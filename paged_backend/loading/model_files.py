@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from paged_backend.api.errors import ConfigError
@@ -121,6 +122,11 @@ def _weight_files(model_path: Path) -> list[tuple[Path, set[str] | None]]:
     if not path.exists() and named == INDEX:
         raise ConfigError(_no_weights(model_path))
     return _shards(path) if named.endswith(".json") else [(_regular(path), None)]
+
+
+def weight_files(model_path: Path) -> list[Path]:
+    """Return the files with the weights. Raises ConfigError."""
+    return [path for path, _ in _weight_files(model_path)]
 
 
 def read_tensor(model_path: Path, name: str) -> torch.Tensor | None:
@@ -308,14 +314,24 @@ def _check_rope(file: Path, config: PretrainedConfig) -> None:
             raise ConfigError(f"{file}: rope_theta={json.dumps(theta, default=str)}: must be a positive number")
 
 
+def described_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    """Return the model that a configuration describes, without memory for its weights.
+
+    Model code raises any type for inconsistent sizes.
+    """
+    with torch.device("meta"), no_init_weights():  # initialization without memory would import dynamo: 1.5 s
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+    model.tie_weights()
+    return model
+
+
 def _num_weights(file: Path, config: PretrainedConfig, trust_remote_code: bool) -> int:
-    """Count the weights of the model that the configuration describes, without allocating them."""
+    """Count the weights of the model that the configuration describes."""
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), attn_implementation="eager", trust_remote_code=trust_remote_code
-            )
-    except Exception as error:  # model code raises any type for inconsistent sizes
+        model = described_model(config, trust_remote_code)
+    except Exception as error:
         raise ConfigError(f"{file}: does not describe a valid model: {type(error).__name__}: {error}") from error
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from dataclasses import dataclass, replace
@@ -17,8 +18,9 @@ from paged_backend.api.limits import ClassificationSpec, EmbeddingSpec, Sampling
 from paged_backend.loading import model_files, stages
 from paged_backend.loading.architectures import check_architecture
 from paged_backend.loading.classifier import check_speculation, is_classifier, load_classifier
+from paged_backend.loading.earlier_starts import EarlierStarts, OutdatedOutcome
 from paged_backend.loading.generation_config import read_sampling_defaults
-from paged_backend.loading.gguf_weights import GgufWeights
+from paged_backend.loading.gguf_weights import GgufWeights, read_quickly
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_options import (
     check_batch_invariance,
@@ -57,6 +59,9 @@ from paged_backend.models.recurrent import state_shapes
 from paged_kernels.cpu import native
 
 log = logging.getLogger("paged_llm")
+
+# What models have been trained on: prose with numbers, and a list.
+VERIFIED_TEXT = "Paris is the capital of France. In 1969, two people walked on the Moon:\n1. Neil Armstrong\n"
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,22 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     Raises ConfigError for unusable files or options, and UnsupportedModel for a model that fails the verification.
     """
     path = find_files(config.model, root, config, config.revision)
+    is_verified = not config.skip_verification and config.load_format != "dummy"
+    earlier = EarlierStarts(config, path, device) if is_verified and config.num_ranks == 1 else None
+    with read_quickly(path):
+        try:
+            return _load(config, root, device, path, earlier)
+        except OutdatedOutcome as error:
+            assert earlier
+            log.warning("%s: the result of an earlier start is ignored: %s", path, error)
+            earlier.forget()
+        gc.collect()  # frees the first model
+        return _load(config, root, device, path, earlier)
+
+
+def _load(
+    config: EngineConfig, root: Path, device: torch.device, path: Path, earlier: EarlierStarts | None
+) -> LoadedModel:
     hf_config = read_config(config, path)
     check_architecture(path, hf_config)
     check_speculation(config, hf_config)
@@ -141,7 +162,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     classification = load_classifier(config, hf_config, path, model, tokenizer)
     adaptable = find_adaptable_layers(model) if config.enable_lora else None  # must precede `verify_model`
     stored = checkpoint or (GgufWeights(path, model.config) if path.suffix == GGUF and not dummy else None)
-    layers, weight_format = _verify(config, path, model, kv_dtype, stored)
+    layers, weight_format = _verify(config, path, model, tokenizer, kv_dtype, model_dtype, stored, earlier)
     if stored is None and is_dequantized(hf_config, path) and not dummy:
         log_dequantized(path, model)
     spec = ModelSpec(
@@ -195,7 +216,14 @@ def _check_stages(config: EngineConfig, hf_config: PretrainedConfig, path: Path)
 
 
 def _verify(
-    config: EngineConfig, path: Path, model: PreTrainedModel, kv_dtype: torch.dtype, stored: StoredWeights | None
+    config: EngineConfig,
+    path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    kv_dtype: torch.dtype,
+    trained_dtype: torch.dtype | None,
+    stored: StoredWeights | None,
+    earlier: EarlierStarts | None,
 ) -> tuple[tuple[LayerShape, ...], str | None]:
     """Verify the model with the weights that it will run with: rounded if requested, otherwise on a CPU the quantized
     ones of its files.
@@ -222,8 +250,12 @@ def _verify(
             model,
             block_size=config.block_size,
             kv_dtype=kv_dtype,
+            text=tokenizer(VERIFIED_TEXT)["input_ids"],
             quantizer=quantizer,
             batch_invariant=config.batch_invariant,
+            trained_dtype=trained_dtype,
+            skip=config.skip_verification,
+            earlier=earlier,
         )
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from error

@@ -35,9 +35,14 @@ class Blocks(NamedTuple):
     def dequantize(self) -> Tensor:
         """Return the weight [out_features, in_features] in float32, with the inputs in the layer's order."""
         values = E2M1[self.codes.long()] if self.codes.dtype == torch.uint8 else self.codes.float()
-        values = values * self._of_inputs(self.scales)
-        if self.mins is not None:
-            values += self._of_inputs(self.mins)
+        if self.codes.shape[-1] == self.block_inputs * self.scales.shape[-1]:
+            blocks, one = values.unflatten(-1, (-1, self.block_inputs)), (..., None)
+            values = blocks.mul_(self.scales[one]) if self.mins is None else blocks * self.scales[one] + self.mins[one]
+            values = values.flatten(-2)
+        else:
+            values = values * self._of_inputs(self.scales)
+            if self.mins is not None:
+                values += self._of_inputs(self.mins)
         return values if self.order is None else values[..., self.order.argsort()]
 
     def select(self, index: Tensor | slice | int) -> Blocks:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from importlib.util import find_spec
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.loading.classifier import is_classifier
+from paged_backend.loading.model_files import described_model
+from paged_backend.loading.shallow_copy import SHARED_LAYERS
+from paged_backend.models.recurrent import recurrent_mixers
 
 # Modules of a model that can be divided: whatever else a model has may depend on layers of other stages.
 MODULES = frozenset({"model", "lm_head"})
 DECODER_MODULES = frozenset({"embed_tokens", "layers", "norm", "rotary_emb", "rotary_emb_local"})
-SHARED_LAYERS = "num_kv_shared_layers"  # layers that read the keys and values of another one
 
 
 def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:
@@ -41,12 +41,11 @@ def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:
 def _obstacle(config: EngineConfig, hf_config: PretrainedConfig) -> str | None:
     """Return why the model cannot be divided; None if it can."""
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(hf_config), attn_implementation="eager", trust_remote_code=config.trust_remote_code
-            )
-    except Exception as error:  # model code raises any type
+        model = described_model(hf_config, config.trust_remote_code)
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
+    if recurrent_mixers(model):
+        return f"{type(model).__name__} has recurrent layers"
     decoder = model.base_model
     for module, known in ((model, MODULES), (decoder, DECODER_MODULES)):
         if others := sorted(dict(module.named_children()).keys() - known):

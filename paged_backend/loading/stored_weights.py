@@ -22,6 +22,7 @@ from paged_backend.models.linear import JoinedWeight, Weight, WeightPacker
 
 log = logging.getLogger("paged_llm")
 
+COMPARED = 256  # first and last inputs of a weight that are compared, a multiple of the size of most blocks
 # Maximum difference between the stored weights and the model's, relative to the largest of a row. bfloat16 rounds by
 # 0.004.
 MAX_DIFFERENCE = 0.01
@@ -189,13 +190,12 @@ class StoredQuantizer:
 
     def _match(self, name: str, parameter: nn.Parameter, weight: Tensor, expert: int | None = None) -> Found | None:
         """Return the stored weight whose values are those of `weight`, or None."""
-        tolerance = MAX_DIFFERENCE * weight.float().abs().amax(1, keepdim=True)
         reason = "its format is not supported"
         for whole in self._stored.read(name):
             blocks = self._shard(whole if expert is None else whole.select(expert), weight)
             if blocks is None:
                 reason = "its blocks are split by tensor parallelism"
-            elif blocks.codes.shape == weight.shape and ((blocks.dequantize() - weight).abs() <= tolerance).all():
+            elif blocks.codes.shape == weight.shape and _is_same(blocks, weight):
                 return Found(name, parameter, blocks)
             else:
                 reason = "differs from the model's weight"
@@ -209,6 +209,23 @@ class StoredQuantizer:
             first = 0 if whole == part else self._rank * -(-whole // self._ranks)
             ranges.append(range(first, min(first + part, whole)))
         return blocks.shard(*ranges)
+
+
+def _is_same(blocks: Blocks, weight: Tensor) -> bool:
+    """Return whether all rows have the values of a weight. Of long rows, the first and last inputs are compared: rows
+    and heads may be in another order, single values do not differ."""
+    rows, inputs = weight.shape
+    ends = [range(inputs)]
+    if inputs > 3 * COMPARED:
+        ends = [range(COMPARED), range((inputs - 1) // COMPARED * COMPARED, inputs)]
+    for columns in ends:
+        part, values = blocks.shard(range(rows), columns), weight[:, columns.start : columns.stop].float()
+        if part is None:
+            part, values = blocks, weight.float()
+        tolerance = MAX_DIFFERENCE * values.abs().amax(1, keepdim=True)
+        if not ((part.dequantize() - values).abs() <= tolerance).all():
+            return False
+    return True
 
 
 def log_dequantized(path: Path, model: PreTrainedModel) -> None:

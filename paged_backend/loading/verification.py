@@ -1,15 +1,24 @@
 """Verify at every load that a model gives the same logits with paged attention.
 
 A forward pass of the unmodified model records the attention parameters of each layer (heads, head size, window) and the
-masks that the model builds. Then two short prompts are prefilled in chunks and decoded over shuffled blocks, and their
-logits are compared with those of the model's own eager attention. A model that fails is refused, and the error names
-its class. A window longer than the prompts does not affect their logits, so windows are read from the masks and must
-equal those that the layers pass to attention.
+masks that the model builds; the windows of both must be equal. Then the engine computes two short prompts over shuffled
+blocks, in chunks and with a decode step. Their logits must be close to those of the model's own eager attention. A
+model that fails is refused, and the error names its class.
 
-The verification runs the variant of the model that will serve requests. Layers that can be fused
-(`fusion.py`) are so after the reference logits have been computed and before the paged forward passes. If the logits
-differ, the model falls back to the next simpler variant with a warning, and it is only refused if the unmodified layers
-fail, too. Verifying the unmodified layers first would double the load time without detecting more.
+Two questions are separate:
+
+- Is the computation right? A copy with one layer of each kind, with their own weights but short windows, is verified in
+  float32, where rounding errors are small, and in the model's data type, where few layers amplify little (`Proof`).
+- Does the whole model work in its data type? How far correct logits differ depends on the model: large activations
+  amplify rounding errors. With Qwen2.5-Coder-0.5B in bfloat16, eager attention and SDPA of transformers differ by 0.3.
+  So the model also runs with the output of each of its modules changed by one unit in the last place, and logits may
+  differ by a few times as much as that changes them. One of the prompts is text, for which trained models amplify
+  rounding errors less than for random tokens. Activations must stay away from the end of float16.
+
+The verification runs the variant of the model that will serve requests. Layers are fused (`fusion.py`) between the
+reference logits and the paged forward passes. If the logits differ, the model falls back to the next simpler variant
+with a warning, and it is only refused if the unmodified layers fail, too. Verifying the unmodified layers first would
+double the load time without detecting more.
 
 This covers keys and values in the model's own dtype. If the KV cache has another dtype, the same prompts also run over
 such a cache, with a tolerance for 8-bit quantization.
@@ -18,9 +27,13 @@ such a cache, with a tolerance for 8-bit quantization.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Set
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +45,10 @@ from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.loading.attention_probe import AttentionProbe
+from paged_backend.loading.earlier_starts import EarlierStarts, Outcome, OutdatedOutcome
+from paged_backend.loading.shallow_copy import WINDOW, layer_modules, representative_layers, shallow_copy
 from paged_backend.memory.kv_cache import NO_ATTENTION, KVCache, LayerShape
-from paged_backend.memory.state_cache import StateCache
+from paged_backend.memory.state_cache import StateCache, StateShape
 from paged_backend.models import recurrent, rope
 from paged_backend.models.attention import ATTENTION, AttentionSpec, UnsupportedModel
 from paged_backend.models.batch_invariance import check_invariance
@@ -41,17 +56,23 @@ from paged_backend.models.latent_attention import find_latent_layers
 from paged_backend.models.model_variants import ModelVariant, model_variants
 from paged_backend.models.pipeline import Stage
 from paged_backend.models.quantization import Quantizer
+from paged_backend.scheduling import sequence
 from paged_backend.scheduling.plan import Chunk, Plan
-from paged_backend.scheduling.sequence import Group, Sequence
-from paged_backend.utils.startup import Progress
+from paged_backend.utils.startup import Progress, startup_log
 from paged_kernels.compile_ahead import compile_ahead
 
 log = logging.getLogger("paged_llm")
 
 PROBE = "paged_llm_probe"
-# Root mean square of the difference, relative to that of the centered logits. Rounding errors of 16-bit dtypes grow
-# with depth; a wrong window, scale or mask gives an error of the order of 1.
+LONG, SHORT = 21, 10  # tokens of the prompts
+MEASURED = 6  # positions at the end of each prompt whose logits are computed
+# Root mean square of the difference, relative to that of the centered logits. A wrong window, scale or mask gives an
+# error of the order of 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+# Factor of the difference that one unit in the last place makes, which is allowed if it exceeds TOLERANCE. The worst
+# position differs by up to 3 times the root mean square over all positions.
+SENSITIVITY_FACTOR = 3
+SENSITIVE_TOLERANCE = 0.5  # of a sensitive model; 1.4 means unrelated
 # Tolerance for an 8-bit KV cache, for quantized weights, and for activations in 8 bits, likewise. With an 8-bit cache,
 # the error of the demo model is 0.03 in int8 and 0.06 in fp8 (0.07 and 0.1 in bfloat16), that of random models of many
 # families up to 0.3; 1 means unrelated. Many formats of quantized weights round activations to 8 bits as well, which
@@ -63,6 +84,17 @@ STORED_FACTOR = 3
 # Tolerance for weights rounded to 4 bits, whose error is 0.6 on the demo model. It detects weights that are unrelated
 # to the model's; the attention has been verified with the model's own weights by then.
 INT4_TOLERANCE = 1.0
+# Part of the range of float16 that activations may use. The rest is for prompts with larger ones. SmolLM2-135M works in
+# float16 and reaches 23,000.
+USED_RANGE = 0.5
+
+
+class Options(NamedTuple):
+    """How the paged forward passes run."""
+
+    block_size: int
+    kv_dtype: torch.dtype
+    batch_invariant: bool
 
 
 def verify_model(
@@ -70,84 +102,257 @@ def verify_model(
     *,
     block_size: int,
     kv_dtype: torch.dtype,
+    text: Sequence[int] = (),
     quantizer: Quantizer | None = None,
     batch_invariant: bool = False,
+    trained_dtype: torch.dtype | None = None,
+    skip: bool = False,
+    earlier: EarlierStarts | None = None,
 ) -> tuple[LayerShape, ...]:
     """Verify the model and return the KV cache shapes of its layers.
 
+    text: token ids for one of the prompts. trained_dtype: data type of the checkpoint, which is not refused for its
+    range. earlier: outcomes of verifications. If there is one for this start, nothing is compared; if it does not fit
+    the model, OutdatedOutcome is raised and the model cannot be used.
+
     Leaves the model in its fastest variant that passes: on paged attention, fused if possible, with
     quantized weights if there is a quantizer. Raises UnsupportedModel, with the name of the model's class, if no
-    variant passes.
+    variant passes. With `skip` a variant passes if it computes finite logits.
     """
-    progress = Progress("verifying", 3)
+    outcome = earlier.find() if earlier else None
+    progress = Progress("verifying", 1 if outcome else 4)
+    options = Options(block_size, kv_dtype, batch_invariant)
+    name = type(model).__name__
     try:
-        mixers = recurrent.recurrent_mixers(model)
-        with recurrent.record_states(mixers) as states:
-            layers, specs = _probe(model, mixers)
+        probed = _probe(model)
+        if outcome:
+            variants = model_variants(model, probed.specs, quantizer=quantizer, batch_invariant=batch_invariant)
+            layers = _restore(model, probed, variants, outcome, options)
+            progress.advance()
+            return layers
         progress.advance()
-        expected = _expected(model)
+        proof = None if skip else Proof(model, probed.layers, options)
         progress.advance()
-        shapes = [states[index] for index in range(len(mixers))]
-        recurrent.install(model, mixers, shapes, batch_invariant=batch_invariant)
-        rope.freeze_rope(model)
-        compare_layers = partial(_compare, model, expected)
-        on_gpu = batch_invariant and model.device.type == "cuda"
-        layers = _use_latents(
-            model, layers, compare_layers, block_size, kv_dtype, batch_invariant=batch_invariant and not on_gpu
-        )
-        layers = tuple(replace(layer, batch_invariant=on_gpu) for layer in layers)
-        failure: UnsupportedModel | None = None
-        for variant in model_variants(model, specs, quantizer=quantizer, batch_invariant=batch_invariant):
-            tolerance = _weight_tolerance(model, variant)
-            compare = partial(_compare, model, expected, layers, block_size, kv_dtype, tolerance)
-            failure = _failure(compare)
-            if failure is None and batch_invariant and not variant.is_intermediate:
-                run = partial(_paged_logits_of, model, layers, block_size, _prompts(model))
-                failure = _failure(partial(check_invariance, model, run, {model.dtype, kv_dtype}))
+        prompts = _prompts(model, text)
+        if skip:
+            expected = Expected(prompts)
+        else:
+            with _range_checked(model, trained_dtype):
+                expected = _expect(model, prompts)
+        progress.advance()
+        layers = _install(model, probed, options, partial(_latent_failure, model, expected, options))
+        rejected: list[tuple[UnsupportedModel, float | None]] = []  # with the seconds of a forward pass
+        for variant in model_variants(model, probed.specs, quantizer=quantizer, batch_invariant=batch_invariant):
+            run = partial(_paged_logits_of, model, layers, block_size, expected.prompts)
+            compare = partial(_compare, model, expected, layers, options, _weight_tolerance(model, variant))
+            try:
+                if proof:
+                    proof.check(variant)
+                difference = compare()
+                if batch_invariant and not (variant.is_intermediate or skip):
+                    check_invariance(model, run, {model.dtype, kv_dtype})
+            except UnsupportedModel as error:
+                of = "" if variant.name == "unmodified" else f"{variant.name}: "
+                rejected.append((UnsupportedModel(f"{of}{error}"), _seconds(run, model.dtype)))
+                if variant.is_intermediate:
+                    break
+                continue
             if variant.is_intermediate:
-                if failure is not None:
-                    raise failure
-            elif failure is None:
-                log.info("%s runs %s", type(model).__name__, variant.name)
-                _release_unused(model, variant, compare)
-                progress.advance()
-                return layers
-            else:
-                log.warning("%s, %s: %s", type(model).__name__, variant.name, failure)
-        assert failure is not None
-        raise failure
+                continue
+            progress.advance()
+            details = f" (its logits {difference})" if difference else ""
+            log.info("%s runs %s%s", name, _describe(variant), details)
+            if skip:
+                log.warning("skip_verification=true: the logits of %s were not compared with anything", name)
+            if rejected:
+                _warn_of_slower(name, variant, rejected, _seconds(run, model.dtype))
+            failure = _release_unused(model, variant, compare)
+            if failure:
+                log.warning("%s keeps the weights beside their copies, because without them: %s", name, failure)
+            if earlier and not rejected and not variant.lacks_memory:  # another start may find a faster variant
+                earlier.keep(Outcome(variant.name, any(layer.latent for layer in layers), failure is not None))
+            return layers
+        raise rejected[-1][0]
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"{type(model).__name__} cannot be served with paged attention: {error}") from error
+        raise UnsupportedModel(f"{name} cannot be served with paged attention: {error}") from error
+
+
+def _seconds(run: Callable[[torch.dtype], Any], dtype: torch.dtype) -> float | None:
+    """Return the seconds of the second of two calls; None if it fails."""
+    try:
+        for _ in range(2):
+            started = time.perf_counter()
+            run(dtype)
+    except Exception:  # a variant that is rejected
+        return None
+    return time.perf_counter() - started
+
+
+def _restore(
+    model: PreTrainedModel,
+    probed: Probed,
+    variants: Iterator[ModelVariant],
+    outcome: Outcome,
+    options: Options,
+) -> tuple[LayerShape, ...]:
+    """Put a model into the state that an earlier verification left it in. Raises OutdatedOutcome."""
+    name = type(model).__name__
+    wrong = None if outcome.latents else UnsupportedModel(f"see the log of the start of {outcome.date}")
+    layers = _install(model, probed, options, lambda shapes: wrong)
+    variant = next((one for one in variants if one.name == outcome.variant and not one.is_intermediate), None)
+    if variant is None or any(layer.latent for layer in layers) != outcome.latents:
+        raise OutdatedOutcome(f"{name} has no variant {outcome.variant!r}")
+    if not outcome.keeps_unused:
+        variant.release_unused(model)
+    log.info("%s runs %s, as verified at the start of %s", name, _describe(variant), outcome.date)
+    startup_log.info("Verification: not repeated, because the start of %s was like this one", outcome.date)
+    return layers
+
+
+def _describe(variant: ModelVariant) -> str:
+    return variant.name if variant.obstacle is None else f"{variant.name}, because {variant.obstacle}"
+
+
+def _warn_of_slower(
+    name: str, variant: ModelVariant, rejected: list[tuple[UnsupportedModel, float | None]], seconds: float | None
+) -> None:
+    fastest = rejected[0][1]
+    cost = f", {seconds / fastest:.1f} times as long for a short prompt" if seconds and fastest else ""
+    errors = "; ".join(str(error) for error, _ in rejected)
+    log.warning("%s runs %s instead of a faster variant%s. Rejected: %s", name, variant.name, cost, errors)
+
+
+class Difference(NamedTuple):
+    """How much logits differ, and how much they may."""
+
+    found: float
+    allowed: float
+
+    def __str__(self) -> str:
+        return f"differ from its eager attention by {self.found:.2g} (allowed: {self.allowed:.2g})"
+
+
+class Proof:
+    """Verifies variants of a copy with one layer of each kind.
+
+    In float32 a mistake cannot hide behind rounding errors, and in the model's own data type few layers amplify little.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[LayerShape], options: Options) -> None:
+        """model: still unmodified. layers: what each of its layers keeps in the KV cache."""
+        self._options = options
+        self._known: dict[str, UnsupportedModel | None] = {}  # why a variant is wrong, by its name
+        self._dtypes: list[torch.dtype] = []
+        modules = layer_modules(model)
+        if modules is None:
+            return
+        self._indices = indices = representative_layers(model, layers)
+        self._classes = [type(modules[index]).__name__ for index in indices]
+        self._dtypes = list(dict.fromkeys((torch.float32, model.dtype)))
+        if len(indices) == len(layers) and all((layer.window or 0) <= WINDOW for layer in layers):
+            self._dtypes.remove(model.dtype)  # the whole model is verified likewise
+        if self._dtypes:
+            try:
+                self._model = shallow_copy(model, indices, model.dtype)
+            except torch.OutOfMemoryError:
+                self._give_up()
+
+    def check(self, variant: ModelVariant) -> None:
+        """Raise UnsupportedModel if the first layers are wrong in a variant.
+
+        Quantized layers are verified with the model's own weights, and packed ones too where packing is not faster.
+        """
+        name = variant.layers if variant.is_quantized else variant.name
+        if name not in self._known:
+            try:
+                failures = (self._failure({name, variant.layers}, dtype) for dtype in self._dtypes)
+                self._known[name] = next(filter(None, failures), None)
+            except torch.OutOfMemoryError:
+                self._give_up()
+                self._known[name] = None
+        if failure := self._known[name]:
+            raise failure
+
+    def _give_up(self) -> None:
+        count = len(self._classes)
+        log.warning("only the whole model is verified: not enough memory for a copy of %d layers in float32", count)
+        self._dtypes = []
+
+    def _failure(self, names: Set[str], dtype: torch.dtype) -> UnsupportedModel | None:
+        """Return why the first variant with one of these names is wrong in a data type, with the first layer where it
+        is; None if it is right or there is none."""
+        failure = self._failure_of(names, dtype, len(self._classes))
+        if failure is None:
+            return None
+        depth = len(self._classes)
+        shallower = ((fewer, self._failure_of(names, dtype, fewer)) for fewer in range(1, depth))
+        depth, failure = next((found for found in shallower if found[1]), (depth, failure))
+        layer = f"layer {self._indices[depth - 1]} ({self._classes[depth - 1]})"
+        return UnsupportedModel(f"{layer} in {str(dtype).removeprefix('torch.')}: {failure}")
+
+    def _failure_of(self, names: Set[str], dtype: torch.dtype, depth: int) -> UnsupportedModel | None:
+        model = shallow_copy(self._model, range(depth), dtype)
+        probed = _probe(model)
+        expected = _expect(model, _prompts(model, ()))
+        options = self._options._replace(kv_dtype=dtype)
+        layers = _install(model, probed, options, partial(_latent_failure, model, expected, options))
+        for variant in model_variants(model, probed.specs, None, batch_invariant=options.batch_invariant):
+            if variant.name in names:
+                tolerance = _weight_tolerance(model, variant)
+                return _failure(partial(_compare, model, expected, layers, options, tolerance))
+        return None
+
+
+def _install(
+    model: PreTrainedModel,
+    probed: Probed,
+    options: Options,
+    fails: Callable[[tuple[LayerShape, ...]], UnsupportedModel | None],
+) -> tuple[LayerShape, ...]:
+    """Make a model run on paged attention. Returns the KV cache shapes of its layers.
+
+    fails: tells why logits are wrong with a cache of latents, if they are.
+    """
+    model.set_attn_implementation(ATTENTION)
+    recurrent.install(model, probed.mixers, probed.states, batch_invariant=options.batch_invariant)
+    rope.freeze_rope(model)
+    layers = _use_latents(model, probed.layers, options, fails)
+    on_gpu = options.batch_invariant and model.device.type == "cuda"
+    return tuple(replace(layer, batch_invariant=on_gpu) for layer in layers)
 
 
 def _use_latents(
     model: PreTrainedModel,
     layers: tuple[LayerShape, ...],
-    compare: Callable[[tuple[LayerShape, ...], int, torch.dtype, float], None],
-    block_size: int,
-    kv_dtype: torch.dtype,
-    *,
-    batch_invariant: bool,
+    options: Options,
+    fails: Callable[[tuple[LayerShape, ...]], UnsupportedModel | None],
 ) -> tuple[LayerShape, ...]:
     """Make multi-head latent attention store latents, if its logits are right. Returns the KV cache shapes.
 
-    Both forms of its attention are verified. The prompts are too short for the expanded one, so it is forced. With
-    `batch_invariant` there is only the absorbed form.
+    Both forms of its attention are verified. The prompts are too short for the expanded one, so it is forced. On a CPU
+    with `batch_invariant` there is only the absorbed form.
     """
     latents = find_latent_layers(model)
     if latents is None:
         return layers
-    tolerance = _weight_tolerance(model, ModelVariant("unmodified"))
-    forms = [dict(batch_invariant=True)] if batch_invariant else [dict(min_expanded_rows=2), {}]
+    is_absorbed = options.batch_invariant and model.device.type != "cuda"
+    forms = [dict(batch_invariant=True)] if is_absorbed else [dict(min_expanded_rows=2), {}]
     for form in forms:
         shapes = latents.install(**form)
-        if failure := _failure(partial(compare, shapes, block_size, kv_dtype, tolerance)):
+        if failure := fails(shapes):
             break
     else:
         return shapes
     latents.uninstall()
     log.warning("%s stores expanded keys and values; with latents: %s", type(model).__name__, failure)
     return layers
+
+
+def _latent_failure(
+    model: PreTrainedModel, expected: Expected, options: Options, shapes: tuple[LayerShape, ...]
+) -> UnsupportedModel | None:
+    tolerance = _weight_tolerance(model, ModelVariant("unmodified"))
+    return _failure(partial(_compare, model, expected, shapes, options, tolerance))
 
 
 def _weight_tolerance(model: PreTrainedModel, variant: ModelVariant) -> float:
@@ -158,7 +363,7 @@ def _weight_tolerance(model: PreTrainedModel, variant: ModelVariant) -> float:
     return TOLERANCE[model.dtype] * (STORED_FACTOR if variant.is_stored else 1)
 
 
-def _failure(compare: Callable[[], None]) -> UnsupportedModel | None:
+def _failure(compare: Callable[[], Any]) -> UnsupportedModel | None:
     try:
         compare()
     except UnsupportedModel as error:
@@ -166,20 +371,41 @@ def _failure(compare: Callable[[], None]) -> UnsupportedModel | None:
     return None
 
 
-def _release_unused(model: PreTrainedModel, variant: ModelVariant, compare: Callable[[], None]) -> None:
-    """Free the weights that the variant does not use, unless the model needs them nevertheless.
+def _release_unused(
+    model: PreTrainedModel, variant: ModelVariant, compare: Callable[[], Any]
+) -> UnsupportedModel | None:
+    """Free the weights that the variant does not use, unless the model needs them nevertheless. Returns why it does.
 
     Some routers are linear layers that are never called; the model reads their weights.
     """
     restore = variant.release_unused(model)
-    if variant.unused and (failure := _failure(compare)):
+    failure = _failure(compare) if variant.unused else None
+    if failure:
         restore()
-        name = type(model).__name__
-        log.warning("%s keeps the weights beside their copies, because without them: %s", name, failure)
+    return failure
+
+
+class Probed(NamedTuple):
+    """What a forward pass of an unmodified model tells about its layers."""
+
+    layers: tuple[LayerShape, ...]  # what each keeps in the KV cache
+    specs: tuple[AttentionSpec, ...]  # the attention parameters of the layers with attention
+    mixers: list[nn.Module]  # the recurrent ones
+    states: list[StateShape]  # what each of them keeps
+
+
+def _probe(model: PreTrainedModel) -> Probed:
+    """Run a forward pass that records the layers of a model. Raises UnsupportedModel."""
+    mixers = recurrent.recurrent_mixers(model)
+    with recurrent.record_states(mixers) as states:
+        layers, specs = _probe_attention(model, mixers)
+    return Probed(layers, specs, mixers, [states[index] for index in range(len(mixers))])
 
 
 @torch.inference_mode()
-def _probe(model: PreTrainedModel, mixers: list[nn.Module]) -> tuple[tuple[LayerShape, ...], tuple[AttentionSpec, ...]]:
+def _probe_attention(
+    model: PreTrainedModel, mixers: list[nn.Module]
+) -> tuple[tuple[LayerShape, ...], tuple[AttentionSpec, ...]]:
     """Return the KV cache shape of each layer, and the attention parameters of those with attention.
 
     mixers: the model's recurrent mixers.
@@ -214,8 +440,7 @@ def _check_layers(model: PreTrainedModel, layers: range, attention: Set[int], mi
     attention: the indices of the layers that call the attention interface.
     """
     known = attention | {mixer.layer_idx for mixer in mixers}
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == len(layers))
-    modules = next(lists, None)
+    modules = layer_modules(model)
     others = [layer for layer in layers if layer not in known]
     if modules is not None:
         others = [layer for layer in others if not recurrent.is_stateless(modules[layer])]
@@ -239,21 +464,103 @@ def _shown(windows: set[int | None]) -> str:
     return ", ".join(str(window) for window in sorted(windows - {None}, key=int)) or "none"  # type: ignore[arg-type]
 
 
-def _prompts(model: PreTrainedModel) -> tuple[list[int], list[int]]:
+class Expected(NamedTuple):
+    """What the paged logits are compared with."""
+
+    prompts: tuple[list[int], list[int]]
+    logits: Sequence[Tensor] = ()  # of the last positions of each prompt, [MEASURED, vocab]; empty: any that are finite
+    sensitivity: Sequence[float] = ()  # of each prompt: relative change of its logits by one unit in the last place
+
+
+def _prompts(model: PreTrainedModel, text: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return a long prompt, of text if there is enough, and a short one of random tokens."""
     vocab = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocab, (2, 21), generator=torch.Generator().manual_seed(0)).tolist()
-    return ids[0], ids[1][:10]
+    ids = torch.randint(vocab, (2, LONG), generator=torch.Generator().manual_seed(0)).tolist()
+    known = [token for token in text if token < vocab][:LONG]
+    return known if len(known) == LONG else ids[0], ids[1][:SHORT]
 
 
 @torch.inference_mode()
-def _expected(model: PreTrainedModel) -> list[Tensor]:
-    """Return the logits of both prompts with eager attention. Leaves the model on paged attention."""
+def _expect(model: PreTrainedModel, prompts: tuple[list[int], list[int]]) -> Expected:
+    """Compute the logits of both prompts with eager attention."""
     model.set_attn_implementation("eager")
-    expected = [_eager_logits(model, ids) for ids in _prompts(model)]
-    if any(logits.isnan().any() for logits in expected):
+    logits = [_eager_logits(model, ids) for ids in prompts]
+    if any(one.isnan().any() for one in logits):
         raise UnsupportedModel(f"its own logits contain NaN{_describe_non_finite(model)}")
-    model.set_attn_implementation(ATTENTION)
-    return expected
+    with _rounded_differently(model):
+        others = [_eager_logits(model, ids) for ids in prompts]
+    changes = [
+        [_relative_error(*rows) for rows in zip(other, one, strict=True)]
+        for other, one in zip(others, logits, strict=True)
+    ]
+    return Expected(prompts, logits, [math.sqrt(sum(x * x for x in change) / len(change)) for change in changes])
+
+
+@contextmanager
+def _rounded_differently(model: PreTrainedModel) -> Iterator[None]:
+    """Change the output of each operation that is a module by one unit in the last place, up or down, inside the
+    context."""
+    generator = torch.Generator().manual_seed(0)
+
+    def change(states: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, states.shape, generator=generator, dtype=torch.int8).to(states.device) * 2 - 1
+        wide = torch.float32 if states.dtype.itemsize == 2 else torch.float64
+        return (states * (1 + signs.to(wide) * torch.finfo(states.dtype).eps)).to(states.dtype)
+
+    def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return change(output) if isinstance(output, Tensor) and output.is_floating_point() else output
+
+    with _hooked([module for module in model.modules() if not next(module.children(), None)], hook):
+        yield
+
+
+@contextmanager
+def _hooked(modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
+    """Call a forward hook of modules inside the context."""
+    handles = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _range_checked(model: PreTrainedModel, trained_dtype: torch.dtype | None) -> Iterator[None]:
+    """Raise UnsupportedModel if the model runs in float16, has been trained in another data type, and an output of a
+    module inside the context uses more than USED_RANGE of float16. This error replaces that of NaN logits."""
+    if model.dtype != torch.float16 or trained_dtype == torch.float16:
+        yield
+        return
+    names = {module: name for name, module in model.named_modules() if name}
+    largest: dict[str, float] = {}  # absolute value by module, in the order in which they first run
+
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        if isinstance(states, Tensor) and states.dtype == torch.float16:
+            value = float(states.abs().nan_to_num(math.inf, math.inf).max())
+            largest[names[module]] = max(largest.get(names[module], 0.0), value)
+
+    try:
+        with _hooked(names, record):
+            yield
+    except UnsupportedModel:
+        _check_range(largest)
+        raise
+    _check_range(largest)
+
+
+def _check_range(largest: Mapping[str, float]) -> None:
+    """Raise UnsupportedModel if the outputs of modules use too much of float16. Names the first one beyond its end, or
+    else the one with the largest. largest: absolute value by module."""
+    limit = torch.finfo(torch.float16).max
+    beyond = (name for name, value in largest.items() if value > limit)
+    name = next(beyond, max(largest, key=lambda one: largest[one]))
+    if largest[name] > limit * USED_RANGE:
+        raise UnsupportedModel(
+            f"dtype=float16: {name} computes numbers of up to {largest[name]:,.0f}, and float16 ends at {limit:,.0f}"
+            " (others of them may be larger); use dtype=bfloat16 or dtype=float32"
+        )
 
 
 def _describe_non_finite(model: PreTrainedModel) -> str:
@@ -267,17 +574,19 @@ def _describe_non_finite(model: PreTrainedModel) -> str:
 @torch.inference_mode()
 def _compare(
     model: PreTrainedModel,
-    expected: list[Tensor],
+    expected: Expected,
     layers: tuple[LayerShape, ...],
-    block_size: int,
-    kv_dtype: torch.dtype,
+    options: Options,
     weight_tolerance: float,
-) -> None:
-    """Raise UnsupportedModel if the paged logits differ from the expected ones."""
+) -> Difference | None:
+    """Return the difference of the paged logits from the expected ones that is the largest, relative to what is
+    allowed; None if none are expected. Raises UnsupportedModel if it is larger than that."""
+    differences = []
     bounds = {model.dtype: weight_tolerance}
-    bounds |= {kv_dtype: max(weight_tolerance, QUANTIZATION_TOLERANCE)} if kv_dtype != model.dtype else {}
+    if options.kv_dtype != model.dtype:
+        bounds[options.kv_dtype] = max(weight_tolerance, QUANTIZATION_TOLERANCE)
     for dtype, tolerance in bounds.items():
-        run = partial(_paged_logits_of, model, layers, block_size, _prompts(model), dtype)
+        run = partial(_paged_logits_of, model, layers, options.block_size, expected.prompts, dtype)
         try:
             compile_ahead(model.device, run)
             found = run()
@@ -285,18 +594,27 @@ def _compare(
             raise
         except Exception as error:
             raise UnsupportedModel(f"its paged forward pass fails: {type(error).__name__}: {error}") from error
+        stored = "" if dtype == model.dtype else f"with {dtype} keys and values (kv_cache_dtype), "
         for (prompt, position), logits in found.items():
-            difference = _relative_error(logits, expected[prompt][position])
-            if not difference <= tolerance:
-                stored = "" if dtype == model.dtype else f"with {dtype} keys and values (kv_cache_dtype), "
-                raise UnsupportedModel(
-                    f"{stored}logits at position {position} differ from its eager attention by {difference:.2g}"
-                    f" (allowed: {tolerance:g})"
-                )
+            if not expected.logits:
+                if not logits.isfinite().all():
+                    raise UnsupportedModel(f"{stored}logits at position {position} are not finite")
+                continue
+            difference = Difference(
+                _relative_error(logits, expected.logits[prompt][position - len(expected.prompts[prompt])]),
+                max(tolerance, min(SENSITIVE_TOLERANCE, SENSITIVITY_FACTOR * expected.sensitivity[prompt])),
+            )
+            if not difference.found <= difference.allowed:
+                raise UnsupportedModel(f"{stored}logits at position {position} {difference}")
+            if dtype == model.dtype:
+                differences.append(difference)
+    return max(differences, key=lambda one: one.found / one.allowed, default=None)
 
 
-def _eager_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:  # [len(ids), vocab]
-    return model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
+def _eager_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:  # [MEASURED, vocab]: of the last positions
+    ids_tensor = torch.tensor([ids], device=model.device)
+    logits: Tensor = model(input_ids=ids_tensor, use_cache=False, logits_to_keep=MEASURED).logits[0]
+    return logits[-MEASURED:]  # a model without the parameter returns all
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:
@@ -339,11 +657,11 @@ def _paged_logits_of(
 
     while long.pending:
         step()
-    for sequence in (long, short):
-        sequence.tokens.append(prompts[sequence.key][-1])
+    for seq in (long, short):
+        seq.tokens.append(prompts[seq.key][-1])
     step()
     return found
 
 
-def _greedy_sequence(key: int, ids: list[int]) -> Sequence:
-    return Group(GenerateRequest(key, tuple(ids), SamplingParams(temperature=0.0), 0, frozenset())).leader
+def _greedy_sequence(key: int, ids: list[int]) -> sequence.Sequence:
+    return sequence.Group(GenerateRequest(key, tuple(ids), SamplingParams(temperature=0.0), 0, frozenset())).leader

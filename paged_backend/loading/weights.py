@@ -95,8 +95,7 @@ def _from_checkpoint(
     """Return the model with the checkpoint's weights in `dtype`, and transformers' loading info."""
     plain = copy.deepcopy(model_config)
     vars(plain).pop(model_files.QUANTIZATION, None)
-    with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(plain, trust_remote_code=config.trust_remote_code))
+    kind = type(model_files.described_model(plain, config.trust_remote_code))
     model, info = kind.from_pretrained(None, config=plain, state_dict=checkpoint.state_dict(dtype), **common)
     if (path / model_files.GENERATION).exists():
         model.generation_config = GenerationConfig.from_pretrained(path)

@@ -110,7 +110,7 @@ def find_obstacle(model: PreTrainedModel) -> str | None:
     decoder: Any = getattr(model, "model", None)
     family = find_family(decoder)
     if family is None:
-        return f"{type(decoder).__name__} is not a supported family"
+        return f"{type(model if decoder is None else decoder).__name__} is not a supported family"
     if isinstance(decoder.norm, StageOutput):
         pass  # adds the residual to the output of the last fused layer
     elif not is_own(decoder.norm, family, "RMSNorm") or has_custom_forward(decoder.norm):

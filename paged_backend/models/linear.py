@@ -196,6 +196,7 @@ class WeightPacker:
         self._batch_invariant = batch_invariant
         self.replaced: list[Tensor] = []  # original weights that are no longer used
         self.changed = False  # whether any weight was packed
+        self.lacks_memory = False  # whether a weight was not, because its copy did not fit
         self._budget = MEMORY_SHARE * available_memory()
         self._warned: set[torch.Size] = set()  # shapes, as a mixture of experts has thousands of equal weights
 
@@ -213,6 +214,7 @@ class WeightPacker:
             if self._batch_invariant:
                 share = f"{MEMORY_SHARE:.0%} of the available memory"
                 raise ConfigError(f"batch_invariant=true: copies of all weights do not fit into {share}")
+            self.lacks_memory = True
             if weight.shape not in self._warned:
                 self._warned.add(weight.shape)
                 log.warning(

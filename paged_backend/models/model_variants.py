@@ -30,6 +30,18 @@ class ModelVariant(NamedTuple):
     is_stored: bool = False  # whether weights are those of the files, which the model's are rounded from
     int8_rows: bool = False  # whether activations are rounded to 8 bits
     is_intermediate: bool = False  # whether it is to be verified, but not used
+    obstacle: str | None = None  # why the layers are not fused, if they cannot be
+    lacks_memory: bool = False  # whether this or a faster variant has weights that were not packed for lack of memory
+
+    @property
+    def layers(self) -> str:
+        """The form of the layers, which is also the name of the variant that has them with the model's own weights."""
+        return self.name.partition(",")[0]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights are rounded, or those of quantized files."""
+        return self.weight_bits is not None or self.is_stored
 
     def release_unused(self, model: PreTrainedModel) -> Callable[[], None]:
         """Free the unused weights. Returns a function that restores them."""
@@ -50,8 +62,20 @@ def model_variants(
     GPU there is one, which multiplies in `invariant_linear`.
     """
     fused = fuse(model, specs)
-    if isinstance(fused, str):
-        log.info("%s is not fused: %s", type(model).__name__, fused)
+    obstacle = fused if isinstance(fused, str) else None
+    lacking: list[bool] = []
+    for variant in _variants(model, fused, quantizer, lacking, batch_invariant=batch_invariant):
+        yield variant._replace(obstacle=obstacle, lacks_memory=any(lacking))
+
+
+def _variants(
+    model: PreTrainedModel,
+    fused: FusedModel | str,
+    quantizer: Quantizer | None,
+    lacking: list[bool],
+    *,
+    batch_invariant: bool,
+) -> Iterator[ModelVariant]:
     if batch_invariant and model.device.type == "cuda":
         install_invariant(model, fused)
         yield ModelVariant("fused, with one order of sums for any number of rows")
@@ -93,13 +117,13 @@ def model_variants(
         on_gpu = model.device.type == "cuda" and model.dtype in few_rows.DTYPES
         if on_gpu and fused.install_few_rows(few_rows.measure_on_gpu):
             yield ModelVariant(f"{shape}, with one launch for few rows")
-        yield from _packed(model, use, shape, batch_invariant=batch_invariant)
+        yield from _packed(model, use, shape, lacking, batch_invariant=batch_invariant)
         fused.install()
         if not batch_invariant:
             yield ModelVariant(shape)
         fused.uninstall()
         shape = "unmodified"
-    yield from _packed(model, use_plain, shape, batch_invariant=batch_invariant)
+    yield from _packed(model, use_plain, shape, lacking, batch_invariant=batch_invariant)
     if not batch_invariant:
         yield ModelVariant(shape)
 
@@ -108,6 +132,7 @@ def _packed(
     model: PreTrainedModel,
     use: Callable[[Callable[[Tensor], Weight]], Callable[[], None]],
     shape: str,
+    lacking: list[bool],
     *,
     batch_invariant: bool,
 ) -> Iterator[ModelVariant]:
@@ -116,6 +141,7 @@ def _packed(
         return
     packer = WeightPacker(batch_invariant=batch_invariant)
     undo = use(packer)
+    lacking.append(packer.lacks_memory)
     if packer.changed:
         yield ModelVariant(f"{shape}, with packed weights", packer.replaced)
     undo()

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.models.linear import RowParallelForward
+
+if TYPE_CHECKING:  # imported late, because only ranks need it
+    from torch.distributed.tensor import DTensor
 
 
 def pick_rank_device(device: torch.device, local_rank: int) -> torch.device:
@@ -86,6 +89,8 @@ def replace_dtensors(model: PreTrainedModel) -> None:
     `RowParallelForward`, and the output layer keeps the hook of transformers that gathers. Other sharded modules
     (experts) keep their DTensors.
     """
+    from torch.distributed.tensor import DTensor
+
     shards: dict[Tensor, nn.Parameter] = {}  # shards by DTensor, so that tied weights stay tied
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and isinstance(module.weight, DTensor):
@@ -109,6 +114,8 @@ def _group_of(weight: DTensor) -> dist.ProcessGroup | None:
 
 
 def _replace_parameters(module: nn.Module, shards: dict[Tensor, nn.Parameter]) -> None:
+    from torch.distributed.tensor import DTensor
+
     for name, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, DTensor):
             if parameter not in shards:
@@ -121,6 +128,8 @@ def _replace_parameters(module: nn.Module, shards: dict[Tensor, nn.Parameter]) -
 
 def _replace_embedding(module: nn.Embedding, shards: dict[Tensor, nn.Parameter]) -> None:
     """Shard an embedding by vocabulary: each rank looks up its own tokens, and the results are summed."""
+    from torch.distributed.tensor import DTensor, Shard
+
     weight = module.weight
     assert isinstance(weight, DTensor)
     if weight.placements != (Shard(0),):

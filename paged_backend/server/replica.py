@@ -1,5 +1,12 @@
 """A replica of the engine in a process of its own, which runs requests of the process that started it.
 
+Its argument is JSON:
+
+    number    1 and up; the process that starts the replicas is number 0
+    model     name of the model for clients, and its `version`
+    listing   file that lists LoRA adapters, or null
+    options   of the engine
+
 The first line on its standard output is JSON: {"socket": name, "stats": statistics} once it is ready, or
 {"error": reason}. It ends when its standard input is closed.
 """
@@ -16,24 +23,24 @@ from pathlib import Path
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.server.replicas import ReplicaStart
-from paged_backend.server.service import Service
+from paged_backend.utils import lean_import
 
 
 def main(text: str) -> None:
     """Serve until the standard input is closed."""
     faulthandler.enable()
-    start = ReplicaStart(*json.loads(text))
+    start = json.loads(text)
+    name, listing = f"replica {start['number']}", start["listing"]
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries may print
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s: replica {start.number}: %(message)s"
-    )
-    labels = {"model": f"{start.model}/replica {start.number}", "version": start.version}
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s: {name}: %(message)s")
+    labels = {"model": f"{start['model']}/{name}", "version": start["version"]}
     try:
-        config = EngineConfig.from_options(start.options)
-        service = Service(
-            config, None, labels, Path(start.listing) if start.listing else None, instance=f"replica {start.number}"
-        )
+        config = EngineConfig.from_options(start["options"])
+        if config.num_ranks == 1:
+            lean_import.import_transformers()
+        from paged_backend.server.service import Service
+
+        service = Service(config, None, labels, Path(listing) if listing else None, instance=name)
         if service.socket_name is None:
             raise ConfigError("its local socket could not be opened")
     except ConfigError as error:

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,16 +38,6 @@ log = logging.getLogger("paged_llm")
 
 MODULE = "paged_backend.server.replica"  # the process of a replica
 STOP_SECONDS = 10  # time for a replica to end by itself
-
-
-class ReplicaStart(NamedTuple):
-    """The arguments of a replica's process."""
-
-    number: int  # 1 and up; the process that starts the replicas is number 0
-    model: str  # name of the model for clients
-    version: str
-    listing: str | None  # file that lists LoRA adapters
-    options: Mapping[str, object]
 
 
 def options_of(config: EngineConfig) -> dict[str, object]:
@@ -73,12 +63,17 @@ class Replicas:
         if count == 1:
             return
         share_cores(count)
-        options, file = options_of(config), str(listing) if listing else None
+        start = {
+            "model": labels["model"],
+            "version": labels.get("version", ""),
+            "listing": str(listing) if listing else None,
+            "options": options_of(config),
+        }
         try:
             for number in range(1, count):
-                start = json.dumps(ReplicaStart(number, labels["model"], labels.get("version", ""), file, options))
+                argument = json.dumps(start | {"number": number})
                 environment = device_environment(config, number)
-                self._processes.append(start_module(MODULE, start, environment=environment, stdout=subprocess.PIPE))
+                self._processes.append(start_module(MODULE, argument, environment=environment, stdout=subprocess.PIPE))
         except BaseException as error:
             self.stop()
             if isinstance(error, OSError):

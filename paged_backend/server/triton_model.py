@@ -50,6 +50,10 @@ class TritonPythonModel:
             if _parameter(parameters, "REPORT_CUSTOM_METRICS").lower() == "false":
                 config = replace(config, disable_log_stats=True)
             # Imported late: Triton also runs this file to read its configuration, which should not load torch.
+            if config.num_ranks == 1:
+                from paged_backend.utils.lean_import import import_transformers
+
+                import_transformers()
             from paged_backend.server.service import Service
 
             instance = args["model_instance_name"]

@@ -1,4 +1,5 @@
-"""The memory and the CPU cores that this process may use, within the limits of its cgroups (a container's limits)."""
+"""The memory and CPU cores that this process may use, within the limits of its cgroups (a container's limits), and the
+directory for the user's files."""
 
 from __future__ import annotations
 
@@ -24,6 +25,12 @@ class MemoryUsage(NamedTuple):
     cpu: int
     gpu: int  # GPU memory allocated by tensors
     pinned: int  # host memory that a GPU can access directly: the host pool
+
+
+def user_cache_directory() -> Path:
+    """Return the directory for the user's files: $PAGED_CACHE_DIR, or paged_llm in $XDG_CACHE_HOME or ~/.cache."""
+    own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "paged_llm")
+    return Path(os.environ.get("PAGED_CACHE_DIR") or own).expanduser().absolute()
 
 
 def find_python() -> str:

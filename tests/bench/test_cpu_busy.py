@@ -27,14 +27,19 @@ def nice_values():
 
 
 def _nice_values():
+    """The nice value of each, or None while it starts: it is `nice` first, and has no command line during exec."""
     found = []
     for entry in os.scandir("/proc"):
         try:
             with open(f"{entry.path}/cmdline") as line, open(f"{entry.path}/stat") as stat:
                 fields = stat.read().rpartition(")")[2].split()
                 command = line.read()
-                if _cpu_busy.SPIN in command and int(fields[1]) == os.getpid():
-                    found.append(None if command.startswith("nice\0") else int(fields[16]))
+                if int(fields[1]) != os.getpid() or fields[0] == "Z":
+                    continue
+                if not command or command.startswith("nice\0"):
+                    found.append(None)
+                elif _cpu_busy.SPIN in command:
+                    found.append(int(fields[16]))
         except OSError:
             continue
     return found

@@ -25,9 +25,9 @@ def test_all_kernels_pass(tmp_path, capsys):
     ("wrong", "name"),
     [
         ("swiglu", "swiglu"),
-        pytest.param("paged_attention", "paged_attention, ", marks=pytest.mark.nightly),
-        pytest.param("add_rms_norm", "add_rms_norm", marks=pytest.mark.nightly),
-        pytest.param("sample", "sample, ", marks=pytest.mark.nightly),
+        ("paged_attention", "paged_attention, "),
+        ("add_rms_norm", "add_rms_norm"),
+        ("sample", "sample, "),
     ],
 )
 def test_wrong_results_fail(wrong, name, monkeypatch):

@@ -20,7 +20,15 @@ def draw(tmp_path, recording):
     return imread(tmp_path / "map.png")
 
 
-@pytest.mark.parametrize("states", ["1", "12c.p+1", EVERY * 20, EVERY * 7693], ids=["one", "few", "some", "many"])
+@pytest.mark.parametrize(
+    "states",
+    [
+        pytest.param("1", id="one"),
+        pytest.param("12c.p+1", id="few", marks=pytest.mark.nightly),
+        pytest.param(EVERY * 20, id="some"),
+        pytest.param(EVERY * 7693, id="many"),
+    ],
+)
 def test_it_shows_all_kinds(tmp_path, states):
     from matplotlib.colors import to_rgb
 

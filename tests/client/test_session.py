@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -60,19 +61,23 @@ def test_failed_turn_is_not_in_the_history(command_fake, monkeypatch, capsys):
 
 
 def test_ctrl_c_keeps_the_partial_reply(grpc_fake, monkeypatch, capsys):
-    interrupted = iter([True])
+    interrupted = []
 
     def print_deltas(self, stream, whole):
+        """Be interrupted where a KeyboardInterrupt would leave gRPC's lock held."""
         next(stream)
         next(stream)
-        if next(interrupted, False):
-            raise KeyboardInterrupt
-        stream.cancel()
+        if interrupted:
+            return stream.cancel()
+        signal.raise_signal(signal.SIGINT)
+        interrupted.append(True)
+        assert not list(stream)
 
     monkeypatch.setattr(session.TerminalSession, "_print_deltas", print_deltas)
     sent = converse(grpc_fake, monkeypatch, ["one", "two"], "-p", SAY, "-p", "hold=true")
     assert grpc_fake.seen.left.wait(WAIT)
     assert [message["content"] for message in sent[1]] == ["one", "Hello there", "two"]
+    assert interrupted
 
 
 def test_an_answer_is_limited_by_default_and_says_when_it_was_cut(command_fake, monkeypatch, capsys):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from paged_client import Completion, Delta, TokenLogprob
+from paged_client.pooling import classification_values
 from paged_client.wire import Transcript, request_values
 
 NINE = {"logprob": -0.25, "rank": 1, "decoded_token": "b"}
@@ -52,11 +53,20 @@ def test_messages_replace_the_prompt():
         (None, [{1, 2}], {}, "messages=.*not JSON"),
         ("a", None, {"seed": object()}, "seed=.*not JSON"),
         ("a", None, {"stop": "\ud800"}, "stop: character"),
+        ("a", None, {"sequence_id": True}, "sequence_id=True: must be a string, or a whole number in 1"),
+        ("a", None, {"traceparent": 5}, "traceparent=5: must be a string"),
     ],
 )
 def test_invalid_arguments_are_rejected(prompt, messages, sampling, named):
     with pytest.raises(ValueError, match=named):
         request_values(prompt, messages, sampling, stream=True)
+
+
+def test_a_classification_has_one_kind_of_prompt():
+    with pytest.raises(ValueError, match="input, query: give either input, messages, or query and document"):
+        classification_values("a", None, "b", None, True, {})
+    with pytest.raises(ValueError, match="query=5: must be a string"):
+        classification_values(None, None, 5, "b", True, {})
 
 
 def test_deltas_are_concatenated_to_a_completion():

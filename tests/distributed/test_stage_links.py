@@ -40,7 +40,8 @@ def run_rank(rank, port, found):
 
 def test_states_and_results_of_steps_in_flight_arrive_in_order():
     """All ranks run in processes of their own, because a process can be in one group only."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed"])  # once for all processes
     found = context.Queue()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [context.Process(target=run_rank, args=(rank, store.port, found)) for rank in range(RANKS)]

@@ -23,7 +23,7 @@ def receive(port, results):
 
 def send(results):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     other = context.Process(target=receive, args=(store.port, results))
     other.start()
     group = ProcessGroup(torch.device("cpu"), 0, 2)
@@ -37,7 +37,8 @@ def send(results):
 
 def test_messages_of_any_length_arrive_in_order():
     """Both ranks run in processes of their own, because a process can be in one group only."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed"])  # once for both processes
     results = context.Queue()
     process = context.Process(target=send, args=(results,))
     process.start()

@@ -61,7 +61,9 @@ def test_address_of_another_machine_cannot_be_bound():
         listen(Topology(2, 2, "192.0.2.1", 29500))
 
 
-def test_interface_is_the_one_that_reaches_the_address():
+def test_interface_is_the_one_that_reaches_the_address(monkeypatch):
     assert interface_to("127.0.0.1") == "lo"
     assert interface_to("no such host") is None
     assert "lo" in dict(map(reversed, socket.if_nameindex()))
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "none")])  # such as one that has just been removed
+    assert interface_to("127.0.0.1") is None

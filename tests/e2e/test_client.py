@@ -111,7 +111,7 @@ def test_a_timeout_returns_partial_output(client, server):
 
 def test_a_timeout_frees_the_blocks(client, server):
     with pytest.raises(PagedError) as raised:
-        client.generate("Once", timeout=1, **LONG)
+        client.generate("Once", timeout=0.3, **LONG)
     assert raised.value.code == "DEADLINE_EXCEEDED"
     idle(server)
 

@@ -13,6 +13,7 @@ from tests.support.gateway import gateway
 from tests.support.in_process import byte_tokenizer
 from tests.support.waiting import WAIT
 
+pytestmark = pytest.mark.nightly
 TEMPLATE = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}assistant:"
 PROMPT = "It was a bright cold day in April, and the clocks were striking thirteen. "
 
@@ -50,7 +51,6 @@ def cached_tokens(front, prompt):
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-@pytest.mark.nightly
 def test_requests_go_to_the_server_that_has_cached_their_prompt(front, doors, two_servers):
     """The prompt was computed by the server that hashing would not choose."""
     deadline, number = time.monotonic() + WAIT, 0
@@ -66,7 +66,6 @@ def test_requests_go_to_the_server_that_has_cached_their_prompt(front, doors, tw
         time.sleep(0.1)
 
 
-@pytest.mark.nightly
 def test_a_first_turn_is_hashed(front, doors):
     """So conversations with one system prompt are spread over both servers, though only one has cached it at first."""
     system, hits, chosen = {"role": "system", "content": PROMPT * 2}, 0, Counter()
@@ -81,7 +80,6 @@ def test_a_first_turn_is_hashed(front, doors):
     assert hits == chosen.total() - 2, "each of the two servers computes the system prompt once"
 
 
-@pytest.mark.nightly
 def test_a_conversation_continues_after_the_loss_of_its_server(front, doors):
     """The other server computes it again from its text, once. The last test: the gateway loses one of the servers."""
     messages = [{"role": "user", "content": PROMPT * 2}]

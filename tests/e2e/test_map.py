@@ -61,11 +61,15 @@ def test_samples_share_prompt_blocks(server, client):
     idle(server)
 
 
+# A prompt of 7,000 tokens and this take more than half of the pool, and as many seconds as the test needs.
+LONG = {"max_tokens": 1000, "ignore_eos": True}
+
+
 def test_a_pool_map_is_answered_while_the_pool_is_full(server, client):
     """The second prompt does not fit beside the first and waits; a pool map request does not wait."""
     with raw_stream(server) as first, raw_stream(server) as second:
         for stream in (first, second):
-            stream.send(text_input="word " * 8000, stream=True, sampling_parameters={"max_tokens": 8})
+            stream.send(text_input="word " * 7000, stream=True, sampling_parameters=LONG)
         until(lambda: metrics(server)["paged_requests{waiting}"] == 1, "a prompt in the queue")
         pool = client.pool_map()
         assert (pool.running, pool.waiting) == (1, 1)

@@ -24,11 +24,12 @@ RELAYED = ASKED | {"text_input": [["The/sea"]]}
 FLAGS = ("--model-control-mode=explicit", "--load-model=paged_llm")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("streams", "replacements", "output"),
     [
-        pytest.param(3, 1, (60, 90), id="few", marks=pytest.mark.nightly),
-        pytest.param(1_000, 10, (300, 900), id="many", marks=pytest.mark.nightly),
+        pytest.param(3, 1, (60, 90), id="few"),
+        pytest.param(1_000, 10, (300, 900), id="many"),
     ],
 )
 def test_streams_continue_when_the_model_is_replaced(tmp_path, streams, replacements, output, print_line, figures):

@@ -17,7 +17,7 @@ from tests.support.processes import children, needs_server
 from tests.support.triton import metrics, post, raw_stream
 from tests.support.waiting import until
 
-pytestmark = [needs_server, pytest.mark.nightly]
+pytestmark = needs_server
 
 OPTIONS = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 4096, "max_num_seqs": 1}
 GREEDY = {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
@@ -154,14 +154,14 @@ def test_death_of_a_replica_is_reported(replicated):
         found = {}
 
         def read_errors():
-            found.update({stream: error for stream in streams if (error := error_of(stream))})
+            found.update({number: error for number, stream in enumerate(streams) if (error := error_of(stream))})
             return found
 
         until(read_errors, "the error")
         assert "replica 1 has ended; reload the model" in post(replicated, {"text_input": "x"})[1]
         read_errors()
         assert all("UNAVAILABLE" in str(error) for error in found.values())
-        others = [stream for stream in streams if stream not in found]
+        others = [stream for number, stream in enumerate(streams) if number not in found]
         assert others, "the other engine goes on"
         until(lambda: any(not stream.responses.empty() for stream in others), "more of its tokens")
         assert not any(map(error_of, others))

@@ -39,9 +39,7 @@ class Size:
 LONG = Size(96, 250_000, 10_000, 20_000, 200_000, 100_000_000, 500, 200)
 SIZES = [
     pytest.param(Size(24, 60, 10, 100, 10, 200, 1, 2), id="seeded"),
-    pytest.param(
-        Size(96, 250_000, 10_000, 20_000, 200_000, 100_000_000, 500, 200), id="long", marks=pytest.mark.nightly
-    ),
+    pytest.param(LONG, id="long", marks=pytest.mark.nightly),
 ]
 
 

@@ -13,6 +13,7 @@ from paged_backend.engine.remote_engine import RemoteEngine
 from paged_backend.utils.local_socket import FrameError
 from tests.support.families import FAMILIES, HYBRID_FAMILIES
 from tests.support.in_process import WAIT, Output, running, save_tiny, tiny_assembly
+from tests.support.pairwise import mostly_nightly
 from tests.support.remote_engines import Owner, Peer, SampleHarness, pair
 from tests.support.waiting import until
 
@@ -27,6 +28,7 @@ CASES = {
     "drafts": ({}, {"num_speculative_tokens": 3}),
     "overlap": ({}, {"async_scheduling": True}),
 }
+MOVED_FAMILIES = ("mistral_window", "gemma3", "falcon_h1", "qwen3_next", "lfm2", "deepseek_v3")
 
 
 @contextmanager
@@ -101,7 +103,7 @@ def test_moved_request_computes_only_what_follows_its_blocks(tiny, name):
     assert stats.cached_tokens >= expected >= 20
 
 
-@pytest.mark.parametrize("family", ["mistral_window", "gemma3", "falcon_h1", "qwen3_next", "lfm2", "deepseek_v3"])
+@pytest.mark.parametrize("family", mostly_nightly(MOVED_FAMILIES, default=["gemma3", "lfm2", "deepseek_v3"]))
 def test_windows_states_and_latents_move(tmp_path, family):
     make = {**FAMILIES, **HYBRID_FAMILIES}[family]
     save_tiny(make(), tmp_path)

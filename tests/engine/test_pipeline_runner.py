@@ -75,7 +75,7 @@ def both(alone, staged, run):
 @pytest.mark.parametrize(
     "sampling",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.nightly),
         {"temperature": 1.0, "seed": 7, "top_p": 0.9},
         {"temperature": 0.8, "seed": 1, "top_k": 20, "repetition_penalty": 1.2},
         {"beam_width": 3},

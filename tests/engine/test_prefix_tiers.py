@@ -61,13 +61,13 @@ def test_restarted_server_finds_prefixes_on_disk(assembly, tmp_path, alone):
 
 
 def test_key_collisions_on_disk_change_no_token(assembly, tiny, figures):
-    """600 prompts with few different prefixes and two tenants, then again after a restart, with keys of 8 bits."""
+    """300 prompts with few different prefixes and two tenants, then again after a restart, with keys of 8 bits."""
     rnd = random.Random(0)
     pieces = [[rnd.randrange(256) for _ in range(4)] for _ in range(2)]
     asks = [
         ([token for _ in range(rnd.randint(1, 6)) for token in rnd.choice(pieces)] + [rnd.randrange(4)],
          rnd.choice(["", "tenant"]))
-        for _ in range(600)
+        for _ in range(300)
     ]  # fmt: skip
 
     def answers(made, asks):
@@ -84,7 +84,7 @@ def test_key_collisions_on_disk_change_no_token(assembly, tiny, figures):
             tokens, stats = answers(assembly(num_gpu_blocks_override=32, swap_space=0.0001), asks)
             assert tokens == [alone[tuple(prompt)] for prompt, _ in asks]
             assert stats.disk_up
-            assert min(stats.cached_tokens, stats.host_tokens) > 250
+            assert min(stats.cached_tokens, stats.host_tokens) > 100
             found.append(stats.disk_read)
     assert found[1] > 0
     figures(f"{len(asks) * 2:,} answers, none wrong; files read {found}")

@@ -1,5 +1,7 @@
 """An engine in another process: `RemoteEngine` over a connection to the `EngineService` of a real engine."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
@@ -201,6 +203,28 @@ def test_requests_of_other_processes_do_not_count_as_waiting(assembly):
             client.submit(key, max_tokens=200)
         until(lambda: peer.service.num_open == 20, "all requests")
         assert peer.engine.waiting == 0
+
+
+def test_a_connection_may_end_while_its_first_request_arrives(assembly, monkeypatch):
+    _near, far = pair()
+    session = EngineService(assembly.limits, assembly.loaded.tokenizer, print).open_session(far.send, far.close, 1000)
+    start, begins, may_start = threading.Thread.start, threading.Event(), threading.Event()
+
+    def start_late(thread):
+        if thread.name == "engine session":
+            begins.set()
+            may_start.wait(WAIT)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    with ThreadPoolExecutor(2) as pool:
+        request = pool.submit(session.handle, 1, {"generate": {}})
+        assert begins.wait(WAIT)
+        ends = pool.submit(session.flush)
+        wait([ends], timeout=0.2)  # it waits for the thread that starts, or has failed by now
+        may_start.set()
+        ends.result()
+        request.result()
 
 
 def test_frame_of_the_client_with_an_invalid_value_is_an_error(assembly):

@@ -138,7 +138,7 @@ def test_warm_up_compiles_every_attention_variant(sizes, table, monkeypatch):
     group = heads // kv_heads
     warmed = warmed_variants(config, heads, kv_heads)
     rnd = random.Random(0)
-    for _ in range(100):
+    for _ in range(40):
         chunks, left, own = [], 2048, 1
         usual = rnd.choice((None, None, 20, 60, 100, 128, 250, 500))
         sharing_rows = rnd.choice((0, 0, 4, 20, 50))  # decode rows that share a prefix

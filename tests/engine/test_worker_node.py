@@ -40,8 +40,7 @@ def test_rank_that_ends_before_the_start_is_started_again():
                 worker.kill()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("model", ["other weights", "missing"])
+@pytest.mark.parametrize("model", [pytest.param("other weights", marks=pytest.mark.nightly), "missing"])
 def test_worker_with_another_model_is_rejected(tiny, tmp_path, model):
     """Its weights have the same shapes, so the engine would run, and its tokens would be wrong."""
     other = tmp_path / "other"

@@ -90,7 +90,7 @@ def test_rank_holds_its_share_of_weights_and_kv_cache(alone, shared):
 @pytest.mark.parametrize(
     "sampling",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.nightly),
         {"temperature": 1.0, "seed": 7, "top_p": 0.9},
         {"temperature": 0.8, "seed": 1, "top_k": 20, "repetition_penalty": 1.2},
         {"beam_width": 3},

@@ -22,6 +22,7 @@ from paged_backend.models import few_rows
 from paged_kernels import cascade
 from tests.support.families import FAMILIES
 from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
+from tests.support.pairwise import mostly_nightly
 from tests.support.recorded_graphs import CpuCapture
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +46,7 @@ def plain(tiny, prompts):
 
 
 @pytest.mark.usefixtures("async_scheduling")
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
+@pytest.mark.parametrize("max_num_seqs", mostly_nightly([1, 3, 8], default=[3, 8]))
 def test_replayed_steps_give_the_same_tokens_as_eager(tiny, prompts, plain, capture, max_num_seqs):
     with running(tiny_assembly(tiny[0], max_num_seqs=max_num_seqs)) as engine:
         assert engine.generate(prompts, **SAMPLING) == plain
@@ -61,7 +62,14 @@ def windowed(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}, {"num_speculative_tokens": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    mostly_nightly(
+        [{}, {"async_scheduling": True}, {"num_speculative_tokens": 3}],
+        default=[{"async_scheduling": True}, {"num_speculative_tokens": 3}],
+    ),
+    ids=str,
+)
 def test_replayed_steps_of_a_model_with_sliding_windows(windowed, prompts, capture, monkeypatch, options):
     """Outputs are longer than the window, so that blocks leave it."""
     prompts = [prompt * 3 for prompt in prompts]
@@ -300,11 +308,18 @@ def checked(capture, monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("proposer", ["lookup", "itself", "draft"])
-@pytest.mark.parametrize(("memory_bound_rows", "blocks"), [(192, 64), (10, 22)])  # the second pool is exhausted
+PROPOSERS = ("lookup", "itself", "draft")
+SIZES = ((192, 64), (10, 22))  # memory-bound rows, blocks; the second pool is exhausted
+
+
+@pytest.mark.parametrize(
+    ("proposer", "sizes"),
+    mostly_nightly(itertools.product(PROPOSERS, SIZES), default=zip(PROPOSERS, (*SIZES, SIZES[1]), strict=True)),
+)
 def test_replayed_verification_of_drafts_gives_the_same_tokens(
-    tiny, draft, longer, undrafted, capture, checked, monkeypatch, proposer, memory_bound_rows, blocks
+    tiny, draft, longer, undrafted, capture, checked, monkeypatch, proposer, sizes
 ):
+    memory_bound_rows, blocks = sizes
     monkeypatch.setattr(graph_shapes, "MEMORY_BOUND_ROWS", memory_bound_rows)
     model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[proposer]
     options = {"num_speculative_tokens": 4, "speculative_model": model, "prompt_lookup_min": 1}
@@ -348,11 +363,16 @@ def test_cpu_has_no_graph_capture():
     assert graphs.graph_capture(torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize("is_invariant", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_a_decode_step_is_one_copy_one_graph_and_one_copy_back(is_invariant):
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"batch_invariant": True}, id="batch-invariant", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_decode_step_is_one_copy_one_graph_and_one_copy_back(options):
     """With the kernels that a GPU runs: six launches per layer with few rows, and none outside of the graph. With
     batch_invariant there are nine for any number of rows, or ten if programs share the keys of a row."""
-    options = {"batch_invariant": True} if is_invariant else {}
     command = [sys.executable, "-m", "tests.support.fake_decode_step", "qwen3", json.dumps(options)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
@@ -363,7 +383,7 @@ def test_a_decode_step_is_one_copy_one_graph_and_one_copy_back(is_invariant):
     for size, operations in two_layers["graphs"].items():
         more = Counter(four_layers["graphs"][size])
         more.subtract(operations)
-        if is_invariant:
+        if options:
             expected = 10 if "add_partitions_kernel" in operations else 9
         else:
             expected = 6 if int(size) <= few_rows.ROWS[-1] else 9

@@ -1,5 +1,6 @@
 """The CPU affinity and the cgroup quota of a process limit its threads."""
 
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from paged_backend.execution.cpu_threads import count_threads
 from paged_backend.utils.machine import usable_cores
 from paged_client.serving.repository import resolve_model
 from paged_kernels.cpu import native
@@ -63,12 +65,28 @@ def run(limit, *arguments, **environment):
     return done.stdout
 
 
+def threads_of_child(limit):
+    """Return what count_threads returns in a child process, under a limit."""
+
+    def count(sender):
+        os.environ.pop("OMP_NUM_THREADS", None)
+        limit()
+        sender.send(count_threads())
+
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=count, args=(sender,))
+    child.start()
+    sender.close()
+    threads = receiver.recv()
+    child.join()
+    return threads
+
+
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
 def test_one_cpu_gets_one_thread(limit):
-    code = "from paged_backend.execution.cpu_threads import count_threads; print(count_threads())"
     with limit() as limited:
-        assert run(limited, "-c", code) == "1\n"
-    assert run(None, "-c", code) != "1\n"
+        assert threads_of_child(limited) == 1
+    assert threads_of_child(lambda: None) > 1
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 """Every model family generates the greedy tokens of transformers, whatever happens to the blocks of its requests."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import count
 from threading import Event
 
@@ -23,9 +24,21 @@ LOOKUP = {"num_speculative_tokens": 4, "prompt_lookup_min": 1}
 FEW_TOKENS = [11, 12, 13, 14]  # with so few, prompt lookup often finds the next one
 
 
-@pytest.fixture(scope="module", params=mostly_nightly(MATRIX_FAMILIES, default=DEFAULT_FAMILIES))
-def family(request, tmp_path_factory):
-    return TinyFamily.create(request.param, tmp_path_factory.mktemp("family"))
+# One with each layout of keys and values: full attention, windows beside it, latents, states. What happens to blocks
+# depends on nothing else; tests/engine/test_recurrent_models.py has more of states.
+LAYOUTS = ("llama", "gemma3", "deepseek_v3_yarn", "lfm2")
+for_each_layout = pytest.mark.parametrize("family", mostly_nightly(MATRIX_FAMILIES, default=LAYOUTS), indirect=True)
+
+
+@pytest.fixture(scope="module")
+def family_of(tmp_path_factory):
+    """A function that returns the family of a name, which it creates once."""
+    return cache(lambda name: TinyFamily.create(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(params=mostly_nightly(MATRIX_FAMILIES, default=DEFAULT_FAMILIES))
+def family(request, family_of):
+    return family_of(request.param)
 
 
 @pytest.mark.parametrize("name", REJECTED_FAMILIES)
@@ -45,9 +58,14 @@ def serve(family, support_matrix):
 
 
 @pytest.fixture(scope="module")
-def assembly(family):
+def assembly_of():
+    return cache(TinyFamily.assembly)
+
+
+@pytest.fixture
+def assembly(family, assembly_of):
     """Steps have room for 16 tokens. Tests use cache salts of their own."""
-    return family.assembly()
+    return assembly_of(family)
 
 
 def salted(text):
@@ -70,6 +88,7 @@ def test_mixed_batch_with_chunked_prefill(family, assembly, support_matrix):
     support_matrix.record(family.name, "mixed batch", "tested")
 
 
+@for_each_layout
 def test_prefix_hit(family, assembly, support_matrix):
     with running(assembly) as engine:
         assert engine.generate(family.prompts, **salted("prefix")) == family.outputs
@@ -79,6 +98,7 @@ def test_prefix_hit(family, assembly, support_matrix):
     support_matrix.record(family.name, "prefix cache", "tested")
 
 
+@for_each_layout
 def test_samples_share_their_prompt(family, assembly, support_matrix):
     """Prompts do not end at the end of a block, so that the samples copy their last block."""
     with running(assembly) as engine:
@@ -90,6 +110,7 @@ def test_samples_share_their_prompt(family, assembly, support_matrix):
     support_matrix.record(family.name, "samples", "tested")
 
 
+@for_each_layout
 def test_beam_search(family, assembly, support_matrix):
     prompt = family.prompts[2]
     with running(assembly) as engine:
@@ -111,6 +132,7 @@ def hold_back_step(runner, number):
     return arrived
 
 
+@for_each_layout
 @pytest.mark.parametrize(
     ("feature", "counter", "options"),
     [("swap", "swapped", SWAPPED), ("recompute", "recomputed", RECOMPUTED)],
@@ -136,6 +158,7 @@ def test_preemption(family, assembly, serve, support_matrix, feature, counter, o
     support_matrix.record(family.name, feature, "tested")
 
 
+@for_each_layout
 def test_speculation(family, serve, support_matrix):
     few = family.generate(family.prompts[2], suppress_tokens=sorted(set(range(320)) - set(FEW_TOKENS)))
     speculating = serve("speculation", "num_speculative_tokens", **LOOKUP)
@@ -149,6 +172,7 @@ def test_speculation(family, serve, support_matrix):
     support_matrix.record(family.name, "speculation", "tested")
 
 
+@for_each_layout
 def test_session(family, assembly, support_matrix):
     """The second turn computes only its own tokens, and the last one of the first turn."""
     with running(assembly) as engine:

@@ -19,7 +19,7 @@ from tests.support.support_matrix import TESTED
 from tests.support.tiny_family import MATRIX_FAMILIES, TinyFamily, serve_or_reject
 
 MAX_TOKENS = 8
-SOME_FAMILIES = ("llama", "gemma3", "gpt2", "mixtral", "deepseek_v3_yarn", "gpt_oss", "qwen3_next")
+SOME_FAMILIES = ("llama", "gemma3", "gpt2", "mixtral", "deepseek_v3_yarn", "gpt_oss", "lfm2")
 # Least share of tokens that are the most likely ones of the unquantized model, and their highest mean rank of 320.
 # 4 bits change many tokens of a random model, in particular where they change the experts.
 INT4_SHARE, SHARE = 0.1, 0.6
@@ -171,7 +171,7 @@ def test_tensor_parallelism_is_possible_or_rejected_before_ranks_start(family, s
 
 @pytest.mark.nightly
 @pytest.mark.ranks
-@pytest.mark.parametrize("family", mostly_nightly(MATRIX_FAMILIES, default=["mixtral"]), indirect=True)
+@pytest.mark.parametrize("family", MATRIX_FAMILIES, indirect=True)
 def test_two_ranks_generate_the_same_tokens(family, serve, support_matrix):
     assembly = serve("tensor parallelism", "tensor_parallel_size=2: ", tensor_parallel_size=2)
     if assembly is None:

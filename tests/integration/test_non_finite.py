@@ -1,11 +1,14 @@
 """Non-finite logits and hidden states fail their own request and nothing else."""
 
+import itertools
+
 import pytest
 import torch
 
 from paged_backend.api.errors import ErrorCode
 from paged_backend.api.request import FinishReason
 from tests.support.in_process import running, tiny_assembly
+from tests.support.pairwise import mostly_nightly
 
 POISON = 311  # a token whose embedding becomes non-finite after the verification at load
 PROMPTS = [list(range(20, 37)), [5, 6, 7], list(range(40, 63))]
@@ -29,19 +32,25 @@ def check_broken(output):
     assert "outputs for this request are not finite" in str(output.error)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+SAMPLINGS = [
+    {},
+    {"temperature": 0.8, "seed": 3},
+    {"n": 3, "temperature": 0.8, "seed": 1},
+    {"beam_width": 3, "n": 2, "ignore_eos": False},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"prompt_logprobs": 1, "max_tokens": 0},
+    {"bad_words": ((5,),), "repetition_penalty": 1.2},
+]
+INFINITE = [({}, torch.inf), ({"logprobs": 2}, torch.inf)]
+
+
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        {},
-        {"temperature": 0.8, "seed": 3},
-        {"n": 3, "temperature": 0.8, "seed": 1},
-        {"beam_width": 3, "n": 2, "ignore_eos": False},
-        {"logprobs": 2},
-        {"prompt_logprobs": 1},
-        {"prompt_logprobs": 1, "max_tokens": 0},
-        {"bad_words": ((5,),), "repetition_penalty": 1.2},
-    ],
+    ("sampling", "value"),
+    mostly_nightly(
+        itertools.product(SAMPLINGS, (torch.nan, torch.inf)),
+        default=[*((sampling, torch.nan) for sampling in SAMPLINGS), *INFINITE],
+    ),
     ids=str,
 )
 def test_non_finite_logits_fail_only_their_request(tiny, async_scheduling, expected, sampling, value):

@@ -55,7 +55,7 @@ def probed(ask, salt, pairs, seed=1, length=LENGTH):
 
 def test_cache_salt_hides_step_counts(tiny):
     with running(tiny_assembly(tiny[0], **POOL)) as engine:
-        for salt, pairs in ((None, 500), ("neighbour", 50)):
+        for salt, pairs in ((None, 100), ("neighbour", 20)):
             known, unknown = probed(functools.partial(steps_of, engine), salt, pairs)
             found = area([steps for steps, _ in known], [steps for steps, _ in unknown])
             hits = sum(hits for _, hits in known + unknown)

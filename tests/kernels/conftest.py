@@ -36,6 +36,9 @@ def _import_for_interpreter() -> None:
         patch.setenv("TRITON_INTERPRET", "1")
         for name in WITH_KERNELS:
             importlib.import_module(name)
+        from tests.support.interpreter import speed_up
+
+        speed_up()
 
 
 if not HAS_GPU:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pairwise import mostly_nightly
+
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = "0.17.2"  # of the package in these tests
 
@@ -38,7 +40,9 @@ def installed(tmp_path):
 
 
 def test_pypi_kernels_and_paged_kernels_are_imported_side_by_side(installed, tmp_path):
-    code = "import kernels, paged_kernels.ops; print(kernels.__version__, kernels.__file__, paged_kernels.__file__)"
+    code = (
+        "import kernels, paged_kernels.cpu.build; print(kernels.__version__, kernels.__file__, paged_kernels.__file__)"
+    )
     version, theirs, ours = run(code, PYTHONPATH=installed).split()
     assert version == VERSION
     assert Path(theirs) == tmp_path / "kernels/__init__.py"
@@ -55,7 +59,13 @@ def test_transformers_finds_the_pypi_package_beside_paged_kernels(installed):
     assert run(code, PYTHONPATH=installed) == f"True {VERSION}"
 
 
-def test_transformers_does_not_take_the_folder_kernels_for_the_package():
+@pytest.mark.parametrize(
+    "modules",
+    mostly_nightly(
+        ["paged_kernels", "transformers.models.llama.modeling_llama, paged_kernels.ops"], default=["paged_kernels"]
+    ),
+)
+def test_transformers_does_not_take_the_folder_kernels_for_the_package(modules):
     """Without the PyPI package, the folder is a namespace package of that name; transformers must not use it."""
     hide = (
         "import importlib.metadata as metadata, sys\n"
@@ -73,7 +83,7 @@ def test_transformers_does_not_take_the_folder_kernels_for_the_package():
     )
     code = hide + (
         "from transformers.utils.import_utils import is_kernels_available\n"
-        "import transformers.integrations.hub_kernels, transformers.models.llama.modeling_llama, paged_kernels.ops\n"
+        f"import {modules}\n"
         "print(is_kernels_available())"
     )
     assert run(code) == "False"

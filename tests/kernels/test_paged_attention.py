@@ -8,7 +8,8 @@ from torch.testing import assert_close
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference
 from tests.support.attention_cases import AXES, BATCHES, Case, make_inputs, make_paging, move_paging, sample
 
-NUM_SAMPLES = 16  # by default; at least as many as an axis has values. The seeds are those of small products.
+NUM_SAMPLES = 16  # at least as many as an axis has values
+SAMPLE = sample(NUM_SAMPLES, seed=235)  # with this seed the cases cost little in the interpreter
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -21,13 +22,13 @@ def check(case: Case, dtype: torch.dtype, device: str) -> None:
     assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("case", sample(NUM_SAMPLES, seed=235), ids=str)
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_fp32_matches_reference(case, device):
     check(case, torch.float32, device)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("case", sample(NUM_SAMPLES, seed=172)[-NUM_SAMPLES:], ids=str)
+@pytest.mark.parametrize("case", sample(NUM_SAMPLES, seed=1)[-NUM_SAMPLES:], ids=str)
 def test_fp16_matches_reference(case, device):
     check(case, torch.float16, device)
 
@@ -48,7 +49,7 @@ def test_larger_sample_matches_reference(dtype, device, in_time, figures):
 
 def test_sample_covers_every_value_of_every_axis():
     for name, values in AXES.items():
-        assert {getattr(case, name) for case in sample(NUM_SAMPLES, seed=235)} >= set(values), name
+        assert {getattr(case, name) for case in SAMPLE} >= set(values), name
 
 
 @pytest.mark.parametrize("group", [1, 4])

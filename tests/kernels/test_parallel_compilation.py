@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from paged_kernels.parallel_compilation import FAILED, TOO_LONG, Compiler
 from tests.support.stub_kernels import variant
 from tests.support.waiting import WAIT, until
@@ -91,7 +89,6 @@ def test_leaving_kills_the_processes(tmp_path):
     assert not (tmp_path / "next").exists()
 
 
-@pytest.mark.nightly
 def test_missing_variants_are_those_that_this_process_has_not_compiled(compiled_environment, tmp_path):
     environment = {**compiled_environment, "TRITON_CACHE_DIR": str(tmp_path)}
     ended = subprocess.run(

@@ -198,7 +198,7 @@ def chi_squared(counts: Tensor, probs: Tensor) -> float:
 @pytest.mark.parametrize(("along", "filters"), [("seeds", {"top_k": 12, "top_p": 0.8}), ("positions", {})])
 def test_frequencies_follow_the_distribution(along, filters):
     """Frequencies are counted over neighboring seeds, and over the positions of one seed."""
-    tries, logits = 20_000, random_logits(1, 40, seed=5) / 2
+    tries, logits = 10_000, random_logits(1, 40, seed=5) / 2
     counter, fixed = torch.arange(tries), torch.full((tries,), 3)
     seeds, positions = (counter, fixed) if along == "seeds" else (fixed, counter)
     one = make_metadata([0.8], [filters])

@@ -49,7 +49,7 @@ os._exit(0)  # without waiting for the engine's threads
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "dtype", "kv_dtype"),
-    [pytest.param("llama", "float16", "auto", marks=pytest.mark.nightly), ("qwen3", "bfloat16", "fp8")],
+    [("llama", "float16", "auto"), ("qwen3", "bfloat16", "fp8")],
 )
 def test_keys_of_a_model_are_those_that_its_launches_look_up(family, dtype, kv_dtype, compiled_environment):
     command = [sys.executable, "-c", LOOKED_UP, family, dtype, kv_dtype]

@@ -17,6 +17,7 @@ from tests.support.adapters import LORA, generate_with, make_adapter, write_adap
 from tests.support.families import FAMILIES
 from tests.support.gguf import CONFIG
 from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
+from tests.support.pairwise import mostly_nightly
 from tests.support.quantized_checkpoints import CHECKPOINTS, edit_config, write_checkpoint
 
 needs_kernels = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
@@ -130,7 +131,11 @@ def test_experts_of_tensor_parallel_models_are_widened(tmp_path, caplog):
 
 @needs_kernels
 @pytest.mark.parametrize(
-    "name", ["awq-32", "gptq-desc_act", "gptq-desc_act-different", "w4a16", "w8a8", "fp8-deepseek"]
+    "name",
+    mostly_nightly(
+        ["awq-32", "gptq-desc_act", "gptq-desc_act-different", "w4a16", "w8a8", "fp8-deepseek"],
+        default=["awq-32", "gptq-desc_act-different", "w8a8", "fp8-deepseek"],
+    ),
 )
 def test_adapters(name, tmp_path, caplog):
     caplog.set_level("INFO", "paged_llm")

@@ -102,7 +102,7 @@ def test_options_match_a_single_process(options, tmp_path):
         ),
         (
             hf.MambaConfig(hidden_size=32, num_hidden_layers=6, vocab_size=320),
-            "pipeline_parallel_size=5: must be 1 for mamba, which cannot be divided: MambaForCausalLM has backbone",
+            "pipeline_parallel_size=5: must be 1 for mamba, which cannot be divided: MambaForCausalLM has recurrent",
         ),
     ],
 )
@@ -125,7 +125,6 @@ def test_classifiers_and_quantized_weights_are_rejected(tmp_path):
             tiny_assembly(tmp_path, pipeline_parallel_size=2)
 
 
-@pytest.mark.nightly
 def test_embeddings_that_the_decoder_scales_are_rejected(tmp_path):
     """A later stage would scale the hidden states."""
     save_tiny(hf.GraniteConfig(**COMMON, embedding_multiplier=2.0), tmp_path)
@@ -138,25 +137,6 @@ def test_old_versions_of_transformers_are_rejected(tmp_path, monkeypatch):
     save_tiny(FAMILIES["llama"], tmp_path)
     monkeypatch.setattr(stages, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2: must be 1 with this version of transformers"):
-        tiny_assembly(tmp_path, pipeline_parallel_size=2)
-
-
-@pytest.mark.nightly
-def test_models_with_recurrent_layers_are_rejected(tmp_path):
-    """Also if only some of the stages have any."""
-    types = ["full_attention", "full_attention", "linear_attention", "full_attention"]
-    recurrent = {
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    }
-    save_tiny(hf.Qwen3NextConfig(**COMMON, **recurrent, head_dim=16, layer_types=types), tmp_path)
-    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2: .*Qwen3NextForCausalLM, which has recurrent"):
         tiny_assembly(tmp_path, pipeline_parallel_size=2)
 
 

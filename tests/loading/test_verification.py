@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers as hf
 
+from paged_backend.loading import verification
 from paged_backend.loading.attention_probe import AttentionProbe
 from paged_backend.loading.verification import verify_model
 from paged_backend.models.attention import UnsupportedModel
@@ -37,14 +38,77 @@ def test_unsupported_model_is_rejected_by_name(tmp_path, config, reason):
         tiny_assembly(tmp_path, max_model_len=64)
 
 
-def test_wrong_paged_logits_are_rejected(tiny, monkeypatch):
-    """An attention function with a wrong scale must not pass the verification."""
+@pytest.fixture
+def wrong_scale(monkeypatch):
     from paged_backend.models import attention
 
     correct = attention.paged_attention
     monkeypatch.setattr(attention, "paged_attention", lambda *a, scale, **k: correct(*a, scale=scale * 1.5, **k))
+
+
+@pytest.mark.usefixtures("wrong_scale")
+def test_wrong_paged_logits_are_rejected(tiny):
+    """An attention function with a wrong scale must not pass the verification."""
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* logits at position"):
         tiny_assembly(tiny[0])
+
+
+def sensitive_model():
+    """A model that amplifies rounding errors, because its attention is sharp and its layers change the hidden states a
+    lot. In bfloat16, correct logits differ by 0.1 to 0.2."""
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**COMMON | {"num_hidden_layers": 8}))
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        sharp = (attention.q_proj, attention.k_proj)
+        large = (attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        for linear in (*sharp, *large):
+            linear.weight.data *= 16 if linear in sharp else 9
+    return model.eval().to(torch.bfloat16)
+
+
+def test_rounding_errors_that_a_model_amplifies_are_allowed(caplog):
+    caplog.set_level("INFO", "paged_llm")
+    verify_model(sensitive_model(), block_size=4, kv_dtype=torch.bfloat16)
+    assert "LlamaForCausalLM runs fused" in caplog.text and "logits at position" not in caplog.text
+
+
+@pytest.mark.usefixtures("wrong_scale")
+def test_wrong_logits_of_a_sensitive_model_are_rejected():
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* logits at position"):
+        verify_model(sensitive_model(), block_size=4, kv_dtype=torch.bfloat16)
+
+
+@pytest.mark.usefixtures("wrong_scale")
+def test_skipped_verification_is_logged(tiny, caplog):
+    tiny_assembly(tiny[0], skip_verification=True)
+    assert "skip_verification=true: the logits of LlamaForCausalLM were not compared" in caplog.text
+
+
+def large_model():
+    """A model whose hidden states reach 40,000."""
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**COMMON))
+    mlp = model.model.layers[1].mlp
+    for linear, factor in ((mlp.gate_proj, 50), (mlp.up_proj, 50), (mlp.down_proj, 1000)):
+        linear.weight.data *= factor
+    return model.eval()
+
+
+def test_type_whose_range_is_exceeded_is_refused():
+    message = (
+        r"dtype=float16: model\.layers\.1\S* computes numbers of up to .*65,504.*use dtype=bfloat16 or dtype=float32"
+    )
+    for factor in (1, 10):  # near the end, and beyond it
+        model = large_model()
+        model.model.layers[1].mlp.down_proj.weight.data *= factor
+        with pytest.raises(UnsupportedModel, match=message):
+            verify_model(model.half(), block_size=4, kv_dtype=torch.float16)
+    verify_model(large_model().to(torch.bfloat16), block_size=4, kv_dtype=torch.bfloat16)
+
+
+def test_type_of_the_checkpoint_is_not_refused():
+    verify_model(large_model().half(), block_size=4, kv_dtype=torch.float16, trained_dtype=torch.float16)
 
 
 @pytest.mark.parametrize("window", [0, -1])
@@ -107,3 +171,18 @@ def test_stored_weights_may_differ_from_rounded_ones(tmp_path, caplog, noise, is
     verify_model(model, block_size=4, kv_dtype=torch.float32, quantizer=NoisyWeights(noise))
     assert ("LlamaForCausalLM runs fused, with noisy weights" in caplog.text) == is_used
     assert ("fused, with noisy weights: logits at position" in caplog.text) != is_used
+
+
+def test_a_copy_that_does_not_fit_is_left_out_with_a_warning(caplog, monkeypatch):
+    copy, calls = verification.shallow_copy, []
+
+    def copy_in_own_dtype(model, indices, dtype):
+        calls.append(dtype)
+        if dtype == torch.float32:
+            raise torch.OutOfMemoryError
+        return copy(model, indices, dtype)
+
+    monkeypatch.setattr(verification, "shallow_copy", copy_in_own_dtype)
+    verify_model(sensitive_model(), block_size=4, kv_dtype=torch.bfloat16)
+    assert torch.float32 in calls
+    assert "only the whole model is verified: not enough memory for a copy of" in caplog.text

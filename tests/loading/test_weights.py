@@ -2,6 +2,7 @@
 
 import json
 
+import gguf
 import pytest
 import torch
 import transformers as hf
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.loading import weights
+from paged_backend.loading.gguf_weights import read_quickly
 from paged_kernels.cpu import native
 from tests.support.gguf import CONFIG, write_gguf
 from tests.support.in_process import byte_tokenizer, generate_with_transformers, running, save_tiny, tiny_assembly
@@ -44,19 +46,46 @@ def test_fp8_blocks_are_dequantized(tmp_path):
 
 
 @pytest.mark.parametrize("format", mostly_nightly(["Q8_0", "Q5_1", "Q4_1", "Q4_0", "F16"], default=["Q4_1", "F16"]))
-def test_gguf_file_loads(tmp_path, format, caplog):
+def test_gguf_file_loads(tmp_path, format, caplog, monkeypatch):
     caplog.set_level("INFO", "paged_llm")
+    read, parse = [], gguf.GGUFReader._build_fields
+    monkeypatch.setattr(
+        gguf.GGUFReader, "_build_fields", lambda reader, *rest: read.append(reader) or parse(reader, *rest)
+    )
     model = save_tiny(CONFIG, tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     write_gguf(tmp_path / "tiny.gguf", model, format)
     reference = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="tiny.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
-    assert generate(tmp_path / "tiny.gguf", tokenizer=str(tmp_path / "tokenizer")) == generate_with_transformers(
-        reference, PROMPT, 12
-    )
+    read.clear()
+    tokens = generate(tmp_path / "tiny.gguf", tokenizer=str(tmp_path / "tokenizer"))
+    assert tokens == generate_with_transformers(reference, PROMPT, 12)
+    assert len(read) == 1, "its metadata are read once"
     stays_quantized = format != "F16" and bool(native.levels())
     assert ("with the GGUF weights of the files" in caplog.text) == stays_quantized
+
+
+@pytest.mark.parametrize("endianess", gguf.GGUFEndian)
+def test_gguf_metadata_are_those_of_the_gguf_package(tmp_path, endianess):
+    writer = gguf.GGUFWriter(tmp_path / "some.gguf", "llama", endianess=endianess)
+    writer.add_array("some.texts", ["", "ä", "three words here"] * 5)
+    writer.add_array("some.numbers", [0.5, -1.0])
+    writer.add_array("some.flags", [True, False])
+    writer.add_array("some.lists", [[1, 2], [3]])
+    writer.add_string("some.text", "one")
+    writer.add_uint64("some.number", 2**40)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    expected = gguf.GGUFReader(tmp_path / "some.gguf").fields
+    with read_quickly(tmp_path / "some.gguf"):
+        found = gguf.GGUFReader(tmp_path / "some.gguf").fields
+    assert found.keys() == expected.keys()
+    for name, field in expected.items():
+        own = found[name]
+        assert (own.data, own.types, own.offset) == (field.data, field.types, field.offset), name
+        assert [part.tolist() for part in own.parts] == [part.tolist() for part in field.parts], name
 
 
 @pytest.mark.nightly

@@ -175,7 +175,8 @@ def test_failed_verification_falls_back_to_unfused_layers(tmp_path, monkeypatch,
     monkeypatch.setattr(few_rows, "swiglu", lambda gate_up: swiglu(gate_up) * 1.5)
     assembly = tiny_assembly(tmp_path)
     assert not is_fused(assembly.loaded.model)
-    assert "LlamaForCausalLM, fused: logits at position" in caplog.text
+    assert "runs unmodified instead of a faster variant" in caplog.text
+    assert "Rejected: fused: layer 0 (LlamaDecoderLayer) in float32: logits at position" in caplog.text
     with running(assembly) as engine:
         assert engine.generate([[5, 6, 7]], max_tokens=16) == [generate_with_transformers(model, [5, 6, 7], 16)]
 

@@ -21,6 +21,7 @@ from paged_backend.models.peft_files import Factors
 from tests.support.adapters import (
     LORA,
     MAX_TOKENS,
+    generate_all_with,
     generate_and_count_hits,
     generate_with,
     make_adapter,
@@ -187,9 +188,10 @@ def check_model(directory, model, adapters, lora_prompts, caplog, form, **option
         ) as engine,
     ):
         assert f"runs {form}" in caplog.text
-        for prompt in lora_prompts:
+        prompts = lora_prompts[::2]  # of one token, and longer than a step
+        of_adapters = [generate_all_with(model, path, prompts, MAX_TOKENS) for path in adapters.values()]
+        for prompt, *expected in zip(prompts, *of_adapters, strict=True):
             keys = [engine.submit(prompt, max_tokens=MAX_TOKENS, lora_name=name) for name in (*adapters, None)]
-            expected = [generate_with(model, path, prompt, MAX_TOKENS) for path in adapters.values()]
             expected.append(generate_with_transformers(model, prompt, MAX_TOKENS))
             assert [output.tokens for output in engine.wait(*keys)] == expected
             assert len(set(map(tuple, expected))) == len(expected)

@@ -39,6 +39,13 @@ def test_every_combination_occurs_nightly(nightly):
     assert len(found) - len(marked) == len(pairwise(*AXES))
 
 
+def test_only_the_default_selection_has_no_nightly_parameters(pytestconfig):
+    assert not module.includes_nightly(pytestconfig.getini("addopts")[1])
+    selections = re.findall("pytest -m ('.*?'|nightly)", (ROOT / "Makefile").read_text())
+    assert len(selections) == 2, "make nightly and make matrix"
+    assert all(module.includes_nightly(one.strip("'")) for one in selections)
+
+
 def test_other_values_are_nightly(nightly):
     nightly(False)
     assert [one.values for one in mostly_nightly("abcd", default="db")] == [("b",), ("d",)]

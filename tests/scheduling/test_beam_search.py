@@ -53,7 +53,7 @@ def test_beam_outputs_match_transformers(tiny, prompts, width, options):
     """There are frequent stop tokens, so that hypotheses end early, or none."""
     directory, model = tiny
     with running(tiny_assembly(directory)) as engine:
-        for prompt in prompts:
+        for prompt in prompts[::2]:
             for stops in (None, list(range(0, 60)), [7]):
                 expected = generate(model, prompt, stops, num_beams=width, num_return_sequences=width, **options)
                 found, _ = beams(engine, prompt, stops, beam_width=width, n=width, **options)

@@ -47,15 +47,15 @@ def test_hypothesis_rules_match_model(examples):
 @pytest.mark.parametrize(
     ("wanted", "first"),
     [
-        (30_000, lambda: 0),
+        (10_000, lambda: 0),
         pytest.param(50_000_000, lambda: SystemRandom().randrange(2**48), marks=pytest.mark.nightly),
     ],
-    ids=["30,000", "50 million"],
+    ids=["10,000", "50 million"],
 )
 def test_seeded_rules_match_model(wanted, first, until, figures):
     """The nightly run starts from a random seed."""
     first, seen, steps = first(), Counter(), 0
-    batches = (range(start, start + 20) for start in count(first, 20))
+    batches = (range(start, start + 5) for start in count(first, 5))
     with ProcessPoolExecutor(2, get_context("spawn")) as processes:
         running = {processes.submit(play_seeds, next(batches)) for _ in range(4)}
         while running:

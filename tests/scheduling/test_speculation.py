@@ -32,7 +32,7 @@ SAMPLINGS = [
 @pytest.fixture(scope="module")
 def plain(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
-        return [engine.generate(prompts, max_tokens=24, **sampling) for sampling in SAMPLINGS]
+        return [engine.generate(prompts, max_tokens=16, **sampling) for sampling in SAMPLINGS]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_speculation_does_not_change_tokens(tiny, draft, prompts, plain, guesser
     model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[guesser]
     options = {"num_speculative_tokens": count, "speculative_model": model, "prompt_lookup_min": 1}
     with running(tiny_assembly(tiny[0], num_gpu_blocks_override=blocks, **options)) as engine:
-        assert [engine.generate(prompts, max_tokens=24, **sampling) for sampling in SAMPLINGS] == plain
+        assert [engine.generate(prompts, max_tokens=16, **sampling) for sampling in SAMPLINGS] == plain
         stats = engine.history[-1].stats
         assert 0 <= stats.accepted_tokens <= stats.draft_tokens
         assert stats.draft_tokens > 0

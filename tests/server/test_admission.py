@@ -1,16 +1,21 @@
 """Admission: queue and tenant limits, and sessions that end while the queue is full. The engine is real; a gate
 holds its steps."""
 
+import json
+
 import pytest
 
 from paged_backend.server.wire.parameters import SEQUENCE_END, SEQUENCE_START
 from tests.support.service_calls import (
     HOUR,
+    SingleCaller,
     ask,
     finish,
     outcomes,
     stop,
 )
+
+STARTED = {"correlation_id": 7, "flags": SEQUENCE_START}
 
 
 def test_a_full_queue_rejects_requests_until_a_place_is_free(serve, gate, clock, monkeypatch):
@@ -118,3 +123,16 @@ def test_a_session_can_be_ended_while_the_queue_is_full(serve, gate):
     assert finish(ask(service, "", own={"correlation_id": 7, "flags": SEQUENCE_END})) == ("stop", 0)
     gate.open()
     assert [finish(one)[0] for one in (running, waiting)] == ["length"] * 2
+
+
+@pytest.mark.parametrize(
+    ("own", "sampling", "reason"),
+    [
+        ({}, {"prefill_only": True}, r"prefill_only=true: needs a remote cache, which is off (remote_cache_url)"),
+        (STARTED, {"prefill_only": True}, "prefill_only=true: must be false in a session, whose turns have outputs"),
+        (STARTED, {"truncate_prompt_tokens": 2}, "truncate_prompt_tokens=2: a session keeps all of its prompt; leave"),
+    ],
+)
+def test_requests_that_the_engine_or_a_session_cannot_have_are_rejected(serve, own, sampling, reason):
+    asked = SingleCaller(serve(), own, text_input="abcd", sampling_parameters=json.dumps(sampling))
+    assert reason in asked.answer()

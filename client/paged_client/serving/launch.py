@@ -14,12 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paged_backend.utils.machine import user_cache_directory
 from paged_backend.utils.startup import NO_CHAT, ONLY_LABELS
 from paged_client.serving.console import Console
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import served_name
 from paged_client.serving.server_args import check_grpc_args, hosts, listening_address
-from paged_client.serving.server_files import ServerNotFoundError, user_cache_directory
+from paged_client.serving.server_files import ServerNotFoundError
 from paged_client.serving.supervisor import Create, RestartPolicy, Supervisor
 from paged_client.serving.tritonserver import ServerError, TritonServer
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
+from paged_backend.utils.machine import user_cache_directory
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 _IS_CHECKOUT = (_PACKAGE.parents[1] / "pyproject.toml").is_file()
 # A checkout has the package in client/. Of an installed package it is the directory that has the other packages too.
@@ -69,12 +71,6 @@ def create_atomically(path: Path, make: Callable[[Path], object]) -> None:
         except OSError:
             if not path.exists():
                 raise
-
-
-def user_cache_directory() -> Path:
-    """Return the directory for the user's files: $PAGED_CACHE_DIR, or paged_llm in $XDG_CACHE_HOME or ~/.cache."""
-    own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "paged_llm")
-    return Path(os.environ.get("PAGED_CACHE_DIR") or own).expanduser().absolute()
 
 
 def find_server() -> ServerFiles:

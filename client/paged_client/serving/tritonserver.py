@@ -167,6 +167,8 @@ class TritonServer:
             # 16 MiB are enough for most requests without growing; the default /dev/shm of a container has 64 MiB.
             f"--backend-config=python,shm-default-byte-size={16 << 20}",
         ]
+        if self._repository == MODEL_REPOSITORY:  # its configurations are complete
+            arguments.append("--disable-auto-complete-config")  # would start the process of each model twice
         return self._files.command([*arguments, *self._server_args])
 
     def wait_ready(self, timeout: float = LOAD_TIMEOUT, progress: Callable[[float], None] | None = None) -> None:

@@ -46,7 +46,7 @@ LEVELS = {
         "avx512": _AVX512,
         "avx2": _AVX2,
     }
-}.get(platform.machine(), {}) | {"plain": "", "amx_emulated": "-DPAGED_EMULATE_AMX=1"}
+}.get(platform.machine(), {}) | {"plain": "", "amx_emulated": "-DPAGED_EMULATE_AMX=1 -Og"}
 # Levels that differ from another level in attention only, and use its linear layers.
 LINEAR = {"amx": "avx512_bf16"}
 COMMON = "common"
@@ -304,7 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     remove_stale()
     if set(BUILT.glob("paged_cpu-*.so")) - before:
         seconds = time.monotonic() - began
-        print(f"Compiled the C++ kernels ({', '.join(names)}) in {seconds:.0f} s")
+        made = ", ".join(name for name in names if library(name) not in before)
+        print(f"Compiled the C++ {f'kernels ({made})' if made else 'operators'} in {seconds:.0f} s")
     return 0
 
 

@@ -55,6 +55,7 @@ def test_output_is_text(front):
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages.0.tool_call_id"),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
+        ({"messages": [asks_for("{}") | {"role": "user", "content": "x"}]}, "messages.0.tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}, "messages.0.tool_calls"),
         *(
             ({"messages": [asks_for(arguments)]}, "messages.0.tool_calls.0.function.arguments")

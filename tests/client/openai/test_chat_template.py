@@ -3,20 +3,17 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from paged_client import cli
-from tests.support.gateway import CHAT, WAIT, error_of, gateway, gateway_process
+from tests.support.gateway import CHAT, WAIT, error_of, gateway
 from tests.support.tokenizers import TEMPLATE, write_tokenizer
 
 ENDLESS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
-def test_prompt_is_rendered_in_the_gateway(tmp_path, fake):
+def test_prompt_is_rendered_in_the_gateway(tmp_path, fake, capsys):
     directory = write_tokenizer(tmp_path / "tokenizer")
-    with (
-        (tmp_path / "log").open("w") as errors,
-        gateway_process(fake.url, "--tokenizer", str(directory), errors=errors) as front,
-    ):
+    with gateway(fake.url, "--tokenizer", str(directory)) as front:
         assert front.ask("/v1/chat/completions", CHAT | {"max_tokens": 3})[0] == 200
-    assert (tmp_path / "log").read_text().startswith(f"loading the tokenizer {directory} ...\n")
+    assert capsys.readouterr().err.startswith(f"loading the tokenizer {directory} ...\n")
     assert fake.requests[-1]["text_input"] == "<s><user> x <assistant>"
     assert fake.sampling[-1] == {"max_tokens": 3, "add_special_tokens": False}
     assert "messages" not in fake.requests[-1]

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.support.gateway import CHAT, PROMPT, gateway, gateway_process, recording_server, respond_with
+from tests.support.gateway import CHAT, PROMPT, gateway, recording_server, respond_with
 
 LONG = "word " * 20  # 25 tokens by the estimate
 FLAGS = ("--prefill-min-tokens", "20")
@@ -110,14 +110,14 @@ def test_time_limit_covers_both_servers(front, fakes):
         {"say": [""], "reason": "length", "receipt": json.dumps({"stored_tokens": 0})},
     ],
 )
-def test_server_of_the_request_answers_if_the_prompt_is_not_stored(tmp_path, script):
-    with recording_server() as fake, recording_server() as prefill, open(tmp_path / "log", "w") as log:
+def test_server_of_the_request_answers_if_the_prompt_is_not_stored(capsys, script):
+    with recording_server() as fake, recording_server() as prefill:
         prefill.scripted_response = script
-        with gateway_process(fake.url, "--prefill-url", prefill.url, *FLAGS, errors=log) as front:
+        with gateway(fake.url, "--prefill-url", prefill.url, *FLAGS) as front:
             for _ in range(2):
                 assert ask(front, prompt=LONG)["choices"][0]["text"] == "Hello there"
             assert front.metrics()['paged_openai_prefills_total{outcome="failed"}'] == 2
-    text = (tmp_path / "log").read_text()
+    text = capsys.readouterr().err
     assert text.count("prompts are computed by the servers of the requests until this has changed") == 1
 
 
@@ -131,14 +131,14 @@ def test_unreachable_prefill_server_is_passed_over(fakes, prefills):
     assert len(prefills) == 3
 
 
-def test_prefill_server_that_does_not_answer_is_given_up(fakes, tmp_path):
-    with recording_server() as prefill, open(tmp_path / "log", "w") as log:
+def test_prefill_server_that_does_not_answer_is_given_up(fakes, capsys):
+    with recording_server() as prefill:
         prefill.scripted_response = {"say": [], "hold": True}
         flags = ["--prefill-url", prefill.url, *FLAGS, "--prefill-timeout", "0.2"]
-        with gateway_process(fakes[0].url, *flags, errors=log) as front:
+        with gateway(fakes[0].url, *flags) as front:
             ask(front, prompt=LONG)
         assert prefill.left.wait(30)
-    assert "no prefill server has computed a prompt within 0.2 s (--prefill-timeout)" in (tmp_path / "log").read_text()
+    assert "no prefill server has computed a prompt within 0.2 s (--prefill-timeout)" in capsys.readouterr().err
 
 
 def test_client_that_disconnects_cancels_the_prefill(fakes):

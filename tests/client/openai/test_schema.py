@@ -61,7 +61,7 @@ class TestCostOfRefusals:
     @pytest.mark.parametrize(("path", "place"), PLACES, ids=str)
     def test_number_of_validation_errors_is_bounded(self, path, place):
         for wrong in (0, None, "x", [], [0], ["x"], {}, {"x": 0}):
-            for sent in ([wrong] * 1000, ["x"] * 999 + [wrong], [0] * 999 + [wrong], entries(wrong)):
+            for sent in ([wrong] * 200, ["x"] * 199 + [wrong], [0] * 199 + [wrong], entries(wrong)):
                 kind, body = REQUESTS[path]
                 rejection = refused_body(kind, put(FULL if len(place) > 1 else body, place, sent))
                 assert rejection is None or len(rejection.message) < 500
@@ -93,7 +93,7 @@ def refused_body(kind, body):
 
 
 def entries(value):
-    return {str(index): value for index in range(1000)}
+    return {str(index): value for index in range(200)}
 
 
 def put(body, place, value):

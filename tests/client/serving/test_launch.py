@@ -21,6 +21,29 @@ from paged_client.serving.ports import choose_ports
 from tests.support.processes import children, is_running, needs_server
 
 ROOT = Path(__file__).resolve().parents[3]
+# Streams a part, and another once there is a file `more`.
+STREAMING_MODEL = """
+import json, pathlib, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        here = pathlib.Path(__file__).parent
+        model = pathlib.Path(json.loads((here / "model.json").read_text())["model"])
+        for request in requests:
+            sender = request.get_response_sender()
+            for text, reason in ((b"a", b"None"), (b"b", b"length")):
+                texts = {"text_output": text, "finish_reason": reason, "receipt": b"{}"}
+                tensors = [pb_utils.Tensor(name, np.array([value], object)) for name, value in texts.items()]
+                tensors += [
+                    pb_utils.Tensor(f"num_{kind}_tokens", np.array([1], np.uint32)) for kind in ("input", "output")
+                ]
+                sender.send(pb_utils.InferenceResponse(tensors))
+                while not (model / "more").exists():
+                    time.sleep(0.01)
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
 
 
 @pytest.fixture
@@ -219,6 +242,29 @@ def test_gateway_listens_where_the_server_does_and_ends_with_it(launch):
     with socket.socket() as elsewhere:
         assert elsewhere.connect_ex(("127.0.0.1", openai)) != 0
     stop_by_ctrl_c(process)  # with the connection open
+
+
+@needs_server
+def test_ctrl_c_lets_a_stream_of_the_gateway_finish(launch, repository, tmp_path):
+    (repository / "paged_llm/1/model.py").write_text(STREAMING_MODEL)
+    (openai,) = choose_ports(any=0)
+    process, *_ = launch_anywhere(launch, openai_port=openai)
+    read_ready(process)
+    connection = HTTPConnection("localhost", openai)
+    connection.request("POST", "/v1/completions", json.dumps({"model": "paged_llm", "prompt": "x", "stream": True}))
+    reply = connection.getresponse()
+    parts = [reply.readline()]
+    process.send_signal(signal.SIGINT)
+    assert any(line.startswith("Stopping") for line in iter(process.stderr.readline, ""))
+    (tmp_path / "more").touch()
+    parts += [line for line in reply if line != b"\n"]
+    *chunks, end = [part.removeprefix(b"data: ") for part in parts]
+    assert end == b"[DONE]\n"
+    assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) == "ab"
+    assert json.loads(chunks[-1])["choices"][0]["finish_reason"] == "length"
+    assert process.wait(60) == 0
+    with socket.socket() as later:
+        assert later.connect_ex(("localhost", openai)) != 0
 
 
 @needs_server

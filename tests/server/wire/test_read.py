@@ -76,6 +76,11 @@ def test_only_a_sequence_end_may_omit_the_prompt():
     assert "none is given" in rejection({"sequence_id": 7})
 
 
+def test_embeddings_have_no_session():
+    reason = "sequence_id=7: not supported with embedding_request; leave it out"
+    assert rejection({"sequence_id": 7}, embedding_request=text('{"input": "x"}')) == reason
+
+
 @pytest.mark.parametrize(
     ("echo", "stream", "expected"),
     [(None, False, True), (True, False, False), (False, False, True), (True, True, False)],

@@ -1,0 +1,209 @@
+"""The result of a model's verification at an earlier start, for later starts of the same model in the same way.
+
+A result is stored under a key of everything that it depends on: the content of the model's files, this package's code,
+the versions of libraries, the processor, the options, and environment variables that select instructions. A file whose
+size, inode and times have not changed is not read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import torch
+
+import paged_backend
+import paged_kernels
+from paged_backend.api.config import EngineConfig
+from paged_backend.loading import model_files
+from paged_backend.utils import machine
+from paged_kernels.cpu import native
+
+log = logging.getLogger("paged_llm")
+
+PIECE, CHUNK = 64 * 2**20, 2**20  # bytes of a file that a thread hashes, and that it reads at once
+MOST_FILES = 200  # of results and of hashes; older ones are deleted
+LIBRARIES = (
+    *("torch", "transformers", "tokenizers", "triton", "numpy", "safetensors", "gguf", "torchao", "bitsandbytes"),
+    *("accelerate", "compressed-tensors", "mamba-ssm", "causal-conv1d", "kernels"),
+)
+READ = (".json", ".py", ".model", ".txt", ".jinja")  # ends of the names of a model's files beside its weights
+VARIABLES = ("PAGED_CPU_", "ATEN_", "DNNL_", "ONEDNN_", "MKL_", "TORCH_", "CUBLAS_")  # the beginnings of their names
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a verification that rejected no variant."""
+
+    variant: str  # name of the one that runs
+    latents: bool  # whether multi-head latent attention stores latents
+    keeps_unused: bool  # whether the model needs the weights that its variant has copies of
+    date: str = ""
+
+
+class OutdatedOutcome(Exception):
+    """The model cannot be put into the state that a stored outcome describes."""
+
+
+class EarlierStarts:
+    """The stored outcome for one model and configuration.
+
+    The model's files are hashed in a thread of their own, while the model is loaded.
+    """
+
+    def __init__(self, config: EngineConfig, path: Path, device: torch.device) -> None:
+        """path: the model's directory or GGUF file."""
+        self._directory = directory = machine.user_cache_directory() / "starts"
+        self._options = asdict(config) | {"model": None, "reuse_verification": None}
+        self._device, self._is_used = device, config.reuse_verification
+        self._content = content = Future[str]()
+
+        def hash_files() -> None:
+            try:
+                content.set_result(_content_of(path, directory))
+            except Exception as error:
+                content.set_exception(error)
+
+        threading.Thread(target=hash_files, name="hash", daemon=True).start()
+
+    def find(self) -> Outcome | None:
+        """Return the stored outcome, or None."""
+        if not self._is_used:
+            return None
+        try:
+            outcome = Outcome(**json.loads(self._file.read_text()))
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # a damaged file, or one that may not be read
+            log.warning("the result of an earlier start cannot be read: %s: %s", type(error).__name__, error)
+            return None
+        with suppress(OSError):  # of another user
+            os.utime(self._file)
+        return outcome
+
+    def keep(self, outcome: Outcome) -> None:
+        """Store an outcome. A failure is logged."""
+        try:
+            _write(self._file, asdict(replace(outcome, date=time.strftime("%Y-%m-%d %H:%M"))))
+        except Exception as error:
+            log.info("the result of the verification is not stored for later starts: %s", error)
+
+    def forget(self) -> None:
+        """Delete the stored outcome."""
+        with suppress(OSError):
+            self._file.unlink()
+
+    @cached_property
+    def _file(self) -> Path:
+        key = [self._content.result(), _code(), _machine(self._device), self._options]
+        digest = hashlib.sha256(json.dumps(key, default=str, sort_keys=True).encode())
+        return self._directory / f"start-{digest.hexdigest()[:32]}.json"
+
+
+def _write(file: Path, value: object) -> None:
+    """Write a file as a whole, and delete the oldest of its kind. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
+        made = Path(temporary.name)
+        try:
+            json.dump(value, temporary)
+            temporary.flush()
+            made.replace(file)
+        except OSError:
+            made.unlink(missing_ok=True)
+            raise
+    kind = sorted(file.parent.glob(f"{file.name.partition('-')[0]}-*.json"), key=lambda one: one.stat().st_mtime)
+    for old in kind[:-MOST_FILES]:
+        old.unlink(missing_ok=True)
+
+
+def _content_of(path: Path, directory: Path) -> str:
+    """Return the hash of the files that a model is loaded from. Hashes of single files are stored with size, inode and
+    times."""
+    files = [path]
+    if path.is_dir():
+        texts = [one for one in path.iterdir() if one.suffix in READ and one.is_file()]
+        files = sorted({*texts, *model_files.weight_files(path)})
+    known_file = directory / f"files-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]}.json"
+    try:
+        known = {name: list(values) for name, values in json.loads(known_file.read_text()).items()}
+    except Exception:  # missing, damaged, or unreadable
+        known = {}
+    hashes = {}
+    for file in files:
+        state = file.stat()
+        signature = [state.st_size, state.st_dev, state.st_ino, state.st_mtime_ns, state.st_ctime_ns]
+        before = known.get(str(file), [])
+        hashes[str(file)] = before if before[:-1] == signature else [*signature, _hash_of(file)]
+    if hashes != known:
+        try:
+            _write(known_file, hashes)
+        except OSError as error:
+            log.info("hashes of the model's files are not stored: %s", error)
+    names = [] if path.is_file() else [file.name for file in files]
+    return hashlib.sha256(json.dumps([names, [one[-1] for one in hashes.values()]]).encode()).hexdigest()
+
+
+def _hash_of(file: Path) -> str:
+    """Return the hash of the hashes of a file's pieces, which are computed on several cores."""
+
+    def piece(start: int) -> bytes:
+        digest = hashlib.sha256()
+        with file.open("rb", buffering=0) as opened:
+            opened.seek(start)
+            for _ in range(-(-PIECE // CHUNK)):
+                digest.update(opened.read(min(CHUNK, PIECE)))
+        return digest.digest()
+
+    with ThreadPool(min(8, machine.usable_cores())) as pool:  # of daemon threads, which do not delay an exit
+        return hashlib.sha256(b"".join(pool.map(piece, range(0, file.stat().st_size, PIECE), 1))).hexdigest()
+
+
+@cache
+def _code() -> str:
+    """Return the hash of the sources of this package and its kernels, and of the versions of libraries."""
+    digest = hashlib.sha256(json.dumps([sys.version, [_version_of(name) for name in LIBRARIES]]).encode())
+    for file in _sources():
+        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _sources() -> Iterator[Path]:
+    for package in (paged_backend, paged_kernels):
+        for root in package.__path__:
+            yield from sorted(one for one in Path(root).rglob("*") if one.suffix in (".py", ".cpp", ".h"))
+
+
+def _version_of(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _machine(device: torch.device) -> list[object]:
+    """Return what identifies the processor and the way in which it is used."""
+    level = native.level() if native.levels() else None
+    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith(VARIABLES))
+    facts: list[object] = [platform.machine(), level, torch.get_num_threads(), variables]
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    facts += [next((line for line in lines if line.startswith(field)), None) for field in ("model name", "flags")]
+    if device.type == "cuda":
+        facts += [torch.cuda.get_device_name(device), torch.version.cuda]
+    return facts
