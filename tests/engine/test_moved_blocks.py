@@ -41,7 +41,7 @@ def two_engines(path, *, small_pool=None, **options):
     first = tiny_assembly(path, **options)
     second = tiny_assembly(path, **options | ({"num_gpu_blocks_override": small_pool} if small_pool else {}))
     near, far = pair()
-    with running(first) as one:
+    with running(first, lead=1) as one:
         peer, outputs = Peer(second, far), SimpleQueue()
         peer.engine.start()
         other = RemoteEngine("other", near, outputs.put, Owner())
@@ -67,6 +67,7 @@ def move(harness, other, outputs):
     """Move all requests of an engine to the other one, whose outputs the harness gets. Return their blocks."""
     found = SimpleQueue()
     harness.engine.moved_requests.take_out(lambda request: True, lambda request, blocks: found.put(blocks) or other)
+    harness.steps.unbound()
     runs = found.get(timeout=WAIT)
     while not harness.steps.empty():
         harness.step()
@@ -138,6 +139,7 @@ def test_blocks_go_to_the_engine_that_another_process_submits_to(tiny):
             other.store(blocks, stored.set)
 
         harness.engine.moved_requests.take_out(lambda request: True, take)
+        harness.steps.unbound()
         assert stored.wait(WAIT)
         pool = peer.engine._state.scheduler.blocks.pool
         until(lambda: pool.num_cached >= len(PROMPT) // 4, "the blocks in the prefix cache")
@@ -152,6 +154,7 @@ def test_end_of_the_connection_ends_the_wait(tiny):
         harness.engine.moved_requests.take_out(
             lambda request: True, lambda request, blocks: other.store(blocks, stored.set)
         )
+        harness.steps.unbound()
         assert stored.wait(WAIT)
 
 

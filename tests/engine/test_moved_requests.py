@@ -55,16 +55,18 @@ def run(assemblies, case, *, move_after=None, guides=None):
     """Return the samples of a request. move_after: tokens of its first sample after which it is moved, and back."""
     first, second = assemblies
     n = case.get("n", 1)
-    with running(first) as one, running(second) as two:
+    with running(first, lead=1) as one, running(second) as two:
         harness = SampleHarness(first, one.engine, one.steps)
         key = harness.submit(PROMPT, guides=guides() if guides else (), **case)
         if move_after is None:
+            one.steps.unbound()
             return harness.collect(key, n)
         other = InProcess(two.engine, guides)
         while len(harness.outputs.get((key, 0), Output()).tokens) < move_after and case.get("beam_width", 1) == 1:
             harness.step()
         moved = SimpleQueue()
         one.engine.moved_requests.take_out(lambda request: True, lambda request, blocks: moved.put(request) or other)
+        one.steps.unbound()
         request = moved.get(timeout=60)
         while not harness.steps.empty():
             harness.step()
@@ -138,13 +140,14 @@ def test_request_returns_to_the_engine_that_it_came_from(assemblies, tiny):
     case = {"max_tokens": 24, "temperature": 1.0, "seed": 8}
     (expected,) = run(assemblies, case)
     first = assemblies[0]
-    with running(first) as one:
+    with running(first, lead=1) as one:
         harness = SampleHarness(first, one.engine, one.steps)
         key = harness.submit(PROMPT, **case)
         while len(harness.outputs.get((key, 0), Output()).tokens) < 5:
             harness.step()
         kept = Kept()
         one.engine.moved_requests.take_out(lambda request: True, lambda request, blocks: kept)
+        one.steps.unbound()
         until(lambda: kept.requests, "the request")
         one.engine.moved_requests.release_memory(kept, lambda request, blocks: kept)
         until(lambda: first.model_memory.released, "released memory")
@@ -156,13 +159,14 @@ def test_request_returns_to_the_engine_that_it_came_from(assemblies, tiny):
 
 def test_ended_samples_stay_ended_when_the_request_comes_back(assemblies):
     first = assemblies[0]
-    with running(first) as one:
+    with running(first, lead=1) as one:
         harness = SampleHarness(first, one.engine, one.steps)
         keys = [harness.submit(PROMPT, max_tokens=30, temperature=1.0, n=2) for _ in range(2)]
         while any(len(harness.outputs.get((key, 1), Output()).tokens) < 3 for key in keys):
             harness.step()
         kept = Kept()
         one.engine.moved_requests.take_out(lambda request: True, lambda request, blocks: kept)
+        one.steps.unbound()
         until(lambda: len(kept.requests) == 2, "the requests")
         one.engine.end(keys[0], 0)
         one.engine.abort(keys[1])

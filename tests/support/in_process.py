@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from paged_backend.api.request import Fingerprint, FinishReason, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.engine.engine import Engine
-from paged_backend.engine.outputs import EngineDied, PoolMap, StepOutput
+from paged_backend.engine.outputs import StepOutput
 from paged_backend.server.pooling import parse_pooling_sampling
 
 WAIT = 60  # seconds after which a missing step fails the test
@@ -40,13 +41,23 @@ class Output:
     usage: Usage | None = None
 
 
+class Steps(Queue):
+    """The outputs of an engine's steps. With a `maxsize`, the engine waits until the test has read them."""
+
+    def unbound(self) -> None:
+        """Let the engine run without waiting from now on."""
+        with self.mutex:
+            self.maxsize = sys.maxsize
+            self.not_full.notify_all()
+
+
 @dataclass
 class EngineHarness:
     """Submits requests to a running engine and collects their outputs."""
 
     assembly: Assembly
     engine: Engine
-    steps: SimpleQueue[StepOutput | PoolMap | EngineDied]
+    steps: Steps
     outputs: dict[int, Output] = field(default_factory=dict)
     history: list[StepOutput] = field(default_factory=list)
     next_key: int = 0
@@ -109,14 +120,17 @@ class EngineHarness:
 
 
 @contextmanager
-def running(assembly: Assembly) -> Iterator[EngineHarness]:
-    """Run an engine over `assembly`. At the end every block must be free, and the scheduler's checks must hold."""
-    steps: SimpleQueue[StepOutput | PoolMap | EngineDied] = SimpleQueue()
+def running(assembly: Assembly, *, lead: int = 0) -> Iterator[EngineHarness]:
+    """Run an engine over `assembly`. At the end every block must be free, and the scheduler's checks must hold.
+
+    lead: steps that the engine may be ahead of the test until `steps.unbound()`; 0: any number."""
+    steps = Steps(lead)
     engine = assembly.engine(steps.put)
     engine.start()
     try:
         yield EngineHarness(assembly, engine, steps)
     finally:
+        steps.unbound()
         engine.stop()
     assembly.scheduler.check()
     if not assembly.scheduler.has_work:
