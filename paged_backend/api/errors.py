@@ -16,6 +16,7 @@ ASLEEP = "the model is asleep; wake it with `paged wake`"
 LORA_NOT_ENABLED = "LoRA feature is not enabled."  # the text of Triton's vLLM backend, without an error class
 SEVERAL_LABELS = "labels; scores need a model with one"  # follows a number
 GENERATES_NO_TEXT = "this model classifies prompts and generates no text"
+ONLY_EMBEDS = "this model embeds prompts and generates no text"
 
 
 class ConfigError(ValueError):

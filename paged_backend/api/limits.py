@@ -23,6 +23,7 @@ class EmbeddingSpec:
 
     size: int
     dimensions: Sequence[int] = ()  # sizes to which embeddings may be cut (Matryoshka embeddings)
+    keeps_first: bool = False  # whether a truncated prompt keeps its first tokens, as encoders do, or the last ones
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class EngineLimits:
     max_num_seqs: int
     embedding: EmbeddingSpec | None = None  # None: the model has no embeddings
     classification: ClassificationSpec | None = None  # None: the model does not classify
-    generates: bool = True  # False: the model only classifies
+    generates: bool = True  # False: the model only classifies or embeds
     input_limits: InputLimits = InputLimits()
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 

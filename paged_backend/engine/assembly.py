@@ -191,6 +191,7 @@ def _build(
         state_slots=num_state_slots(config) if loaded.spec.states else 0,
         host_state_slots=prepared.num_host_state_slots,
         stages=config.pipeline_parallel_size,
+        whole_prompts=loaded.spec.pooling is not None,
     )
     if device.type == "cuda":
         after_ready.watch()
@@ -211,7 +212,8 @@ def _build(
 def _block_manager(config: EngineConfig, prepared: PreparedModel, events: CacheEvents | None) -> BlockManager:
     """Return the block manager of the device pool and the host pool. Raises ConfigError if the device pool cannot hold
     max_model_len tokens."""
-    layout, caching, host = prepared.layout.blocks, config.enable_prefix_caching, None
+    layout, host = prepared.layout.blocks, None
+    caching = config.enable_prefix_caching and not prepared.loaded.spec.pooling
     if prepared.num_host_blocks:
         host_listener = events.listener(HOST) if events else None
         host = make_pool(prepared.num_host_blocks, layout, caching=caching, listener=host_listener)

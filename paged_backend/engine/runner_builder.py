@@ -108,7 +108,7 @@ def capture_graphs(
 ) -> None:
     """Capture graphs of these shapes if the device supports graphs and the options allow them. report: whether to log
     the progress."""
-    eager = config.enforce_eager or loaded.spec.states or config.pipeline_parallel_size > 1
+    eager = config.enforce_eager or loaded.spec.states or loaded.spec.pooling or config.pipeline_parallel_size > 1
     capture = None if eager else graph_capture(runner.kv.device)
     if capture:
         if report:

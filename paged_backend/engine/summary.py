@@ -16,7 +16,7 @@ from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory import kv_cache
 from paged_backend.memory.state_cache import bytes_per_slot
 from paged_backend.utils.machine import cpu_name, usable_cores
-from paged_backend.utils.startup import NO_CHAT, ONLY_LABELS, startup_log
+from paged_backend.utils.startup import NO_CHAT, ONLY_EMBEDDINGS, ONLY_LABELS, startup_log
 from paged_kernels.cpu import native
 
 _SHOWN_LABELS = 8
@@ -48,14 +48,17 @@ def summary(config: EngineConfig, prepared: PreparedModel) -> list[str]:
         f"Model: {_describe_model(config.model, loaded)}",
         f"Device: {_describe_device(config, device)}",
         f"Kernels: {_kernels(prepared)}",
-        f"Data types: weights {_weights_type(loaded)}, KV cache {_name_of(loaded.spec.kv_dtype)}",
+        f"Data types: {_data_types(loaded)}",
         f"Context length: {_context_length(loaded)}",
-        f"KV cache: {_kv_cache(config, prepared)}",
     ]
+    if not loaded.spec.pooling:
+        lines.append(f"KV cache: {_kv_cache(config, prepared)}")
     if config.pipeline_parallel_size > 1:
         lines.append(f"Pipeline: {_stages(config, prepared)}")
     if loaded.spec.classification and not loaded.spec.generates:
         lines.append(ONLY_LABELS + _some_of(loaded.spec.classification.labels))
+    elif loaded.spec.pooling and loaded.spec.embedding:
+        lines.append(f"{ONLY_EMBEDDINGS}{loaded.spec.embedding.size} numbers, pooling {loaded.spec.pooling}")
     elif not loaded.tokenizer.chat_template:
         lines.append(NO_CHAT)
     if loaded.spec.states:
@@ -124,9 +127,16 @@ def _describe_device(config: EngineConfig, device: torch.device) -> str:
 
 
 def _kernels(prepared: PreparedModel) -> str:
+    if prepared.loaded.spec.pooling:
+        return "PyTorch"
     if prepared.runner.kv.device.type == "cpu":
         return f"C++, level {native.level()}" if native.levels() else "PyTorch"
     return f"Triton, {'CUDA graphs' if prepared.runner.has_graphs else 'no CUDA graphs'}"
+
+
+def _data_types(loaded: LoadedModel) -> str:
+    cache = "" if loaded.spec.pooling else f", KV cache {_name_of(loaded.spec.kv_dtype)}"
+    return f"weights {_weights_type(loaded)}{cache}"
 
 
 def _weights_type(loaded: LoadedModel) -> str:

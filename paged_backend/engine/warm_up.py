@@ -95,7 +95,7 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
         if runner.lora:
             runner.launch(_with_adapters(largest(), runner.lora)).result()
             advance()
-        if device.type == "cuda":
+        if device.type == "cuda" and not spec.pooling:
             run_warm_up_steps(config, spec, runner, advance)
 
     compile_ahead(device, lambda: all_steps(lambda: None), lambda n: Progress("compiling", n, "kernels").advance)
@@ -128,7 +128,7 @@ def _with_adapters(packed: PackedBatch, lora: Lora) -> PackedBatch:
 
 
 def _num_warm_up_steps(config: EngineConfig, spec: ModelSpec, runner: Runner) -> int:
-    if runner.kv.device.type != "cuda":
+    if runner.kv.device.type != "cuda" or spec.pooling:
         return 0
     return sum(1 for _ in warm_up_steps(config, spec.max_model_len, spec.vocab_size)) * len(_gqa_groups(runner))
 
@@ -235,7 +235,7 @@ def graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> in
     of each kind is captured, then the two largest.
     """
     shapes, device = graph_shapes_of(config, runner), runner.kv.device
-    if device.type != "cuda":
+    if device.type != "cuda" or loaded.spec.pooling:
         return 0
 
     def count(some: list[GraphShape]) -> int:

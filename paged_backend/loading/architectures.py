@@ -1,32 +1,37 @@
-"""Reject models that are not decoders of text, or whose heads are not supported, before their weights are read."""
+"""Reject models that are neither decoders of text nor sentence encoders, or whose heads are not supported, before
+their weights are read."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from paged_backend.api.errors import ConfigError
+from paged_backend.loading.classifier import is_classifier
+from paged_backend.loading.encoders import MODULES, is_encoder
 from paged_backend.loading.model_files import CONFIG, GGUF
 
-ENCODER_DECODER = "an encoder-decoder model; only decoders are supported"
-ENCODER = "an encoder; only decoders are supported"
+ENCODER_DECODER = "an encoder-decoder model; only decoders and sentence encoders are supported"
+CLASSIFIER = "an encoder with a head for classification; only decoders classify"
 HEADS = {  # what the ends of unsupported classes' names stand for
     "ForTokenClassification": "token classification is not supported",
     "ForQuestionAnswering": "question answering is not supported",
     "ForMaskedLM": "predicting masked tokens is not supported",
+    "ForPreTraining": "the heads of pre-training are not supported",
     "ForMultipleChoice": "multiple choice is not supported",
     "ForNextSentencePrediction": "predicting the next sentence is not supported",
 }
 
 
 def check_architecture(path: Path, hf_config: PretrainedConfig) -> None:
-    """Raise ConfigError for an encoder, an encoder-decoder model, an unsupported head, or a model without text output.
+    """Raise ConfigError for an encoder-decoder model, an unsupported head, or a model without text output.
 
     path: the model's directory or GGUF file.
     """
-    reason = _unsupported(hf_config)
+    is_sentence_encoder = is_encoder(hf_config) and (path / MODULES).exists()
+    reason = None if is_sentence_encoder else _unsupported(hf_config)
     if reason is not None:
         file = path if path.suffix == GGUF else path / CONFIG
         names = getattr(hf_config, "architectures", None)
@@ -38,8 +43,6 @@ def _unsupported(hf_config: PretrainedConfig) -> str | None:
     """Return why the model is not supported, or None if it may be."""
     if getattr(hf_config, "is_encoder_decoder", False):
         return ENCODER_DECODER
-    if type(hf_config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(hf_config, "is_decoder", False):
-        return ENCODER
     names = getattr(hf_config, "architectures", None) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return "architectures must be a list of names"
@@ -47,6 +50,8 @@ def _unsupported(hf_config: PretrainedConfig) -> str | None:
         for end, reason in HEADS.items():
             if name.endswith(end):
                 return reason
+    if is_encoder(hf_config):
+        return CLASSIFIER if is_classifier(hf_config) else None
     has_own_code = "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_own_code:
         return "transformers has no decoder of text for this type"

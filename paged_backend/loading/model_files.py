@@ -267,11 +267,13 @@ def check_sizes(
     *,
     dtype: torch.dtype,
     trust_remote_code: bool,
+    kind: Any = AutoModelForCausalLM,
 ) -> int:
     """Return the number of weights that the configuration describes. Raises ConfigError if it has no layers or
     describes more weights than the files contain.
 
-    Without weight files (`totals` is None), the weights in `dtype` must fit the available memory instead.
+    Without weight files (`totals` is None), the weights in `dtype` must fit the available memory instead. kind: class
+    of transformers that finds the model's class.
     """
     text, name = config.get_text_config(), model_path / CONFIG if model_path.suffix != GGUF else model_path
     packed = (
@@ -285,7 +287,7 @@ def check_sizes(
         for field in _SIZES:
             _check_number(name, layer, field, limit)
     _check_rope(name, text)
-    described = _num_weights(name, config, trust_remote_code)
+    described = _num_weights(name, config, trust_remote_code, kind)
     if totals is None:
         memory = available_memory()
         if described * dtype.itemsize > memory:
@@ -314,23 +316,25 @@ def _check_rope(file: Path, config: PretrainedConfig) -> None:
             raise ConfigError(f"{file}: rope_theta={json.dumps(theta, default=str)}: must be a positive number")
 
 
-def described_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the model that a configuration describes, without memory for its weights.
+def described_model(
+    config: PretrainedConfig, trust_remote_code: bool, kind: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """Return the model that a configuration describes, without memory for its weights. kind: as in `check_sizes`.
 
     Model code raises any type for inconsistent sizes.
     """
     with torch.device("meta"), no_init_weights():  # initialization without memory would import dynamo: 1.5 s
-        model = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = kind.from_config(
             copy.deepcopy(config), attn_implementation="eager", trust_remote_code=trust_remote_code
         )
     model.tie_weights()
     return model
 
 
-def _num_weights(file: Path, config: PretrainedConfig, trust_remote_code: bool) -> int:
+def _num_weights(file: Path, config: PretrainedConfig, trust_remote_code: bool, kind: Any) -> int:
     """Count the weights of the model that the configuration describes."""
     try:
-        model = described_model(config, trust_remote_code)
+        model = described_model(config, trust_remote_code, kind)
     except Exception as error:
         raise ConfigError(f"{file}: does not describe a valid model: {type(error).__name__}: {error}") from error
     return sum(parameter.numel() for parameter in model.parameters())

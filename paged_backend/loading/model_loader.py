@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import BUILT_IN
 from paged_backend.api.limits import ClassificationSpec, EmbeddingSpec, SamplingDefaults
-from paged_backend.loading import model_files, stages
+from paged_backend.loading import encoders, model_files, stages
 from paged_backend.loading.architectures import check_architecture
 from paged_backend.loading.classifier import check_speculation, is_classifier, load_classifier
 from paged_backend.loading.earlier_starts import EarlierStarts, OutdatedOutcome
@@ -45,7 +45,7 @@ from paged_backend.loading.stored_weights import StoredQuantizer, StoredWeights,
 from paged_backend.loading.tokenizer_loader import load_tokenizer
 from paged_backend.loading.verification import verify_model
 from paged_backend.loading.weights import is_quantized, load_weights
-from paged_backend.memory.kv_cache import LayerShape
+from paged_backend.memory.kv_cache import NO_ATTENTION, LayerShape
 from paged_backend.memory.state_cache import StateShape
 from paged_backend.models import rope, tensor_parallel
 from paged_backend.models.attention import UnsupportedModel
@@ -79,9 +79,10 @@ class ModelSpec:
     sampling_defaults: SamplingDefaults
     embedding: EmbeddingSpec | None = None  # None: the model does not support embeddings
     classification: ClassificationSpec | None = None  # None: the model does not classify
-    generates: bool = True  # False: the model only classifies
+    generates: bool = True  # False: the model only classifies or embeds
     weight_format: str | None = None  # of quantized weights, by option ("int8") or in the files ("AWQ")
     states: tuple[StateShape, ...] = ()  # of the recurrent layers
+    pooling: str | None = None  # of an encoder, which computes a prompt in one step and keeps nothing of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,12 +124,10 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
 def _load(
     config: EngineConfig, root: Path, device: torch.device, path: Path, earlier: EarlierStarts | None
 ) -> LoadedModel:
-    hf_config = read_config(config, path)
-    check_architecture(path, hf_config)
-    check_speculation(config, hf_config)
-    tensor_parallel.check_model(config, hf_config)
-    _check_stages(config, hf_config, path)
+    hf_config = _check_config(config, path)
     model_files.check_config(path, hf_config)
+    if encoders.is_encoder(hf_config):
+        return _load_encoder(config, root, device, path, hf_config)
     check_method(config, hf_config, path, device)
     check_quantization(config, hf_config, path, device)
     check_batch_invariance(config, hf_config, path, device)
@@ -201,12 +200,50 @@ def _check_stage(config: EngineConfig, model: PreTrainedModel) -> None:
 
 def check_model(config: EngineConfig, root: Path) -> None:
     """Raise ConfigError for a model that `load` would refuse before reading any weights."""
-    path = find_files(config.model, root, config, config.revision)
+    _check_config(config, find_files(config.model, root, config, config.revision))
+
+
+def _check_config(config: EngineConfig, path: Path) -> PretrainedConfig:
+    """Return the model's configuration. Raises ConfigError if it is not supported, or not with these options."""
     hf_config = read_config(config, path)
     check_architecture(path, hf_config)
     check_speculation(config, hf_config)
+    if encoders.is_encoder(hf_config):
+        encoders.check_options(config, hf_config)
     tensor_parallel.check_model(config, hf_config)
     _check_stages(config, hf_config, path)
+    return hf_config
+
+
+def _load_encoder(
+    config: EngineConfig, root: Path, device: torch.device, path: Path, hf_config: PretrainedConfig
+) -> LoadedModel:
+    dtype = pick_dtype(config.dtype, hf_config.dtype, device)
+    tokenizer = load_tokenizer(config, root, path)
+    totals = None if config.load_format == "dummy" else model_files.check_weights(path, quantized=False)
+    model_files.check_sizes(
+        path, hf_config, totals, dtype=dtype, trust_remote_code=config.trust_remote_code, kind=AutoModel
+    )
+    model, pooling = encoders.load_encoder(config, hf_config, path, dtype, device)
+    max_model_len, supported_len = encoders.context_length(config, path, model)
+    if not config.skip_verification and config.load_format != "dummy":
+        encoders.verify_encoder(model, tokenizer(VERIFIED_TEXT)["input_ids"][:max_model_len])
+    embedding = pick_embedding(hf_config, hf_config.hidden_size)
+    spec = ModelSpec(
+        layers=(NO_ATTENTION,),
+        dtype=dtype,
+        kv_dtype=dtype,
+        max_model_len=max_model_len,
+        supported_len=supported_len,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vocab_size=hf_config.vocab_size,
+        eos_ids=frozenset(),
+        sampling_defaults=SamplingDefaults(),
+        embedding=replace(embedding, keeps_first=True) if embedding else None,
+        generates=False,
+        pooling=pooling,
+    )
+    return LoadedModel(path, model, tokenizer, spec)
 
 
 def _check_stages(config: EngineConfig, hf_config: PretrainedConfig, path: Path) -> None:

@@ -47,7 +47,9 @@ class BatchAdmission:
         clock: Callable[[], float],
         *,
         max_num_seqs: int,
+        whole_prompts: bool = False,
     ):
+        """whole_prompts: whether a prompt is computed in one step, because its tokens attend to later ones."""
         self._requests = requests
         self._blocks = blocks
         self._tables = tables
@@ -60,6 +62,7 @@ class BatchAdmission:
         self._counters = counters
         self._clock = clock
         self._max_num_seqs = max_num_seqs
+        self._whole_prompts = whole_prompts
 
     def admit(self, builder: PlanBuilder) -> None:
         """Admit waiting requests until the next one does not fit.
@@ -69,6 +72,8 @@ class BatchAdmission:
         """
         capacity = self._capacity() if self._requests.waiting else _Capacity(0, 0)
         while builder.budget > 0 and (group := self._next()):
+            if self._whole_prompts and group.prefill_len > builder.budget:
+                return
             self._tables.scores.take(group)
             if not builder.scored_budget and group.unscored(0, group.leader.num_prompt):
                 return

