@@ -220,8 +220,8 @@ class EngineConfig:
     max_num_seqs: int = option(integer(1, 65536), "Maximum number of sequences in one step.", 64)
     max_num_batched_tokens: int = option(
         count(integer(1)),
-        "Maximum number of tokens in one step; longer prompts are prefilled in chunks. Default: 512, or `max_num_seqs`"
-        " if that is larger.",
+        "Maximum number of tokens in one step; longer prompts are prefilled in chunks, or rejected if the"
+        " model is an encoder. Default: 512, or `max_num_seqs` if that is larger.",
         512,
     )
     target_step_ms: float | None = option(

@@ -192,8 +192,9 @@ def verify_encoder(encoder: Encoder, long: list[int]) -> None:
         raise UnsupportedModel(f"{name} cannot be served: {type(error).__name__}: {error}") from error
     if not (alone.isfinite().all() and padded.isfinite().all()):
         raise UnsupportedModel(f"{name} cannot be served: its embeddings in {dtype} are not finite; use another dtype")
-    error, allowed = float((alone - padded[1]).norm() / alone.norm()), PADDING_TOLERANCE[dtype]
-    if error > allowed:
+    difference, allowed = float((alone - padded[1]).norm() / alone.norm()), PADDING_TOLERANCE[dtype]
+    if difference > allowed:
         raise UnsupportedModel(
-            f"{name} cannot be served: beside a longer prompt, an embedding differs by {error:.2g} (allowed: {allowed})"
+            f"{name} cannot be served: beside a longer prompt, an embedding differs by {difference:.2g}"
+            f" (allowed: {allowed})"
         )
