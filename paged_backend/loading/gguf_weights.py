@@ -23,24 +23,29 @@ from paged_backend.loading.gguf_blocks import FORMATS, decode
 from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.quantized_blocks import Blocks
 
+# Arrays of a tokenizer, which transformers converts to lists also where it reads only the weights.
+UNUSED_FIELDS = ("tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
+
 
 @contextmanager
 def read_quickly(path: Path) -> Iterator[None]:
     """Inside the context, transformers reads a model's GGUF file in a fraction of the time.
 
     For most architectures it reads the metadata with the package gguf, for the configuration, the tokenizer and the
-    weights: a vocabulary of 150,000 tokens takes seconds each time. Then numpy converts the weights. Here the metadata
-    are read once, and `decode` converts the formats that it knows. Does nothing for other files, and without gguf.
+    weights: a vocabulary of 150,000 tokens takes seconds each time. It makes a table of all names of weights for each
+    module, and numpy converts the weights. Here the metadata are read once, there is one table, and `decode` converts
+    the formats that it knows. Does nothing for other files, and without gguf.
     """
     if path.suffix != GGUF or not is_gguf_available():
         yield
         return
     import gguf
     from transformers import modeling_gguf_pytorch_utils as legacy
+    from transformers.integrations.gguf import reader as metadata
 
     read = cache(_reader_type())
     texts: dict[int, str] = {}  # by the identity of their bytes, which the reader keeps
-    parse_value, dequantize = legacy._gguf_parse_value, gguf.dequantize
+    parse_value, dequantize, read_all = legacy._gguf_parse_value, gguf.dequantize, metadata._read_metadata
 
     def parse(value: np.ndarray[Any, Any], types: Any) -> Any:
         if types[-1] != gguf.GGUFValueType.STRING:
@@ -48,6 +53,25 @@ def read_quickly(path: Path) -> Iterator[None]:
         if id(value) not in texts:
             texts[id(value)] = value.tobytes().decode()
         return texts[id(value)]
+
+    load_all = legacy.load_gguf_checkpoint
+    load_metadata = cache(load_all)
+
+    def load(file: str, return_tensors: bool = False, **options: Any) -> dict[str, Any]:
+        if not return_tensors:
+            return {part: dict(values) for part, values in load_metadata(file).items()}
+        fields = read(file).fields
+        unused = {name: fields.pop(name) for name in UNUSED_FIELDS if name in fields}
+        try:
+            return load_all(file, return_tensors=True, **options)
+        finally:
+            fields |= unused
+
+    parse_metadata = cache(lambda file, arrays: read_all(metadata._mapped(file), file, arrays))
+
+    def read_metadata(blob: Any, file: str, arrays: Any = ()) -> Any:
+        values, *positions = parse_metadata(file, tuple(arrays))
+        return dict(values), *positions
 
     def convert(data: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
         if kind.name not in FORMATS:
@@ -60,7 +84,10 @@ def read_quickly(path: Path) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(gguf, "GGUFReader", lambda file, *mode: read(str(file), *mode)))
         stack.enter_context(mock.patch.object(gguf, "dequantize", convert))
+        stack.enter_context(mock.patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)))
+        stack.enter_context(mock.patch.object(metadata, "_read_metadata", read_metadata))
         stack.enter_context(mock.patch.object(legacy, "_gguf_parse_value", parse))
+        stack.enter_context(mock.patch.object(legacy, "load_gguf_checkpoint", load))
         yield
 
 
