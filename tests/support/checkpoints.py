@@ -70,6 +70,11 @@ CHECKPOINTS = {
         **SHORT, **LOCAL_GLOBAL, hidden_size=2560, intermediate_size=10240, num_attention_heads=8,
         num_key_value_heads=4, head_dim=256, sliding_window=1024, query_pre_attn_scalar=256,
     ),
+    "Gemma-4-E2B": lambda: hf.Gemma4TextConfig(
+        **SHORT | {"num_hidden_layers": 4}, layer_types=["sliding_attention", "full_attention"] * 2, hidden_size=1536,
+        intermediate_size=6144, num_attention_heads=8, num_key_value_heads=1, sliding_window=512,
+        num_kv_shared_layers=2, use_double_wide_mlp=True, vocab_size_per_layer_input=512, final_logit_softcapping=30.0,
+    ),
     "Phi-4": lambda: hf.Phi3Config(
         **SHORT, hidden_size=5120, intermediate_size=17920, num_attention_heads=40, num_key_value_heads=10,
         max_position_embeddings=16384, rms_norm_eps=1e-5, **theta(250000),
