@@ -235,8 +235,8 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = parameter(
         parsers.kept_tokens,
         None,
-        "Keep only this many tokens of a longer prompt, the last ones. -1: as many as the context length allows, with"
-        " one token left to generate. Not in a session.",
+        "Keep only this many tokens of a longer prompt: the last ones, or the first ones if the model is an encoder."
+        " -1: as many as the context length allows, with one token left to generate. Not in a session.",
     )
     priority: int = parameter(
         parsers.priority,

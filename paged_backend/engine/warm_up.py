@@ -103,7 +103,8 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     activations = _activation_bytes(lambda: all_steps(progress.advance), device)
     seconds = _seconds(step, device)
     progress.advance()
-    return WarmUpResult(seconds / plan.num_tokens, activations + graph_bytes(config, loaded, runner))
+    graphs = 0 if spec.pooling else graph_bytes(config, loaded, runner)
+    return WarmUpResult(seconds / plan.num_tokens, activations + graphs)
 
 
 def _largest_plan(config: EngineConfig, blocks: BlockManager, count: int, length: int, *, has_states: bool) -> Plan:
@@ -235,7 +236,7 @@ def graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> in
     of each kind is captured, then the two largest.
     """
     shapes, device = graph_shapes_of(config, runner), runner.kv.device
-    if device.type != "cuda" or loaded.spec.pooling:
+    if device.type != "cuda":
         return 0
 
     def count(some: list[GraphShape]) -> int:

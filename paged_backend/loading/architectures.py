@@ -9,12 +9,11 @@ from pathlib import Path
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from paged_backend.api.errors import ConfigError
-from paged_backend.loading.classifier import is_classifier
 from paged_backend.loading.encoders import MODULES, is_encoder
 from paged_backend.loading.model_files import CONFIG, GGUF
 
 ENCODER_DECODER = "an encoder-decoder model; only decoders and sentence encoders are supported"
-CLASSIFIER = "an encoder with a head for classification; only decoders classify"
+ENCODER = "an encoder with a head; only sentence encoders are supported"
 HEADS = {  # what the ends of unsupported classes' names stand for
     "ForTokenClassification": "token classification is not supported",
     "ForQuestionAnswering": "question answering is not supported",
@@ -51,7 +50,7 @@ def _unsupported(hf_config: PretrainedConfig) -> str | None:
             if name.endswith(end):
                 return reason
     if is_encoder(hf_config):
-        return CLASSIFIER if is_classifier(hf_config) else None
+        return None if all(name.endswith("Model") for name in names) else ENCODER
     has_own_code = "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_own_code:
         return "transformers has no decoder of text for this type"

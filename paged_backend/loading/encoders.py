@@ -29,9 +29,12 @@ from paged_backend.models.encoder import POOLINGS, Encoder
 log = logging.getLogger("paged_llm")
 
 # Files of sentence-transformers.
-MODULES, SETTINGS = "modules.json", ("sentence_bert_config.json", "sentence_roberta_config.json")
+MODULES, SETTINGS, PROMPTS = "modules.json", "sentence_*_config.json", "config_sentence_transformers.json"
 DEFAULT_POOLING = "mean"  # of sentence-transformers for a model without its files
-PADDING_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # of the length of an embedding
+# Most that an embedding may change with the tokens of the padding, which are masked, relative to its length.
+CONTENT_TOLERANCE = 1e-4
+# The same with the length of the padding, which changes how numbers are rounded.
+PADDING_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 NEW_MODE = "pooling_mode"  # of newer versions of sentence-transformers, instead of a flag for each mode
 MODES = {
     "pooling_mode_cls_token": "cls",
@@ -41,7 +44,7 @@ MODES = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-UNUSED_WEIGHTS = ("pooler.", "cls.", "lm_head.")  # beginnings of weights of heads, which embeddings do not use
+POOLER = "pooler."  # beginning of the names of weights that embeddings do not use
 
 # Options that cannot be honored, and when they ask for something.
 EXCLUDED: dict[str, Callable[[EngineConfig], bool]] = {
@@ -56,10 +59,11 @@ EXCLUDED: dict[str, Callable[[EngineConfig], bool]] = {
     "tensor_parallel_size": lambda config: config.tensor_parallel_size > 1,
     "pipeline_parallel_size": lambda config: config.pipeline_parallel_size > 1,
 }
+WITHOUT_EFFECT = ("swap_space", "kv_cache_memory_bytes", "num_gpu_blocks_override", "override_generation_config")
 
 
 def is_encoder(hf_config: PretrainedConfig) -> bool:
-    """Return whether the files hold an encoder."""
+    """Return whether a configuration describes an encoder."""
     is_decoder = getattr(hf_config, "is_decoder", False) or type(hf_config) not in MODEL_FOR_MASKED_LM_MAPPING
     return not is_decoder and not getattr(hf_config, "is_encoder_decoder", False)
 
@@ -70,6 +74,8 @@ def check_options(config: EngineConfig, hf_config: PretrainedConfig) -> None:
         if is_set(config):
             problem = f"not supported for {json.dumps(hf_config.model_type)}, which is an encoder; leave it out"
             raise invalid_option(option, getattr(config, option), problem)
+    if unused := [option for option in WITHOUT_EFFECT if getattr(config, option)]:
+        log.warning("no effect with an encoder: %s", ", ".join(unused))
 
 
 def load_encoder(
@@ -78,7 +84,10 @@ def load_encoder(
     """Return the encoder and the name of its pooling. Raises ConfigError."""
     if getattr(hf_config, model_files.QUANTIZATION, None) is not None:
         raise ConfigError(f"{path / CONFIG}: quantized weights are not supported for an encoder")
+    if getattr(hf_config, "attention_type", None) == "block_sparse":  # after a short prompt, BigBird changes it
+        raise ConfigError(f'{path / CONFIG}: attention_type="block_sparse": not supported; set it to "original_full"')
     pooling = read_pooling(path)
+    _check_prompts(path)
     if config.load_format == "dummy":
         with torch.random.fork_rng():
             torch.manual_seed(config.seed)
@@ -103,11 +112,10 @@ def _load_weights(config: EngineConfig, hf_config: PretrainedConfig, path: Path,
     except Exception as error:  # e.g. a truncated file
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"model={json.dumps(config.model)}: cannot be loaded from {path}: {reason}") from error
-    used = {
-        field: [key for key in info[field] if not key.startswith(UNUSED_WEIGHTS)]
-        for field in ("missing_keys", "unexpected_keys")
-    }
-    model_files.check_loading_info(path, {**info, **used}, quantized=False)
+    missing = [key for key in info["missing_keys"] if not key.startswith(POOLER)]
+    model_files.check_loading_info(path, {**info, "missing_keys": missing, "unexpected_keys": []}, quantized=False)
+    if heads := sorted(info["unexpected_keys"]):
+        log.info("%s: %d weights of heads are not used, such as %s", path, len(heads), heads[0])
     return layers
 
 
@@ -120,19 +128,23 @@ def read_pooling(path: Path) -> str:
         return DEFAULT_POOLING
     try:
         modules = [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in json.loads(file.read_bytes())]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{file}: not a list of modules: {type(error).__name__}: {error}") from error
     kinds = [kind for kind, _ in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise ConfigError(f"{file}: modules {json.dumps(kinds)}: must be Transformer, Pooling and perhaps Normalize")
-    directory = modules[1][1]
-    if Path(directory).name != directory:
-        raise ConfigError(f"{file}: path={json.dumps(directory)}: must be a directory beside this file")
+    (_, own), (_, directory), *_ = modules
+    if own:
+        raise ConfigError(f"{file}: path={json.dumps(own)} of Transformer: must be empty: the directory of this file")
+    if Path(directory).name != directory or directory in ("", ".."):
+        raise ConfigError(f"{file}: path={json.dumps(directory)} of Pooling: must be a directory beside this file")
     file = path / directory / CONFIG
+    if not file.is_file():
+        raise ConfigError(f"{file}: no such file; {path / MODULES} names its directory")
     settings = model_files.read_object(file)
     flags = [mode for flag, mode in MODES.items() if settings.get(flag)]
     modes = [settings[NEW_MODE]] if NEW_MODE in settings else flags
-    if len(modes) != 1 or modes[0] not in POOLINGS:
+    if len(modes) != 1 or modes[0] not in tuple(POOLINGS):
         raise ConfigError(f"{file}: pooling {json.dumps(modes)}: must be one of {', '.join(POOLINGS)}")
     return str(modes[0])
 
@@ -147,7 +159,9 @@ def context_length(config: EngineConfig, path: Path, encoder: Encoder) -> tuple[
         trained = min(longest, _trained_length(path) or longest)
         if step < trained:
             log.warning("max_num_batched_tokens=%d limits prompts, of which the encoder supports %d", step, trained)
-        return min(trained, step), longest
+        wanted = min(trained, step)
+    if wanted < 2:
+        raise ConfigError(f"{path}: describes an encoder for prompts of {wanted} tokens; must be at least 2")
     if wanted > longest:
         raise ConfigError(f"max_model_len={wanted}: must be at most {longest}, the encoder's number of positions")
     if wanted > step:
@@ -159,13 +173,25 @@ def context_length(config: EngineConfig, path: Path, encoder: Encoder) -> tuple[
 
 
 def _trained_length(path: Path) -> int | None:
-    for name in SETTINGS:
-        if (path / name).exists():
-            value = model_files.read_object(path / name).get("max_seq_length")
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{path / name}: max_seq_length={json.dumps(value)}: must be a positive number")
-            return value
+    """Return the longest prompt that sentence-transformers would compute; None if its files have no limit."""
+    for file in sorted(path.glob(SETTINGS)):
+        settings = model_files.read_object(file)
+        value = settings.get("max_seq_length")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 2):
+            raise ConfigError(f"{file}: max_seq_length={json.dumps(value)}: must be a number of at least 2")
+        if settings.get("do_lower_case"):
+            raise ConfigError(
+                f"{file}: do_lower_case=true: not supported; lower the text of requests, and set it to false"
+            )
+        return value
     return None
+
+
+def _check_prompts(path: Path) -> None:
+    """Warn of a prefix that sentence-transformers adds to each text."""
+    settings = model_files.read_object(path / PROMPTS) if (path / PROMPTS).exists() else {}
+    if name := settings.get("default_prompt_name"):
+        log.warning("%s: default_prompt_name=%s: this prefix is not added to prompts", path / PROMPTS, json.dumps(name))
 
 
 def _num_positions(layers: PreTrainedModel) -> int:
@@ -185,16 +211,23 @@ def verify_encoder(encoder: Encoder, long: list[int]) -> None:
     """Raise UnsupportedModel if an embedding is not finite, or depends on the padding that a longer prompt causes.
     long: token ids of a prompt."""
     name, dtype = type(encoder.base_model.layers).__name__, encoder.dtype
-    both = [torch.tensor(ids, device=encoder.device) for ids in (long, long[: len(long) // 2])]
+    if max(long) >= encoder.config.vocab_size:
+        raise UnsupportedModel(
+            f"{name}: its tokenizer has the token {max(long)}; vocab_size={encoder.config.vocab_size}"
+        )
+    embed = encoder.base_model.embed
+    both = [torch.tensor(ids, device=encoder.device) for ids in (long, long[: -(-len(long) // 2)])]
     try:
-        alone, padded = encoder.base_model.embed(both[1:])[0], encoder.base_model.embed(both)
+        alone, padded, other = embed(both[1:])[0], embed(both), embed(both, pad_id=long[0])
     except Exception as error:  # e.g. an encoder without the argument attention_mask
         raise UnsupportedModel(f"{name} cannot be served: {type(error).__name__}: {error}") from error
     if not (alone.isfinite().all() and padded.isfinite().all()):
         raise UnsupportedModel(f"{name} cannot be served: its embeddings in {dtype} are not finite; use another dtype")
-    difference, allowed = float((alone - padded[1]).norm() / alone.norm()), PADDING_TOLERANCE[dtype]
-    if difference > allowed:
-        raise UnsupportedModel(
-            f"{name} cannot be served: beside a longer prompt, an embedding differs by {difference:.2g}"
-            f" (allowed: {allowed})"
-        )
+    length = alone.norm()
+    for reference, allowed in ((other[1], CONTENT_TOLERANCE), (alone, PADDING_TOLERANCE[dtype])):
+        difference = float((padded[1] - reference).norm() / length)
+        if difference > allowed:
+            raise UnsupportedModel(
+                f"{name} cannot be served: beside a longer prompt, an embedding differs by {difference:.2g}"
+                f" (allowed: {allowed})"
+            )

@@ -6,6 +6,7 @@ do not store themselves: they are products of a float16 and an integer of 6 or 8
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -59,7 +60,8 @@ def read_quickly(path: Path) -> Iterator[None]:
 
     def load(file: str, return_tensors: bool = False, **options: Any) -> dict[str, Any]:
         if not return_tensors:
-            return {part: dict(values) for part, values in load_metadata(file).items()}
+            loaded = load_metadata(file)
+            return loaded | {"config": copy.deepcopy(loaded["config"])}
         fields = read(file).fields
         unused = {name: fields.pop(name) for name in UNUSED_FIELDS if name in fields}
         try:

@@ -225,10 +225,13 @@ def _load_encoder(
         path, hf_config, totals, dtype=dtype, trust_remote_code=config.trust_remote_code, kind=AutoModel
     )
     model, pooling = encoders.load_encoder(config, hf_config, path, dtype, device)
-    max_model_len, supported_len = encoders.context_length(config, path, model)
-    if not config.skip_verification and config.load_format != "dummy":
-        encoders.verify_encoder(model, tokenizer(VERIFIED_TEXT)["input_ids"][:max_model_len])
-    embedding = pick_embedding(hf_config, hf_config.hidden_size)
+    try:
+        max_model_len, supported_len = encoders.context_length(config, path, model)
+        if not config.skip_verification and config.load_format != "dummy":
+            encoders.verify_encoder(model, tokenizer(VERIFIED_TEXT)["input_ids"][:max_model_len])
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{path}: {error}") from error
+    embedding = pick_embedding(hf_config, model.hidden_size)
     spec = ModelSpec(
         layers=(NO_ATTENTION,),
         dtype=dtype,

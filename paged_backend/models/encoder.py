@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from paged_backend.models.attention import AttentionMeta
 
-LEAST_FILLED = 0.7  # part of a padded batch's length that its shortest sequence has at least
+LEAST_FILLED = 0.7  # least length of a sequence in a padded batch, relative to the longest
 MOST_PADDED_TOKENS = 8192  # tokens of a padded batch of several sequences, which bounds the memory of activations
 
 
@@ -64,9 +64,11 @@ class Embedder(nn.Module):
             states[0, [ends[index] - 1 for index in batch]] = embeddings
         return BaseModelOutput(last_hidden_state=states)
 
-    def embed(self, sequences: list[Tensor]) -> Tensor:
-        """Return embeddings [num_seqs, hidden_size] float32 of sequences of token ids."""
-        padded = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=self._pad_id)
+    def embed(self, sequences: list[Tensor], *, pad_id: int | None = None) -> Tensor:
+        """Return embeddings [num_seqs, hidden_size] float32 of sequences of token ids. pad_id: a token to pad with
+        instead of the model's; embeddings must not depend on it."""
+        padding = self._pad_id if pad_id is None else pad_id
+        padded = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=padding)
         lengths = torch.tensor([len(one) for one in sequences], device=padded.device)
         mask = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
         states = self.layers(input_ids=padded, attention_mask=mask.long()).last_hidden_state
@@ -90,6 +92,12 @@ class Encoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.base_model.layers.dtype
+
+    @property
+    @torch.inference_mode()
+    def hidden_size(self) -> int:
+        """The size of an embedding."""
+        return self.base_model.embed([torch.ones(2, dtype=torch.int64, device=self.device)]).shape[1]
 
     def forward(self, input_ids: Tensor, logits_to_keep: Tensor, paged: AttentionMeta, **unused: Any) -> CausalLMOutput:
         """Compute the embeddings of a packed batch. Hooks of `base_model` get them."""

@@ -109,7 +109,8 @@ class PromptEncoder:
         tokens = encode(call.prompt_field, text, special=special)
         kept = self._cut(tokens, sampling)
         embedding = self._limits.embedding
-        if special and embedding and embedding.keeps_first and len(kept) < len(tokens):
+        keeps_first = embedding is not None and embedding.keeps_first
+        if special and keeps_first and len(kept) < len(tokens) and tokens[-1] in self._tokenizer.all_special_ids:
             kept[-1] = tokens[-1]  # what ends a sequence
         return earlier + kept
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import save_file
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
@@ -16,6 +17,7 @@ from tests.support.encoders import CLS, SEP, hidden_states, save_encoder
 from tests.support.in_process import byte_tokenizer, running, tiny_assembly
 
 BERT = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"} | {"max_position_embeddings": 40}
+NO_HEADS = {name: size for name, size in BERT.items() if name != "num_attention_heads"}
 MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
 # Configurations, the settings of their pooling, and what it is.
 ENCODERS = {
@@ -99,6 +101,7 @@ def test_a_request_through_the_service(tmp_path):
         assert ask("abcdef") == expected([CLS, *ids, SEP])
         assert ask("abcdef", truncate_prompt_tokens=5) == expected([CLS, *ids[:3], SEP])
         assert ask(ids, truncate_prompt_tokens=5) == expected(ids[:5])
+        assert ask("abcdef", truncate_prompt_tokens=5, add_special_tokens=False) == expected(ids[:5])
         refused = service.call(text_input="a").rejection()
         assert "text_input: this model embeds prompts and generates no text; use embedding_request" in refused
 
@@ -154,11 +157,56 @@ def test_damaged_files_of_sentence_transformers_are_rejected(tmp_path, modules):
         tiny_assembly(tmp_path)
 
 
-def test_an_encoder_that_does_not_mask_padding_is_refused(tmp_path):
-    config = hf.FNetConfig(**{name: size for name, size in BERT.items() if name != "num_attention_heads"})
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (hf.FNetConfig(**NO_HEADS), "FNetModel cannot be served: "),
+        (hf.ConvBertConfig(**BERT), "ConvBertModel cannot be served: beside a longer prompt, an embedding differs by"),
+        (hf.BigBirdConfig(**BERT), 'attention_type="block_sparse": not supported; set it to "original_full"'),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_encoders_that_do_not_mask_padding_are_refused(tmp_path, config, message, dtype):
     save_encoder(tmp_path, config)
-    with pytest.raises(ConfigError, match="FNetModel cannot be served: "):
+    with pytest.raises(ConfigError, match=message):
+        tiny_assembly(tmp_path, dtype=dtype)
+
+
+def test_weights_of_heads_are_not_used(tmp_path):
+    model = save_encoder(tmp_path, ENCODERS["distilbert"][0], MEAN)
+    weights = model.state_dict()
+    save_file(weights | {"vocab_projector.bias": torch.zeros(320)}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert tiny_assembly(tmp_path).limits.embedding
+    save_file({name: weights[name] for name in list(weights)[1:]}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="missing or not in the shape"):
         tiny_assembly(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "message"),
+    [
+        ("sentence_bert_config.json", {"max_seq_length": 1}, r"max_seq_length=1: must be a number of at least 2"),
+        ("sentence_bert_config.json", {"do_lower_case": True}, r"do_lower_case=true: not supported"),
+        ("1_Pooling/config.json", {"pooling_mode": ["mean"]}, r"pooling \[\[\"mean\"\]\]: must be one of"),
+        ("config.json", {"vocab_size": 200}, r"contains|missing or not in the shape|its tokenizer has the token"),
+    ],
+)
+def test_settings_that_cannot_be_honored_are_rejected(tmp_path, file, settings, message):
+    save_encoder(tmp_path, ENCODERS["bert"][0], MEAN)
+    path = tmp_path / file
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(known | settings))
+    with pytest.raises(ConfigError, match=message):
+        tiny_assembly(tmp_path, max_num_batched_tokens=48)
+
+
+def test_a_prefix_is_not_added(tmp_path, caplog):
+    save_encoder(tmp_path, ENCODERS["bert"][0], MEAN)
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"default_prompt_name": "query"}))
+    tiny_assembly(tmp_path, swap_space=0.01)
+    assert 'default_prompt_name="query": this prefix is not added to prompts' in caplog.text
+    assert "no effect with an encoder: swap_space, num_gpu_blocks_override" in caplog.text
 
 
 @pytest.mark.nightly

@@ -13,18 +13,18 @@ from tests.support.in_process import byte_tokenizer, tiny_assembly
 BERT = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
 T5 = hf.T5Config(vocab_size=320, d_model=48, d_kv=12, d_ff=64, num_layers=1, num_heads=4)
 VIT = hf.ViTConfig(hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, image_size=32)
-CLASSIFIER = "an encoder with a head for classification; only decoders classify"
+HEAD = "an encoder with a head; only sentence encoders are supported"
 MASKED = "predicting masked tokens is not supported"
 UNSUPPORTED = [
     (
         hf.BertForSequenceClassification,
         hf.BertConfig(**BERT),
-        CLASSIFIER,
+        HEAD,
     ),
     (
         hf.XLMRobertaForSequenceClassification,
         hf.XLMRobertaConfig(**BERT),
-        CLASSIFIER,
+        HEAD,
     ),
     (hf.BertForMaskedLM, hf.BertConfig(**BERT), MASKED),
     (

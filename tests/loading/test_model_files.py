@@ -248,7 +248,7 @@ BROKEN = {
     "config.json is deeply nested": (write(CONFIG_JSON, b"[" * 100_000), CONFIG_JSON, "recursion"),
     "no model type": (set_json(CONFIG_JSON, model_type=...), CONFIG_JSON, "model_type"),
     "an unknown model type": (set_json(CONFIG_JSON, model_type="nonsense"), CONFIG_JSON, "nonsense"),
-    "an encoder": (set_json(CONFIG_JSON, model_type="bert"), CONFIG_JSON, 'model_type="bert": an encoder'),
+    "an encoder": (set_json(CONFIG_JSON, model_type="bert"), CONFIG_JSON, 'model_type="bert": an encoder with a head'),
     "a number as a string": (set_json(CONFIG_JSON, num_hidden_layers="3"), CONFIG_JSON, "num_hidden_layers"),
     "an unknown activation": (set_json(CONFIG_JSON, hidden_act="nonsense"), CONFIG_JSON, "nonsense"),
     "an unknown model dtype": (set_json(CONFIG_JSON, dtype="nonsense"), CONFIG_JSON, "nonsense"),
