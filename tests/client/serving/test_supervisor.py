@@ -157,7 +157,7 @@ def test_a_failed_server_is_restarted(launched, fault, reason, message):
     assert re.search(
         rf"^[-\d]+ [:\d]+ paged serve: .*{message}.* Restart 1 in 0.1 s \({reason}\)\.$", launched.log.read_text(), re.M
     )
-    assert launched.restarts() == {reason: 1}
+    assert launched.restarts()[reason] == 1  # beside failed starts while another process has a port
     assert launched.log.read_text().count("Started HTTPService") == 2
     launched.process.send_signal(signal.SIGTERM)
     assert launched.process.wait() == 0
