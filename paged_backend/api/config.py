@@ -34,6 +34,7 @@ from paged_backend.api.options import (
     http_url,
     instance_of,
     integer,
+    invalid_option,
     one_of,
     option,
     power_of_two,
@@ -95,8 +96,8 @@ class EngineConfig:
     trust_remote_code: bool = option(flag, "Run Python code found in the model directory.", False)
     skip_verification: bool = option(
         flag,
-        "Do not compare the logits of the model with those of transformers when it loads. Set it only for a model that"
-        " you have verified yourself: wrong outputs are not noticed.",
+        "Load the model without comparing its logits with those of transformers. Wrong outputs are not noticed then, so"
+        " set it only for a model that you have verified yourself.",
         False,
     )
     reuse_verification: bool = option(
@@ -501,6 +502,13 @@ class EngineConfig:
         if isinstance(most := values.get("max_num_seqs"), int):
             values.setdefault("max_num_batched_tokens", max(most, cls.max_num_batched_tokens))
         return cls(**values)
+
+    def reject(self, names: Sequence[str], problem: str) -> None:
+        """Raise ConfigError for the first of these options that differs from its default."""
+        defaults = {spec.name: spec.default for spec in fields(self)}
+        for name in names:
+            if (value := getattr(self, name)) != defaults[name]:
+                raise invalid_option(name, value, problem)
 
     @classmethod
     def from_file(cls, path: Path) -> EngineConfig:

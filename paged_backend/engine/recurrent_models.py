@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.options import invalid_option
 from paged_backend.api.sizes import GIB
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.memory.kv_cache import bytes_per_block, host_bytes
@@ -20,13 +18,8 @@ log = logging.getLogger("paged_llm")
 
 MAX_FREE_BLOCKS = 1 << 18  # blocks of a pool that takes no memory
 
-# Options that cannot be honored, and when they ask for something.
-EXCLUDED: dict[str, Callable[[EngineConfig], bool]] = {
-    "enable_lora": lambda config: config.enable_lora,
-    "disk_cache_dir": lambda config: config.disk_cache_dir is not None,
-    "tensor_parallel_size": lambda config: config.tensor_parallel_size > 1,
-    "remote_cache_url": lambda config: config.remote_cache_url is not None,
-}
+# Options that cannot be honored.
+EXCLUDED = ("enable_lora", "disk_cache_dir", "tensor_parallel_size", "remote_cache_url")
 
 
 def check_options(config: EngineConfig, loaded: LoadedModel) -> None:
@@ -40,10 +33,7 @@ def check_options(config: EngineConfig, loaded: LoadedModel) -> None:
             count = config.max_state_checkpoints
             log.warning("max_state_checkpoints=%d has no effect: %s has no recurrent layers", count, name)
         return
-    for option, is_set in EXCLUDED.items():
-        if is_set(config):
-            problem = f"not supported for {name}, which has recurrent layers; leave it out"
-            raise invalid_option(option, getattr(config, option), problem)
+    config.reject(EXCLUDED, f"not supported for {name}, which has recurrent layers; leave it out")
 
 
 def num_state_slots(config: EngineConfig) -> int:

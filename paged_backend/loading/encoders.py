@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    MODEL_FOR_MASKED_LM_MAPPING,
-    AutoModel,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel, PretrainedConfig, PreTrainedModel
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.options import invalid_option
 from paged_backend.loading import model_files
 from paged_backend.loading.load_progress import weights_reported
 from paged_backend.loading.model_files import CONFIG
 from paged_backend.loading.model_source import source_arguments
+from paged_backend.loading.weights import load_errors_named
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.encoder import POOLINGS, Encoder
 
@@ -46,19 +40,11 @@ MODES = {
 }
 POOLER = "pooler."  # beginning of the names of weights that embeddings do not use
 
-# Options that cannot be honored, and when they ask for something.
-EXCLUDED: dict[str, Callable[[EngineConfig], bool]] = {
-    "quantization": lambda config: config.quantization is not None,
-    "kv_cache_dtype": lambda config: config.kv_cache_dtype != "auto",
-    "batch_invariant": lambda config: config.batch_invariant,
-    "enable_lora": lambda config: config.enable_lora,
-    "num_speculative_tokens": lambda config: config.num_speculative_tokens > 0,
-    "classifier_from_token": lambda config: config.classifier_from_token is not None,
-    "disk_cache_dir": lambda config: config.disk_cache_dir is not None,
-    "remote_cache_url": lambda config: config.remote_cache_url is not None,
-    "tensor_parallel_size": lambda config: config.tensor_parallel_size > 1,
-    "pipeline_parallel_size": lambda config: config.pipeline_parallel_size > 1,
-}
+# Options that cannot be honored.
+EXCLUDED = (
+    *("quantization", "kv_cache_dtype", "batch_invariant", "enable_lora", "num_speculative_tokens"),
+    *("classifier_from_token", "disk_cache_dir", "remote_cache_url", "tensor_parallel_size", "pipeline_parallel_size"),
+)
 WITHOUT_EFFECT = ("swap_space", "kv_cache_memory_bytes", "num_gpu_blocks_override", "override_generation_config")
 
 
@@ -70,10 +56,8 @@ def is_encoder(hf_config: PretrainedConfig) -> bool:
 
 def check_options(config: EngineConfig, hf_config: PretrainedConfig) -> None:
     """Raise ConfigError for an option that was set and that encoders do not support."""
-    for option, is_set in EXCLUDED.items():
-        if is_set(config):
-            problem = f"not supported for {json.dumps(hf_config.model_type)}, which is an encoder; leave it out"
-            raise invalid_option(option, getattr(config, option), problem)
+    shown = json.dumps(hf_config.model_type)
+    config.reject(EXCLUDED, f"not supported for {shown}, which is an encoder; leave it out")
     if unused := [option for option in WITHOUT_EFFECT if getattr(config, option)]:
         log.warning("no effect with an encoder: %s", ", ".join(unused))
 
@@ -98,20 +82,16 @@ def load_encoder(
 
 
 def _load_weights(config: EngineConfig, hf_config: PretrainedConfig, path: Path, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        with weights_reported():
-            layers, info = AutoModel.from_pretrained(
-                **source_arguments(path),
-                config=hf_config,
-                dtype=dtype,
-                trust_remote_code=config.trust_remote_code,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                use_safetensors=True,
-            )
-    except Exception as error:  # e.g. a truncated file
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"model={json.dumps(config.model)}: cannot be loaded from {path}: {reason}") from error
+    with load_errors_named(config, path), weights_reported():
+        layers, info = AutoModel.from_pretrained(
+            **source_arguments(path),
+            config=hf_config,
+            dtype=dtype,
+            trust_remote_code=config.trust_remote_code,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            use_safetensors=True,
+        )
     missing = [key for key in info["missing_keys"] if not key.startswith(POOLER)]
     model_files.check_loading_info(path, {**info, "missing_keys": missing, "unexpected_keys": []}, quantized=False)
     if heads := sorted(info["unexpected_keys"]):

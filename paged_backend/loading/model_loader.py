@@ -109,25 +109,30 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     """
     path = find_files(config.model, root, config, config.revision)
     is_verified = not config.skip_verification and config.load_format != "dummy"
-    earlier = EarlierStarts(config, path, device) if is_verified and config.num_ranks == 1 else None
     with read_quickly(path):
+        hf_config = _check_config(config, path)
+        model_files.check_config(path, hf_config)
+        if encoders.is_encoder(hf_config):
+            return _load_encoder(config, root, device, path, hf_config)
+        earlier = EarlierStarts(config, path, device) if is_verified and config.num_ranks == 1 else None
         try:
-            return _load(config, root, device, path, earlier)
+            return _load(config, root, device, path, hf_config, earlier)
         except OutdatedOutcome as error:
             assert earlier
             log.warning("%s: the result of an earlier start is ignored: %s", path, error)
             earlier.forget()
         gc.collect()  # frees the first model
-        return _load(config, root, device, path, earlier)
+        return _load(config, root, device, path, read_config(config, path), earlier)  # the first one may be changed
 
 
 def _load(
-    config: EngineConfig, root: Path, device: torch.device, path: Path, earlier: EarlierStarts | None
+    config: EngineConfig,
+    root: Path,
+    device: torch.device,
+    path: Path,
+    hf_config: PretrainedConfig,
+    earlier: EarlierStarts | None,
 ) -> LoadedModel:
-    hf_config = _check_config(config, path)
-    model_files.check_config(path, hf_config)
-    if encoders.is_encoder(hf_config):
-        return _load_encoder(config, root, device, path, hf_config)
     check_method(config, hf_config, path, device)
     check_quantization(config, hf_config, path, device)
     check_batch_invariance(config, hf_config, path, device)

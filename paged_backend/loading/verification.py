@@ -2,7 +2,7 @@
 
 A forward pass of the unmodified model records the attention parameters of each layer (heads, head size, window) and the
 masks that the model builds; the windows of both must be equal. Then the engine computes two short prompts over shuffled
-blocks, in chunks and with a decode step. Their logits must be close to those of the model's own eager attention. A
+blocks, in chunks and with a decode step. It compares their logits with those of the model's own eager attention. A
 model that fails is refused, and the error names its class.
 
 Two questions are separate:
@@ -66,8 +66,8 @@ log = logging.getLogger("paged_llm")
 PROBE = "paged_llm_probe"
 LONG, SHORT = 21, 10  # tokens of the prompts
 MEASURED = 6  # positions at the end of each prompt whose logits are computed
-# Root mean square of the difference, relative to that of the centered logits. A wrong window, scale or mask gives an
-# error of the order of 1.
+# Largest error of the logits of a position: the norm of the difference, divided by the norm of the logits after their
+# mean is subtracted. A wrong window, scale or mask gives an error of the order of 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 # Factor of the difference that one unit in the last place makes, which is allowed if it exceeds TOLERANCE. The worst
 # position differs by up to 3 times the root mean square over all positions.
@@ -279,8 +279,8 @@ class Proof:
         self._dtypes = []
 
     def _failure(self, names: Set[str], dtype: torch.dtype) -> UnsupportedModel | None:
-        """Return why the first variant with one of these names is wrong in a data type, with the first layer where it
-        is; None if it is right or there is none."""
+        """Return why the first variant with one of these names is wrong in a data type, and in which layer. None: there
+        is no such variant, or it is right."""
         failure = self._failure_of(names, dtype, len(self._classes))
         if failure is None:
             return None
@@ -386,7 +386,7 @@ def _release_unused(
 
 
 class Probed(NamedTuple):
-    """What a forward pass of an unmodified model tells about its layers."""
+    """The properties of a model's layers, recorded in a forward pass of the unmodified model."""
 
     layers: tuple[LayerShape, ...]  # what each keeps in the KV cache
     specs: tuple[AttentionSpec, ...]  # the attention parameters of the layers with attention

@@ -47,7 +47,7 @@ def load_weights(
         "ignore_mismatched_sizes": True,
         "output_loading_info": True,
     } | distributed_arguments(config)
-    try:
+    with load_errors_named(config, path):
         model_config = as_decoder(hf_config) if is_classifier(hf_config) else hf_config
         with weights_reported(), _several_ranks(config):
             if checkpoint is not None:
@@ -60,17 +60,24 @@ def load_weights(
                     **_format_arguments(config, hf_config, path, device),
                     **common,
                 )
-    except ConfigError:
-        raise
-    except Exception as error:  # e.g. a truncated file, a missing shard, not a decoder
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"model={json.dumps(config.model)}: cannot be loaded from {path}: {reason}") from error
     if is_classifier(hf_config):
         info = without_head(info)
     model_files.check_loading_info(path, info, quantized=is_quantized(hf_config) and checkpoint is None)
     if is_dequantized(hf_config, path):
         vars(model.config).pop("quantization_config", None)  # otherwise marks the model as quantized
     return model
+
+
+@contextmanager
+def load_errors_named(config: EngineConfig, path: Path) -> Iterator[None]:
+    """Raise ConfigError with the model's name and path for any error inside the context."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # e.g. a truncated file, a missing shard, not a decoder
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"model={json.dumps(config.model)}: cannot be loaded from {path}: {reason}") from error
 
 
 @contextmanager

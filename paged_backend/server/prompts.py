@@ -38,6 +38,7 @@ class PromptEncoder:
         tokenize_timeout, template_timeout: seconds for a long prompt, and for rendering the chat template."""
         self._tokenizer = tokenizer
         self._limits = limits
+        self._keeps_first = limits.embedding is not None and limits.embedding.keeps_first
         # A longer text cannot fit max_model_len. Tokenizing a text of megabytes to find out would take seconds.
         longest = limits.max_model_len * max(map(len, tokenizer.get_vocab()))
         self._max_chars = min(longest, max_chars or longest)
@@ -108,9 +109,7 @@ class PromptEncoder:
         special = sampling.add_special_tokens and call.prompt is not None and not earlier
         tokens = encode(call.prompt_field, text, special=special)
         kept = self._cut(tokens, sampling)
-        embedding = self._limits.embedding
-        keeps_first = embedding is not None and embedding.keeps_first
-        if special and keeps_first and len(kept) < len(tokens) and tokens[-1] in self._tokenizer.all_special_ids:
+        if special and self._keeps_first and len(kept) < len(tokens) and tokens[-1] in self._tokenizer.all_special_ids:
             kept[-1] = tokens[-1]  # what ends a sequence
         return earlier + kept
 
@@ -120,8 +119,7 @@ class PromptEncoder:
             return tokens
         # A token is left to generate if any is to be: the context length itself is more than a prompt can have.
         kept = min(sampling.truncate_prompt_tokens, self._limits.max_model_len - min(sampling.max_tokens, 1))
-        embedding = self._limits.embedding
-        return tokens[:kept] if embedding and embedding.keeps_first else tokens[-kept:]
+        return tokens[:kept] if self._keeps_first else tokens[-kept:]
 
     def _check_token_ids(self, ids: np.ndarray, sampling: SamplingParams) -> list[int]:
         """Raise RequestError if there are too many token ids, or one is outside the vocabulary."""

