@@ -20,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -207,10 +206,15 @@ class StepLoop:
         return deltas, step.report(wait=arrived - began, commit=time.monotonic() - arrived)
 
     def _fail(self, step: InFlightStep, error: Exception) -> list[TokenDelta]:
-        """Fail the requests of a step, and of the steps launched after it, which depend on it."""
+        """Fail the requests of a step, and of the steps launched after it, which depend on it.
+
+        Raises RunnerDied if the device can run no further step.
+        """
         log.error("a step failed", exc_info=error)
-        with suppress(Exception):  # waits: blocks may be reused only when no transfer reads or writes them
-            self._runner.transfers.settle()
+        try:
+            self._runner.transfers.finish()  # blocks may be reused only when nothing reads or writes them
+        except Exception as lasting:
+            raise RunnerDied(f"the device has failed: {type(error).__name__}: {error}") from lasting
         message = f"the step failed: {type(error).__name__}: {error}"
         plans = [step.plan, *(later.plan for later in self._in_flight)]
         self._in_flight.clear()

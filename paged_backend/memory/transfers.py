@@ -46,6 +46,9 @@ class Queues(Protocol):
     def block(self, event: Any) -> None:
         """Block the host until the event is reached."""
 
+    def finish(self) -> None:
+        """Block the host until both queues are empty. Raises the device's error."""
+
 
 class StreamQueues:
     """The queues of a GPU: the caller's CUDA stream for compute, and a separate stream for swaps."""
@@ -73,6 +76,9 @@ class StreamQueues:
     def block(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
+    def finish(self) -> None:
+        torch.cuda.synchronize(self._device)
+
 
 class SynchronousTransfers:
     """The queues of a CPU: every copy is done when `launch` returns, so waiting does nothing."""
@@ -89,6 +95,9 @@ class SynchronousTransfers:
     def block(self, event: None) -> None:
         pass
 
+    def finish(self) -> None:
+        pass
+
 
 def _list(moves: Blocks) -> torch.Tensor:  # [num_pages, 2] int64
     pages = [pair for move in moves for pair in copied_pages(move)]
@@ -97,7 +106,8 @@ def _list(moves: Blocks) -> torch.Tensor:  # [num_pages, 2] int64
 
 class Transfers:
     """The copies of a device pool and, if there is one, its host pool. Within one call, no block is a target twice, and
-    no target is also a source in the same pool. Every method except `settle` returns before the device is done."""
+    no target is also a source in the same pool. Every method except `settle` and `finish` returns before the device is
+    done."""
 
     def __init__(self, kv: KVCache, host: KVCache | None = None, queues: Queues | None = None):
         """queues: by default those of the pool's device."""
@@ -157,3 +167,9 @@ class Transfers:
         for event in self._swapping:
             self._queues.block(event)
         self._swapping = []
+
+    def finish(self) -> None:
+        """Block the host until the device has done all of its work, also that of steps. Raises the device's error: after
+        one that ends its context (a "sticky" error, such as an illegal address), every operation does."""
+        self._queues.finish()
+        self._arriving, self._swapping = [], []

@@ -8,6 +8,7 @@ import pytest
 from tests.support import faults
 from tests.support.callers import Caller, serving
 from tests.support.in_process import WAIT
+from tests.support.recorded_graphs import CpuCapture
 from tests.support.stress.server import Log
 
 ASKED = {"text_input": "one two", "return_token_ids": True, "return_finish_reason": True,
@@ -97,6 +98,23 @@ def test_failed_step_ends_only_its_own_requests(tiny, faulty, fault, reason, ove
         scheduler.check()
         assert scheduler.blocks.num_used == 0
         assert calls.service.ready
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("operation", ["launch", "copy", "synchronize", "replay"])
+def test_device_that_is_lost_ends_the_engine(faulty, monkeypatch, operation, overlap):
+    """After such an error every operation of a GPU fails, unlike after a lack of memory."""
+    if operation == "replay":
+        CpuCapture(monkeypatch)
+    two_samples = ASKED | {"sampling_parameters": '{"max_tokens": 6, "n": 2, "ignore_eos": true}'}  # copies a block
+    with faulty(**{f"lost_at_{operation}": 2}, async_scheduling=overlap) as calls:
+        callers = [calls.call(**two_samples | {"text_input": prompt}) for prompt in PROMPTS]
+        found = [error for caller in callers if (error := ends(caller)[1])]
+        died = "INTERNAL: the engine died: RunnerDied: the device has failed: AcceleratorError: CUDA error"
+        assert any(died in error for error in found)
+        assert all(died in error or "UNAVAILABLE: the engine has stopped" in error for error in found)
+        assert not calls.service.ready
+        assert "UNAVAILABLE: the engine has stopped" in calls.call(**ASKED).rejection()
 
 
 def test_dead_engine_fails_all_requests_and_is_not_ready(faulty):

@@ -15,6 +15,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,6 +182,43 @@ def _out_of_memory(occurrence: int, service: Service, assembly: Assembly) -> Non
     _replace_step(occurrence, assembly, fail)
 
 
+def _lost_device(operation: str, occurrence: int, service: Service, assembly: Assembly) -> None:
+    """The device reports an error at an operation, and from then on at each of its operations, as a GPU does after an
+    illegal address."""
+    import torch
+
+    runner, count, lost = _single_runner(assembly), itertools.count(1), threading.Event()
+
+    def use(kind: str) -> None:
+        if kind == operation and next(count) == occurrence:
+            lost.set()
+        if lost.is_set():
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def guard(owner: Any, name: str, kind: str) -> None:
+        original = getattr(owner, name)
+
+        def guarded(*arguments: Any) -> Any:
+            use(kind)
+            return original(*arguments)
+
+        setattr(owner, name, guarded)
+
+    class Arrival:
+        """Stands for the event of a step on a GPU."""
+
+        def synchronize(self) -> None:
+            use("synchronize")
+
+    launch = runner.launch
+    runner.launch = lambda packed: replace(launch(packed), arrived=Arrival())  # type: ignore
+    guard(runner, "_forward", "launch")
+    for name, kind in (("launch", "copy"), ("finish", "synchronize"), ("block", "synchronize"), ("record", "launch")):
+        guard(runner.transfers._queues, name, kind)
+    if runner._graphs:
+        guard(runner._graphs, "replay", "replay")
+
+
 def _dead_engine(occurrence: int, service: Service, assembly: Assembly) -> None:
     """The runner dies in a step, so no further step can be run."""
     from paged_backend.execution.runner import RunnerDied
@@ -273,6 +312,10 @@ FAULTS: dict[str, Callable[[int, Service, Assembly], None]] = {
     "double_final": _double_final,
     "nan_row": _nan_row,
     "out_of_memory": _out_of_memory,
+    "lost_at_launch": partial(_lost_device, "launch"),
+    "lost_at_copy": partial(_lost_device, "copy"),
+    "lost_at_synchronize": partial(_lost_device, "synchronize"),
+    "lost_at_replay": partial(_lost_device, "replay"),
     "dead_engine": _dead_engine,
     "stuck_step": _stuck_step,
     "slow_steps": _slow_steps,
