@@ -45,7 +45,7 @@ def measured(out: Path, steps: Sequence[str]) -> dict[str, tuple[float, str]]:
     for step in steps:
         file = out / f"{step}.json"
         mine: dict[str, tuple[float, str]] = {}
-        for record in json.loads(file.read_text()) if file.exists() else []:
+        for record in json.loads(file.read_text())["records"] if file.exists() else []:
             if record["value"] is not None:
                 mine[record["name"]] = (record["value"], record["unit"])
             mine |= {f"{record['name']} ({who})": (value, record["unit"]) for who, value in record["peers"].items()}

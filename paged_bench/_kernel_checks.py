@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_bench._attention import AttentionInputs, Cell, error
-from paged_bench._report import Record, not_measured, save
+from paged_bench._report import Record, Records, not_measured
 from paged_kernels import ops
 from paged_kernels.add_rms_norm import add_rms_norm_reference
 from paged_kernels.block_copy import block_copy_reference
@@ -280,13 +280,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to FILE")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    records, failed = [], 0
+    args.command = "python -m paged_bench._kernel_checks"
+    records, failed = Records(args), 0
     for passed, record in run(device):
         shown = record.unit if record.value is None else f"{record.value:.3g}, at most {record.limit:.3g}"
         print(f"{'passed' if passed else 'FAILED'} {record.name.removeprefix('check: ')}: {shown}", flush=True)
         records.append(record)
         failed += not passed
-        save(records, args.json)
+    records.save(complete=True)
     print(f"{len(records) - failed} of {len(records)} kernel checks passed")
     return int(failed > 0)
 

@@ -1,21 +1,30 @@
-"""The parts that all benchmarks share: arguments, alternating runs, medians and ratios, and the JSON report."""
+"""The parts that all benchmarks share: arguments, alternating runs, medians and ratios, and the JSON report.
+
+A report is a JSON object: `run` says what was run, where and when (`describe_run`), `complete` whether the benchmark
+has ended, and `records` has the figures.
+"""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import os
 import platform
+import shlex
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 NO_GPU = "no GPU"
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
@@ -47,11 +56,15 @@ def parser(name: str, documentation: str | None) -> argparse.ArgumentParser:
 
 
 def arguments(made: argparse.ArgumentParser, argv: Sequence[str], quick: Mapping[str, object]) -> argparse.Namespace:
-    """Parse `argv`. With --quick, `quick` replaces the defaults, but not the options that are given."""
+    """Parse `argv`. With --quick, `quick` replaces the defaults, but not the options that are given.
+
+    `command` of the result is the command line, for `Records`.
+    """
     args = made.parse_args(argv)
     if args.quick:
         made.set_defaults(**quick)
         args = made.parse_args(argv)
+    args.command = shlex.join([*made.prog.split(), *argv])
     return args
 
 
@@ -86,19 +99,46 @@ def package_versions() -> dict[str, str]:
     return {name: import_module(name).__version__ for name in PACKAGES}
 
 
-def machine() -> str:
-    """Return the processor or GPU, and the versions of the software."""
+def describe_run(command: str) -> dict[str, object]:
+    """Return what a report says of its run: command, date, commit, processor or GPU, threads and versions."""
     import torch
 
     from paged_backend.execution.cpu_threads import count_threads  # imports torch, which takes seconds
-    from paged_backend.utils.machine import cpu_name
+    from paged_backend.utils.machine import cpu_name, usable_cores
+    from paged_kernels.cpu.build import supported
 
-    if torch.cuda.is_available():
-        chip = torch.cuda.get_device_name()
-    else:
-        chip = f"{cpu_name()}, up to {count_threads()} threads on {os.cpu_count()} cores"
-    packages = ", ".join(f"{package} {version}" for package, version in package_versions().items())
-    return f"{chip}; {platform.system()} {platform.release()}; Python {platform.python_version()}, {packages}"
+    return {
+        "command": command,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "processor": cpu_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "instructions": next(iter(supported()), None),  # of the C++ kernels
+        "cores": usable_cores(),
+        "threads": count_threads(),
+        "load": os.getloadavg()[0],  # processes that ran in the minute before
+        "system": f"{platform.system()} {platform.release()}",
+        "versions": {"python": platform.python_version(), **package_versions()},
+    }
+
+
+def _commit() -> str | None:
+    """Return the commit of this checkout, with "+" if files differ from it; None outside of a checkout."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=8", "HEAD") + ("+" if git("status", "--porcelain", "--untracked=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def caption(run: Mapping[str, Any]) -> str:
+    """Return the line of a picture that says where and when its figures were measured."""
+    chip = run["gpu"] or f"{run['processor']}, {run['threads']} threads on {run['cores']} cores"
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    return f"{chip}; {run['date'][:10]}, commit {run['commit']}; {run['system']}; {versions}"
 
 
 def alternate(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -155,28 +195,54 @@ def added_latency(
     return records
 
 
-def save(records: Sequence[Record], file: Path | None) -> None:
-    """Write the records to `file`, unless it is None. A benchmark that is killed keeps what it has saved."""
-    if file is not None:
-        partial = file.with_name(f".{file.name}.partial")
-        partial.write_text(json.dumps([asdict(record) for record in records], indent=2) + "\n")
-        partial.replace(file)
+class Records(list[Record]):
+    """The figures of a run. Each one is saved when it is added, so that a benchmark that is ended early keeps them."""
+
+    def __init__(self, args: argparse.Namespace, records: Iterable[Record] = ()):
+        """args: of `arguments`."""
+        super().__init__()
+        self.file: Path | None = args.json
+        self.run = describe_run(args.command)
+        self.extend(records)
+
+    def append(self, record: Record) -> None:
+        """Add a figure, and save all."""
+        super().append(record)
+        self.save(complete=False)
+
+    def extend(self, records: Iterable[Record]) -> None:
+        """Add figures as they are measured."""
+        for record in records:
+            self.append(record)
+
+    def __iadd__(self, records: Iterable[Record]) -> Records:  # type: ignore[override, misc]
+        self.extend(records)
+        return self
+
+    def save(self, *, complete: bool) -> None:
+        """Write the report, if there is a file for it."""
+        if self.file is not None:
+            report = {"run": self.run, "complete": complete, "records": [asdict(record) for record in self]}
+            partial = self.file.with_name(f".{self.file.name}.partial")
+            partial.write_text(json.dumps(report, indent=2) + "\n")
+            partial.replace(self.file)
 
 
-def publish(records: Sequence[Record], file: Path | None, draw: Callable[[Path, str], None]) -> None:
+def publish(records: Records, draw: Callable[[Path, str], None]) -> None:
     """Print the records, save them, and draw a picture with the same name if matplotlib is installed.
 
     Args:
-        draw: draws a picture into a file, with the description of the machine as its caption.
+        draw: draws a picture into a file, with the description of the run as its caption.
     """
-    print(machine())
+    print(caption(records.run))
     for record in records:
         peers = "".join(f"; {name} {value:.4g}" for name, value in record.peers.items())
         value = "" if record.value is None else f"{record.value:.4g} "
         print(f"{record.name}: {value}{record.unit}{peers}")
-    save(records, file)
+    records.save(complete=True)
+    file = records.file
     if file is not None and find_spec("matplotlib") is None:
         print(f"wrote {file}, and no picture: matplotlib is not installed")
     elif file is not None:
-        draw(file.with_suffix(".png"), machine())
+        draw(file.with_suffix(".png"), caption(records.run))
         print(f"wrote {file} and {file.with_suffix('.png')}")

@@ -53,6 +53,7 @@ from paged_bench._cpu_scenarios import (
 )
 from paged_bench._report import (
     Record,
+    Records,
     alternate,
     arguments,
     count,
@@ -223,11 +224,11 @@ def main(argv: Sequence[str]) -> int:
         "kv_cache_memory_bytes": KV_GIB * GIB,
         "max_num_seqs": 128,
     }
-    records = list(contest(args, options))
+    records = Records(args, contest(args, options))
     if not args.quick:
         records += through_server(options, args.rounds)
         records.append(load_seconds(options["model"], args.rounds))
-    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+    publish(records, lambda file, caption: draw(records, file, caption))
     print("\n".join(target_report(records)))
     return 0
 

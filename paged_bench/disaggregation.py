@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from paged_bench._redis_server import RedisServer, find_redis
-from paged_bench._report import Record, arguments, count, not_measured, parser, percentile, publish, ratio
+from paged_bench._report import Record, Records, arguments, count, not_measured, parser, percentile, publish, ratio
 from paged_bench._server_load import wait_until_populated
 from paged_client.async_client import AsyncClient
 from paged_client.serving.repository import resolve_model
@@ -181,6 +181,7 @@ def records_of(found: Mapping[str, Sequence[Times]], load: Load) -> list[Record]
 
 def main(argv: Sequence[str]) -> int:
     args = arguments(_parser(), argv, {"rounds": 1, "seconds": 8, "long": 512})
+    records = Records(args)
     what = f"time between tokens p99, {PAIR} / {MIXED}"
     if find_redis() and len(os.sched_getaffinity(0)) > 1:
         load = Load(args.seconds, args.streams, args.prompt, args.output, args.long, 0.0)
@@ -193,12 +194,12 @@ def main(argv: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory() as directory:
             store = RedisServer(Path(directory))
             try:
-                records = measure(options, resolve_model(args.model), store.url, load, args.rounds)
+                records += measure(options, resolve_model(args.model), store.url, load, args.rounds)
             finally:
                 store.kill()
     else:
-        records = [not_measured(what, NEEDS)]
-    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+        records.append(not_measured(what, NEEDS))
+    publish(records, lambda file, caption: draw(records, file, caption))
     return 0
 
 

@@ -31,6 +31,7 @@ from paged_bench._gpu_idle import idle
 from paged_bench._report import (
     NO_GPU,
     Record,
+    Records,
     alternate,
     arguments,
     count,
@@ -40,7 +41,6 @@ from paged_bench._report import (
     publish,
     rate,
     ratio,
-    save,
 )
 from paged_bench._vllm import VLLM, Vllm
 from paged_bench._vllm import start as start_vllm
@@ -248,15 +248,14 @@ def main(argv: Sequence[str]) -> int:
     options |= {"max_num_batched_tokens": budget, "gpu_memory_utilization": 0.45}  # leaves as much for the peers
     if not on_gpu and (blocks := blocks_for(names, count)):
         options["num_gpu_blocks_override"] = blocks
-    records: list[Record] = []
+    records = Records(args)
     for caching in sorted({name in CACHED for name in names}):
         config = EngineConfig.from_options(options | {"enable_prefix_caching": caching})
         mine = [name for name in names if (name in CACHED) == caching]
         for found in _with_one_assembly(config, args, mine, count):
             records += found
-            save(records, args.json)
         gc.collect()  # frees its block pool
-    publish(records, args.json, lambda file, caption: draw(records, names, file, caption))
+    publish(records, lambda file, caption: draw(records, names, file, caption))
     return 0
 
 

@@ -25,7 +25,7 @@ from paged_backend.models.linear import GroupedCopy
 from paged_backend.models.quantization import quantize
 from paged_backend.utils.machine import limit_torch_threads
 from paged_bench._race import race, timer
-from paged_bench._report import Record, arguments, count, not_measured, parser, publish, ratio
+from paged_bench._report import Record, Records, arguments, count, not_measured, parser, publish, ratio
 from paged_kernels.cpu import native
 
 LOOP, GROUPED = "transformers, loop over experts", "transformers, grouped_mm"
@@ -127,18 +127,20 @@ def main(argv: Sequence[str]) -> int:
     add("--rounds", type=count, default=5, metavar="N", help="number of rounds (default: 5)")
     args = arguments(made, argv, {"shape": "16x4x512x256", "rounds": 2})
     if not native.levels():
-        publish([not_measured("experts", "the C++ kernels are not compiled")], args.json, lambda file, caption: None)
+        publish(
+            Records(args, [not_measured("experts", "the C++ kernels are not compiled")]), lambda file, caption: None
+        )
         return 1
     limit_torch_threads(1)  # as in the engine
     native.set_threads(count_threads())
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)
     layers = make_layers(args.shape, dtype, args.layers)
-    implementations, records = contestants(layers), []
+    implementations, records = contestants(layers), Records(args)
     for rows in args.rows or (1, 16, 256):
         print(f"{rows} rows ...", file=sys.stderr, flush=True)
         records += measure(implementations, make_inputs(args.shape, dtype, rows), args.rounds)
-    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+    publish(records, lambda file, caption: draw(records, file, caption))
     return 0
 
 

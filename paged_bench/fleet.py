@@ -24,7 +24,7 @@ from pathlib import Path
 from paged_bench._fleet_routing import POLICIES
 from paged_bench._fleet_simulation import BLOCK_SIZE, H100_QWEN3, NO_COSTS, Fleet, Outcome
 from paged_bench._fleet_workload import MAX_CONTEXT, Workload, mean_lengths, num_prompts
-from paged_bench._report import Record, arguments, count, parser, percentile, publish, rate
+from paged_bench._report import Record, Records, arguments, count, parser, percentile, publish, rate
 
 HARDWARE = "step costs of Qwen3-0.6B on an NVIDIA H100"
 SIZES, MAX_REPLICAS = (4, 16, 64), 256
@@ -98,10 +98,9 @@ def main(argv: Sequence[str]) -> int:
     replicas = sorted(set(args.replicas or SIZES[: 2 if args.quick else None]))
     policies = [name for name in POLICIES if name in (args.policy or POLICIES)]
     print(f"simulated: {args.conversations:,} conversations each, {args.blocks:,} blocks of {BLOCK_SIZE}; {HARDWARE}")
-    records = [
-        record
-        for number in replicas
-        for record in run(
+    records = Records(args)
+    for number in replicas:
+        records += run(
             number,
             policies,
             conversations=args.conversations,
@@ -109,9 +108,8 @@ def main(argv: Sequence[str]) -> int:
             load=args.load,
             seed=args.seed,
         )
-    ]
     caption = f"{args.conversations:,} conversations, {args.blocks:,} blocks, load {args.load:g}; {HARDWARE}. Run on: "
-    publish(records, args.json, lambda file, machine: draw(records, replicas, policies, file, caption + machine))
+    publish(records, lambda file, machine: draw(records, replicas, policies, file, caption + machine))
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from paged_bench import _http_load
 from paged_bench._gateways import gateway
-from paged_bench._report import Record, added_latency, alternate, arguments, count, parser, publish, ratio
+from paged_bench._report import Record, Records, added_latency, alternate, arguments, count, parser, publish, ratio
 from paged_bench._server_load import WORDS, LoadResult, cpu_seconds
 from paged_bench._workload import NULL, model_names, model_options
 from paged_client import load
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     args = arguments(_parser(), argv, {"rounds": 2, "tokens": 32, "requests": 200})
     streams = args.streams or [1, 16]
     most = max(16, *streams)
-    records: list[Record] = []
+    records = Records(args)
     with started(model_options(args.model) | {"enable_prefix_caching": False, "max_num_seqs": most}) as setup:
         for each in streams:
             records += latencies(setup, each, args.tokens, args.rounds)
@@ -131,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
     options |= {"num_gpu_blocks_override": most * (NULL_FACTOR * args.tokens // 16 + 8), "max_num_batched_tokens": 2048}
     with started(options) as setup:
         records += capacity(setup, most, args.tokens, args.requests, args.rounds)
-    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+    publish(records, lambda file, caption: draw(records, file, caption))
     return 0
 
 

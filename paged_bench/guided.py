@@ -22,7 +22,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from paged_bench._guided_cases import EXPRESSIONS, GRAMMARS, HARD, SCHEMAS, SPEED, Case
-from paged_bench._report import Record, alternate, arguments, count, not_measured, parser, publish, ratio
+from paged_bench._report import Record, Records, alternate, arguments, count, not_measured, parser, publish, ratio
 from paged_client.serving.repository import resolve_model
 
 OURS, PEER = "llguidance", "xgrammar"
@@ -205,7 +205,7 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = AutoTokenizer.from_pretrained(model)
     vocab_size = -(-len(tokenizer) // 32) * 32
     libraries: dict[str, Any] = {}
-    records: list[Record] = []
+    records = Records(args)
     for name in LIBRARIES:
         try:
             libraries[name], seconds = _start(name, tokenizer, vocab_size)
@@ -228,7 +228,7 @@ def main(argv: Sequence[str]) -> int:
             used, result, megabytes = hard(name, model, vocab_size, case, args.seconds)
             print(f"{used:.4g} s, {result}", file=sys.stderr, flush=True)
             records.append(Record(f"{case.name}: {name}", used, f"s, {result}", peers={"MB": megabytes}))
-    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+    publish(records, lambda file, caption: draw(records, file, caption))
     return 0
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import statistics
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.assembly import assemble
-from paged_bench._report import Record, alternate, arguments, count, parser, publish, ratio
+from paged_bench._report import Record, Records, alternate, arguments, count, parser, publish, ratio
 from paged_bench._workload import Job, model_options, workload, workload_name
 from paged_bench.engine import run_paged
 
@@ -24,13 +24,13 @@ TARGET = 0.95  # throughput with the option, relative to that without
 WORKLOADS = ("16x32/64", "8x512/1", "2x2048/1")  # decode, and prompts of two lengths
 
 
-def measure(options: Mapping[str, Any], names: Sequence[str], rounds: int) -> list[Record]:
+def measure(options: Mapping[str, Any], names: Sequence[str], rounds: int) -> Iterator[Record]:
     """Measure both engines with each workload."""
     engines = {
         one: assemble(EngineConfig.from_options({**options, "batch_invariant": one == INVARIANT}))
         for one in (DEFAULT, INVARIANT)
     }
-    limits, records = engines[DEFAULT].limits, list[Record]()
+    limits = engines[DEFAULT].limits
     for name in names:
         jobs = workload(name, 16, limits.vocab_size, limits.max_model_len)
         cpu: dict[str, list[float]] = {one: [] for one in engines}
@@ -49,14 +49,11 @@ def measure(options: Mapping[str, Any], names: Sequence[str], rounds: int) -> li
             run()
         figures = alternate(runs, rounds)
         cpu = {one: values[1:] for one, values in cpu.items()}
-        records += [
-            *(Record(f"{name}, {one}", statistics.median(values), "tokens/s") for one, values in figures.items()),
-            ratio(f"{name}, {INVARIANT} / {DEFAULT}", figures[INVARIANT], figures[DEFAULT], TARGET),
-            ratio(f"{name}, {INVARIANT} / {DEFAULT}, CPU time", cpu[INVARIANT], cpu[DEFAULT], TARGET),
-        ]
+        yield from (Record(f"{name}, {one}", statistics.median(values), "tokens/s") for one, values in figures.items())
+        yield ratio(f"{name}, {INVARIANT} / {DEFAULT}", figures[INVARIANT], figures[DEFAULT], TARGET)
+        yield ratio(f"{name}, {INVARIANT} / {DEFAULT}, CPU time", cpu[INVARIANT], cpu[DEFAULT], TARGET)
     for assembly in engines.values():
         assembly.close()
-    return records
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
         "num_gpu_blocks_override": 600,
         "enable_prefix_caching": False,
     }
-    records = measure(options, args.workload or WORKLOADS, args.rounds)
-    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+    records = Records(args, measure(options, args.workload or WORKLOADS, args.rounds))
+    publish(records, lambda file, caption: draw(records, file, caption))
     return 0
 
 

@@ -22,7 +22,7 @@ from paged_bench._attention import AttentionInputs, Cell, error
 from paged_bench._attention_contestants import OURS, UNQUANTIZED, Unavailable, contestants, targets
 from paged_bench._lines import LINES
 from paged_bench._race import Call, cache_bytes, race, timer
-from paged_bench._report import Record, arguments, count, not_measured, parser, publish, ratio, save
+from paged_bench._report import Record, Records, arguments, count, not_measured, parser, publish, ratio
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}  # above the rounding error
 READ_SHARE, PEAK_SHARE = 0.92, 0.60  # target shares of the stream and of the matrix product
@@ -176,23 +176,22 @@ def main(argv: Sequence[str]) -> int:
     if not cells:
         _parser().error(f"argument --only: {args.only!r}: matches none of {', '.join(cell.name for cell in every)}")
     on = measure_machine(device, dtype, args.quick)
-    records = [
-        Record("read-only stream", on.read / 1e9, "GB/s"),
-        Record("matrix product", on.flops / 1e12, "TFLOP/s"),
-    ]
+    records = Records(args)
+    records.append(Record("read-only stream", on.read / 1e9, "GB/s"))
+    records.append(Record("matrix product", on.flops / 1e12, "TFLOP/s"))
     points: list[Point] = []
     for index, cell in enumerate(cells):
         print(f"{index + 1} of {len(cells)}: {cell.name}", file=sys.stderr, flush=True)
         found, drawn = attention(cell, on, args.rounds)
-        records, points = records + found, points + drawn
-        save(records, args.json)
+        records += found
+        points += drawn
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     for tokens in (16,) if args.quick else (64, 512) if device.type == "cpu" else (64, 8192):
         records += lines(on, dtype, tokens, args.rounds)
     table(points)
-    publish(records, args.json, lambda file, caption: draw(points, on, file, caption))
+    publish(records, lambda file, caption: draw(points, on, file, caption))
     return 0
 
 

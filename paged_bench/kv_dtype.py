@@ -30,7 +30,7 @@ from paged_backend.memory import kv_cache
 from paged_backend.memory.kv_cache import KVCache
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
-from paged_bench._report import Record, alternate, arguments, count, parser, publish
+from paged_bench._report import Record, Records, alternate, arguments, count, parser, publish
 from paged_client.serving.repository import resolve_model
 from paged_kernels.ops import kv_write, paged_attention
 from paged_kernels.paging import Paging
@@ -165,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
         _parser().error(f"argument --length: {args.length}: must be at most {longest}, as long as a sequence can be")
     scores, held = measure(assembly, windows(assembly, args.windows, args.length))
     print(f"{args.windows} windows of {args.length} tokens, {scores[TYPES[0]].positions} next tokens")
-    records = []
+    records = Records(args)
     for name, score in scores.items():
         records += [
             Record(f"bytes per token {name}", held[name], "bytes", peers={"bfloat16": held["auto"] / 2}),
@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
         ]
     for dtype in (torch.float32, torch.bfloat16):
         records += attention(assembly, dtype, 3 if args.quick else 9)
-    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+    publish(records, lambda file, caption: draw(records, file, caption))
     return 0
 
 

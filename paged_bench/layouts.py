@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from paged_backend.api.sizes import GIB
-from paged_bench._report import Record, arguments, count, parser, publish, rate
+from paged_bench._report import Record, Records, arguments, count, parser, publish, rate
 from paged_bench._workload import model_options
 
 BYTES = 2  # of a weight, an activation, and an element of the KV cache
@@ -103,9 +103,9 @@ def calculate(shape: Shape, args: Namespace) -> list[Record]:
 def main(argv: Sequence[str]) -> int:
     args = arguments(_parser(), argv, {})
     config = AutoConfig.from_pretrained(str(model_options(args.model)["model"]))
-    records = calculate(Shape.of(config), args)
+    records = Records(args, calculate(Shape.of(config), args))
     title = f"{args.model}, {args.machines} machines, {args.gbits:g} Gbit/s, {args.latency_us:g} µs"
-    publish(records, args.json, lambda file, _: draw(records, file, title))
+    publish(records, lambda file, _: draw(records, file, title))
     return 0
 
 

@@ -22,7 +22,7 @@ from paged_backend.execution.batch import pack
 from paged_backend.models.peft_files import Factors
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
-from paged_bench._report import Record, alternate, arguments, count, parser, publish, ratio
+from paged_bench._report import Record, Records, alternate, arguments, count, parser, publish, ratio
 from paged_client.serving.repository import resolve_model
 
 BLOCK_SIZE = 16
@@ -88,12 +88,13 @@ def main(argv: Sequence[str]) -> int:
     for once in contestants.values():
         once()
     figures = alternate(contestants, args.rounds)
-    records = [
+    records = Records(args)
+    records += [
         Record(f"step of {args.rows} rows, {name} adapters", statistics.median(each), "ms")
         for name, each in figures.items()
     ]
     records += [ratio(f"{name} adapters over none", figures[name], figures["0"]) for name in figures if name != "0"]
-    publish(records, args.json, lambda file, caption: draw(records[: len(numbers)], file, caption))
+    publish(records, lambda file, caption: draw(records[: len(numbers)], file, caption))
     return 0
 
 

@@ -24,7 +24,7 @@ from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.step_result import StepResult
 from paged_bench._cache_simulation import MODELS, cache_memory
 from paged_bench._pool_simulation import POOL_SLOTS, RESERVATION, requests, simulate, utilisation
-from paged_bench._report import Record, arguments, count, parser, publish
+from paged_bench._report import Record, Records, arguments, count, parser, publish
 from paged_bench._workload import DATASETS
 
 if TYPE_CHECKING:
@@ -200,14 +200,15 @@ def system_prompt(model: str, count: int) -> list[Record]:
 def main(argv: Rows[str]) -> int:
     args = arguments(_parser(), argv, {"requests": MIN_REQUESTS})
     count, widths = args.requests, WIDTHS[:2] if args.quick else WIDTHS
-    records, curves = pages(count)
+    measured, curves = pages(count)
+    records = Records(args, measured)
     records += capacity(count)
     records += sharing(count, widths)
     records += cache_memory()
     records += bookkeeping(min(count, 200))
     records += attention_speed(10 if args.quick else 50)
     records += system_prompt(args.model, 2 if args.quick else count // 10)
-    publish(records, args.json, lambda file, caption: draw(records, curves, widths, file, caption))
+    publish(records, lambda file, caption: draw(records, curves, widths, file, caption))
     return 0
 
 

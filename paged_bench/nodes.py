@@ -26,7 +26,7 @@ from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.utils.machine import find_python
 from paged_bench import _machines
 from paged_bench._engine import serve
-from paged_bench._report import Record, alternate, arguments, count, not_measured, parser, publish, ratio
+from paged_bench._report import Record, Records, alternate, arguments, count, not_measured, parser, publish, ratio
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import resolve_model
 
@@ -163,11 +163,12 @@ def main(argv: Sequence[str]) -> int:
     stages = args.pipeline_parallel_size
     if args.nodes % stages:
         made.error(f"--pipeline-parallel-size {stages}: must divide {args.nodes}, the number of machines")
+    records = Records(args)
     if _machines.available():
-        records = measure(args.model, args.nodes, stages, args.streams, args.output, args.rounds)
+        records += measure(args.model, args.nodes, stages, args.streams, args.output, args.rounds)
     else:
-        records = [not_measured("output on several machines", _machines.MISSING)]
-    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+        records.append(not_measured("output on several machines", _machines.MISSING))
+    publish(records, lambda file, caption: draw(records, file, caption))
     return 0
 
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,18 @@ from paged_bench._cpu_scenarios import output_rate, permute_tokens
 from paged_bench._disturbance import MAX_LOAD, least_disturbed
 from paged_bench._environments import LLAMA_CPP
 from paged_bench._quantization_models import FORMATS, GGUF, QUICK, REFERENCE, engine_options, gguf_file
-from paged_bench._report import Record, alternate, arguments, count, not_measured, parser, percentile, publish, ratio
+from paged_bench._report import (
+    Record,
+    Records,
+    alternate,
+    arguments,
+    count,
+    not_measured,
+    parser,
+    percentile,
+    publish,
+    ratio,
+)
 from paged_bench._workload import Contestant, Job, Run
 from paged_bench.engine import run_paged
 from paged_bench.kv_dtype import BLOCK_SIZE, Score, log_probabilities, windows
@@ -173,7 +184,7 @@ def same_tokens(ours: Sequence[Run], theirs: Sequence[Run]) -> float:
     return same / total
 
 
-def measure(args: Namespace, model: Path, llama_cpp: LlamaCpp | None, absent: str, scratch: Path) -> list[Record]:
+def measure(args: Namespace, model: Path, llama_cpp: LlamaCpp | None, absent: str, scratch: Path) -> Iterator[Record]:
     """Load the model in each format, and measure all of them."""
     blocks = max(STREAMS) * -(-(PROMPT + OUTPUT + BLOCK_SIZE) // BLOCK_SIZE)
     blocks = max(blocks, -(-max(args.length, *ROWS) // BLOCK_SIZE))
@@ -185,13 +196,12 @@ def measure(args: Namespace, model: Path, llama_cpp: LlamaCpp | None, absent: st
     }
     common |= {"enable_prefix_caching": False}
     models: dict[str, Assembly] = {}
-    records: list[Record] = []
     for name in dict.fromkeys((REFERENCE, *args.formats)):
         print(f"{name}: loading ...", file=sys.stderr, flush=True)
         try:
             options = engine_options(name, model, scratch, llama_cpp.quantize if llama_cpp else None)
         except ValueError as error:
-            records.append(not_measured(name, str(error)))
+            yield not_measured(name, str(error))
             continue
         models[name] = assemble(EngineConfig.from_options(options | common))
         limit = models[name].limits.max_model_len
@@ -200,17 +210,16 @@ def measure(args: Namespace, model: Path, llama_cpp: LlamaCpp | None, absent: st
     peers: dict[str, Contestant] = {}
     for name in GGUF.keys() & models.keys():
         if llama_cpp is None:
-            records.append(not_measured(f"{name}: times {PEER}", absent))
+            yield not_measured(f"{name}: times {PEER}", absent)
         else:
             peers[name] = llama_cpp.start(gguf_file(name, llama_cpp.quantize))
-    records += accuracy(models, windows(models[REFERENCE], args.windows, args.length))
+    yield from accuracy(models, windows(models[REFERENCE], args.windows, args.length))
     longest = models[REFERENCE].limits.max_model_len
     for rows in (one for one in ROWS[: 2 if args.quick else None] if one <= longest):
         figures = alternate({name: step(one, rows) for name, one in models.items()}, 3 if args.quick else 15)
-        records += [Record(f"step of {rows} {name}", statistics.median(each), "ms") for name, each in figures.items()]
+        yield from (Record(f"step of {rows} {name}", statistics.median(each), "ms") for name, each in figures.items())
     for streams in STREAMS:
-        records += speed(models, peers, streams, args.rounds)
-    return records
+        yield from speed(models, peers, streams, args.rounds)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -232,6 +241,7 @@ def main(argv: Sequence[str]) -> int:
         args.formats = [name for name in FORMATS if name not in GGUF or args.model == "demo"]
     if args.model != "demo" and (files := [name for name in args.formats if name in GGUF]):
         made.error(f"argument --formats: {files[0]}: only the demo model is available as a GGUF file")
+    records = Records(args)
     with ExitStack() as stack:
         llama_cpp, absent = None, f"{PEER} is not among --peers"
         if args.peers and set(args.formats) & GGUF.keys():
@@ -241,10 +251,10 @@ def main(argv: Sequence[str]) -> int:
                 absent = first_line(error)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         try:
-            records = measure(args, model, llama_cpp, absent, scratch)
+            records += measure(args, model, llama_cpp, absent, scratch)
         except ValueError as error:
             made.error(str(error))
-    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+    publish(records, lambda file, caption: draw(records, file, caption))
     return 0
 
 

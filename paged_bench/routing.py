@@ -26,7 +26,7 @@ from paged_bench import _http_load
 from paged_bench._byte_tokenizer import byte_tokenizer
 from paged_bench._conversations import Shape, Turn, hit_rate, interleaved, recovery, steady
 from paged_bench._gateways import computed_tokens, gateway, servers_of, trace_receiver
-from paged_bench._report import Record, alternate, arguments, count, parser, publish, rate, ratio
+from paged_bench._report import Record, Records, alternate, arguments, count, parser, publish, rate, ratio
 from paged_bench._workload import model_names, model_options
 from paged_client.serving.repository import resolve_model
 
@@ -183,7 +183,7 @@ PARTS = ("conversations", "loss", "overhead")
 def main(argv: Sequence[str]) -> int:
     quick = {"servers": 2, "conversations": 8, "turns": 2, "loss_seconds": 4.0, "requests": 8, "tokens": 8, "rounds": 1}
     args = arguments(_parser(), argv, quick)
-    records: list[Record] = []
+    records = Records(args)
     with tempfile.TemporaryDirectory() as scratch:
         setup = Setup(args, Path(scratch))
         for part in args.part or PARTS[: 1 if args.quick else None]:
@@ -194,7 +194,7 @@ def main(argv: Sequence[str]) -> int:
                 records += [one for routing in routings for one in loss(setup, routing)]
             else:
                 records += overhead(setup)
-    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+    publish(records, lambda file, caption: draw(records, file, caption))
     return 0
 
 

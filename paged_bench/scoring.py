@@ -19,7 +19,7 @@ from paged_backend.api.request import GenerateRequest, Logprobs
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_bench._engine import serve
-from paged_bench._report import Record, alternate, arguments, count, parser, publish, ratio
+from paged_bench._report import Record, Records, alternate, arguments, count, parser, publish, ratio
 from paged_bench._workload import model_options
 
 TARGET = 5.0  # continuations per second, relative to computing every prompt
@@ -98,9 +98,8 @@ def main(argv: Sequence[str]) -> int:
         "num_gpu_blocks_override": blocks,
     }
     sizes = {"tokens": args.tokens, "length": args.length, "continuations": args.continuations}
-    publish(
-        records := measure(options, sizes, args.rounds), args.json, lambda file, caption: draw(records, file, caption)
-    )
+    records = Records(args, measure(options, sizes, args.rounds))
+    publish(records, lambda file, caption: draw(records, file, caption))
     return 0
 
 

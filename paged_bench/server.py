@@ -25,6 +25,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_bench._report import (
     Record,
+    Records,
     alternate,
     arguments,
     count,
@@ -167,12 +168,12 @@ def main(argv: Sequence[str]) -> int:
     on_gpu = torch.cuda.is_available()
     num_requests = args.requests or (256 if on_gpu else 16)
     args.workload = args.workload or ("sharegpt" if on_gpu else "mixed")
-    records: list[Record] = []
+    records = Records(args)
     if not args.null:
         records += served(args, num_requests)
     tokenizer = args.tokenizer or model_options("demo")["model"]
     records += null_model(tokenizer, args.streams, args.tokens, args.rounds)
-    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+    publish(records, lambda file, caption: draw(records, file, caption))
     return 0
 
 

@@ -21,7 +21,7 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_bench._engine import serve
-from paged_bench._report import Record, alternate, arguments, count, parser, publish, ratio
+from paged_bench._report import Record, Records, alternate, arguments, count, parser, publish, ratio
 from paged_bench.kv_dtype import windows
 from paged_client.serving.repository import resolve_model
 
@@ -99,10 +99,10 @@ def main(argv: Sequence[str]) -> int:
         for number in args.draft_tokens:
             settings[f"draft model, {number}"] = {"num_speculative_tokens": number, "speculative_model": args.draft}
     assemblies = {name: assemble(EngineConfig.from_options(options | more)) for name, more in settings.items()}
-    records: list[Record] = []
+    records = Records(args)
     for kind, prompts in make_prompts(assemblies["none"], args.requests, args.length).items():
         records += _compare(kind, assemblies, prompts, args.output, args.rounds)
-    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+    publish(records, lambda file, caption: draw(records, file, caption))
     return 0
 
 

@@ -26,7 +26,7 @@ from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.engine.outputs import EngineDied, EngineOutput, StepOutput
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_bench._redis_server import RedisServer, find_redis
-from paged_bench._report import Record, alternate, arguments, count, not_measured, parser, publish, ratio
+from paged_bench._report import Record, Records, alternate, arguments, count, not_measured, parser, publish, ratio
 from paged_client.serving.repository import resolve_model
 
 REMOTE_TARGET = 0.3  # time to first token, relative to computing the prompt
@@ -203,14 +203,14 @@ def main(argv: Sequence[str]) -> int:
         if find_redis():
             store = RedisServer(directory)
             stack.callback(store.kill)
-        records = first_tokens(options, directory, store, args.tokens, args.rounds)
+        records = Records(args, first_tokens(options, directory, store, args.tokens, args.rounds))
         if store:
             store.kill()
             options["num_gpu_blocks_override"] = 1024
             records += failed_store(options, directory, args.requests, args.length, args.output, args.rounds)
         else:
             records.append(not_measured("duration of requests", NO_REDIS))
-    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+    publish(records, lambda file, caption: draw(records, file, caption))
     return 0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from tritonclient.grpc import service_pb2
 
 from paged_backend.trtllm.tensors import BLS, ENSEMBLE
-from paged_bench._report import Record, added_latency, alternate, arguments, count, parser, publish
+from paged_bench._report import Record, Records, added_latency, alternate, arguments, count, parser, publish
 from paged_bench._server_load import WORDS, LoadResult
 from paged_bench._workload import NULL, model_names, model_options
 from paged_client import grpc_wire, load
@@ -86,13 +86,13 @@ def main(argv: Sequence[str]) -> int:
     args = arguments(_parser(), argv, {"rounds": 2, "tokens": 32})
     streams = args.streams or [1, 16]
     options = model_options(args.model) | {"enable_prefix_caching": False, "max_num_seqs": max(16, *streams)}
-    records: list[Record] = []
+    records = Records(args)
     with TritonServer(options.pop("model"), options) as server:
         for model in MODELS:
             run(server, model, 1, 8)  # warm up: files and libraries are not cached yet
         for each in streams:
             records += measure(server, each, args.tokens, args.rounds)
-    publish(records, args.json, lambda file, caption: draw(records, file, caption))
+    publish(records, lambda file, caption: draw(records, file, caption))
     return 0
 
 

@@ -154,7 +154,7 @@ class EngineConfig:
         one_of("auto", "none", "int8"),
         "`int8` rounds the inputs of linear layers with quantized weights to 8 bits, in groups of up to 32 that share a"
         " scale, and multiplies integers, which is faster; not for weights in FP8. `auto`: `int8` if `dtype` has 16"
-        " bits, otherwise `none`. [Effect on outputs](../performance.md#quantized-weights).",
+        " bits, otherwise `none`. [Effect on outputs](../../paged_bench/README.md#quantized-weights).",
         "auto",
         device="cpu",
     )

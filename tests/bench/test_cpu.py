@@ -71,7 +71,7 @@ def test_cpu_benchmark(tiny, tmp_path, monkeypatch, capsys):
     finally:
         torch.set_num_threads(threads)
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    records = {record["name"]: record for record in json.loads(file.read_text())}
+    records = {record["name"]: record for record in json.loads(file.read_text())["records"]}
     assert records[f"{DECODE}: times {VLLM_NAME}"]["unit"] == "not measured: not among --peers (generate)"
     assert records[f"{DECODE}: same as {PADDED}"]["value"] == 100
     assert records[f"{DECODE}: times {PADDED}"]["target"] == 2.5

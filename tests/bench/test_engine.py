@@ -4,10 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from paged_bench import engine
 from paged_client.cli import main
 from tests.support.in_process import save_tiny
-from tests.support.records import records_of, without_picture
+from tests.support.records import records_of
 
 
 def test_engine_benchmark(tiny, tmp_path, capsys, monkeypatch):
@@ -71,23 +70,3 @@ def test_long_prompt_fits_into_the_pool(tmp_path, capsys):
     arguments = ["--model", str(tmp_path), "--quick", "--workload", "long", "--alone"]
     assert main(["bench", "engine", *arguments]) == 0
     assert "4096 prompt and 128 output tokens" in capsys.readouterr().out
-
-
-def test_results_of_finished_workloads_are_kept(tiny, tmp_path, monkeypatch):
-    measure, file = engine.measure, tmp_path / "figures.json"
-
-    def stop_at_the_second(assembly, peer, vllm, name, *rest):
-        if name == "2x4/3":
-            raise KeyboardInterrupt
-        return measure(assembly, peer, vllm, name, *rest)
-
-    monkeypatch.setattr(engine, "measure", stop_at_the_second)
-    arguments = ["--model", str(tiny[0]), "--alone", "--quick", "--workload", "1x3/2", "--workload", "2x4/3"]
-    with pytest.raises(KeyboardInterrupt):
-        engine.main([*arguments, "--json", str(file)])
-    records = without_picture(file)
-    assert records["load to ready"]["value"] > 0
-    assert records["output_throughput 1x3/2"]["value"] > 0
-    assert records["output_throughput 1x3/2, first round"]["value"] > 0
-    assert records["time to first token p50 1x3/2, first round"]["value"] > 0
-    assert records["KV cache 1x3/2"]["unit"] == "tokens"

@@ -3,9 +3,13 @@
 import json
 
 from paged_bench._gpu_summary import compare, summarize, table
-from paged_bench._report import Record, save
+from paged_bench._report import Record, Records, arguments, parser
 from paged_bench._workload import TABLE
 from paged_bench.on_gpu import EARLIER
+
+
+def save(file, *records):
+    Records(arguments(parser("engine", ""), ["--json", str(file)], {}), records)
 
 
 def test_summary_has_both_runs(tmp_path):
@@ -14,15 +18,13 @@ def test_summary_has_both_runs(tmp_path):
                "load to ready": {"unit": "s", "values": [68]}}  # fmt: skip
     earlier.write_text(json.dumps({"commit": "abc", "gpu": "H100", "figures": figures, "other": {}}))
     save(
-        [
-            Record("output_throughput nano", 20000.5, "tokens/s", peers={"vLLM": 9.5}),
-            Record("GPU idle nano", 3.0, "%"),
-            Record("kernels compiled after ready nano", 2, "kernels"),
-            Record("other", None, "not measured: no GPU"),
-        ],
         tmp_path / "engine.json",
+        Record("output_throughput nano", 20000.5, "tokens/s", peers={"vLLM": 9.5}),
+        Record("GPU idle nano", 3.0, "%"),
+        Record("kernels compiled after ready nano", 2, "kernels"),
+        Record("other", None, "not measured: no GPU"),
     )
-    save([Record("output_throughput nano", 5.0, "tokens/s")], tmp_path / "again.json")
+    save(tmp_path / "again.json", Record("output_throughput nano", 5.0, "tokens/s"))
     lines = summarize(tmp_path, ["engine", "missing", "again"], earlier).splitlines()
     assert lines[0] == "earlier: H100, abc"
     assert [line.split() for line in lines[1:]] == [

@@ -1,6 +1,7 @@
 """What the documentation says about this repository: tests, links, names, terms, options and commands that exist."""
 
 import ast
+import json
 import re
 import subprocess
 from dataclasses import fields
@@ -15,7 +16,8 @@ from paged_backend.server.metric_definitions import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md")),
+    *(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name / "README.md" for name in ("kernels", "paged_bench")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 ELSEWHERE = ("CHANGELOG.md", "comparison.md")  # which name files of earlier versions, and of other projects
@@ -162,6 +164,18 @@ def test_key_figures_are_in_the_results():
     for _, figures in rows:
         for number in re.findall(r"\d[\d,.]*\d%?", figures):
             assert number in results, f"{number} is not in docs/performance.md"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docs/results").glob("*.json")), ids=_name)
+def test_page_names_the_commit_of_each_record(file):
+    report, page = json.loads(file.read_text()), (ROOT / "paged_bench/README.md").read_text()
+    run = report["run"]
+    assert report["complete"] and run["command"].startswith("paged bench ") and run["processor"]
+    assert f"[`{file.name}`](../docs/results/{file.name}) at {run['commit']}, {run['date'][:10]}" in page
+
+
+def test_performance_is_short():
+    assert len((ROOT / "docs/performance.md").read_text().splitlines()) <= 200
 
 
 # --- metrics and options -------------------------------------------------------------------------------------------

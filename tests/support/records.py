@@ -12,7 +12,9 @@ def records_of(file):
 
 def without_picture(file):
     """Return the records of a benchmark by name, as `records_of`, where matplotlib may be missing."""
-    records = json.loads(file.read_text())
+    report = json.loads(file.read_text())
+    assert list(report) == ["run", "complete", "records"] and report["complete"]
+    records = report["records"]
     assert all(list(record) == ["name", "value", "unit", "target", "limit", "peers"] for record in records)
     for record in records:
         figures = [record[key] for key in ("value", "target", "limit") if record[key] is not None]
