@@ -44,8 +44,9 @@ def draw(records: Sequence[Record], file: Path, caption: str) -> None:
     colours = ["#76b900" if share >= 1 else "#d08030" for share in shares]
     labels = [f"{one.name} ({'≤' if one.unit in LESS_IS_BETTER else '≥'} {one.target:g} {one.unit})" for one in targets]
     bars = right.barh(labels, shares, color=colours)
-    right.bar_label(bars, [f"{one.value:.3g}" for one in targets], padding=3, fontsize=7)
-    right.axvline(1, color="black", linewidth=1)
+    background = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # in front of the line of the targets
+    right.bar_label(bars, [f"{one.value:.3g}" for one in targets], padding=4, fontsize=7, bbox=background)
+    right.axvline(1, color="black", linewidth=1, zorder=0.5)
     right.set_title("share of each target", fontsize=9)
     right.tick_params(labelsize=7)
     right.spines[["top", "right"]].set_visible(False)

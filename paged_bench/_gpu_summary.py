@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paged_bench._chart import number
+
 # Figures to show even if the earlier run does not have them.
 SHOWN = re.compile(r"output_throughput |load to ready|KV cache |kernels compiled |.*\((vLLM|FlashInfer)\)$")
 
@@ -30,9 +32,7 @@ class Figure:
 
 
 def _shown(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "-" if value is None else number(value)
 
 
 def measured(out: Path, steps: Sequence[str]) -> dict[str, tuple[float, str]]:

@@ -20,6 +20,7 @@ from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from paged_bench import _chart
 from paged_bench._redis_server import RedisServer, find_redis
 from paged_bench._report import Record, Records, arguments, count, not_measured, parser, percentile, publish, ratio
 from paged_bench._server_load import wait_until_populated
@@ -219,22 +220,14 @@ def _parser() -> ArgumentParser:
 
 
 def draw(records: Sequence[Record], file: Path, caption: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 2.6), layout="constrained")
-    for axes, what, title in zip(
-        figure.subplots(1, 2),
+    figure, axes = _chart.panels(2, 4)
+    for each, what, title in zip(
+        axes,
         ("time between tokens", "time to first token of long prompts"),
         ("time between tokens of short requests, ms", "time to first token of long prompts, ms"),
         strict=True,
     ):
         shown = [one for one in records if one.name.startswith(what) and one.unit == "ms"]
-        names = [one.name.removeprefix(f"{what} ").removeprefix(f"{what}, ").replace(", ", "\n") for one in shown]
-        colors = ["#76b900" if PAIR in name else "#b0b0b0" for name in names]
-        bars = axes.bar(names, [one.value or 0.0 for one in shown], color=colors)
-        axes.bar_label(bars, fmt="{:,.0f}", fontsize=8)
-        axes.set_title(title, fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=7)
-    figure.text(0, -0.08, caption, fontsize=6, color="#606060")
-    figure.savefig(file, dpi=150, bbox_inches="tight")
+        values = {one.name.removeprefix(what).lstrip(", "): one.value or 0.0 for one in shown}
+        _chart.bars(each, values, title, grey=[name for name in values if PAIR not in name])
+    _chart.save(figure, file, caption)

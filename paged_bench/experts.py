@@ -24,6 +24,7 @@ from paged_backend.models.experts import ConvertedExperts
 from paged_backend.models.linear import GroupedCopy
 from paged_backend.models.quantization import quantize
 from paged_backend.utils.machine import limit_torch_threads
+from paged_bench import _chart
 from paged_bench._race import race, timer
 from paged_bench._report import Record, Records, arguments, count, not_measured, parser, publish, ratio
 from paged_kernels.cpu import native
@@ -145,17 +146,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def draw(records: Sequence[Record], file: Path, caption: str) -> None:
-    from matplotlib.figure import Figure
-
     times = [one for one in records if one.unit == "ms"]
     numbers = list(dict.fromkeys(one.name.partition(" rows, ")[0] for one in times))
-    figure = Figure(figsize=(4 * len(numbers), 2.2), layout="constrained")
-    for axes, rows in zip(figure.subplots(1, len(numbers), squeeze=False)[0], numbers, strict=True):
-        shown = {one.name.partition(" rows, ")[2]: one.value for one in times if one.name.startswith(f"{rows} rows")}
-        bars = axes.barh(list(shown)[::-1], list(shown.values())[::-1], color="#76b900")
-        axes.bar_label(bars, fmt="{:,.4g} ms", padding=3, fontsize=7)
-        axes.set_title(f"{rows} rows", fontsize=9)
-        axes.tick_params(labelsize=7)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.text(0, -0.08, caption, fontsize=6, color="#606060")
-    figure.savefig(file, dpi=150, bbox_inches="tight")
+    figure, axes = _chart.panels(len(numbers), 5)
+    for each, rows in zip(axes, numbers, strict=True):
+        mine = [one for one in times if one.name.startswith(f"{rows} rows")]
+        values = {one.name.partition(" rows, ")[2]: one.value or 0.0 for one in mine}
+        _chart.bars(each, values, f"{rows} rows, ms", grey=[name for name in values if "transformers" in name])
+        if each is not axes[0]:
+            each.set_yticklabels([])
+    _chart.save(figure, file, caption)

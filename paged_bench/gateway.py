@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paged_bench import _http_load
+from paged_bench import _chart, _http_load
 from paged_bench._gateways import gateway
 from paged_bench._report import Record, Records, added_latency, alternate, arguments, count, parser, publish, ratio
 from paged_bench._server_load import WORDS, LoadResult, cpu_seconds
@@ -158,20 +158,15 @@ def _parser() -> ArgumentParser:
 
 
 def draw(records: Sequence[Record], file: Path, caption: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 2.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for axes, title, bars in (
-        (left, "added by the gateway, ms", [one for one in records if one.name.startswith("added to ")]),
-        (right, "capacity per second with the null model", [one for one in records if "/s" in one.unit]),
+    figure, axes = _chart.panels(2, 4)
+    for each, title, found in (
+        (axes[0], "added by the gateway, ms", [one for one in records if one.name.startswith("added to ")]),
+        (axes[1], "capacity per second with the null model", [one for one in records if "/s" in one.unit]),
     ):
-        shown = [one for one in bars if one.value is not None][::-1]
-        names = [one.name.removeprefix("added to ").replace(f" streams ({GATEWAY})", " streams") for one in shown]
-        drawn = axes.barh(names, [one.value for one in shown], color="#76b900")
-        axes.bar_label(drawn, fmt="%.3g", padding=3, fontsize=7)
-        axes.set_title(title, fontsize=9)
-        axes.tick_params(labelsize=7)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.text(0, -0.06, caption, fontsize=6, color="#606060")
-    figure.savefig(file, dpi=150, bbox_inches="tight")
+        values = {
+            one.name.removeprefix("added to ").replace(f" streams ({GATEWAY})", " streams"): one.value
+            for one in found
+            if one.value is not None
+        }
+        _chart.bars(each, values, title)
+    _chart.save(figure, file, caption)

@@ -15,6 +15,7 @@ from typing import Any
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.assembly import assemble
+from paged_bench import _chart
 from paged_bench._report import Record, Records, alternate, arguments, count, parser, publish, ratio
 from paged_bench._workload import Job, model_options, workload, workload_name
 from paged_bench.engine import run_paged
@@ -85,16 +86,10 @@ def _parser() -> ArgumentParser:
 
 
 def draw(records: Sequence[Record], file: Path, caption: str) -> None:
-    from matplotlib.figure import Figure
-
-    ratios = {one.name: one.value or 0.0 for one in records if one.unit == "x"}
-    figure = Figure(figsize=(7, 1 + 0.3 * len(ratios)), layout="constrained")
-    axes = figure.subplots()
-    bars = axes.barh(list(ratios)[::-1], list(ratios.values())[::-1], color="#76b900", height=0.6)
-    axes.bar_label(bars, fmt="{:.3f}", fontsize=8)
+    ratios = {
+        one.name.replace(f", {INVARIANT} / {DEFAULT}", ""): one.value or 0.0 for one in records if one.unit == "x"
+    }
+    figure, (axes,) = _chart.panels(1, len(ratios))
+    _chart.bars(axes, ratios, "throughput with batch_invariant, relative to that without")
     axes.axvline(1.0, color="#606060", linewidth=0.8)
-    axes.set_title("throughput with batch_invariant, relative to that without", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    figure.text(0, -0.08, caption, fontsize=6, color="#606060")
-    figure.savefig(file, dpi=150, bbox_inches="tight")
+    _chart.save(figure, file, caption)

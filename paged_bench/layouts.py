@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from paged_backend.api.sizes import GIB
+from paged_bench import _chart
 from paged_bench._report import Record, Records, arguments, count, parser, publish, rate
 from paged_bench._workload import model_options
 
@@ -122,22 +123,13 @@ def _parser() -> ArgumentParser:
 
 
 def draw(records: Sequence[Record], file: Path, title: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 2.6), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    left.invert_yaxis()  # the first layout at the top, in both
-    for axes, of in ((left, "decode step"), (right, "prompt")):
+    figure, axes = _chart.panels(2, 4)
+    for each, of in zip(axes, ("decode step", "prompt"), strict=True):
         shown = {
             name: record.value or 0.0 for record in records if (name := _layout(record, f"network time of a {of}"))
         }
-        bars = axes.barh(list(shown), list(shown.values()))
-        axes.bar_label(bars, fmt=" %.3g ms")
-        axes.set_title(f"network time of a {of}", fontsize=10)
-        axes.margins(x=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.text(0, -0.06, title, fontsize=7, color="#606060")
-    figure.savefig(file, dpi=150, bbox_inches="tight")
+        _chart.bars(each, shown, f"network time of a {of}, ms")
+    _chart.save(figure, file, title)
 
 
 def _layout(record: Record, figure: str) -> str:

@@ -22,6 +22,7 @@ from paged_backend.execution.batch import pack
 from paged_backend.models.peft_files import Factors
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
+from paged_bench import _chart
 from paged_bench._report import Record, Records, alternate, arguments, count, parser, publish, ratio
 from paged_client.serving.repository import resolve_model
 
@@ -99,13 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def draw(records: Sequence[Record], file: Path, caption: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 2.4), layout="constrained")
-    axes = figure.subplots()
-    bars = axes.barh([record.name for record in records], [record.value or 0 for record in records], color="#76b900")
-    axes.bar_label(bars, fmt="{:,.4g} ms", fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    figure.text(0, -0.08, caption, fontsize=6, color="#606060")
-    figure.savefig(file, dpi=150, bbox_inches="tight")
+    rows, _, _ = records[0].name.partition(", ")
+    figure, (axes,) = _chart.panels(1, len(records))
+    _chart.bars(axes, {record.name.partition(", ")[2]: record.value or 0.0 for record in records}, f"{rows}, ms")
+    _chart.save(figure, file, caption)

@@ -24,7 +24,7 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.utils.machine import find_python
-from paged_bench import _machines
+from paged_bench import _chart, _machines
 from paged_bench._engine import serve
 from paged_bench._report import Record, Records, alternate, arguments, count, not_measured, parser, publish, ratio
 from paged_client.serving.ports import choose_ports
@@ -196,22 +196,14 @@ def _parser() -> ArgumentParser:
 
 
 def draw(records: Sequence[Record], file: Path, caption: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = _chart.panels(2, 2)
     for record in records:
         if record.value is None:
             continue
         if record.unit == "tokens/s":
-            drawn = left.bar(["one process", "machines"], [record.peers["one process"], record.value])
-            left.bar_label(drawn, fmt="%.0f")
-            left.set_title("output tokens/s", fontsize=10)
+            values = {"one process": record.peers["one process"], "machines": record.value}
+            _chart.bars(left, values, "output tokens/s", grey=["one process"])
         elif record.unit == "bytes/step" and record.limit:
-            drawn = right.bar(["moved", "required"], [record.value / 1e6, record.limit / 1e6])
-            right.bar_label(drawn, fmt="%.2f")
-            right.set_title("MB of one machine per step", fontsize=10)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.text(0, -0.08, caption, fontsize=6, color="#606060")
-    figure.savefig(file, dpi=150, bbox_inches="tight")
+            values = {"moved": record.value / 1e3, "required": record.limit / 1e3}
+            _chart.bars(right, values, "KB of one machine per step", grey=["required"])
+    _chart.save(figure, file, caption)

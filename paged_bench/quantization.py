@@ -293,7 +293,7 @@ def draw(records: Sequence[Record], file: Path, caption: str) -> None:
     for axes, (prefix, title) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
         found = [by_name[f"{prefix} {name}"] for name in names]
         bars = axes.barh(range(len(names)), [one.value or 0.0 for one in found], color="#76b900", label="paged")
-        axes.bar_label(bars, fmt="{:,.3g}", fontsize=7)
+        axes.bar_label(bars, fmt="{:,.3g}", padding=3, fontsize=7)
         theirs = [(place, one.peers[PEER]) for place, one in enumerate(found) if PEER in one.peers]
         if theirs:
             axes.plot([value for _, value in theirs], [place for place, _ in theirs], "k|", ms=12, label=PEER)

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paged_bench import _http_load
+from paged_bench import _chart, _http_load
 from paged_bench._byte_tokenizer import byte_tokenizer
 from paged_bench._conversations import Shape, Turn, hit_rate, interleaved, recovery, steady
 from paged_bench._gateways import computed_tokens, gateway, servers_of, trace_receiver
@@ -220,25 +220,24 @@ def _parser() -> ArgumentParser:
 
 
 def draw(records: Sequence[Record], file: Path, caption: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 2.4), layout="constrained")
-    panels = (
-        ("hit rate, %", "hit rate, "),
-        ("load of the busiest server over the mean", "load of the busiest server over the mean, "),
-        ("throughput, tokens/s", "throughput, "),
-    )
-    for axes, (title, prefix) in zip(figure.subplots(1, 3), panels, strict=True):
-        shown = [one for one in records if one.name.startswith(prefix) and one.value is not None][::-1]
-        bars = axes.barh(
-            [one.name.removeprefix(prefix) for one in shown], [one.value for one in shown], color="#76b900"
-        )
-        axes.bar_label(bars, fmt="%.4g", padding=3, fontsize=7)
-        axes.set_title(title, fontsize=9)
-        axes.tick_params(labelsize=7)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.text(0, -0.08, caption, fontsize=6, color="#606060")
-    figure.savefig(file, dpi=150, bbox_inches="tight")
+    titles = {
+        "hit rate, ": "hit rate, %",
+        "load of the busiest server over the mean, ": "load of the busiest server over the mean",
+        "throughput, ": "throughput, tokens/s",
+    }
+    found = {
+        prefix: {
+            one.name.removeprefix(prefix): one.value
+            for one in records
+            if one.name.startswith(prefix) and one.value is not None
+        }
+        for prefix in titles
+    }
+    shown = {prefix: values for prefix, values in found.items() if values}
+    figure, axes = _chart.panels(max(1, len(shown)), 4)
+    for each, (prefix, values) in zip(axes, shown.items(), strict=False):
+        _chart.bars(each, values, titles[prefix])
+    _chart.save(figure, file, caption)
 
 
 def _progress(text: str) -> None:

@@ -18,6 +18,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest, Logprobs
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
+from paged_bench import _chart
 from paged_bench._engine import serve
 from paged_bench._report import Record, Records, alternate, arguments, count, parser, publish, ratio
 from paged_bench._workload import model_options
@@ -116,15 +117,8 @@ def _parser() -> ArgumentParser:
 
 
 def draw(records: Sequence[Record], file: Path, caption: str) -> None:
-    from matplotlib.figure import Figure
-
     rates = {one.name.rpartition(", ")[2]: one.value or 0.0 for one in records if one.unit == "1/s"}
-    figure = Figure(figsize=(6, 1.8), layout="constrained")
-    axes = figure.subplots()
-    bars = axes.barh(list(rates)[::-1], list(rates.values())[::-1], color=["#b0b0b0", "#76b900"], height=0.6)
-    axes.bar_label(bars, fmt="{:,.2f}", fontsize=8)
-    axes.set_title(f"{records[0].name.rpartition(', ')[0]}: continuations scored per second", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    figure.text(0, -0.08, caption, fontsize=6, color="#606060")
-    figure.savefig(file, dpi=150, bbox_inches="tight")
+    figure, (axes,) = _chart.panels(1, len(rates))
+    title = f"{records[0].name.rpartition(', ')[0]}: continuations scored per second"
+    _chart.bars(axes, rates, title, grey=["computed"])
+    _chart.save(figure, file, caption)
