@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.assembly import Assembly
 from paged_backend.scheduling.scheduler import Scheduler
@@ -27,12 +29,13 @@ from paged_bench._cpu_scenarios import (
     VLLM_NAME,
 )
 from paged_bench._environments import LLAMA_CPP, VLLM
-from paged_bench._gguf import AS_PACKAGED, demo_gguf
-from paged_bench._workload import Contestant, Job, model_options
+from paged_bench._gguf import FASTEST_4_BIT, demo_gguf, quantized_gguf
+from paged_bench._workload import Contestant, Job, Run, model_options
 from paged_bench.engine import OURS, run_paged
 from paged_client.serving.environments import PackageEnvironment
 
-KV_GIB = 4  # size of each contestant's KV cache
+KV_GIB = 2  # size of each contestant's KV cache
+ONE_THREAD = ", 1 thread"  # after the name of a peer that runs beside a busy process with one thread
 
 
 @dataclass
@@ -77,14 +80,20 @@ def gather(args: Namespace, config: EngineConfig, assembly: Assembly, stack: Exi
     for peer in PEERS.keys() - selected:
         contestants.leave_out(PEERS[peer], f"not among --peers ({', '.join(selected)})")
     model = str(assembly.loaded.path)
-    if "vllm" in selected:
-        options = {"model": model, "dtype": args.dtype, "max_model_len": assembly.limits.max_model_len}
-        contestants.add(PEERS["vllm"], lambda: _start_vllm(options, args.threads, stack))
-    if "llama.cpp" in selected:
-        kinds = {LLAMA_CPP_NAME: args.dtype, LLAMA_CPP_PACKED: AS_PACKAGED}
-        contestants.add(PEERS["llama.cpp"], lambda: _start_llama_cpp(model, kinds, args.threads, stack))
-    if local := [name for peer in ("generate", "batching") if peer in selected for name in PEERS[peer]]:
-        contestants.add(local, lambda: _load_transformers(config, assembly, local))
+    for threads in dict.fromkeys((args.threads, 1)):  # the last ones are for _cpu_busy, where they may be faster
+        suffix = "" if threads == args.threads else ONE_THREAD
+
+        def add(names: Sequence[str], start: Callable[[], Mapping[str, Contestant]], suffix: str = suffix) -> None:
+            contestants.add([name + suffix for name in names], lambda: {k + suffix: v for k, v in start().items()})
+
+        if "vllm" in selected:
+            options = {"model": model, "dtype": args.dtype, "max_model_len": assembly.limits.max_model_len}
+            add(PEERS["vllm"], partial(_start_vllm, options, threads, stack))
+        if "llama.cpp" in selected:
+            add(PEERS["llama.cpp"], partial(_start_llama_cpp, model, args.dtype, threads, stack))
+        local = [name for peer in ("generate", "batching") if peer in selected for name in PEERS[peer]]
+        if local:
+            add(local, partial(_load_transformers, config, assembly, local, threads))
     return contestants
 
 
@@ -111,20 +120,24 @@ def _start_vllm(options: Mapping[str, Any], threads: int, stack: ExitStack) -> M
     return {VLLM_NAME: child}
 
 
-def _start_llama_cpp(model: str, kinds: Mapping[str, str], threads: int, stack: ExitStack) -> Mapping[str, Contestant]:
-    """Start llama.cpp with each kind of weights, by contestant. The KV cache is float32 if the weights are.
-
-    Otherwise it has the default type, float16.
-    """
+def _start_llama_cpp(model: str, dtype: str, threads: int, stack: ExitStack) -> Mapping[str, Contestant]:
+    """Start llama.cpp with the weights of the other engines, and with its fastest 4-bit ones, by contestant. Its keys
+    and values have the type of the other engines'."""
     if model != model_options("demo")["model"]:
         raise ValueError("only the demo model is available as a GGUF file")
     LLAMA_CPP.ensure()
-    children = {}
-    for name, kind in kinds.items():
+
+    def quantize(source: Path, target: Path) -> None:
         child = _start_child(LLAMA_CPP, "llama_cpp_child.py", {}, stack)
-        kv_dtype = "float32" if kind == "float32" else "float16"
-        settings = child.load(path=str(demo_gguf(kind)), num_threads=threads, kv_dtype=kv_dtype)
-        _print_settings(f"{LLAMA_CPP.package} {LLAMA_CPP.version}", settings)
+        child.quantize(source=str(source), target=str(target), kind=FASTEST_4_BIT, num_threads=threads)
+        child.close()
+
+    files = {LLAMA_CPP_NAME: demo_gguf(dtype), LLAMA_CPP_PACKED: quantized_gguf(FASTEST_4_BIT, quantize)}
+    children = {}
+    for name, file in files.items():
+        child = _start_child(LLAMA_CPP, "llama_cpp_child.py", {}, stack)
+        settings = child.load(path=str(file), num_threads=threads, kv_dtype=dtype)
+        _print_settings(f"{LLAMA_CPP.package} {LLAMA_CPP.version}, {threads} threads", settings)
         children[name] = child
     return children
 
@@ -136,11 +149,27 @@ def _start_child(environment: PackageEnvironment, script: str, variables: Mappin
     return child
 
 
-def _load_transformers(config: EngineConfig, assembly: Assembly, names: Sequence[str]) -> Mapping[str, Contestant]:
+def _load_transformers(
+    config: EngineConfig, assembly: Assembly, names: Sequence[str], threads: int
+) -> Mapping[str, Contestant]:
     model = _peers.load(config, assembly.loaded, assembly.device)
     budget = assembly.scheduler.max_num_batched_tokens
     both = {PADDED: _peers.padded(model), CONTINUOUS: _peers.continuous(model, budget, tuned=False, sharing=True)}
-    return {name: both[name] for name in names}
+    return {name: _with_threads(both[name], threads) for name in names}
+
+
+def _with_threads(run: Contestant, threads: int) -> Contestant:
+    """Return a contestant in this process with this number of PyTorch's threads."""
+
+    def limited(jobs: Sequence[Job]) -> Run:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return run(jobs)
+        finally:
+            torch.set_num_threads(before)
+
+    return limited
 
 
 def without_step_target(config: EngineConfig, assembly: Assembly) -> Assembly:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from paged_bench._gguf import AS_PACKAGED
+from paged_bench._gguf import FASTEST_4_BIT
 from paged_bench._workload import Job, Run, workload
 
 PEERS = {  # contestants of each peer, by the peer's name for --peers
     "vllm": ("vLLM",),
-    "llama.cpp": ("llama.cpp", f"llama.cpp, {AS_PACKAGED}"),
+    "llama.cpp": ("llama.cpp", f"llama.cpp, {FASTEST_4_BIT}"),
     "generate": ("transformers, one padded batch",),
     "batching": ("transformers, continuous",),
 }

@@ -10,6 +10,7 @@ from paged_client.serving import demo_model
 from paged_client.serving.server_files import cache_directory, create_atomically
 
 AS_PACKAGED = "Q4_1"
+FASTEST_4_BIT = "Q4_0"  # of the formats of llama.cpp, on CPUs
 KINDS = {"float32": "F32", "bfloat16": "BF16", AS_PACKAGED: AS_PACKAGED}
 
 

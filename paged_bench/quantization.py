@@ -91,7 +91,7 @@ class LlamaCpp:
     def start(self, file: Path) -> Contestant:
         """Start a process that serves a file. Raises ChildError."""
         child = self._child()
-        child.load(path=str(file), num_threads=self._threads, kv_dtype="float16")
+        child.load(path=str(file), num_threads=self._threads, kv_dtype="bfloat16")
         return child
 
     def quantize(self, source: Path, target: Path, kind: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from protocol import Clock, Job, serve
 
 BATCH = 2048  # default number of tokens per batch
-GGML_TYPES = {"float32": 0, "float16": 1}
+GGML_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
 
 Row = tuple[int, int, int, bool]  # request, position, token, whether its logits are needed
 

@@ -1,4 +1,4 @@
-"""`paged map`: show the block pool of a running server on the terminal, or record it into a PNG or HTML file."""
+"""`paged map`: show the block pool of a running server on the terminal, or record it into an HTML page."""
 
 from __future__ import annotations
 
@@ -29,57 +29,33 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="N",
         help="number of samples to record before drawing (default: 1; on a terminal it redraws until Ctrl-C)",
     )
-    add("--png", type=Path, metavar="FILE", help="write the picture to a PNG file (needs matplotlib)")
     add("--html", type=Path, metavar="FILE", help="write an HTML page with details of each block")
     parser.set_defaults(run=pool_map)
 
 
 def pool_map(args: argparse.Namespace) -> int:
-    client = make_client(args)
-    _check_files(args)
+    client, file = make_client(args), args.html
+    if file and (file.is_dir() or not file.parent.is_dir()):
+        raise UsageError(f"--html {file}: must be a file in an existing directory")
     server = f"{args.model} at {args.url or DEFAULT_URLS[args.protocol]}"
 
     def poll() -> PoolMap:
         return client.pool_map(timeout=args.timeout)
 
-    if sys.stdout.isatty() and not (args.once or args.samples or args.png or args.html):
+    if sys.stdout.isatty() and not (args.once or args.samples or file):
         watch(poll, args.interval, sys.stdout, Style(colour="NO_COLOR" not in os.environ, unicode=_has_unicode()))
     recording = record(poll, args.interval, args.samples or 1)
-    if args.once or not (args.png or args.html):
+    if args.once or not file:
         print("\n".join(frame(recording, *terminal_size(), Style(unicode=_has_unicode()))))
-    try:
-        _write_files(recording, args, server)
-    except OSError as error:
-        raise UsageError(str(error)) from None
-    return 0
-
-
-def _check_files(args: argparse.Namespace) -> None:
-    for flag, file in (("--png", args.png), ("--html", args.html)):
-        if file and (file.is_dir() or not file.parent.is_dir()):
-            raise UsageError(f"{flag} {file}: must be a file in an existing directory")
-    if args.png:
-        _require_matplotlib()
-
-
-def _require_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UsageError("--png: needs matplotlib (the extra `bench`); --html works without it") from None
-
-
-def _write_files(recording: Recording, args: argparse.Namespace, server: str) -> None:
-    if args.png:
-        from paged_client import map_png
-
-        map_png.draw(recording, args.png, server)
-        print(f"wrote {args.png}", file=sys.stderr)
-    if args.html:
+    if file:
         from paged_client import map_html
 
-        args.html.write_text(map_html.page(recording, server), encoding="utf-8")
-        print(f"wrote {args.html}", file=sys.stderr)
+        try:
+            file.write_text(map_html.page(recording, server), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(str(error)) from None
+        print(f"wrote {file}", file=sys.stderr)
+    return 0
 
 
 def _has_unicode() -> bool:

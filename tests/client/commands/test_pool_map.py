@@ -32,26 +32,15 @@ def test_the_curve_uses_all_samples_and_the_grid_the_last(map_fake, capsys):
     assert "sample 4 of 4: 3 of 16 blocks in use\n" in captured.err
 
 
-def test_files(map_fake, capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    png, html = tmp_path / "a.png", tmp_path / "a.html"
-    flags = ["--samples", "2", "--interval", "0.001", "--png", str(png), "--html", str(html)]
-    assert main(["map", *map_fake.flags, *flags]) == 0
+def test_html_page(map_fake, capsys, tmp_path):
+    html = tmp_path / "a.html"
+    assert main(["map", *map_fake.flags, "--samples", "2", "--interval", "0.001", "--html", str(html)]) == 0
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.endswith(f"wrote {png}\nwrote {html}\n")
-    assert png.read_bytes().startswith(b"\x89PNG")
+    assert captured.err.endswith(f"wrote {html}\n")
     assert f"paged_llm at {map_fake.seen.url}" in html.read_text(encoding="utf-8")
     assert main(["map", *map_fake.flags, "--once", "--html", str(html)]) == 0
     assert counts_in(capsys.readouterr().out)["owned"] == 2
-
-
-def test_html_is_written_without_matplotlib(map_fake, capsys, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["map", *map_fake.flags, "--png", str(tmp_path / "a.png")]) == 2
-    assert "--png: needs matplotlib" in capsys.readouterr().err
-    assert map_fake.seen.requests == []
-    assert main(["map", *map_fake.flags, "--html", str(tmp_path / "a.html")]) == 0
 
 
 def test_an_ascii_only_terminal(map_fake):
@@ -64,7 +53,7 @@ def test_an_ascii_only_terminal(map_fake):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--png", "{tmp_path}/missing/a.png"], "--png {tmp_path}/missing/a.png: must be a file"),
+        (["--html", "{tmp_path}/missing/a"], "--html {tmp_path}/missing/a: must be a file"),
         (["--html", "{tmp_path}"], "--html {tmp_path}: must be a file"),
         (["--timeout", "0"], "timeout=0.0"),
     ],
