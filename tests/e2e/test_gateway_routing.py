@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from contextlib import ExitStack
+from itertools import count
 
 import pytest
 
@@ -52,18 +53,30 @@ def cached_tokens(front, prompt):
 
 
 def test_requests_go_to_the_server_that_has_cached_their_prompt(front, doors, two_servers):
-    """The prompt was computed by the server that hashing would not choose."""
-    deadline, number = time.monotonic() + WAIT, 0
-    while True:
-        prompt = f"{number}. {PROMPT}"
-        other, _ = two_servers[1 - ring_choice(doors, prompt_key(prompt))]
-        with Client(other.grpc_url) as client:
-            tokens = client.generate(prompt, max_tokens=1).num_input_tokens
-        if cached_tokens(front, prompt) >= tokens // 2:
-            break
-        number += 1  # the gateway had not subscribed yet, or the event was on its way
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    """Each prompt was computed by the server that hashing would not choose. A random choice would miss some."""
+    numbers = count()
+
+    def fresh(text):
+        """Return a prompt that hashing sends to the first server."""
+        prompts = (f"{number}. {text}" for number in numbers)
+        return next(prompt for prompt in prompts if ring_choice(doors, prompt_key(prompt)) == 0)
+
+    def compute(prompt):
+        """Compute the prompt on the second server, and return half of its number of tokens."""
+        return client.generate(prompt, max_tokens=1).num_input_tokens // 2
+
+    def wait_for_events():
+        """Wait until the gateway knows what was computed so far: events arrive in order."""
+        deadline = time.monotonic() + WAIT
+        while compute(prompt := fresh(PROMPT[:20])) > cached_tokens(front, prompt):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    with Client(two_servers[1][0].grpc_url) as client:
+        wait_for_events()
+        asked = [(prompt, compute(prompt)) for prompt in (fresh(PROMPT) for _ in range(8))]
+        wait_for_events()
+    assert [prompt for prompt, least in asked if cached_tokens(front, prompt) < least] == []
 
 
 def test_a_first_turn_is_hashed(front, doors):

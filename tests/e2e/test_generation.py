@@ -233,13 +233,35 @@ def test_metrics_count_the_end_token_and_rejections(server):
     assert grown["paged_requests_finished_total{stop}"] == 1
 
 
-def test_vllm_dashboard_gauges(server):
+def test_a_running_request_is_in_the_metrics_of_vllm_and_tensorrt_llm(server):
+    """Under their names, with the values of this project's own; afterwards all are 0 again."""
+
+    def read():
+        with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=60) as reply:
+            text = reply.read().decode()
+        found = re.findall(r"^((?:vllm:|nv_trt_llm_)\w+)\{(.*?)\} (\S+)$", text, re.M)
+        values = {}
+        for name, labels, value in found:
+            kinds = re.findall(r'(?:kv_cache_block_type|request_type)="(\w+)"', labels)
+            values[(name, *kinds)] = float(value)
+        blocks = {kind: values["nv_trt_llm_kv_cache_block_metrics", kind] for kind in TRT_KINDS}
+        requests = {kind: values["nv_trt_llm_request_metrics", kind] for kind in ("active", "waiting")}
+        return blocks, requests, {name: value for (name, *_), value in values.items() if name.startswith("vllm:")}
+
     idle(server)
-    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=60) as reply:
-        text = reply.read().decode()
-    found = dict(re.findall(r"^((?:vllm:|nv_trt_llm_)\w+(?:\{.*?\})) (\S+)$", text, re.M))
-    unlabelled = {re.sub(r'(model|version)="[^"]*",?', "", name): float(value) for name, value in found.items()}
-    by_name = {name.replace(",}", "}"): value for name, value in unlabelled.items()}
-    kinds = {kind: by_name[f'nv_trt_llm_kv_cache_block_metrics{{kv_cache_block_type="{kind}"}}'] for kind in TRT_KINDS}
-    assert (kinds["max"], kinds["used"], kinds["free"], kinds["tokens_per"], kinds["fraction"]) == (640, 0, 640, 16, 0)
-    assert by_name["vllm:num_requests_running{}"] == by_name["vllm:kv_cache_usage_perc{}"] == 0
+    before = read()
+    with raw_stream(server) as stream:
+        sampling = GREEDY | {"max_tokens": 4000, "ignore_eos": True}
+        stream.send(text_input="One two three", stream=True, sampling_parameters=sampling)
+        until(lambda: read()[0]["used"] > 0, "the blocks of the request")
+        blocks, requests, vllm = read()
+        stream.cancel()
+    assert (blocks["max"], blocks["tokens_per"], blocks["used"] + blocks["free"]) == (640, 16, 640)
+    assert blocks["fraction"] == vllm["vllm:kv_cache_usage_perc"] == pytest.approx(blocks["used"] / 640)
+    assert requests == {"active": 1, "waiting": 0}
+    assert (vllm["vllm:num_requests_running"], vllm["vllm:num_requests_waiting"]) == (1, 0)
+    idle(server)
+    blocks, requests, vllm = read()
+    assert (blocks["used"], blocks["free"], blocks["fraction"], requests["active"]) == (0, 640, 0, 0)
+    assert vllm["vllm:num_requests_running"] == vllm["vllm:kv_cache_usage_perc"] == 0
+    assert vllm["vllm:prompt_tokens_total"] == before[2]["vllm:prompt_tokens_total"] + 3

@@ -150,10 +150,10 @@ def test_draft_tokens_do_not_change_logprobs(tiny, prompts):
             check(tiny[1], prompt, found, 2)
 
 
-def test_max_tokens_zero_scores_prompt_only(tiny, prompts, monkeypatch):
-    monkeypatch.setattr("paged_kernels.ops.sample", lambda logits, draws: torch.zeros(len(logits), dtype=torch.int64))
+def test_max_tokens_zero_scores_prompt_only(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
-        (output,) = engine.wait(engine.submit(prompts[2], max_tokens=0, prompt_logprobs=0))
+        (output,) = engine.wait(engine.submit(prompts[2], max_tokens=0, prompt_logprobs=2))
+    check(tiny[1], prompts[2], output.prompt_logprobs, 2)
     assert (output.tokens, output.finish.value) == ([], "length")
 
 
