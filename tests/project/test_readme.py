@@ -21,17 +21,17 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 ELSEWHERE = ("CHANGELOG.md", "comparison.md")  # which name files of earlier versions, and of other projects
-COMPARISONS = {"README.md": "## Comparison", "docs/comparison.md": "# Comparison with other backends"}
-HEADS = ["", "this project", "vllm_backend", "tensorrtllm_backend", "SGLang", "NVIDIA Dynamo"]
+COMPARISON = ROOT / "docs/comparison.md"
+HEADS = ["", "this project", "vllm_backend", "tensorrtllm_backend", "SGLang", "NVIDIA Dynamo", "llama.cpp", "LightLLM"]
+HEADS += ["LMDeploy"]
 METRIC_SUFFIXES = ("_total", "_seconds", "_blocks", "_requests", "_up")
 PACKAGES = {"accelerate", "gguf", "bitsandbytes", "torchao"}  # in other tables of the tuning guide
 TEST_LINK = re.compile(r"\[`(test_\w+)`\]\((?:\.\./)*(tests/[\w/]+\.py)\)")
-TESTS = re.compile(rf",? {TEST_LINK.pattern}")
 NAME_LINK = re.compile(r"\[`([A-Za-z_][\w.]*)`\]\(([^)#\s]+\.py)\)")
 FILE_LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)#?([^)\s]*)\)")
 PATH = re.compile(r"`((?:paged_backend|paged_bench|client|tests|kernels|model_repository|docs|docker)/[\w/.-]*)`")
 BENCHMARK = re.compile(r"paged bench (\w+)((?: [^\s`;#]+)*)")
-SOURCE = re.compile(r" \[([VTSD]\d+)\]$")
+SOURCE = re.compile(r" \[([VTSDLIM]\d+)\](?=$|;)")
 
 
 def _name(document: Path) -> str:
@@ -45,8 +45,11 @@ def _table(text: str) -> list[list[str]]:
     return [row for row in rows if not re.fullmatch(r"-+", "".join(row))]
 
 
-def _rows(document: str) -> list[list[str]]:
-    return _table((ROOT / document).read_text().partition(COMPARISONS[document])[2])
+def _compared() -> list[list[str]]:
+    """The rows of all tables of features in the comparison."""
+    tables = [_table(part) for part in COMPARISON.read_text().split("\n## ")[1:] if f"| {HEADS[1]} |" in part]
+    assert all(heads == HEADS for heads, *_ in tables)
+    return [row for _, *rows in tables for row in rows]
 
 
 @cache
@@ -68,35 +71,24 @@ def _definitions(file: Path) -> set[str]:
 # --- comparison with other backends --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("document", "least"), [("README.md", 10), ("docs/comparison.md", 30)])
-def test_there_is_a_comparison(document, least):
-    heads, *rows = _rows(document)
-    assert heads == HEADS
-    assert len(rows) > least
-
-
-@pytest.mark.parametrize("row", _rows("docs/comparison.md")[1:], ids=lambda row: row[0])
-def test_each_cell_of_ours_names_an_existing_test(row):
-    ours = row[1]
-    assert len(row) == len(HEADS) and all(row)
-    assert ours == "no" or TEST_LINK.search(ours), "neither a test nor a no"
-    for name, file in TEST_LINK.findall(ours):
-        assert name in _definitions(ROOT / file), f"{file} has no {name}"
-
-
-def test_readme_comparison_is_a_part_of_the_full_one():
-    """Without the names of tests and sources."""
-    full = [[SOURCE.sub("", TESTS.sub("", cell)) for cell in row] for row in _rows("docs/comparison.md")]
-    assert [row[0] for row in _rows("README.md") if row not in full] == []
+def test_each_feature_of_ours_names_existing_tests():
+    features = [row[0] for row in _compared() if row[1] != "no"]
+    _, *named = _table(COMPARISON.read_text().partition("\n## Tests\n")[2])
+    assert [feature for feature, _ in named] == features and len(features) > 40
+    for feature, tests in named:
+        found = TEST_LINK.findall(tests)
+        assert len(found) == len(tests.split(", ")), feature
+        for name, file in found:
+            assert name in _definitions(ROOT / file), f"{file} has no {name}"
 
 
 def test_each_foreign_cell_of_the_comparison_has_a_source():
-    text = (ROOT / "docs/comparison.md").read_text()
-    cited = set()
-    for row in _rows("docs/comparison.md")[1:]:
+    text, cited = COMPARISON.read_text(), set()
+    for row in _compared():
+        assert len(row) == len(HEADS) and all(row)
         for cell in row[2:]:
-            assert SOURCE.search(cell), f"{row[0]}: {cell}"
-            cited.add(SOURCE.search(cell).group(1))
+            assert SOURCE.search(cell) and cell.endswith("]"), f"{row[0]}: {cell}"
+            cited.update(SOURCE.findall(cell))
     assert cited == set(re.findall(r"(?m)^\[(\w+)\]: https://", text)), "sources without an address, or without a use"
     assert cited == set(re.findall(r"(?m)^\| \[(\w+)\] \|", text)), "sources that no table describes"
 

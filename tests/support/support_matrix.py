@@ -86,11 +86,14 @@ were found, shared, swapped out or computed again, and that draft tokens were ac
 OPTION_NOTES = """\
 With quantization, a prompt has the same tokens alone and in a batch. They are compared with the logits of the model in
 float32, whose vocabulary has 320 tokens: on average, at most 20 tokens are more likely than the chosen one, and with
-`int4` at most 40. At least 60% of the chosen tokens, and with `int4` at least 10%, are the most likely ones. LoRA means
-adapters of linear layers; adapters of experts (`target_parameters`) are rejected."""
+`int4` at most 40. At least 60% of the chosen tokens, and with `int4` at least 10%, are the most likely ones. So
+`tested` with `int4` means that it runs and that its kernels are right, not that answers stay as good: random weights
+lose more by rounding than trained ones. LoRA means adapters of linear layers; adapters of experts
+(`target_parameters`) are rejected."""
 REJECTED_NOTES = """\
 The model does not load, and this is the error after the path of the model. The feature is the one whose option causes
-the error. `load` means that the model does not load with any options."""
+the error. `load` means that the model does not load with any options. With `int4`, the verification at load refuses
+some of the tiny models, for which the table has a summary of the error."""
 UNTESTED_NOTES = "Why there is no test."
 STATUSES = ("tested", "rejected", "untested")
 HOW_TO = "run make matrix"
