@@ -175,10 +175,16 @@ def test_inter_token_latency_has_a_value_per_token(installed):
 
 
 def test_tensorrt_llm_gauges(installed):
+    """Of an idle server that has found the beginning of a prompt in its cache."""
+    hits, blocks = ("paged_prefix_cache_hit_tokens_total",), "nv_trt_llm_kv_cache_block_metrics"
+    before = samples(installed, "of_vllm")[hits]
+    for _ in range(2):
+        assert post(installed, {"text_input": "7#gauges", "max_tokens": 2}, model="of_vllm")[0] == 200
+    until(lambda: (now := samples(installed, "of_vllm"))[hits] > before and now[blocks, "used"] == 0, "an idle server")
     now = samples(installed, "of_vllm")
     kinds = ("max", "used", "free", "tokens_per", "fraction")
-    assert [now["nv_trt_llm_kv_cache_block_metrics", kind] for kind in kinds] == [64, 0, 64, 4, 0]
-    assert now["nv_trt_llm_kv_cache_block_metrics", "reused"] >= 0
+    assert [now[blocks, kind] for kind in kinds] == [64, 0, 64, 4, 0]
+    assert now[blocks, "reused"] == now[hits] // 4 > 0
     kinds = ("max", "active", "scheduled", "waiting", "context")
     assert [now["nv_trt_llm_request_metrics", kind] for kind in kinds] == [4, 0, 0, 0, 0]
     kinds = ("total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests")
