@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -168,6 +169,33 @@ def test_page_names_the_commit_of_each_record(file):
 
 def test_performance_is_short():
     assert len((ROOT / "docs/performance.md").read_text().splitlines()) <= 200
+
+
+# --- messages ------------------------------------------------------------------------------------------------------
+
+
+def _texts(folder: Path) -> Iterator[str]:
+    """Yield the texts in a folder's source; what an f-string inserts is "…"."""
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "…"
+                for part in parts
+                if isinstance(part, ast.Constant | ast.FormattedValue)
+            )
+
+
+def test_messages_of_the_troubleshooting_guide_are_in_the_source():
+    messages = re.findall(r"(?m)^\| `([^`]+)` \|.*\|$", (ROOT / "docs/guides/troubleshooting.md").read_text())
+    elsewhere = {"Stub process … is not healthy", "paged_preemptions_total"}
+    texts = "\n".join(text for folder in ("paged_backend", "client", "kernels") for text in _texts(ROOT / folder))
+    missing = [
+        message
+        for message in messages
+        if message not in elsewhere and not all(part in texts for part in message.split("…"))
+    ]
+    assert missing == [] and len(messages) > 15
 
 
 # --- metrics and options -------------------------------------------------------------------------------------------
