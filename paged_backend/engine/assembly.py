@@ -59,7 +59,7 @@ GPU_MIN_PREFILL = 256
 
 @dataclass(frozen=True, eq=False)
 class Assembly:
-    """A loaded model with its pools and scheduler: everything of an engine but the thread."""
+    """A built engine: a loaded model with its pools and scheduler. `engine()` adds the thread."""
 
     loaded: LoadedModel
     limits: EngineLimits

@@ -105,7 +105,7 @@ class Engine:
         self._inbox.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
-            log.error("the current step has not ended after %.3g s; leaving it to the end of the process", seconds)
+            log.error("the current step has not ended after %.3g s; its thread is abandoned", seconds)
             self._failed.set()
         if self._prefix_tiers:
             if not self._failed.is_set() and self._prefix_tiers.spill_rest(deadline):

@@ -136,7 +136,7 @@ class EngineService:
         self._submit(request)
 
     def store(self, run: BlockRun) -> None:
-        """Put blocks into the prefix cache. Waits while too many are on the way there."""
+        """Put blocks into the prefix cache. Blocks while too many of them wait to be stored."""
         self._store(run)
         with self._lock:
             self._unstored = [one for one in self._unstored if not one.stored.is_set()] + [run]

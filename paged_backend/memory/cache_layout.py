@@ -39,7 +39,7 @@ class CacheLayout:
         Args:
             layers: shapes and windows of all layers.
             block_size: tokens of a block.
-            max_model_len: maximum tokens of a sequence. Windows of at least this size are none.
+            max_model_len: maximum tokens of a sequence. Windows this long count as full attention.
             max_pending: maximum tokens of a sequence in the steps that may be planned and not committed.
         """
         windowed = [index for index, layer in enumerate(layers) if layer.window and layer.window < max_model_len]

@@ -9,7 +9,7 @@ arrive()         waits for ins   ◀──────────────�
 copy(copies)     after arrive(), in order with the steps
 settle()         the host waits for outs and ins; only then may it read or write its own blocks
 
-An "out" is a block that is swapped out to the host, an "in" one that is swapped in.
+"out": a block that is copied from the device to the host. "in": from the host to the device.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Transfers:
         self._swapping = []
 
     def finish(self) -> None:
-        """Block the host until the device has done all of its work, also that of steps. Raises the device's error: after
+        """Block the host until the device has done all of its work, steps included. Raises the device's error: after
         one that ends its context (a "sticky" error, such as an illegal address), every operation does."""
         self._queues.finish()
         self._arriving, self._swapping = [], []

@@ -87,7 +87,7 @@ def find_family(decoder: nn.Module | None) -> str | None:
 
 
 def is_own(module: nn.Module | None, family: str | None, kind: str) -> bool:
-    """Return whether the module is the class of this kind of a family. No module is one of no family."""
+    """Return whether the module is of the family's class for this kind. False if either is None."""
     if family is None:
         return False
     name = f"transformers.models.{family}.modeling_{family}.{FAMILIES[family].prefix}{kind}"

@@ -24,7 +24,7 @@ class ChunkPlanner:
         counters: SchedulerCounters,
         stages: int = 1,
     ):
-        """stages: of a pipeline; 1: there is none."""
+        """stages: number of pipeline stages; 1 without a pipeline."""
         self._requests = requests
         self._tables = tables
         self._pins = pins

@@ -74,7 +74,7 @@ class Scheduler:
         tokens of a step that decodes. max_loras: maximum adapters on the device. fair_tenants: within a priority, admit
         the tenant that was served the fewest tokens instead of first come, first served. state_slots: slots for the
         states of recurrent layers, at least max_num_seqs and `num_draft_slots`; 0: the model has none.
-        host_state_slots: slots on the host for the states of swapped-out requests. stages: of a pipeline.
+        host_state_slots: slots on the host for the states of swapped-out requests. stages: pipeline stages.
         whole_prompts: compute each prompt in one step; prompts have at most max_num_batched_tokens. clock: returns
         seconds.
         """

@@ -29,7 +29,7 @@ from paged_backend.utils.local_socket import Connection
 log = logging.getLogger("paged_llm")
 
 POLL_SECONDS = 0.25  # time between two searches for a successor, and between moves of requests that arrive late
-BUSY_SECONDS = 0.02  # the first of them while blocks are sent
+BUSY_SECONDS = 0.02  # the interval between searches while blocks are sent
 MAX_UNSENT_BYTES = 256 << 20  # of blocks; further requests run here until fewer wait to be sent
 RELEASE_SECONDS = 5.0  # time after the last move until the memory is released, as late requests may arrive until then
 

@@ -20,7 +20,7 @@ _SAMPLING = ("priority", "cache_salt", "lora_name", "timeout_ms", "truncate_prom
 
 @dataclass(frozen=True)
 class PoolingCall(ABC):
-    """The content of such a request."""
+    """A parsed embedding or classification request."""
 
     field: ClassVar[str]  # the input tensor that the request came in
     operation: ClassVar[str]  # its name in traces
