@@ -107,14 +107,17 @@ class RemoteEngine:
         owner: RequestOwner,
         stats: SchedulerStats | None = None,
         title: str = "the instance that the request was moved to",
+        on_end: Callable[[], None] = lambda: None,
     ):
         """name: name of the socket, which identifies the engine. emit: receives the outputs, on the thread of the
-        connection, and must not block. stats: the engine's statistics, if they are known. title: names it in errors."""
+        connection, and must not block. stats: the engine's statistics, if they are known. title: names it in errors.
+        on_end: called on that thread when the connection has ended."""
         self.name = name
         self._title = title
         self._connection = connection
         self._emit = emit
         self._owner = owner
+        self._on_end = on_end
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._open: dict[int, _Open] = {}  # by key; guarded by the lock
@@ -226,6 +229,7 @@ class RemoteEngine:
             self._connection.close()
             self._sender.close()
             self._end_all()
+            self._on_end()
 
     def _handle(self, frame: Mapping[str, Any]) -> None:
         if isinstance(step := frame.get("step"), dict):

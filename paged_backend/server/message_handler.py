@@ -19,6 +19,7 @@ from paged_backend.server.metrics_updates import MetricsUpdates
 from paged_backend.server.open_streams import EngineControl, OpenStreams
 from paged_backend.server.pool_maps import PoolMapRequests
 from paged_backend.server.stream import Stream
+from paged_backend.utils import failure
 
 log = logging.getLogger("paged_llm")
 
@@ -116,6 +117,7 @@ class ResponderMessageHandler:
         self._updated |= self._monitor.fail_unknown(unknown.keys)
 
     def on_engine_died(self, died: EngineDied) -> None:
+        failure.report(died.reason)
         error = RequestError(ErrorCode.INTERNAL, died.reason)
         self._updates.record_idle()
         self._streams.fail_all(error)

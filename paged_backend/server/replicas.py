@@ -14,6 +14,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from paged_backend.loading.model_options import pick_device
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.placement import replica_gpus
 from paged_backend.server.replica_choice import ReplicaChoice
-from paged_backend.utils import local_socket
+from paged_backend.utils import failure, local_socket
 from paged_backend.utils.child_process import end_process, start_module
 from paged_backend.utils.local_socket import Connection
 from paged_backend.utils.machine import omp_num_threads, usable_cores
@@ -60,6 +61,7 @@ class Replicas:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._engines: list[RemoteEngine] = []
         self._own: Engine | None = None
+        self._stopping = False
         if count == 1:
             return
         share_cores(count)
@@ -92,7 +94,8 @@ class Replicas:
             connection = Connection(local_socket.connect(answer["socket"]), self._max_frame_bytes)
             stats = read_stats(answer["stats"])
             name = f"replica {number}"
-            self._engines.append(RemoteEngine(name, connection, emit, self, stats, title=name))
+            on_end = partial(self._report_end, name)
+            self._engines.append(RemoteEngine(name, connection, emit, self, stats, title=name, on_end=on_end))
             log.info("replica %d of %d is ready", number, self.count)
 
     def place(self, request: GenerateRequest) -> bool:
@@ -142,8 +145,13 @@ class Replicas:
         log.warning("a request of %s runs in the first engine: %s", engine.name, rejected or "the replica has ended")
         self._own.moved_requests.put_back(replace(request, stays=True))
 
+    def _report_end(self, name: str) -> None:
+        if not self._stopping:
+            failure.report(f"{name} has ended")
+
     def stop(self) -> None:
         """End the processes."""
+        self._stopping = True
         for engine in self._engines:
             engine.close()
         for process in self._processes:

@@ -7,12 +7,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
 
 from paged_client import Client
 from paged_client.cli import main
 from paged_client.serving.tritonserver import TritonServer
-from tests.support.in_process import byte_tokenizer, generate_with_transformers, save_tiny
+from tests.support.in_process import byte_tokenizer, generate_with_transformers
 from tests.support.processes import children, needs_server
 from tests.support.triton import metrics, post, raw_stream
 from tests.support.waiting import until
@@ -26,31 +25,15 @@ PROMPTS = [f"{word} {word} {word} {word}" for word in ("one", "two", "six", "ten
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """(directory, model): outputs may be long, for streams that do not end during a test."""
-    directory = tmp_path_factory.mktemp("long")
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1 << 14,
-    )
-    return directory, save_tiny(config, directory)
-
-
-@pytest.fixture(scope="module")
-def replicated(model):
-    with TritonServer(model[0], OPTIONS | {"data_parallel_size": 2}, engine_only=True) as made:
+def replicated(long_model):
+    with TritonServer(long_model[0], OPTIONS | {"data_parallel_size": 2}, engine_only=True) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def expected(model):
+def expected(long_model):
     tokenizer = byte_tokenizer()
-    tokens = [generate_with_transformers(model[1], tokenizer.encode(prompt), 12) for prompt in PROMPTS]
+    tokens = [generate_with_transformers(long_model[1], tokenizer.encode(prompt), 12) for prompt in PROMPTS]
     return [tokenizer.decode(one).rstrip(CUT) for one in tokens]
 
 

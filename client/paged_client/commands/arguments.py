@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from ipaddress import ip_address
 
 from paged_backend.api.sizes import parse_quantity
 from paged_client.discovery import find_model
@@ -21,6 +22,16 @@ def port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r}: must be 1..65535")
     return int(text)
+
+
+def address(text: str) -> str:
+    """Parse an IP address to listen on."""
+    try:
+        return str(ip_address(text.strip("[]")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be an IP address of this machine, or 0.0.0.0 for all of them"
+        ) from None
 
 
 def seconds(text: str) -> float:

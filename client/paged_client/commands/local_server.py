@@ -55,8 +55,16 @@ def find_sockets(model: str, url: str | None) -> list[str]:
             f"no server of this user on this machine serves {model}{where}; in a container, run the command there"
         )
     if len(servers) > 1:
-        raise UsageError(f"--url: missing; {len(servers)} servers on this machine serve {model}")
+        raise UsageError(
+            f"--url: missing; {len(servers)} servers on this machine serve {model}: {', '.join(map(_address, servers))}"
+        )
     return sorted(local_socket.find(model, servers[0]))
+
+
+def _address(pid: int) -> str:
+    """Return an address of a server for --url."""
+    ports = sorted(_ports(pid))
+    return f"localhost:{ports[0]}" if ports else f"process {pid}, which does not listen yet"
 
 
 def _local_port(url: str) -> int:

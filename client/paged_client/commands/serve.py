@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from paged_client.commands.arguments import EXIT_ERROR, parse_pairs, port, seconds
+from paged_client.commands.arguments import EXIT_ERROR, address, parse_pairs, port, seconds
 from paged_client.commands.engine_flags import is_engine_flag
 from paged_client.session import UsageError
 
@@ -22,6 +22,13 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.usage = "paged serve MODEL [--ENGINE-OPTION VALUE ...] [options] [-- tritonserver options]"
     _add_model_arguments(parser, "Hugging Face model directory or hub name, GGUF file, or 'demo'")
     add = parser.add_argument
+    add(
+        "--host",
+        type=address,
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on; 0.0.0.0 opens the server to other machines (default: 127.0.0.1)",
+    )
     add("--http-port", type=port, default=8000, metavar="N", help="HTTP port (default: 8000)")
     add("--grpc-port", type=port, default=8001, metavar="N", help="gRPC port (default: 8001)")
     add("--metrics-port", type=port, default=8002, metavar="N", help="metrics port (default: 8002)")
@@ -99,6 +106,8 @@ def _model_options(args: argparse.Namespace, default: str | None = None) -> dict
         raise UsageError(f"--name {args.name}: served_model_name={other} is given too")
     if args.multi_lora:
         _check_adapters(args.multi_lora)
+    elif options.get("enable_lora") is True:
+        raise UsageError("--enable-lora: needs a list of adapters, --multi-lora FILE; {} in the file is an empty one")
     options = {"model": model, **options}
     try:
         check_options(options)
@@ -123,6 +132,7 @@ def serve(args: argparse.Namespace) -> int:
     return launch.serve(
         model,
         options,
+        host=args.host,
         http_port=args.http_port,
         grpc_port=args.grpc_port,
         metrics_port=args.metrics_port,
@@ -157,10 +167,11 @@ def _log_file(named: Path | None, default: Path) -> Path | None:
 
     Without a writable default, a warning is printed and there is no file.
     """
+    from paged_client.serving.server_log import LogFile
+
     path = named or default
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
+        LogFile(path, append=True).close()
     except OSError as error:
         if named:
             raise UsageError(f"--log-file {named}: {error.strerror}") from None

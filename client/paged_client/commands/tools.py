@@ -55,12 +55,14 @@ def _benchmarks() -> list[str]:
 def tritonserver(args: argparse.Namespace) -> int:
     """Replace this process by the tritonserver on this machine, in an environment in which it finds the engine."""
     from paged_client.serving.server_files import ServerNotFoundError, find_server
+    from paged_client.serving.trampoline import keep_files_private
     from paged_client.serving.tritonserver import server_environment
 
     try:
         files = find_server()
     except ServerNotFoundError as error:
         raise UsageError(str(error)) from None
+    keep_files_private()
     os.execve(files.binary, files.command(args.rest), server_environment(files))
 
 

@@ -227,6 +227,12 @@ class _Server(uvicorn.Server):
         with listener:
             self.run(sockets=[listener])
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Also end the application if streams are cut. uvicorn would cancel it, and log that as an error."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True

@@ -10,6 +10,7 @@ import threading
 from typing import NamedTuple
 
 from paged_backend.utils.startup import PROGRESS
+from paged_client.serving.server_log import is_detail
 
 _BYTE_UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
@@ -53,7 +54,7 @@ class Console:
     """
 
     # Log lines of Triton start with I1231 (info), W1231 or E1231. All others are output of other code.
-    _INFO = re.compile(r"I\d{4} |[+|\n]|Signal \(")
+    _INFO = re.compile(r"I\d{4} |Signal \(")
     _PYTHON_INFO = re.compile(r"[-\d]+ [:,\d]+ (?:INFO|DEBUG) \S+: ")
     _ENGINE_PROBLEM = re.compile(r" (WARNING|ERROR) paged_llm[.\w]*: ")
     _STARTUP = re.compile(r"[-\d]+ [:,\d]+ INFO paged_llm\.startup: (.*)")
@@ -89,7 +90,7 @@ class Console:
                 self._write(line)
 
     def _is_info(self, line: str) -> bool:
-        return bool(self._INFO.match(line) or self._PYTHON_INFO.match(line))
+        return bool(self._INFO.match(line) or self._PYTHON_INFO.match(line) or is_detail(line))
 
     def _show_phase(self, phase: Phase) -> None:
         is_new = self._phase is None or self._phase.name != phase.name

@@ -6,7 +6,6 @@ import contextlib
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,14 @@ from paged_backend.utils.startup import NO_CHAT, ONLY_EMBEDDINGS, ONLY_LABELS
 from paged_client.serving.console import Console
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import served_name
-from paged_client.serving.server_args import check_grpc_args, hosts, listening_address
+from paged_client.serving.server_args import (
+    LOOPBACK,
+    check_grpc_args,
+    hosts,
+    listening_address,
+    listening_at,
+    open_addresses,
+)
 from paged_client.serving.server_files import ServerNotFoundError
 from paged_client.serving.supervisor import Create, RestartPolicy, Supervisor
 from paged_client.serving.tritonserver import ServerError, TritonServer
@@ -27,6 +33,10 @@ from paged_client.serving.tritonserver import ServerError, TritonServer
 if TYPE_CHECKING:
     from paged_client.openai.command import BackgroundGateway
 
+_OPEN = (
+    "Warning: open to other machines: {addresses}. Triton's ports have no encryption and no authentication: who reaches"
+    " them may send requests, read the metrics and the model's configuration, and change the server's log settings."
+)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -34,6 +44,7 @@ def serve(
     model: str = "demo",
     options: Mapping[str, object] | None = None,
     *,
+    host: str = LOOPBACK,
     http_port: int = 8000,
     grpc_port: int = 8001,
     metrics_port: int = 8002,
@@ -49,10 +60,12 @@ def serve(
     The first signal lets open streams finish, for at most 30 s. The second one kills the server. Progress, a
     summary of what was loaded, and the server's warnings and errors go to standard error; with `verbose`, the whole log
     does. An error before the server is ready is printed as a single message. log_file: file for the whole log.
+    host: address at which the server and the gateway listen; addresses in `server_args` replace it.
     restart: when to start a failed server again; None: never. openai_port: port of an OpenAI gateway, which runs in
     this process from the time when the server is ready; None: there is none. A port of 0 chooses a free one.
     """
     console = Console(verbose)
+    server_args = [*listening_at(host), *server_args]
 
     def create(environment: Mapping[str, str], append_log: bool) -> TritonServer:
         server = TritonServer(
@@ -78,6 +91,8 @@ def serve(
         http_port, grpc_port, metrics_port, *_ = ports = choose_ports(
             **{f"--{name}-port": port for name, port in wanted.items()}
         )
+        if opened := open_addresses(server_args):
+            console.say(_OPEN.format(addresses=", ".join(opened)))
         if restart:
             check_grpc_args(server_args, "the probes of --restart")
         gateway = None
@@ -88,9 +103,7 @@ def serve(
 
             url, name = f"{hosts(server_args).grpc}:{grpc_port}", served_name(options or {})
             gateway = BackgroundGateway(url, name, listening_address(server_args), ports[3])
-        if restart:
-            return _supervise(create, console, gateway, restart, log_file)
-        return _run(create({}, False), console, gateway, log_file)
+        return _supervise(create, console, gateway, restart, log_file)
     except ServerError as error:
         console.say(f"error: {error}{_where_log_is(log_file)}")
         return 1
@@ -112,7 +125,11 @@ def _where_log_is(log_file: Path | None) -> str:
 
 
 def _supervise(
-    create: Create, console: Console, gateway: BackgroundGateway | None, policy: RestartPolicy, log_file: Path | None
+    create: Create,
+    console: Console,
+    gateway: BackgroundGateway | None,
+    policy: RestartPolicy | None,
+    log_file: Path | None,
 ) -> int:
     stopping = threading.Event()
     on_ready = partial(_on_ready, gateway=gateway)
@@ -123,28 +140,6 @@ def _supervise(
     return 0
 
 
-def _run(server: TritonServer, console: Console, gateway: BackgroundGateway | None, log_file: Path | None) -> int:
-    stopping = threading.Event()
-    with _signals_forwarded(lambda: server, gateway, console, stopping):
-        try:
-            server.start()
-            server.wait_ready(progress=console.loading)
-            console.ready(_on_ready(server, gateway))
-            code = _wait(server, stopping)
-        except ServerError:
-            if not stopping.is_set():
-                raise
-            code = 0  # 0 although it was not ready: a signal stopped it while it was loading
-        finally:
-            server.stop()
-    if stopping.is_set():
-        console.say("Stopped.")
-        return 0
-    reason = f"tritonserver exited with code {code}; the last lines of its log:\n{server.log_tail()}"
-    console.say(f"error: {reason}{_where_log_is(log_file)}")
-    return code if code > 0 else 1
-
-
 def _on_ready(server: TritonServer, gateway: BackgroundGateway | None) -> str:
     """Start the gateway of a server that is ready, and return what to print. Raises ValueError for a port in use."""
     if gateway:
@@ -153,14 +148,6 @@ def _on_ready(server: TritonServer, gateway: BackgroundGateway | None) -> str:
         except OSError as error:
             raise ValueError(f"--openai-port={gateway.port}: {error.strerror}") from None
     return ready_message(server, gateway)
-
-
-def _wait(server: TritonServer, stopping: threading.Event) -> int:
-    """Wait until the server exits and return its exit code, or until `stopping` is set and return 0."""
-    while not stopping.is_set():
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return server.wait(0.2)
-    return 0
 
 
 @contextlib.contextmanager

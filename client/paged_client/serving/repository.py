@@ -94,6 +94,7 @@ def make_repository(
         directory = cache_directory() / "model_repositories" / digest.hexdigest()[:16]
         if directory.exists():
             return directory
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # options may have secrets
     elif directory.exists() and any(directory.iterdir()):
         raise ValueError(f"{directory}: is not empty")
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from ipaddress import ip_address
 from itertools import zip_longest
 from typing import NamedTuple
 
+LOOPBACK = "127.0.0.1"
 _ANY = ("", "0.0.0.0", "::", "[::]")
 _OWN_OPTION = "it is an option of paged serve, before the --"
 # Options that cannot be set, and why.
@@ -45,9 +48,22 @@ def check_grpc_args(arguments: Sequence[str], users: str) -> None:
     _check(arguments, reserved, {"--grpc-restricted-protocol": ("inference", f"{users} have no key")})
 
 
+def listening_at(host: str) -> list[str]:
+    """Return the options with which a server listens at an IP address."""
+    grpc, http = (f"[{host}]", f"ipv6:{host}") if ":" in host else (host, host)
+    return [f"--http-address={http}", f"--grpc-address={grpc}", f"--metrics-address={http}"]
+
+
+def open_addresses(arguments: Sequence[str]) -> list[str]:
+    """Return where a server with these options listens for other machines: options and their values."""
+    given = dict(_options(arguments))
+    names = ("--http-address", "--grpc-address", "--metrics-address")
+    return [f"{name}={given[name]}" for name in names if name in given and not _is_local(given[name])]
+
+
 def listening_address(arguments: Sequence[str]) -> str:
     """Return the address at which a server with these options listens for HTTP: by default all IPv4 addresses."""
-    return dict(_options(arguments)).get("--http-address", "").removeprefix("ipv6:").strip("[]") or "0.0.0.0"
+    return _bare(dict(_options(arguments)).get("--http-address", "")) or "0.0.0.0"
 
 
 def hosts(arguments: Sequence[str]) -> Hosts:
@@ -75,8 +91,18 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, value if equals or after.startswith("--") else after
 
 
+def _bare(address: str) -> str:
+    return address.removeprefix("ipv6:").strip("[]")  # tritonserver's HTTP takes IPv6 addresses with this prefix
+
+
+def _is_local(address: str) -> bool:
+    with suppress(ValueError):
+        return ip_address(_bare(address)).is_loopback
+    return address == "localhost"
+
+
 def _reachable(address: str) -> str:
-    address = address.removeprefix("ipv6:")  # tritonserver's HTTP takes IPv6 addresses with this prefix
-    if address in _ANY:
+    address = address.removeprefix("ipv6:")
+    if address in (*_ANY, LOOPBACK):
         return "localhost"
     return f"[{address}]" if ":" in address and not address.startswith("[") else address

@@ -9,8 +9,21 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-CRASH_LINES = 200  # of the log of a server that was ended by a signal
+from paged_backend.utils import failure
+from paged_client.serving.stubs import how_ended
+
+# Lines that only the log file needs: tables, empty messages, and the stacks of a process that was ended by a signal, as
+# tritonserver and Python's faulthandler write them.
+_DETAIL = re.compile(
+    r'[+|\n]|I\d{4} [^\]]*\] ?\n| *\d+# 0x|(Current t|T)hread 0x|  File ".*", line \d+ in |  <no Pyth|Extension mod'
+)
+_TAIL_SEARCHED = 1000  # lines, among which the last messages are
 PROCESS_DIED = "the model did not load: its process has died while loading"
+
+
+def is_detail(line: str) -> bool:
+    """Return whether a line of the log is no message, but part of a table or of a dump of stacks."""
+    return _DETAIL.match(line) is not None
 
 
 class LogFile:
@@ -20,9 +33,9 @@ class LogFile:
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         """Create the file and its directory. append: keep what the file has. Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = path
-        self._file: FileIO | None = path.open("ab" if append else "wb", buffering=0)
+        self._file: FileIO | None = _open(path, "ab" if append else "wb")
         self._size = self._file.tell()
 
     def write(self, line: bytes) -> None:
@@ -33,7 +46,7 @@ class LogFile:
             if self._size + len(line) > self.MAX_BYTES:
                 self._file.close()
                 os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
-                self._file, self._size = self._path.open("wb", buffering=0), 0
+                self._file, self._size = _open(self._path, "wb"), 0
             self._file.write(line)
             self._size += len(line)
         except OSError:
@@ -44,6 +57,11 @@ class LogFile:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _open(path: Path, mode: str) -> FileIO:
+    """Open a file, which only this user can read if it is new."""
+    return FileIO(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def append_line(path: Path, line: str) -> None:
@@ -70,6 +88,7 @@ class ServerLog:
         self._file: LogFile | None = None
         self._lines: list[str] = []
         self._thread: threading.Thread | None = None
+        self.engine_failure: str | None = None  # why the engine answers no more requests
 
     def open(self) -> None:
         """Create the file. Raises OSError."""
@@ -93,6 +112,8 @@ class ServerLog:
 
     def _add(self, line: str) -> None:
         self._lines.append(line)
+        if found := failure.LINE.search(line):
+            self.engine_failure = found[1]
         if len(self._lines) > self.LIMIT:
             del self._lines[: self.LIMIT // 2]
         if self._echo:
@@ -107,8 +128,9 @@ class ServerLog:
     def text(self) -> str:
         return "".join(self._lines)
 
-    def tail(self, lines: int = 20) -> str:
-        return "".join(self._lines[-lines:]).rstrip()
+    def tail(self, lines: int = 10) -> str:
+        """Return the last messages."""
+        return "".join([line for line in self._lines[-_TAIL_SEARCHED:] if not is_detail(line)][-lines:]).rstrip()
 
     def unloading_started(self) -> bool:
         """Return whether the server is stopping and accepts no more requests."""
@@ -122,9 +144,7 @@ class ServerLog:
             return f"the model did not load: {reason}"
         # After an unknown option the server prints the error, and then its whole usage text.
         error, usage, _ = self.text().partition("\nUsage:")
-        # If the server crashes, the model's process ends after it and writes the stacks of its threads.
-        text = error if usage else self.tail(CRASH_LINES if code < 0 else 20)
-        return f"tritonserver exited with code {code}: {text}"
+        return f"tritonserver {how_ended(code)}: {error if usage else self.tail()}"
 
 
 def load_failure(log: str) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +23,21 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def how_ended(code: int) -> str:
+    """Return how a process ended, for a message. code: its exit code; negative is the number of a signal."""
+    if code >= 0:
+        return f"exited with code {code}"
+    cause = ", as when the machine or its container is out of memory" if -code == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{cause}"
+
+
+def exit_code(pid: int) -> int | None:
+    """Return the exit code of a process that its parent has not waited for; None if that cannot be read."""
+    with suppress(OSError, ValueError, IndexError):
+        return os.waitstatus_to_exitcode(int(Path(f"/proc/{pid}/stat").read_text().split()[-1]))
+    return None
 
 
 class LoadingStubs:

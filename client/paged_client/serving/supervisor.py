@@ -1,4 +1,4 @@
-"""Restarts a server that has failed: `paged serve --restart`."""
+"""Runs the server of `paged serve` until it fails or is stopped. With `--restart` a failed server is started again."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paged_backend.utils import restarts
+from paged_backend.utils.failure import LAST_WORDS_SECONDS
 from paged_client.connection_errors import UnreachableError
 from paged_client.probe import probe
 from paged_client.serving.console import Console
 from paged_client.serving.server_log import append_line
-from paged_client.serving.stubs import runs, stubs
+from paged_client.serving.stubs import exit_code, how_ended, runs, stubs
 from paged_client.serving.tritonserver import ServerError, TritonServer
 from paged_client.sync_client import Client
 from paged_client.types import PagedError
@@ -48,22 +49,25 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a server has to be restarted."""
+    """Why a server cannot be used any more."""
 
     reason: str  # one of restarts.REASONS
     message: str
     log_tail: str = ""  # the end of the server's log, if that may explain it
     was_healthy: bool = False  # whether the server had been ready for RestartPolicy.healthy
 
+    def __str__(self) -> str:
+        return self.message + (f" The last lines of its log:\n{self.log_tail}" if self.log_tail else "")
+
 
 class Supervisor:
-    """Runs servers one after the other until it is stopped.
+    """Runs a server until it is stopped or fails; with a policy, one after the other until it is stopped.
 
     Args:
         create: returns a new server, given environment variables for it and whether to append to the log file.
             Raises ValueError or OSError for a port in use, or a model that does not exist.
         console: prints why the server is restarted.
-        policy: when to restart it.
+        policy: when to restart it; None: never.
         stopping: set by a signal handler that has also terminated `server`.
         on_ready: called once a server is ready; returns what to print. May raise ValueError or OSError.
         log_file: the servers' log, which also gets why they are restarted.
@@ -73,7 +77,7 @@ class Supervisor:
         self,
         create: Create,
         console: Console,
-        policy: RestartPolicy,
+        policy: RestartPolicy | None,
         stopping: threading.Event,
         on_ready: Callable[[TritonServer], str],
         log_file: Path | None = None,
@@ -91,12 +95,15 @@ class Supervisor:
         """Run servers until `stopping` is set.
 
         Raises ServerError, ValueError or OSError if the first one does not start: then a restart would not help.
+        Without a policy, raises ServerError when a server fails.
         """
         failures = 0
         while not self._stopping.is_set():
             failure = self._run_server()
             if failure is None:
                 return
+            if self._policy is None:
+                raise ServerError(str(failure))
             failures = 1 if failure.was_healthy else failures + 1
             delay = self._policy.delay(failures)
             self._counts[failure.reason] += 1
@@ -105,8 +112,7 @@ class Supervisor:
 
     def _report(self, failure: Failure, restart: str) -> None:
         """Write why a server is restarted to the console, with the end of its log, and to the log file."""
-        tail = f" The last lines of its log:\n{failure.log_tail}" if failure.log_tail else ""
-        self._console.restarting(f"{failure.message}{tail}\n{restart}")
+        self._console.restarting(f"{failure}\n{restart}")
         if self._log_file:
             with suppress(OSError):  # the log is kept as far as possible
                 line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} paged serve: {failure.message} {restart}\n"
@@ -129,7 +135,9 @@ class Supervisor:
                 raise
             return Failure("start_failed", f"The server did not start: {error}")
         failure = self._watch(server)
-        was_healthy = time.monotonic() - ready >= self._policy.healthy
+        if self._stopping.is_set():  # a signal has ended the server
+            failure = None
+        was_healthy = self._policy is not None and time.monotonic() - ready >= self._policy.healthy
         self._end_server(kill=failure is not None)
         return failure and replace(failure, was_healthy=was_healthy)
 
@@ -144,17 +152,22 @@ class Supervisor:
     def _watch(self, server: TritonServer) -> Failure | None:
         """Wait until the server fails, and return why; None if it was stopped."""
         processes = stubs(server.pid)
-        with _Prober(server, self._policy) as prober:
+        with _Prober(server, self._policy) if self._policy else nullcontext() as prober:
             while not self._stopping.is_set():
                 try:
                     code = server.wait(POLL_SECONDS)
                 except subprocess.TimeoutExpired:
                     pass
                 else:
-                    return None if self._stopping.is_set() else _exit_failure(server, code)
+                    return _exit_failure(server, code)
                 if ended := [pid for pid in processes if not runs(pid)]:
-                    return Failure("stub_died", f"The engine's process {ended[0]} has ended.")
-                if prober.failure:
+                    status = exit_code(ended[0])
+                    how = "has ended" if status is None else how_ended(status)
+                    return Failure("stub_died", f"The engine's process {ended[0]} {how}.")
+                if reason := server.engine_failure:
+                    self._stopping.wait(LAST_WORDS_SECONDS)
+                    return Failure("engine_failed", f"The engine has failed: {reason}.")
+                if prober and prober.failure:
                     return prober.failure
         return None
 
@@ -198,5 +211,5 @@ def _probe_failure(error: PagedError) -> Failure:
 
 
 def _exit_failure(server: TritonServer, code: int) -> Failure:
-    how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    return Failure("exited", f"tritonserver {how}.", server.log_tail())
+    hint = " Releases before 25.07 end so after a large HTTP body." if code == -signal.SIGSEGV else ""
+    return Failure("exited", f"tritonserver {how_ended(code)}.{hint}", server.log_tail())

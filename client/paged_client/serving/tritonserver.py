@@ -4,20 +4,20 @@ import contextlib
 import http.client
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from paged_client.serving import trampoline
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import resolve_models, served_name, write_repository
-from paged_client.serving.server_args import check_server_args, hosts
+from paged_client.serving.scratch import Scratch
+from paged_client.serving.server_args import LOOPBACK, check_server_args, hosts, listening_at
 from paged_client.serving.server_files import MODEL_REPOSITORY, REPOSITORY_ROOT, ServerFiles, find_server, prepend
 from paged_client.serving.server_log import PROCESS_DIED, ServerLog
 from paged_client.serving.stubs import LoadingStubs
@@ -25,14 +25,6 @@ from paged_client.serving.stubs import LoadingStubs
 LOAD_TIMEOUT = 3600.0  # seconds; loading has its own limits, this one only bounds a hang
 UNLOAD_TIMEOUT = 5  # seconds for an idle server to start unloading its model, and again to finish
 EXIT_TIMEOUT = 30  # seconds for open streams to finish; tritonserver's default
-
-# prctl(PR_SET_PDEATHSIG, SIGTERM): the server gets SIGTERM when the launcher dies, even of SIGKILL. A small program
-# does this and then executes the server, because a preexec_fn is unsafe in a process with threads. Its comparison of
-# process ids handles a launcher that dies before the call.
-_TRAMPOLINE = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
-)
 
 
 class ServerError(RuntimeError):
@@ -51,7 +43,7 @@ class TritonServer:
         options: engine options, which override those in the repository's model.json.
             `served_model_name` is also the attribute `model_name`.
         http_port, grpc_port, metrics_port: 0 chooses a free port. The attributes have the chosen ports.
-        server_args: further options for tritonserver.
+        server_args: further options for tritonserver. Without options for its addresses it listens at 127.0.0.1.
         echo: called with each line of the server's log.
         repository: model repository to use instead of the project's.
         engine_only: serve only the engine's model of the repository, which is ready sooner.
@@ -88,15 +80,15 @@ class TritonServer:
         self._options = resolve_models({**options, "model": model})
         self.model_name = served_name(self._options)
         check_server_args(server_args)
-        self._server_args, self._hosts = list(server_args), hosts(server_args)
+        self._server_args = [*listening_at(LOOPBACK), *server_args]  # of repeated options the last one counts
+        self._hosts = hosts(self._server_args)
         self._repository, self._engine_only = repository, engine_only
         self._files = find_server()
-        # Servers on the same host need different name prefixes in /dev/shm.
-        self.shm_prefix = f"paged_{os.getpid()}_{secrets.token_hex(4)}_"
+        self._scratch = Scratch()
+        self.shm_prefix = self._scratch.shm_prefix
         self._log = ServerLog(echo, log_file, append=append_log)
         self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> "TritonServer":
         self.start()
@@ -137,16 +129,21 @@ class TritonServer:
         """Return the last lines of the log."""
         return self._log.tail()
 
+    @property
+    def engine_failure(self) -> str | None:
+        """Why the engine answers no more requests; None if it has not said so."""
+        return self._log.engine_failure
+
     def start(self) -> None:
         """Start the server without waiting for it."""
         assert self._process is None, "a TritonServer starts once"
         self._log.open()
-        self._scratch = tempfile.TemporaryDirectory(prefix="paged-server-")
-        models = Path(self._scratch.name)
+        self._scratch.create()
+        models = self._scratch.path / "models"
         write_repository(self._repository, models, self._options, self._multi_lora, engine_only=self._engine_only)
-        trampoline = [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid())]
+        launch = [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid())]
         self._process = subprocess.Popen(
-            [*trampoline, *self._command(models)],
+            [*launch, *self._command(models)],
             env=server_environment(self._files) | self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -233,7 +230,7 @@ class TritonServer:
         self._wait_until_exited_or_idle(timeout)
         self.kill()
         code = self.wait()
-        self._clean()
+        self._scratch.remove()
         return code
 
     def _wait_until_exited_or_idle(self, timeout: float) -> None:
@@ -263,12 +260,6 @@ class TritonServer:
         if reply is None:
             return True
         return any(float(count) > 0 for count in re.findall(r"^paged_requests\{.*\} (\S+)$", reply[1], re.M))
-
-    def _clean(self) -> None:
-        for region in Path("/dev/shm").glob(f"{self.shm_prefix}*"):
-            region.unlink(missing_ok=True)
-        if self._scratch:
-            self._scratch.cleanup()
 
 
 def _get(address: str, path: str) -> tuple[int, str] | None:

@@ -82,10 +82,12 @@ def test_the_address_chooses_one_of_several_servers(monkeypatch, capsys, tmp_pat
     monkeypatch.setattr(local_socket, "servers", lambda model: [os.getpid(), os.getppid()])
     monkeypatch.setattr(local_socket, "find", partial(_find, local_socket.find))
     command = ["profile", "--output", str(tmp_path / "p.json")]
-    assert main(command) == 2
-    assert "--url: missing; 2 servers on this machine serve paged_llm" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert "--url: missing; 2 servers on this machine serve paged_llm: localhost:" in error
+        assert f"localhost:{port}" in error
         assert main([*command, "--url", f"localhost:{port}"]) == 0
     assert len(asked) == 1
     assert main([*command, "--url", f"localhost:{port}"]) == 2

@@ -23,7 +23,7 @@ def serve_calls(monkeypatch, tmp_path):
 
 def defaults(cache, port):
     """The arguments of launch.serve that are not given."""
-    own = {"openai_port": None, "multi_lora": None, "verbose": False, "restart": None}
+    own = {"host": "127.0.0.1", "openai_port": None, "multi_lora": None, "verbose": False, "restart": None}
     return own | {"log_file": cache / "logs" / f"serve-{port}.log"}
 
 
@@ -73,6 +73,7 @@ def test_engine_options_are_flags(serve_calls, capsys):
         (["--name", "a", "-o", "served_model_name=b"], "--name a: served_model_name=b is given too"),
         (["--name", "a/b"], "served_model_name='a/b': must be letters, digits"),
         (["--multi-lora", "missing.json"], "--multi-lora missing.json: no such file; create it with {} in it"),
+        (["--enable-lora"], "--enable-lora: needs a list of adapters, --multi-lora FILE; {} in the file"),
         (["--", "--max-model-len", "512"], "--max-model-len: is an engine option, not one of tritonserver; put it"),
         (["--", "--log-verbose=1", "--no-enable-prefix-caching"], "--no-enable-prefix-caching: is an engine option"),
         (["--temperature", "0"], """set with --override-generation-config '{"temperature": 0}'\n"""),
@@ -162,6 +163,18 @@ def test_restart_and_its_times(serve_calls, capsys):
     for flag in ("--probe-interval", "--probe-timeout"):
         assert main(["serve", "demo", flag, "5"]) == 2
         assert f"{flag}: has no effect without --restart" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "address"), [("0.0.0.0", "0.0.0.0"), ("[::1]", "::1")])
+def test_host(serve_calls, given, address):
+    assert main(["serve", "demo", "--host", given]) == 7
+    assert serve_calls[-1][1]["host"] == address
+
+
+def test_host_must_be_an_address(serve_calls, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "demo", "--host", "example"])
+    assert "'example': must be an IP address of this machine, or 0.0.0.0 for all" in capsys.readouterr().err
 
 
 def test_log_file_and_verbose(serve_calls, tmp_path):

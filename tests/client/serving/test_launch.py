@@ -21,11 +21,13 @@ from paged_client.serving.ports import choose_ports
 from tests.support.processes import children, is_running, needs_server
 
 ROOT = Path(__file__).resolve().parents[3]
-# Streams a part, and another once there is a file `more`.
+# Streams a part, and another once there is a file `more`; with a file `endless`, never another one.
 STREAMING_MODEL = """
 import json, pathlib, time
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
+senders = []
 
 class TritonPythonModel:
     def execute(self, requests):
@@ -40,9 +42,13 @@ class TritonPythonModel:
                     pb_utils.Tensor(f"num_{kind}_tokens", np.array([1], np.uint32)) for kind in ("input", "output")
                 ]
                 sender.send(pb_utils.InferenceResponse(tensors))
+                if (model / "endless").exists():
+                    senders.append(sender)
+                    break
                 while not (model / "more").exists():
                     time.sleep(0.01)
-            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            else:
+                sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 
 
@@ -77,6 +83,13 @@ def wait_until(condition) -> None:
         pause.wait(0.05)
 
 
+def listening(port):
+    """The IPv4 addresses at which a TCP port of this machine listens."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    found = [line[1].split(":")[0] for line in lines if line[3] == "0A" and int(line[1].split(":")[1], 16) == port]
+    return [socket.inet_ntoa(bytes.fromhex(address)[::-1]) for address in found]
+
+
 def read_ready(process) -> None:
     """Wait until the server is ready. Fails with what the launcher wrote if it ends before."""
     line = process.stdout.readline()
@@ -109,7 +122,16 @@ def test_serve_prints_endpoints_and_stops_on_ctrl_c(launch):
     assert shown[2].endswith(f"paged chat --url localhost:{grpc}\n")
     assert f"curl -N localhost:{http}/v2/models/paged_llm/generate_stream -d '" in shown[3]
     assert shown[4] == "Press Ctrl-C to stop the server.\n"
-    stop_by_ctrl_c(process)
+    assert {address for port in (http, grpc, metrics) for address in listening(port)} == {"127.0.0.1"}
+    assert "Warning" not in stop_by_ctrl_c(process)
+
+
+@needs_server
+def test_host_opens_all_ports_and_says_so(launch):
+    process, *ports = launch_anywhere(launch, host="0.0.0.0", openai_port=0)
+    openai = int(process.stdout.readline().split()[-1].removesuffix("/v1").rpartition(":")[2])
+    assert {address for port in (*ports, openai) for address in listening(port)} == {"0.0.0.0"}
+    assert "Triton's ports have no encryption and no authentication" in stop_by_ctrl_c(process)
 
 
 @needs_server
@@ -267,15 +289,68 @@ def test_ctrl_c_lets_a_stream_of_the_gateway_finish(launch, repository, tmp_path
         assert later.connect_ex(("localhost", openai)) != 0
 
 
+def error_of(event):
+    """Return the error that an event of the gateway has, or None."""
+    return json.loads(event).get("error") if event.startswith(b"{") else None
+
+
 @needs_server
-def test_gateway_of_a_server_that_has_exited_ends(launch):
-    process, *_ = launch_anywhere(launch, openai_port=0)
-    read_ready(process)
-    (server,) = children(process.pid)
-    os.kill(server, signal.SIGKILL)
-    _, errors = process.communicate()
+@pytest.mark.parametrize(
+    ("find", "message"),
+    [
+        (lambda server: server, "error: tritonserver was ended by SIGKILL"),
+        (lambda server: children(server)[0], "error: The engine's process {pid} was ended by SIGKILL, as when"),
+    ],
+    ids=["tritonserver", "stub"],
+)
+def test_a_killed_process_ends_streams_and_the_server(launch, repository, tmp_path, find, message):
+    """Each stream has one error, also one of the gateway, and nothing answers any more."""
+    (repository / "paged_llm/1/model.py").write_text(STREAMING_MODEL)
+    (tmp_path / "endless").touch()
+    process, http, grpc, _ = launch_anywhere(launch, openai_port=0)
+    openai = process.stdout.readline().split()[-1].removesuffix("/v1")
+    connection = HTTPConnection(openai, timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps({"model": "paged_llm", "prompt": "x", "stream": True}))
+    reply = connection.getresponse()
+    assert b'"a"' in reply.readline()
+    answers = queue.SimpleQueue()
+    with grpcclient.InferenceServerClient(f"localhost:{grpc}") as client:
+        client.start_stream(lambda result, error: answers.put(error))
+        text = grpcclient.InferInput("text_input", [1], "BYTES")
+        text.set_data_from_numpy(np.array([b"x"], dtype=np.object_))
+        client.async_stream_infer("paged_llm", [text])
+        assert answers.get(timeout=60) is None
+        (server,) = children(process.pid)
+        victim = find(server)
+        os.kill(victim, signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+        assert "UNAVAILABLE" in answers.get(timeout=60).status()
+        assert answers.empty()
+    events = [line.removeprefix(b"data: ") for line in reply if line != b"\n"]
+    failed = [error for error in map(error_of, events) if error]
+    assert [error["code"] for error in failed] == ["unavailable"], events
     assert process.returncode == 1
-    assert "error: tritonserver exited with code -9" in errors
+    assert message.format(pid=victim) in errors
+    assert "Traceback" not in errors
+    with socket.socket() as later:
+        assert later.connect_ex(("localhost", http)) != 0
+
+
+@needs_server
+def test_a_second_signal_cuts_the_streams_of_the_gateway(launch, repository, tmp_path):
+    (repository / "paged_llm/1/model.py").write_text(STREAMING_MODEL)
+    (tmp_path / "endless").touch()
+    process, *_ = launch_anywhere(launch, openai_port=0)
+    connection = HTTPConnection(process.stdout.readline().split()[-1].removesuffix("/v1"), timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps({"model": "paged_llm", "prompt": "x", "stream": True}))
+    reply = connection.getresponse()
+    assert b'"a"' in reply.readline()
+    process.send_signal(signal.SIGTERM)
+    assert any(line.startswith("Stopping") for line in iter(process.stderr.readline, ""))
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert errors == "Stopped.\n"
+    assert process.returncode == 0
 
 
 @needs_server

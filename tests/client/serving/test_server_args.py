@@ -3,7 +3,7 @@
 import pytest
 
 from paged_client.serving.launch import serve
-from paged_client.serving.server_args import check_server_args, hosts, listening_address
+from paged_client.serving.server_args import check_server_args, hosts, listening_address, listening_at, open_addresses
 from paged_client.serving.supervisor import RestartPolicy
 
 
@@ -49,3 +49,17 @@ def test_a_server_is_reached_where_it_listens():
     assert listening_address(["--http-address=127.0.0.2"]) == "127.0.0.2"
     assert listening_address(["--http-address", "ipv6:::1"]) == listening_address(["--http-address=[::1]"]) == "::1"
     assert hosts(["--metrics-address", "::1", "--grpc-address=a", "--grpc-address=b"]) == ("localhost", "b", "[::1]")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0", "::", "192.0.2.1"])
+def test_all_endpoints_listen_at_the_host(host):
+    arguments = listening_at(host)
+    assert listening_address(arguments) == host
+    assert len(set(hosts(arguments))) == 1
+    assert len(open_addresses(arguments)) == (0 if host in ("127.0.0.1", "::1") else 3)
+
+
+def test_later_options_replace_the_host():
+    arguments = [*listening_at("127.0.0.1"), "--http-address=0.0.0.0"]
+    assert open_addresses(arguments) == ["--http-address=0.0.0.0"]
+    assert hosts([*listening_at("0.0.0.0"), "--grpc-address=127.0.0.2"]).grpc == "127.0.0.2"

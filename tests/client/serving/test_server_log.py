@@ -48,6 +48,13 @@ def test_file_has_the_whole_log(tmp_path):
     assert path.read_text() == "later\n"
 
 
+def test_only_the_user_can_read_the_file(tmp_path):
+    path = tmp_path / "new" / "serve.log"
+    LogFile(path).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
 def test_file_is_rotated_at_its_size_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(LogFile, "MAX_BYTES", 10)
     path = tmp_path / "serve.log"
@@ -61,3 +68,22 @@ def test_full_disk_ends_the_file_but_not_the_log():
     one, problem, two = log.text().splitlines()
     assert (one, two) == ("one", "two")
     assert problem == "W0000 /dev/full: No space left on device; the log is no longer written to this file"
+
+
+def test_tail_has_the_last_messages_without_tables_and_stacks():
+    lines = [
+        "I1127 13:19:35.058138 20834 server.cc:674] ",
+        "+-----------+---------+",
+        "| Model     | Status  |",
+        'I1127 13:19:35.062781 20834 http_server.cc:4713] "Started HTTPService at 0.0.0.0:8000"',
+        "Signal (11) received.",
+        " 0# 0x00005640F6A5852D in /opt/tritonserver/bin/tritonserver",
+        "",
+        "Thread 0x00007f2a6e5ab000 (most recent call first):",
+        '  File "/usr/lib/python3.11/threading.py", line 331 in wait',
+        "Current thread 0x00007f2b0a6d7000 (most recent call first):",
+        "  <no Python frame>",
+        "Extension modules: numpy.core._multiarray_umath",
+    ]
+    log = followed(ServerLog(), f"print({chr(10).join(lines)!r})")
+    assert log.tail() == "\n".join([lines[3], lines[4]])

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import tempfile
 import urllib.request
 from pathlib import Path
 
@@ -36,11 +37,16 @@ def test_two_servers_run_side_by_side_and_clean_up(repository, tmp_path):
         assert echoed_options(two)["seed"] == 2
         prefixes = [one.shm_prefix, two.shm_prefix]
         assert all(list(Path("/dev/shm").glob(f"{prefix}*")) for prefix in prefixes)
+        shared = [file for prefix in prefixes for file in Path("/dev/shm").glob(f"{prefix}*")]
+        folders = [Path(tempfile.gettempdir(), f"paged-server-{prefix[6:-1]}") for prefix in prefixes]
+        assert {file.stat().st_mode & 0o777 for file in shared} == {0o600}, "other users read no requests"
+        assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
         pids = [pid for server in (one, two) for pid in (server.pid, *children(server.pid))]
         assert len(pids) == 4, "a server and a stub each"
     assert "finalized" in one.log()
     assert not any(is_running(pid) for pid in pids)
     assert not any(list(Path("/dev/shm").glob(f"{prefix}*")) for prefix in prefixes)
+    assert not any(folder.exists() for folder in folders)
     assert one.stop() == 0, "stopping again changes nothing"
 
 

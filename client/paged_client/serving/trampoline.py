@@ -1,0 +1,62 @@
+"""Prepares a process in which tritonserver will run: its shared memory is private, and it ends with its launcher.
+
+Run as a program, before the server: `python trampoline.py LAUNCHER_PID PROGRAM ARGUMENTS`. This is not done between
+fork and exec, because that is unsafe in a process with threads. It imports only the standard library, to start soon.
+"""
+
+import ctypes
+import os
+import platform
+import signal
+import struct
+import sys
+from contextlib import suppress
+
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_SECCOMP_SET_MODE_FILTER, _SPEC_ALLOW = 1, 4
+_NUMBERS = {"x86_64": (91, 317), "aarch64": (52, 277)}  # of the system calls fchmod and seccomp
+_LOAD, _JUMP_UNLESS, _RETURN = 0x20, 0x15, 0x06
+_DO_NOTHING, _ALLOW = 0x00050000, 0x7FFF0000
+_NUMBER, _SECOND_ARGUMENT = 0, 24  # offsets in what a filter reads
+_PUBLIC = 0o644
+
+
+def keep_files_private() -> None:
+    """Give new files of this process, and of those that it starts, the mode 0600, also in shared memory.
+
+    The Python backend undoes the umask for its shared memory, with which requests and responses can be read: it calls
+    fchmod with 0644. A filter skips these calls. Where the kernel takes no filter, nothing is filtered.
+    """
+    os.umask(0o077)
+    with suppress(KeyError, OSError, AttributeError):
+        fchmod, seccomp = _NUMBERS[platform.machine()]
+        program = [
+            (_LOAD, 0, 0, _NUMBER),
+            (_JUMP_UNLESS, 0, 3, fchmod),
+            (_LOAD, 0, 0, _SECOND_ARGUMENT),
+            (_JUMP_UNLESS, 0, 1, _PUBLIC),
+            (_RETURN, 0, 0, _DO_NOTHING),
+            (_RETURN, 0, 0, _ALLOW),
+        ]
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in program))
+        described = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code)))
+        libc = ctypes.CDLL(None)
+        set_filter = (seccomp, _SECCOMP_SET_MODE_FILTER, _SPEC_ALLOW, described)
+        if libc.syscall(*set_filter):  # without privileges, only a process that can never gain any may set a filter
+            if os.path.exists("/proc/driver/nvidia") and not os.path.exists("/dev/nvidia-uvm"):
+                os.system("nvidia-modprobe -u -c 0")  # else CUDA does it, which will not be possible any more
+            libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+            libc.syscall(*set_filter)
+
+
+def main() -> None:
+    launcher, *command = sys.argv[1:]
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # also when the launcher dies of SIGKILL
+    if os.getppid() != int(launcher):  # it has died before
+        sys.exit(1)
+    keep_files_private()
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main()
