@@ -6,6 +6,7 @@ SHELL := /bin/bash
 
 MODEL ?= demo
 OPTIONS ?=
+LISTEN_ADDRESS ?= 127.0.0.1
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
@@ -44,6 +45,7 @@ help:
 	@echo "make serve       serve a model on a Triton server until Ctrl-C"
 	@echo "                   MODEL=DIR                  Hugging Face directory or GGUF file (default: the demo model)"
 	@echo "                   OPTIONS='key=value ...'    engine options"
+	@echo "                   LISTEN_ADDRESS=            default 127.0.0.1; 0.0.0.0 opens the server to other machines"
 	@echo "                   HTTP_PORT= GRPC_PORT= METRICS_PORT= OPENAI_PORT=    default 8000 to 8003"
 	@echo "make quick       check a change in a minute and a half: lint what changed, run the cheap tests that need no torch,"
 	@echo "                 and start a server with the demo model"
@@ -65,7 +67,7 @@ help:
 
 serve: setup-serve
 	@$(BIN)/paged serve '$(MODEL)' $(foreach option,$(OPTIONS),-o '$(option)') \
-	  --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) \
+	  --host '$(LISTEN_ADDRESS)' --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) \
 	  --openai-port $(OPENAI_PORT)
 
 # Processes with one thread each, one more than there are cores, because some tests wait. The tests of a file, or of a

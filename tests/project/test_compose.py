@@ -15,6 +15,7 @@ from paged_backend.distributed.topology import Topology
 from paged_client.cli import build_parser, parse
 
 ROOT = Path(__file__).resolve().parents[2]
+HOME = "/home/paged"  # of the image's user
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +54,29 @@ def test_gpu_is_reserved(service):
     assert device["capabilities"] == ["gpu"]
 
 
-def test_all_ports_are_published(service):
-    assert {port.split(":")[1] for port in service["ports"]} == {"8000", "8001", "8002"}
+def test_all_ports_are_published_on_this_machine_only(service):
+    """A variable opens them."""
+    gateway = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["openai"]
+    ports = [*service["ports"], *gateway["ports"]]
+    assert expanded(ports) == [f"127.0.0.1:{port}:{port}" for port in (8000, 8001, 8002, 8003)]
+    assert expanded(ports, LISTEN_ADDRESS="0.0.0.0")[0] == "0.0.0.0:8000:8000"
+
+
+def test_image_runs_as_an_unprivileged_user_who_owns_its_caches():
+    lines = (ROOT / "docker/Dockerfile").read_text().splitlines()
+    user = lines.index("USER 1000:1000")
+    assert not any(line.startswith(("RUN", "COPY")) for line in lines[user:])
+    (install,) = [line for line in lines if line.startswith("RUN install --directory --owner=1000 --group=1000 ")]
+    environment = dict(line.removeprefix("ENV ").split("=") for line in lines if line.startswith("ENV "))
+    assert environment == {"HOME": HOME, "PAGED_CACHE_DIR": "$HOME/.cache/paged_llm"}
+    assert {"$HOME", "$PAGED_CACHE_DIR", "$HOME/.triton/cache"} <= set(install.split())
+
+
+def test_image_listens_in_its_container():
+    (command,) = [line for line in (ROOT / "docker/Dockerfile").read_text().splitlines() if line.startswith("CMD ")]
+    program, *arguments = json.loads(command.removeprefix("CMD "))
+    args = parse(arguments)
+    assert (program, args.command, args.model, args.host) == ("paged", "serve", "demo", "0.0.0.0")
 
 
 def test_gateway_is_published_and_reaches_the_server(service):
@@ -62,7 +84,7 @@ def test_gateway_is_published_and_reaches_the_server(service):
     program, *arguments = gateway["command"]
     args = parse(arguments)
     assert (program, args.command, args.host, args.url) == ("paged", "openai", "0.0.0.0", ["paged_llm:8001"])
-    assert gateway["ports"] == [f"{args.port}:{args.port}"]
+    assert [port.rpartition(":")[2] for port in gateway["ports"]] == [str(args.port)]
     assert gateway["image"] == service["image"]
 
 
@@ -79,17 +101,22 @@ def test_health_check_generates_a_token(service):
     assert args.timeout < int(check["timeout"].rstrip("s"))
 
 
-def test_model_is_mounted_at_the_configured_path(service):
-    model = json.loads((ROOT / "model_repository/paged_llm/1/model.json").read_text())["model"]
-    assert service["volumes"][0].endswith(f":/opt/paged/{model}:ro")
-    assert "WORKDIR /opt/paged\n" in (ROOT / "docker/Dockerfile").read_text()
+def test_model_is_a_directory_or_file_of_the_folder_that_is_mounted(service):
+    def served(**variables):
+        folder, mounted, _ = expanded(service["volumes"][:1], **variables)[0].split(":")
+        args = parse(expanded(service["command"], **variables)[1:])
+        assert (args.command, args.host, args.restart) == ("serve", "0.0.0.0", True)
+        assert args.model.startswith(f"{mounted}/")
+        return f"{folder}/{args.model.removeprefix(f'{mounted}/')}"
+
+    assert served() == "./.cache/models/SmolLM2-135M-Instruct"
+    assert served(MODEL_DIRECTORY="/data", MODEL="some.gguf") == "/data/some.gguf"
 
 
 def test_compiled_kernels_are_kept_in_a_volume(service):
     name, directory = service["volumes"][1].split(":")
     assert name in yaml.safe_load((ROOT / "docker-compose.yml").read_text())["volumes"]
-    assert directory == "/root/.triton/cache"
-    assert "USER" not in (ROOT / "docker/Dockerfile").read_text()  # the cache is in the home of the image's user
+    assert directory == f"{HOME}/.triton/cache"
 
 
 def test_stop_grace_period_lets_streams_finish(service):

@@ -3,12 +3,15 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
 import yaml
 
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.limits import InputLimits
 from paged_backend.server.metric_definitions import FAMILIES
 from paged_client.cli import parse
 from paged_client.serving.repository import check_options
@@ -92,7 +95,7 @@ def test_commands_of_the_servers_are_valid(objects):
     program, *arguments = made["args"]
     assert program == "paged"
     args = parse(arguments)
-    assert args.command == "serve"
+    assert (args.command, args.host) == ("serve", "0.0.0.0")
     options = dict(option.split("=", 1) for option in args.option)
     check_options({name: json.loads(value) for name, value in options.items()} | {"model": args.model})
     for probe in ("startupProbe", "livenessProbe"):
@@ -101,6 +104,18 @@ def test_commands_of_the_servers_are_valid(objects):
         assert args.command == "probe" and args.timeout < made[probe]["timeoutSeconds"]
     path = made["readinessProbe"]["httpGet"]["path"]
     assert path == f"/v2/models/{args.model}/ready"
+
+
+@pytest.mark.parametrize(("kind", "name"), [("StatefulSet", "paged-server"), ("Deployment", "paged-gateway")])
+def test_pods_run_as_the_user_of_the_image(everything, kind, name):
+    pod = find(everything, kind, name)["spec"]["template"]["spec"]
+    dockerfile = (ROOT / "docker/Dockerfile").read_text()
+    user = pod["securityContext"]
+    assert user["runAsNonRoot"]
+    assert f"USER {user['runAsUser']}:{user['runAsGroup']}\n" in dockerfile
+    assert user["fsGroup"] == user["runAsGroup"], "the volumes are writable"
+    mounts = [one["mountPath"] for one in pod["containers"][0].get("volumeMounts", ())]
+    assert all("/root" not in path for path in mounts)
 
 
 def test_the_gateway_has_the_address_of_every_server(everything):
@@ -184,6 +199,14 @@ def test_invalid_values_are_rejected_by_name(values):
 @pytest.mark.parametrize("size", ["1GB", "1 Gi", "-1Gi", "big"])
 def test_the_size_of_shared_memory_is_a_quantity(size):
     assert "shmSize" in rejection(shmSize=size)
+
+
+def test_unknown_engine_options_are_rejected_by_name():
+    assert "max_modl_len" in rejection(**{"options.max_modl_len": 512})
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["options"]["properties"]
+    assert schema.keys() == {field.name for kind in (EngineConfig, InputLimits) for field in fields(kind)}, (
+        "add new options to values.schema.json"
+    )
 
 
 def test_options_that_the_chart_sets_are_rejected():

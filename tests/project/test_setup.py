@@ -41,7 +41,7 @@ def test_make_serve_passes_variables():
     shown = make("-n", "serve", *variables)
     line = " ".join(shown.stdout.replace("\\\n", " ").split())
     assert "paged serve '/m n' -o 'block_size=32' -o 'dtype=float32'" in line
-    assert "--http-port 1 --grpc-port 2 --metrics-port 8002 --openai-port 8003" in line
+    assert "--host '127.0.0.1' --http-port 1 --grpc-port 2 --metrics-port 8002 --openai-port 8003" in line
 
 
 def test_make_reports_the_required_python(tmp_path):

@@ -15,6 +15,15 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ ternary .Values.autoscaling.maxReplicas .Values.replicas .Values.autoscaling.enabled }}
 {{- end }}
 
+{{- /* The user of docker/Dockerfile, who may write to the volumes. */ -}}
+{{- define "paged.user" -}}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 1000
+  runAsGroup: 1000
+  fsGroup: 1000
+{{- end }}
+
 {{- define "paged.container" -}}
 image: "{{ .Values.image.repository }}:{{ .Values.image.tag }}"
 imagePullPolicy: {{ .Values.image.pullPolicy }}
