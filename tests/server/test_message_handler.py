@@ -1,5 +1,6 @@
 """Messages of the engine and of other threads to the responder: their order, and a dead engine."""
 
+import logging
 from dataclasses import replace
 
 from paged_backend.api.request import FinishReason
@@ -74,13 +75,14 @@ def test_a_stream_reported_cancelled_twice_is_cancelled_once(opened, caplog):
     assert not caplog.records
 
 
-def test_requests_after_the_engine_died_fail(opened):
-    """They were admitted before it died."""
+def test_requests_after_the_engine_died_fail(opened, caplog):
+    """They were admitted before it died. The log has the line from which `paged serve` knows."""
     made, _, _ = opened
     made.emit(EngineDied("it did"))
     late = Client(1)
     made.open(late.stream)
     assert late.got.get(timeout=WAIT) == (None, "Error generating stream: INTERNAL: it did", True)
+    assert caplog.record_tuples == [("paged_llm.failure", logging.ERROR, "it did")]
 
 
 def test_inter_token_latency_is_counted_per_token_of_a_sample(opened):

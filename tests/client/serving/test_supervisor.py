@@ -17,7 +17,9 @@ import pytest
 
 from paged_client.serving import supervisor
 from paged_client.serving.ports import choose_ports
+from paged_client.serving.server_log import ServerLog
 from paged_client.serving.supervisor import Failure, RestartPolicy, Supervisor
+from paged_client.serving.tritonserver import ServerError
 from tests.support.faults import inject_into_repository
 from tests.support.processes import children, needs_server
 from tests.support.waiting import until
@@ -288,6 +290,32 @@ def test_a_server_is_healthy_some_time_after_it_is_ready(monkeypatch):
     tested._watch = watch
     tested.run()
     assert delays == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("policy", [None, RestartPolicy(first_delay=0)])
+def test_a_server_whose_engine_reports_a_failure_is_ended(monkeypatch, policy):
+    """Its log says so. Without a policy it is not started again."""
+    log = ServerLog()
+    report = "2026-11-27 13:00:00,000 ERROR paged_llm.failure: the engine died: on purpose"
+    with subprocess.Popen([sys.executable, "-c", f"print({report!r})"], stdout=subprocess.PIPE) as process:
+        log.follow(process)
+        process.wait()
+        log.join()
+    monkeypatch.setattr(supervisor, "stubs", lambda pid: [])
+    monkeypatch.setattr(supervisor, "LAST_WORDS_SECONDS", 0)
+    server = Mock(engine_failure=log.engine_failure, grpc_url="localhost:1", model_name="m")
+    server.wait.side_effect = subprocess.TimeoutExpired("", 0)
+    console, stopping = Mock(), threading.Event()
+    console.restarting.side_effect = lambda message: stopping.set()
+    tested = Supervisor(lambda environment, append: server, console, policy, stopping, str)
+    message = "The engine has failed: the engine died: on purpose."
+    if policy is None:
+        with pytest.raises(ServerError, match=message):
+            tested.run()
+    else:
+        tested.run()
+        assert console.restarting.call_args.args[0] == f"{message}\nRestart 1 in 0 s (engine_failed)."
+    server.kill.assert_called()
 
 
 def test_a_second_signal_finds_the_server_that_is_being_stopped():
