@@ -9,8 +9,8 @@ from pathlib import Path
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from paged_backend.api.errors import ConfigError
+from paged_backend.files.model_files import CONFIG, GGUF
 from paged_backend.loading.encoders import MODULES, is_encoder
-from paged_backend.loading.model_files import CONFIG, GGUF
 
 ENCODER_DECODER = "an encoder-decoder model; only decoders and sentence encoders are supported"
 ENCODER = "an encoder with a head; only sentence encoders are supported"

@@ -30,7 +30,7 @@ import torch
 import paged_backend
 import paged_kernels
 from paged_backend.api.config import EngineConfig
-from paged_backend.loading import model_files
+from paged_backend.files import model_files
 from paged_backend.utils import machine
 from paged_kernels.cpu import native
 

@@ -12,9 +12,10 @@ from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel, PretrainedConfi
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.loading import model_files
+from paged_backend.files import model_files
+from paged_backend.files.model_files import CONFIG
+from paged_backend.loading import model_sizes
 from paged_backend.loading.load_progress import weights_reported
-from paged_backend.loading.model_files import CONFIG
 from paged_backend.loading.model_source import source_arguments
 from paged_backend.loading.weights import load_errors_named
 from paged_backend.models.attention import UnsupportedModel
@@ -93,7 +94,7 @@ def _load_weights(config: EngineConfig, hf_config: PretrainedConfig, path: Path,
             use_safetensors=True,
         )
     missing = [key for key in info["missing_keys"] if not key.startswith(POOLER)]
-    model_files.check_loading_info(path, {**info, "missing_keys": missing, "unexpected_keys": []}, quantized=False)
+    model_sizes.check_loading_info(path, {**info, "missing_keys": missing, "unexpected_keys": []}, quantized=False)
     if heads := sorted(info["unexpected_keys"]):
         log.info("%s: %d weights of heads are not used, such as %s", path, len(heads), heads[0])
     return layers

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.utils import is_gguf_available
 
+from paged_backend.files.model_files import GGUF
 from paged_backend.loading.gguf_blocks import FORMATS, decode
-from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.quantized_blocks import Blocks
 
 # Arrays of a tokenizer, which transformers converts to lists also where it reads only the weights.

@@ -15,13 +15,14 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import BUILT_IN
 from paged_backend.api.limits import ClassificationSpec, EmbeddingSpec, SamplingDefaults
-from paged_backend.loading import encoders, model_files, stages
+from paged_backend.files import model_files
+from paged_backend.files.model_files import GGUF
+from paged_backend.loading import encoders, model_sizes, stages
 from paged_backend.loading.architectures import check_architecture
 from paged_backend.loading.classifier import check_speculation, is_classifier, load_classifier
 from paged_backend.loading.earlier_starts import EarlierStarts, OutdatedOutcome
 from paged_backend.loading.generation_config import read_sampling_defaults
 from paged_backend.loading.gguf_weights import GgufWeights, read_quickly
-from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_options import (
     check_batch_invariance,
     check_quantization,
@@ -111,7 +112,7 @@ def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
     is_verified = not config.skip_verification and config.load_format != "dummy"
     with read_quickly(path):
         hf_config = _check_config(config, path)
-        model_files.check_config(path, hf_config)
+        model_sizes.check_config(path, hf_config)
         if encoders.is_encoder(hf_config):
             return _load_encoder(config, root, device, path, hf_config)
         earlier = EarlierStarts(config, path, device) if is_verified and config.num_ranks == 1 else None
@@ -144,7 +145,7 @@ def _load(
     sampling_defaults = read_sampling_defaults(config, root, path)
     dummy = config.load_format == "dummy"
     totals = None if dummy else model_files.check_weights(path, quantized=is_quantized(hf_config))
-    described = model_files.check_sizes(
+    described = model_sizes.check_sizes(
         path, hf_config, totals, dtype=dtype, trust_remote_code=config.trust_remote_code
     )
     form = None if dummy else format_of(hf_config, path, device)
@@ -226,7 +227,7 @@ def _load_encoder(
     dtype = pick_dtype(config.dtype, hf_config.dtype, device)
     tokenizer = load_tokenizer(config, root, path)
     totals = None if config.load_format == "dummy" else model_files.check_weights(path, quantized=False)
-    model_files.check_sizes(
+    model_sizes.check_sizes(
         path, hf_config, totals, dtype=dtype, trust_remote_code=config.trust_remote_code, kind=AutoModel
     )
     model, pooling = encoders.load_encoder(config, hf_config, path, dtype, device)

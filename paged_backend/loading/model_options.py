@@ -12,7 +12,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EmbeddingSpec
 from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES
-from paged_backend.loading.model_files import GGUF, check_gguf
+from paged_backend.files.model_files import GGUF, check_gguf
 from paged_backend.loading.quantized_checkpoint import is_dequantized
 from paged_backend.models import rope
 from paged_backend.models.quantization import QuantizationSpec

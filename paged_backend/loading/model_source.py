@@ -10,8 +10,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from paged_backend.api.config import HUB_NAME, EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.loading import load_progress, model_files
-from paged_backend.loading.model_files import GGUF
+from paged_backend.files import model_files
+from paged_backend.files.model_files import GGUF
+from paged_backend.loading import load_progress
 
 
 def find_files(name: str, root: Path, config: EngineConfig, revision: str | None = None) -> Path:

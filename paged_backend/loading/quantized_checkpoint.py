@@ -19,7 +19,8 @@ from transformers import PretrainedConfig
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.loading import model_files
+from paged_backend.files import model_files
+from paged_backend.loading import model_sizes
 from paged_backend.loading.awq import awq_format
 from paged_backend.loading.checkpoint_formats import FIELD, Format, Layout
 from paged_backend.loading.compressed_tensors import compressed_tensors_format
@@ -137,7 +138,7 @@ class QuantizedCheckpoint:
     def __init__(self, path: Path, form: Format) -> None:
         """Raises ConfigError for quantized tensors that do not belong to the format."""
         self.format = form.name
-        files = model_files.open_weights(path)
+        files = model_sizes.open_weights(path)
         self._files = {name: file for file, handle in files.items() for name in handle.keys()}  # noqa: SIM118
         self._handles = files
         self._last: tuple[str, Blocks] | None = None  # the experts of a layer are one weight, and found one by one

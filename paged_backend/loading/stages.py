@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.loading.classifier import is_classifier
-from paged_backend.loading.model_files import described_model
+from paged_backend.loading.model_sizes import described_model
 from paged_backend.loading.shallow_copy import SHARED_LAYERS
 from paged_backend.models.recurrent import recurrent_mixers
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paged_backend.api.sizes import MIB
-from paged_backend.loading.model_files import SUFFIX
+from paged_backend.files.model_files import SUFFIX
 from paged_backend.loading.quantized_blocks import Blocks, pack_joined
 from paged_backend.models.linear import JoinedWeight, Weight, WeightPacker
 

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.loading import model_files
-from paged_backend.loading.model_files import GGUF
+from paged_backend.files import model_files
+from paged_backend.files.model_files import GGUF
 from paged_backend.loading.model_source import find_files, possible_paths, source_arguments
 from paged_backend.text.templates import check_template
 

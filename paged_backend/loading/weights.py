@@ -16,10 +16,11 @@ from transformers.utils import is_accelerate_available
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.distributed.keep_alive import new_connections_kept_alive
-from paged_backend.loading import model_files
+from paged_backend.files import model_files
+from paged_backend.files.model_files import GGUF
+from paged_backend.loading import model_sizes
 from paged_backend.loading.classifier import as_decoder, is_classifier, without_head
 from paged_backend.loading.load_progress import weights_reported
-from paged_backend.loading.model_files import GGUF
 from paged_backend.loading.model_source import source_arguments
 from paged_backend.loading.quantized_checkpoint import QuantizedCheckpoint, is_dequantized
 from paged_backend.models.pipeline import plans_of_stage
@@ -62,7 +63,7 @@ def load_weights(
                 )
     if is_classifier(hf_config):
         info = without_head(info)
-    model_files.check_loading_info(path, info, quantized=is_quantized(hf_config) and checkpoint is None)
+    model_sizes.check_loading_info(path, info, quantized=is_quantized(hf_config) and checkpoint is None)
     if is_dequantized(hf_config, path):
         vars(model.config).pop("quantization_config", None)  # otherwise marks the model as quantized
     return model
@@ -102,7 +103,7 @@ def _from_checkpoint(
     """Return the model with the checkpoint's weights in `dtype`, and transformers' loading info."""
     plain = copy.deepcopy(model_config)
     vars(plain).pop(model_files.QUANTIZATION, None)
-    kind = type(model_files.described_model(plain, config.trust_remote_code))
+    kind = type(model_sizes.described_model(plain, config.trust_remote_code))
     model, info = kind.from_pretrained(None, config=plain, state_dict=checkpoint.state_dict(dtype), **common)
     if (path / model_files.GENERATION).exists():
         model.generation_config = GenerationConfig.from_pretrained(path)

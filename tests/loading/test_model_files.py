@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.loading import model_files, model_loader
+from paged_backend.files import model_files
+from paged_backend.loading import model_loader
 from tests.support.families import COMMON
 from tests.support.gguf import CONFIG, write_gguf
 from tests.support.in_process import TINY, byte_tokenizer, save_tiny

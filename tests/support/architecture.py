@@ -39,6 +39,11 @@ LAYERS = (
     Layer(
         "paged_backend.api", "engine options, request and sampling parameters, limits, errors", ("paged_backend.utils",)
     ),
+    Layer(
+        "paged_backend.files",
+        "model files, their content and directories; no torch",
+        ("paged_backend.utils", "paged_backend.api"),
+    ),
     Layer("paged_backend.text", "tokenization, detokenization, chat templates, stop strings", ("paged_backend.api",)),
     Layer("paged_backend.scheduling", "scheduler, block manager, prefix cache; no tensors", ("paged_backend.api",)),
     Layer(
@@ -58,7 +63,7 @@ LAYERS = (
     Layer(
         "paged_client",
         "client library, command line, OpenAI gateway, server launcher",
-        ("paged_backend.utils", "paged_backend.api", "paged_backend.text"),
+        ("paged_backend.utils", "paged_backend.api", "paged_backend.files", "paged_backend.text"),
     ),
     Layer("paged_bench", "benchmarks"),
 )

@@ -1,0 +1,152 @@
+"""Compare a model's configuration with its weight files, before memory is allocated for the sizes that it claims."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from paged_backend.api.errors import ConfigError
+from paged_backend.files.model_files import CONFIG, GGUF, INDEX, WEIGHTS, WeightTotals, files_with_tensors
+from paged_backend.models import rope
+from paged_backend.utils.machine import available_memory
+
+MAX_LAYERS = 1024  # limit without weight files, which imply a limit otherwise
+MAX_POSITIONS = 2**31 - 1
+# Factor by which config.json may exceed the weights in the files; `check_loading_info` then names the missing ones.
+SLACK = 2
+_SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def read_tensor(model_path: Path, name: str) -> torch.Tensor | None:
+    """Return a tensor of the weights that `check_weights` has checked, or None if they have no such tensor."""
+    for path, expected in files_with_tensors(model_path):
+        if expected is None or name in expected:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118 (not a mapping)
+    return None
+
+
+def open_weights(model_path: Path) -> dict[Path, Any]:
+    """Return the weight files that `check_weights` has checked, opened by safetensors."""
+    return {path: safe_open(path, framework="pt").__enter__() for path, _ in files_with_tensors(model_path)}
+
+
+def check_config(model_path: Path, config: PretrainedConfig) -> None:
+    """Raise ConfigError for an unknown quantization method, which transformers would load as plain weights."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None or model_path.suffix == GGUF:
+        return
+    is_dict = isinstance(quantization, dict)
+    method = quantization.get("quant_method") if is_dict else getattr(quantization, "quant_method", None)
+    loads_in_bits = is_dict and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit"))
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING and not loads_in_bits:
+        shown = json.dumps(method, default=str)
+        raise ConfigError(f"{model_path / CONFIG}: quantization_config.quant_method={shown}: unknown")
+
+
+def check_sizes(
+    model_path: Path,
+    config: PretrainedConfig,
+    totals: WeightTotals | None,
+    *,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    kind: Any = AutoModelForCausalLM,
+) -> int:
+    """Return the number of weights that the configuration describes. Raises ConfigError if it has no layers or
+    describes more weights than the files contain.
+
+    Without weight files (`totals` is None), the weights in `dtype` must fit the available memory instead. kind: class
+    of transformers that finds the model's class.
+    """
+    text, name = config.get_text_config(), model_path / CONFIG if model_path.suffix != GGUF else model_path
+    packed = (
+        getattr(config, "quantization_config", None) is not None and model_path.suffix != GGUF
+    )  # quantized weights hold several elements in one
+    limit = 2**31 - 1 if totals is None else 8 * totals.num_bytes if packed else totals.num_elements
+    layers = MAX_LAYERS if totals is None else totals.num_tensors
+    _check_number(name, text, "num_hidden_layers", layers)
+    _check_number(name, text, "max_position_embeddings", MAX_POSITIONS, minimum=2)  # one prompt, one output token
+    for layer in _layer_configs(text):
+        for field in _SIZES:
+            _check_number(name, layer, field, limit)
+    _check_rope(name, text)
+    described = _num_weights(name, config, trust_remote_code, kind)
+    if totals is None:
+        memory = available_memory()
+        if described * dtype.itemsize > memory:
+            raise ConfigError(f"{name}: describes {described} weights in {dtype}; available memory is {memory} bytes")
+    elif described > (limit if packed else SLACK * limit):
+        raise ConfigError(f"{name}: describes {described} weights; the files contain {totals.num_elements}")
+    return described
+
+
+def _layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Return the configuration of each layer if sizes differ between layers, as in Gemma 4, else the model's."""
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def _check_number(file: Path, config: PretrainedConfig, field: str, maximum: int, *, minimum: int = 1) -> None:
+    values = getattr(config, field, None)
+    for value in values if isinstance(values, list) else [values]:  # some models have one value per layer
+        if isinstance(value, int) and not minimum <= value <= maximum:
+            raise ConfigError(f"{file}: {field}={value}: must be {minimum}..{maximum}")
+
+
+def _check_rope(file: Path, config: PretrainedConfig) -> None:
+    for parameters in rope.parameters(config):
+        theta = parameters.get("rope_theta")
+        if theta is not None and not (isinstance(theta, int | float) and 0 < theta < math.inf):
+            raise ConfigError(f"{file}: rope_theta={json.dumps(theta, default=str)}: must be a positive number")
+
+
+def described_model(
+    config: PretrainedConfig, trust_remote_code: bool, kind: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """Return the model that a configuration describes, without memory for its weights. kind: as in `check_sizes`.
+
+    Model code raises any type for inconsistent sizes.
+    """
+    with torch.device("meta"), no_init_weights():  # initialization without memory would import dynamo: 1.5 s
+        model: PreTrainedModel = kind.from_config(
+            copy.deepcopy(config), attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+    model.tie_weights()
+    return model
+
+
+def _num_weights(file: Path, config: PretrainedConfig, trust_remote_code: bool, kind: Any) -> int:
+    """Count the weights of the model that the configuration describes."""
+    try:
+        model = described_model(config, trust_remote_code, kind)
+    except Exception as error:
+        raise ConfigError(f"{file}: does not describe a valid model: {type(error).__name__}: {error}") from error
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def check_loading_info(model_path: Path, info: dict[str, Iterable[Any]], *, quantized: bool) -> None:
+    """Raise ConfigError for missing or unexpected tensors, according to the loading info of transformers.
+
+    transformers initializes missing weights at random and ignores unexpected ones. Some formats of `quantized` weights
+    store tensors beside the weights, so unexpected tensors are allowed for them.
+    """
+    named = next((model_path / name for name in (WEIGHTS, INDEX) if (model_path / name).exists()), model_path)
+    missing = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
+    if missing:
+        raise ConfigError(f"{named}: {_shown(missing)} missing or not in the shape that {CONFIG} gives")
+    if not quantized and (extra := sorted(info["unexpected_keys"])):
+        raise ConfigError(f"{named}: contains {_shown(extra)}, which the model of {CONFIG} does not have")
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
