@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from paged_backend.engine.model_preparation import ROOT
+from paged_backend.files.start_checks import ROOT
 from paged_client.serving.ports import choose_ports
 
 UNPACKED = ROOT / ".cache/redis/usr"  # where .ci/run unpacks Debian's packages

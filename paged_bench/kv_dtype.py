@@ -21,10 +21,10 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
-from paged_backend.engine.model_preparation import ROOT
 from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
 from paged_backend.execution.upload import DeviceUpload
+from paged_backend.files.start_checks import ROOT
 from paged_backend.loading.model_options import pick_kv_dtype
 from paged_backend.memory import kv_cache
 from paged_backend.memory.kv_cache import KVCache

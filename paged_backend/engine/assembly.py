@@ -14,7 +14,6 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EngineLimits
-from paged_backend.api.options import invalid_option
 from paged_backend.api.sizes import GIB
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.stage_links import StageLinks
@@ -22,7 +21,7 @@ from paged_backend.distributed.topology import Topology
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.model_memory import ModelMemory
-from paged_backend.engine.model_preparation import ROOT, PreparedModel, RankShare, prepare_model, stage_links
+from paged_backend.engine.model_preparation import PreparedModel, RankShare, prepare_model, stage_links
 from paged_backend.engine.moved_blocks import BlockCopier
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import ParallelMemory, ParallelRunner
@@ -32,6 +31,7 @@ from paged_backend.engine.summary import log_startup
 from paged_backend.engine.tier_builder import build_tiers, read_remote_access
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.runner import Runner
+from paged_backend.files.start_checks import ROOT, check_host_pool
 from paged_backend.loading import model_loader, model_options
 from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
 from paged_backend.loading.model_loader import LoadedModel
@@ -139,12 +139,8 @@ def assemble(config: EngineConfig, adapter_list: Path | None = None) -> Assembly
 def _assemble(
     config: EngineConfig, adapter_list: Path | None, group: ProcessGroup, workers: Workers | None
 ) -> Assembly:
-    started, on_cpu = time.monotonic(), group.device.type == "cpu"
-    if config.swap_space == 0 or (config.swap_space is None and on_cpu):
-        for name in ("disk_cache_dir", "remote_cache_url"):
-            if getattr(config, name):
-                problem = "needs a host pool; set swap_space as well, or leave it out for a model with recurrent layers"
-                raise invalid_option(name, getattr(config, name), problem)
+    started = time.monotonic()
+    check_host_pool(config, on_cpu=group.device.type == "cpu")
     adapters = AdapterListFile(adapter_list) if config.enable_lora else None
     read_remote_access(config)  # rejects invalid secrets before the weights are loaded
     publisher = None
@@ -210,15 +206,14 @@ def _build(
 
 
 def _block_manager(config: EngineConfig, prepared: PreparedModel, events: CacheEvents | None) -> BlockManager:
-    """Return the block manager of the device pool and the host pool. Raises ConfigError if the device pool cannot hold
-    max_model_len tokens."""
+    """Return the block manager of the device pool and the host pool."""
     layout, host = prepared.layout.blocks, None
     caching = config.enable_prefix_caching and not prepared.loaded.spec.pooling
     if prepared.num_host_blocks:
         host_listener = events.listener(HOST) if events else None
         host = make_pool(prepared.num_host_blocks, layout, caching=caching, listener=host_listener)
     listener = events.listener(DEVICE) if events else None
-    blocks = BlockManager(
+    return BlockManager(
         prepared.num_blocks,
         config.block_size,
         layout=layout,
@@ -227,13 +222,6 @@ def _block_manager(config: EngineConfig, prepared: PreparedModel, events: CacheE
         host=host,
         listener=listener,
     )
-    longest = config.max_model_len
-    if longest is not None and layout.pages_for([longest], [longest], 0) > blocks.num_blocks:
-        raise ConfigError(
-            f"max_model_len={longest}: the KV cache holds only {layout.max_tokens(blocks.num_blocks)} tokens"
-            f" ({blocks.num_blocks} blocks of {blocks.block_size}); shorten it or give the pool more memory"
-        )
-    return blocks
 
 
 def _limits(config: EngineConfig, loaded: LoadedModel, blocks: BlockManager) -> EngineLimits:

@@ -13,8 +13,10 @@ from paged_backend.memory.block_file import BlockSource
 
 
 def fingerprint(config: EngineConfig, loaded: LoadedModel, limits: EngineLimits) -> str:
-    """Return a digest of the model's files, data types, quantization, device and vocabulary. It changes if a file of
-    the model is written again. A draft model is not part of it: it does not change tokens."""
+    """Return a digest of the content of the model's files, data types, quantization, device and vocabulary.
+
+    A draft model is not part of it: it does not change tokens.
+    """
     spec = loaded.spec
     source = BlockSource(config, limits.layout, [loaded.path], spec.dtype, spec.kv_dtype, loaded.model.device)
     facts = {

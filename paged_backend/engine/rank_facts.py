@@ -16,10 +16,10 @@ import transformers
 import paged_backend
 import paged_kernels
 from paged_backend.api.config import EngineConfig
-from paged_backend.engine.model_preparation import ROOT
+from paged_backend.files.start_checks import ROOT
 from paged_backend.loading.model_source import find_files
-from paged_backend.memory.block_file import model_files
 
+MODEL_FILES = ("*.json", "*.safetensors", "*.py")
 SAMPLES = 64  # places of a large file that are compared
 SAMPLE_BYTES = 1 << 14
 
@@ -38,7 +38,11 @@ def rank_facts(config: EngineConfig) -> Facts:
         "version of transformers": transformers.__version__,
     }
     path = find_files(config.model, ROOT, config, config.revision)
-    return found | {f"file {file.name} of the model": _digest(file) for file in model_files(path)}
+    return found | {f"file {file.name} of the model": _digest(file) for file in _model_files(path)}
+
+
+def _model_files(model: Path) -> list[Path]:
+    return [model] if model.is_file() else [file for name in MODEL_FILES for file in sorted(model.glob(name))]
 
 
 def find_difference(own: Facts, other: Facts) -> str | None:

@@ -10,6 +10,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.sizes import GIB
 from paged_backend.loading.model_loader import LoadedModel
+from paged_backend.memory.cache_layout import CacheSpec
 from paged_backend.memory.kv_cache import bytes_per_block, host_bytes
 from paged_backend.memory.state_cache import bytes_per_slot
 from paged_backend.scheduling.state_slots import num_draft_slots
@@ -22,13 +23,12 @@ MAX_FREE_BLOCKS = 1 << 18  # blocks of a pool that takes no memory
 EXCLUDED = ("enable_lora", "disk_cache_dir", "tensor_parallel_size", "remote_cache_url")
 
 
-def check_options(config: EngineConfig, loaded: LoadedModel) -> None:
+def check_options(config: EngineConfig, name: str, *, has_states: bool) -> None:
     """Raise ConfigError for an option that was set and that the model's recurrent layers do not support.
 
-    Logs an option that has no effect without recurrent layers.
+    Logs an option that has no effect without recurrent layers. name: of the model's class.
     """
-    name = type(loaded.model).__name__
-    if not loaded.spec.states:
+    if not has_states:
         if config.max_state_checkpoints is not None:
             count = config.max_state_checkpoints
             log.warning("max_state_checkpoints=%d has no effect: %s has no recurrent layers", count, name)
@@ -47,18 +47,18 @@ def _num_draft_slots(config: EngineConfig) -> int:
     return num_draft_slots(config.max_num_seqs, config.max_num_batched_tokens, config.num_speculative_tokens)
 
 
-def num_host_state_slots(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> int:
+def num_host_state_slots(config: EngineConfig, cache: CacheSpec, device: torch.device) -> int:
     """Return the number of state slots on the host: at most one per sequence that may run. They take at most half of
     the host's memory, or all of it if the model has no attention, whose keys and values would need the other half.
     Raises ConfigError if the requested memory cannot hold one."""
-    slot, total = bytes_per_slot(loaded.spec.states), host_bytes(config, device)
+    slot, total = bytes_per_slot(cache.states), host_bytes(config, device)
     if not slot or not total:
         return 0
     if total < slot and config.swap_space:
         raise ConfigError(
             f"swap_space={config.swap_space}: the recurrent layers keep {slot} bytes for a sequence; give it more, or 0"
         )
-    has_blocks = bytes_per_block(loaded.layers, config.block_size, loaded.spec.kv_dtype) > 0
+    has_blocks = bytes_per_block(cache.layers, config.block_size, cache.kv_dtype) > 0
     return min(config.max_num_seqs, max(total // (1 + has_blocks) // slot, min(1, total // slot)))
 
 
@@ -68,10 +68,10 @@ def log_restrictions(loaded: LoadedModel, device: torch.device) -> None:
         log.warning("%s has recurrent layers: served without CUDA graphs", type(loaded.model).__name__)
 
 
-def state_bytes(config: EngineConfig, loaded: LoadedModel, free: int) -> int:
+def state_bytes(config: EngineConfig, cache: CacheSpec, free: int) -> int:
     """Return the bytes of the states of all sequences that may run, of draft tokens, and of checkpoints. free: bytes
     that are available. Raises ConfigError if the states take more, or more than the pool that was asked for."""
-    slot = bytes_per_slot(loaded.spec.states)
+    slot = bytes_per_slot(cache.states)
     total = num_state_slots(config) * slot if slot else 0
     limit, limited_by = free, f"the {free / GIB:.1f} GiB that are free"
     pool = None if config.num_gpu_blocks_override else config.kv_cache_memory_bytes

@@ -15,7 +15,7 @@ from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, graph
 from paged_backend.execution.graphs import GraphCapture, graph_capture
 from paged_backend.execution.runner import Runner
 from paged_backend.loading.model_loader import LoadedModel
-from paged_backend.memory.cache_layout import CacheLayout
+from paged_backend.memory.cache_layout import CacheLayout, CacheSpec
 from paged_backend.memory.kv_cache import KVCache
 from paged_backend.memory.page_population import populate_in_background
 from paged_backend.memory.state_cache import StateCache
@@ -23,15 +23,15 @@ from paged_backend.models.native_decoder import runs_natively
 from paged_backend.utils.startup import Progress
 
 
-def cache_layout(config: EngineConfig, loaded: LoadedModel) -> CacheLayout:
+def cache_layout(config: EngineConfig, cache: CacheSpec) -> CacheLayout:
     """Return where the pool holds the layers of the model and of its draft model."""
-    layers = loaded.layers
+    layers = cache.layers
     if config.pipeline_parallel_size > 1:  # all stages have the same blocks, although other layers have windows
         layers = tuple(replace(layer, window=None) for layer in layers)
     return CacheLayout.of(
         layers,
         config.block_size,
-        max_model_len=loaded.spec.max_model_len,
+        max_model_len=cache.max_model_len,
         max_pending=2 * config.max_num_batched_tokens,  # a step may be planned while another is in flight
     )
 
@@ -51,7 +51,7 @@ def build_runner(
     num_state_slots, num_host_state_slots: slots for the states of recurrent layers, if the model has any, on the device
     and on the host. broadcast_tokens: overwrites a tensor of sampled tokens with those of rank 0."""
 
-    layout = cache_layout(config, loaded)
+    layout = cache_layout(config, loaded.cache)
 
     def cache(num_blocks: int, device: torch.device, *, pinned: bool = False) -> KVCache:
         return KVCache.allocate(
@@ -121,7 +121,7 @@ def capture_graphs(
             block_size=config.block_size,
             max_blocks=-(-max_len // config.block_size),
             max_context_len=max_len,
-            num_pages=cache_layout(config, loaded).blocks.pages,
+            num_pages=cache_layout(config, loaded.cache).blocks.pages,
         )
 
 

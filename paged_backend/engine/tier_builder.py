@@ -59,7 +59,8 @@ def build_tiers(config: EngineConfig, prepared: PreparedModel, runner: StepRunne
     shared = None
     if config.disk_cache_dir is not None:
         directory = Path(config.disk_cache_dir).expanduser()
-        tiers.append(DiskTier(directory, source.fingerprint, int(config.disk_cache_gib * GIB), block, num_base))
+        budget = _budget(config, "disk_cache_gib", block)
+        tiers.append(DiskTier(directory, source.fingerprint, budget, block, num_base))
     if access := read_remote_access(config):
         shared = _remote_tier(config, access, source, block, num_base)
         tiers.append(shared)
@@ -68,18 +69,22 @@ def build_tiers(config: EngineConfig, prepared: PreparedModel, runner: StepRunne
     return TierChain(tiers, max_seconds, shared=shared) if tiers else None
 
 
+def _budget(config: EngineConfig, option: str, block: list[torch.Tensor]) -> int:
+    """Return the bytes of a tier. Raises ConfigError if they hold no block."""
+    wanted, block_bytes = getattr(config, option), sum(tensor.nbytes for tensor in block)
+    if wanted * GIB < block_bytes:
+        raise ConfigError(f"{option}={wanted:g}: one block takes {block_bytes} bytes; raise it")
+    return int(wanted * GIB)
+
+
 def _remote_tier(
     config: EngineConfig, access: RemoteAccess, source: BlockSource, block: list[torch.Tensor], num_base: int | None
 ) -> RemoteTier:
     """Return the tier of a Redis server. Raises ConfigError if its budget holds no block."""
-    budget, block_bytes = int(config.remote_cache_gib * GIB), sum(tensor.nbytes for tensor in block)
-    if budget < block_bytes:
-        raise ConfigError(
-            f"remote_cache_gib={config.remote_cache_gib:g}: one block takes {block_bytes} bytes; raise it"
-        )
+    budget = _budget(config, "remote_cache_gib", block)
     return RemoteTier(
         RedisStore(access.address, access.password, config.remote_cache_timeout_ms / 1e3),
-        source.content_fingerprint(),
+        source.fingerprint,
         block,
         budget=budget,
         ttl=config.remote_cache_ttl,

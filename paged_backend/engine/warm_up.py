@@ -77,7 +77,7 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     tokens = min(config.max_num_batched_tokens, MOST_CPU_TOKENS if device.type == "cpu" else sys.maxsize)
     length = min(tokens, spec.max_model_len - 1)
     count = min(config.max_num_seqs, -(-tokens // length))
-    layout = cache_layout(config, loaded).blocks
+    layout = cache_layout(config, loaded.cache).blocks
     pages = layout.pages_for([length] * count, [length] * count, 0)
     blocks = BlockManager(pages, config.block_size, layout=layout)
     plan = _largest_plan(config, blocks, count, length, has_states=bool(spec.states))

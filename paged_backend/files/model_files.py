@@ -113,6 +113,12 @@ def files_with_tensors(model_path: Path) -> list[tuple[Path, set[str] | None]]:
     return _shards(path) if named.endswith(".json") else [(_regular(path), None)]
 
 
+def has_weights(model_path: Path) -> bool:
+    """Return whether a directory has weights; without them a model may have random ones."""
+    named = read_object(model_path / CONFIG).get("transformers_weights")
+    return named is not None or any((model_path / name).exists() for name in (WEIGHTS, INDEX))
+
+
 def weight_files(model_path: Path) -> list[Path]:
     """Return the files with the weights. Raises ConfigError."""
     return [path for path, _ in files_with_tensors(model_path)]

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from paged_backend.memory.kv_cache import LayerShape
+from paged_backend.loading.shallow_copy import layer_modules
+from paged_backend.memory.kv_cache import NO_ATTENTION, LayerShape
+from paged_backend.memory.state_cache import StateShape
+from paged_backend.models import recurrent
 from paged_backend.models.attention import AttentionSpec, UnsupportedModel
+from paged_backend.models.pipeline import Stage
+
+PROBE = "paged_llm_probe"
+_TO_VALUE = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.item.default,
+    torch.ops.aten.is_nonzero.default,
+)
 
 
 @dataclass
@@ -50,6 +64,98 @@ class AttentionProbe:
         window = _window_of(mask_function)
         if window != 0:
             self.mask_windows.add(window)
+
+
+class Probed(NamedTuple):
+    """The properties of a model's layers, recorded in a forward pass of the unmodified model."""
+
+    layers: tuple[LayerShape, ...]  # what each keeps in the KV cache
+    specs: tuple[AttentionSpec, ...]  # the attention parameters of the layers with attention
+    mixers: list[nn.Module]  # the recurrent ones
+    states: list[StateShape]  # what each of them keeps
+
+
+def probe_layers(model: PreTrainedModel) -> Probed:
+    """Run a forward pass that records the layers of a model. Raises UnsupportedModel.
+
+    The model may be on the meta device: the sizes are those of the model with weights.
+    """
+    mixers = recurrent.recurrent_mixers(model)
+    without_values = _NoValues() if model.device.type == "meta" else nullcontext()
+    with recurrent.record_states(mixers) as states, without_values:
+        layers, specs = _probe_attention(model, mixers)
+    return Probed(layers, specs, mixers, [states[index] for index in range(len(mixers))])
+
+
+@torch.inference_mode()
+def _probe_attention(
+    model: PreTrainedModel, mixers: list[nn.Module]
+) -> tuple[tuple[LayerShape, ...], tuple[AttentionSpec, ...]]:
+    """Return the KV cache shape of each layer, and the attention parameters of those with attention.
+
+    mixers: the model's recurrent mixers.
+    """
+    probe = AttentionProbe()
+    AttentionInterface.register(PROBE, probe.attend)
+    AttentionMaskInterface.register(PROBE, probe.mask)
+    model.set_attn_implementation(PROBE)
+    ids = torch.zeros(1, 4, dtype=torch.int64, device=model.device)
+    try:
+        model(input_ids=ids, position_ids=torch.arange(4, device=model.device)[None], use_cache=False)
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(f"its forward pass fails: {type(error).__name__}: {error}") from error
+    layers = range(model.config.get_text_config().num_hidden_layers)
+    _check_layers(model, layers, probe.shapes.keys(), mixers)
+    if invalid := [window for window in probe.layer_windows if window is not None and window < 1]:
+        raise UnsupportedModel(f"sliding_window={min(invalid)} in its configuration: must be at least 1")
+    unused = frozenset() if Stage.of(model) is None else probe.mask_windows - probe.layer_windows  # by other stages
+    if probe.layer_windows - {None} != probe.mask_windows - unused - {None}:
+        raise UnsupportedModel(
+            f"its masks have windows {_shown(probe.mask_windows)}, but its layers pass {_shown(probe.layer_windows)}"
+        )
+    shapes = tuple(probe.shapes.get(layer, NO_ATTENTION) for layer in layers)
+    return shapes, tuple(probe.specs[layer] for layer in layers if layer in probe.specs)
+
+
+def _check_layers(model: PreTrainedModel, layers: range, attention: Set[int], mixers: list[nn.Module]) -> None:
+    """Raise UnsupportedModel unless every layer calls the attention interface, has a recurrent mixer or keeps nothing.
+
+    attention: the indices of the layers that call the attention interface.
+    """
+    known = attention | {mixer.layer_idx for mixer in mixers}
+    modules = layer_modules(model)
+    others = [layer for layer in layers if layer not in known]
+    if modules is not None:
+        others = [layer for layer in others if not recurrent.is_stateless(modules[layer])]
+    if others or not attention <= set(layers):
+        names = sorted({name for layer in others for name in _stateful_names(modules[layer])}) if modules else []
+        raise UnsupportedModel(
+            f"{len(attention)} of {len(layers)} layers call the attention interface; the others keep another state"
+            + (f" ({', '.join(names)})" if names else "")
+        )
+
+
+def _stateful_names(layer: nn.Module) -> set[str]:
+    """Return the classes of the modules in a layer that know its index, or else that of the layer."""
+    inner = {
+        type(module).__name__ for module in layer.modules() if module is not layer and hasattr(module, "layer_idx")
+    }
+    return inner or {type(layer).__name__}
+
+
+def _shown(windows: set[int | None]) -> str:
+    return ", ".join(str(window) for window in sorted(windows - {None}, key=int)) or "none"  # type: ignore[arg-type]
+
+
+class _NoValues(TorchDispatchMode):
+    """Inside the context, a condition on a tensor without memory is true: that all tokens are seen, in one sequence."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _TO_VALUE and args[0].device.type == "meta":
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 def _window_of(mask_function: Callable[..., Tensor]) -> int | None:

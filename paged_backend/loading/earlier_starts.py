@@ -1,8 +1,7 @@
 """The result of a model's verification at an earlier start, for later starts of the same model in the same way.
 
 A result is stored under a key of everything that it depends on: the content of the model's files, this package's code,
-the versions of libraries, the processor, the options, and environment variables that select instructions. A file whose
-size, inode and times have not changed is not read again.
+the versions of libraries, the processor, the options, and environment variables that select instructions.
 """
 
 from __future__ import annotations
@@ -21,28 +20,22 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import torch
 
 import paged_backend
 import paged_kernels
 from paged_backend.api.config import EngineConfig
-from paged_backend.files import model_files
-from paged_backend.utils import machine
+from paged_backend.files.content import content_of, records, write_record
 from paged_kernels.cpu import native
 
 log = logging.getLogger("paged_llm")
 
-PIECE, CHUNK = 64 * 2**20, 2**20  # bytes of a file that a thread hashes, and that it reads at once
-MOST_FILES = 200  # of results and of hashes; older ones are deleted
 LIBRARIES = (
     *("torch", "transformers", "tokenizers", "triton", "numpy", "safetensors", "gguf", "torchao", "bitsandbytes"),
     *("accelerate", "compressed-tensors", "mamba-ssm", "causal-conv1d", "kernels"),
 )
-READ = (".json", ".py", ".model", ".txt", ".jinja")  # ends of the names of a model's files beside its weights
 VARIABLES = ("PAGED_CPU_", "ATEN_", "DNNL_", "ONEDNN_", "MKL_", "TORCH_", "CUBLAS_")  # the beginnings of their names
 
 
@@ -68,14 +61,14 @@ class EarlierStarts:
 
     def __init__(self, config: EngineConfig, path: Path, device: torch.device) -> None:
         """path: the model's directory or GGUF file."""
-        self._directory = directory = machine.user_cache_directory() / "starts"
+        self._directory = records()
         self._options = asdict(config) | {"model": None, "reuse_verification": None}
         self._device, self._is_used = device, config.reuse_verification
         self._content = content = Future[str]()
 
         def hash_files() -> None:
             try:
-                content.set_result(_content_of(path, directory))
+                content.set_result(content_of(path))
             except Exception as error:
                 content.set_exception(error)
 
@@ -99,7 +92,7 @@ class EarlierStarts:
     def keep(self, outcome: Outcome) -> None:
         """Store an outcome. A failure is logged."""
         try:
-            _write(self._file, asdict(replace(outcome, date=time.strftime("%Y-%m-%d %H:%M"))))
+            write_record(self._file, asdict(replace(outcome, date=time.strftime("%Y-%m-%d %H:%M"))))
         except Exception as error:
             log.info("the result of the verification is not stored for later starts: %s", error)
 
@@ -113,65 +106,6 @@ class EarlierStarts:
         key = [self._content.result(), _code(), _machine(self._device), self._options]
         digest = hashlib.sha256(json.dumps(key, default=str, sort_keys=True).encode())
         return self._directory / f"start-{digest.hexdigest()[:32]}.json"
-
-
-def _write(file: Path, value: object) -> None:
-    """Write a file as a whole, and delete the oldest of its kind. Raises OSError."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
-        made = Path(temporary.name)
-        try:
-            json.dump(value, temporary)
-            temporary.flush()
-            made.replace(file)
-        except OSError:
-            made.unlink(missing_ok=True)
-            raise
-    kind = sorted(file.parent.glob(f"{file.name.partition('-')[0]}-*.json"), key=lambda one: one.stat().st_mtime)
-    for old in kind[:-MOST_FILES]:
-        old.unlink(missing_ok=True)
-
-
-def _content_of(path: Path, directory: Path) -> str:
-    """Return the hash of the files that a model is loaded from. Hashes of single files are stored with size, inode and
-    times."""
-    files = [path]
-    if path.is_dir():
-        texts = [one for one in path.iterdir() if one.suffix in READ and one.is_file()]
-        files = sorted({*texts, *model_files.weight_files(path)})
-    known_file = directory / f"files-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]}.json"
-    try:
-        known = {name: list(values) for name, values in json.loads(known_file.read_text()).items()}
-    except Exception:  # missing, damaged, or unreadable
-        known = {}
-    hashes = {}
-    for file in files:
-        state = file.stat()
-        signature = [state.st_size, state.st_dev, state.st_ino, state.st_mtime_ns, state.st_ctime_ns]
-        before = known.get(str(file), [])
-        hashes[str(file)] = before if before[:-1] == signature else [*signature, _hash_of(file)]
-    if hashes != known:
-        try:
-            _write(known_file, hashes)
-        except OSError as error:
-            log.info("hashes of the model's files are not stored: %s", error)
-    names = [] if path.is_file() else [file.name for file in files]
-    return hashlib.sha256(json.dumps([names, [one[-1] for one in hashes.values()]]).encode()).hexdigest()
-
-
-def _hash_of(file: Path) -> str:
-    """Return the hash of the hashes of a file's pieces, which are computed on several cores."""
-
-    def piece(start: int) -> bytes:
-        digest = hashlib.sha256()
-        with file.open("rb", buffering=0) as opened:
-            opened.seek(start)
-            for _ in range(-(-PIECE // CHUNK)):
-                digest.update(opened.read(min(CHUNK, PIECE)))
-        return digest.digest()
-
-    with ThreadPool(min(8, machine.usable_cores())) as pool:  # of daemon threads, which do not delay an exit
-        return hashlib.sha256(b"".join(pool.map(piece, range(0, file.stat().st_size, PIECE), 1))).hexdigest()
 
 
 @cache

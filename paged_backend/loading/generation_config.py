@@ -14,7 +14,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import AUTO, BUILT_IN, KEYS, SAMPLING_KEYS, parse_default, to_defaults
 from paged_backend.api.limits import SamplingDefaults
 from paged_backend.files import model_files
-from paged_backend.loading.model_source import possible_paths
+from paged_backend.files.start_checks import possible_paths
 from paged_backend.utils.startup import startup_log
 
 

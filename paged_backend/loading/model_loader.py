@@ -5,38 +5,34 @@ from __future__ import annotations
 import gc
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModel, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.generation_defaults import BUILT_IN
 from paged_backend.api.limits import ClassificationSpec, EmbeddingSpec, SamplingDefaults
 from paged_backend.files import model_files
 from paged_backend.files.model_files import GGUF
-from paged_backend.loading import encoders, model_sizes, stages
-from paged_backend.loading.architectures import check_architecture
-from paged_backend.loading.classifier import check_speculation, is_classifier, load_classifier
+from paged_backend.loading import encoders
+from paged_backend.loading.classifier import is_classifier, load_classifier
+from paged_backend.loading.description import Description, check_config, describe_files, draft_errors, draft_options
 from paged_backend.loading.earlier_starts import EarlierStarts, OutdatedOutcome
 from paged_backend.loading.generation_config import read_sampling_defaults
 from paged_backend.loading.gguf_weights import GgufWeights, read_quickly
 from paged_backend.loading.model_options import (
-    check_batch_invariance,
-    check_quantization,
-    pick_dtype,
     pick_embedding,
     pick_kv_dtype,
     pick_max_model_len,
     quantization_spec,
     rounds_activations,
 )
-from paged_backend.loading.model_source import find_files, read_config
+from paged_backend.loading.model_source import find_files
 from paged_backend.loading.quantized_checkpoint import (
     QuantizedCheckpoint,
-    check_method,
     format_of,
     is_dequantized,
     method_of,
@@ -45,7 +41,8 @@ from paged_backend.loading.quantized_checkpoint import (
 from paged_backend.loading.stored_weights import StoredQuantizer, StoredWeights, log_dequantized
 from paged_backend.loading.tokenizer_loader import load_tokenizer
 from paged_backend.loading.verification import verify_model
-from paged_backend.loading.weights import is_quantized, load_weights
+from paged_backend.loading.weights import load_weights
+from paged_backend.memory.cache_layout import CacheSpec
 from paged_backend.memory.kv_cache import NO_ATTENTION, LayerShape
 from paged_backend.memory.state_cache import StateShape
 from paged_backend.models import rope, tensor_parallel
@@ -102,52 +99,56 @@ class LoadedModel:
         """All layers with a KV cache: the model's, then the draft model's."""
         return self.spec.layers + (self.draft.spec.layers if self.draft else ())
 
+    @property
+    def cache(self) -> CacheSpec:
+        """What the model and its draft model keep of sequences."""
+        return CacheSpec(self.layers, self.spec.states, self.spec.kv_dtype, self.spec.max_model_len)
 
-def load(config: EngineConfig, root: Path, device: torch.device) -> LoadedModel:
+
+def load(
+    config: EngineConfig,
+    root: Path,
+    device: torch.device,
+    check: Callable[[Description], None] = lambda described: None,
+) -> LoadedModel:
     """Load and verify the model, with its draft model and adapter slots if configured.
 
-    Raises ConfigError for unusable files or options, and UnsupportedModel for a model that fails the verification.
+    check: called before weights are read. Raises ConfigError for unusable files or options, and UnsupportedModel for a
+    model that fails the verification.
     """
     path = find_files(config.model, root, config, config.revision)
     is_verified = not config.skip_verification and config.load_format != "dummy"
     with read_quickly(path):
-        hf_config = _check_config(config, path)
-        model_sizes.check_config(path, hf_config)
-        if encoders.is_encoder(hf_config):
-            return _load_encoder(config, root, device, path, hf_config)
+        described = describe_files(config, root, device, path)
+        check(described)
+        if encoders.is_encoder(described.hf_config):
+            return _load_encoder(config, root, device, described)
         earlier = EarlierStarts(config, path, device) if is_verified and config.num_ranks == 1 else None
         try:
-            return _load(config, root, device, path, hf_config, earlier)
+            return _load(config, root, device, described, earlier)
         except OutdatedOutcome as error:
             assert earlier
             log.warning("%s: the result of an earlier start is ignored: %s", path, error)
             earlier.forget()
         gc.collect()  # frees the first model
-        return _load(config, root, device, path, read_config(config, path), earlier)  # the first one may be changed
+        described = describe_files(config, root, device, path)  # the first configuration may be changed
+        return _load(config, root, device, described, earlier)
 
 
 def _load(
     config: EngineConfig,
     root: Path,
     device: torch.device,
-    path: Path,
-    hf_config: PretrainedConfig,
+    described: Description,
     earlier: EarlierStarts | None,
 ) -> LoadedModel:
-    check_method(config, hf_config, path, device)
-    check_quantization(config, hf_config, path, device)
-    check_batch_invariance(config, hf_config, path, device)
+    path, hf_config, dtype = described.path, described.hf_config, described.dtype
     text_config = hf_config.get_text_config()
     model_dtype = torch.bfloat16 if path.suffix == GGUF else text_config.dtype
-    dtype = pick_dtype(config.dtype, model_dtype, device)
     max_model_len = pick_max_model_len(config.max_model_len, text_config)
     tokenizer = load_tokenizer(config, root, path)
     sampling_defaults = read_sampling_defaults(config, root, path)
     dummy = config.load_format == "dummy"
-    totals = None if dummy else model_files.check_weights(path, quantized=is_quantized(hf_config))
-    described = model_sizes.check_sizes(
-        path, hf_config, totals, dtype=dtype, trust_remote_code=config.trust_remote_code
-    )
     form = None if dummy else format_of(hf_config, path, device)
     checkpoint = QuantizedCheckpoint(path, form) if form else None
     model = load_weights(config, hf_config, path, dtype, device, checkpoint)
@@ -156,7 +157,7 @@ def _load(
         tensor_parallel.replace_dtensors(model)
     if config.pipeline_parallel_size > 1:
         keep_stage(model)
-        num_parameters = described  # those of all stages
+        num_parameters = described.num_parameters  # those of all stages
     model = model.to(device).eval()
     if config.batch_invariant and device.type == "cpu":
         native.avoid_tiles()
@@ -206,30 +207,12 @@ def _check_stage(config: EngineConfig, model: PreTrainedModel) -> None:
 
 def check_model(config: EngineConfig, root: Path) -> None:
     """Raise ConfigError for a model that `load` would refuse before reading any weights."""
-    _check_config(config, find_files(config.model, root, config, config.revision))
+    check_config(config, find_files(config.model, root, config, config.revision))
 
 
-def _check_config(config: EngineConfig, path: Path) -> PretrainedConfig:
-    """Return the model's configuration. Raises ConfigError if it is not supported, or not with these options."""
-    hf_config = read_config(config, path)
-    check_architecture(path, hf_config)
-    check_speculation(config, hf_config)
-    if encoders.is_encoder(hf_config):
-        encoders.check_options(config, hf_config)
-    tensor_parallel.check_model(config, hf_config)
-    _check_stages(config, hf_config, path)
-    return hf_config
-
-
-def _load_encoder(
-    config: EngineConfig, root: Path, device: torch.device, path: Path, hf_config: PretrainedConfig
-) -> LoadedModel:
-    dtype = pick_dtype(config.dtype, hf_config.dtype, device)
+def _load_encoder(config: EngineConfig, root: Path, device: torch.device, described: Description) -> LoadedModel:
+    path, hf_config, dtype = described.path, described.hf_config, described.dtype
     tokenizer = load_tokenizer(config, root, path)
-    totals = None if config.load_format == "dummy" else model_files.check_weights(path, quantized=False)
-    model_sizes.check_sizes(
-        path, hf_config, totals, dtype=dtype, trust_remote_code=config.trust_remote_code, kind=AutoModel
-    )
     model, pooling = encoders.load_encoder(config, hf_config, path, dtype, device)
     try:
         max_model_len, supported_len = encoders.context_length(config, path, model)
@@ -253,12 +236,6 @@ def _load_encoder(
         pooling=pooling,
     )
     return LoadedModel(path, model, tokenizer, spec)
-
-
-def _check_stages(config: EngineConfig, hf_config: PretrainedConfig, path: Path) -> None:
-    if config.pipeline_parallel_size > 1 and path.suffix == GGUF:
-        raise ConfigError(f"pipeline_parallel_size={config.pipeline_parallel_size}: must be 1 for a GGUF file")
-    stages.check_model(config, hf_config)
 
 
 def _verify(
@@ -328,28 +305,10 @@ def _create_lora(
 
 def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: ModelSpec) -> LoadedModel:
     """Load the draft model with the dtype and context length of the model."""
-    assert config.speculative_model
-    options = replace(
-        config,
-        model=config.speculative_model,
-        speculative_model=None,
-        num_speculative_tokens=0,
-        dtype=str(spec.dtype).removeprefix("torch."),
-        revision=None,
-        tokenizer=None,
-        generation_config=BUILT_IN,
-        override_generation_config=None,
-        chat_template=None,
-        classifier_from_token=None,
-        max_model_len=spec.max_model_len,
-        enable_lora=False,
-        batch_invariant=False,  # drafts change no tokens
-    )
-    field = f"speculative_model={json.dumps(config.speculative_model)}"
-    try:
+    options = draft_options(config, spec.dtype, spec.max_model_len)
+    with draft_errors(config):
         draft = load(options, root, device)
-    except ConfigError as error:
-        raise ConfigError(f"{field}: {error}") from error
+    field = f"speculative_model={json.dumps(config.speculative_model)}"
     if not draft.spec.generates:
         raise ConfigError(f"{field}: only classifies, without an output layer; a draft model must generate tokens")
     if draft.spec.states:

@@ -13,6 +13,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EmbeddingSpec
 from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES
 from paged_backend.files.model_files import GGUF, check_gguf
+from paged_backend.files.start_checks import check_length
 from paged_backend.loading.quantized_checkpoint import is_dequantized
 from paged_backend.models import rope
 from paged_backend.models.quantization import QuantizationSpec
@@ -56,8 +57,7 @@ def pick_max_model_len(requested: int | None, text_config: PretrainedConfig) -> 
         if limit is None:
             raise ConfigError("max_model_len: the model's configuration has no limit; set the option")
         return limit
-    if limit is not None and requested > limit:
-        raise ConfigError(f"max_model_len={requested}: must be at most {limit}, {reason}")
+    check_length(requested, limit, reason)
     return requested
 
 

@@ -62,9 +62,9 @@ def check_sizes(
     dtype: torch.dtype,
     trust_remote_code: bool,
     kind: Any = AutoModelForCausalLM,
-) -> int:
-    """Return the number of weights that the configuration describes. Raises ConfigError if it has no layers or
-    describes more weights than the files contain.
+) -> PreTrainedModel:
+    """Return the model that the configuration describes, without memory for its weights. Raises ConfigError if it has
+    no layers or describes more weights than the files contain.
 
     Without weight files (`totals` is None), the weights in `dtype` must fit the available memory instead. kind: class
     of transformers that finds the model's class.
@@ -81,14 +81,18 @@ def check_sizes(
         for field in _SIZES:
             _check_number(name, layer, field, limit)
     _check_rope(name, text)
-    described = _num_weights(name, config, trust_remote_code, kind)
+    try:
+        model = described_model(config, trust_remote_code, kind)
+    except Exception as error:
+        raise ConfigError(f"{name}: does not describe a valid model: {type(error).__name__}: {error}") from error
+    described = sum(parameter.numel() for parameter in model.parameters())
     if totals is None:
         memory = available_memory()
         if described * dtype.itemsize > memory:
             raise ConfigError(f"{name}: describes {described} weights in {dtype}; available memory is {memory} bytes")
     elif described > (limit if packed else SLACK * limit):
         raise ConfigError(f"{name}: describes {described} weights; the files contain {totals.num_elements}")
-    return described
+    return model
 
 
 def _layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
@@ -123,15 +127,6 @@ def described_model(
         )
     model.tie_weights()
     return model
-
-
-def _num_weights(file: Path, config: PretrainedConfig, trust_remote_code: bool, kind: Any) -> int:
-    """Count the weights of the model that the configuration describes."""
-    try:
-        model = described_model(config, trust_remote_code, kind)
-    except Exception as error:
-        raise ConfigError(f"{file}: does not describe a valid model: {type(error).__name__}: {error}") from error
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def check_loading_info(model_path: Path, info: dict[str, Iterable[Any]], *, quantized: bool) -> None:

@@ -12,6 +12,7 @@ from paged_backend.api.config import HUB_NAME, EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.files import model_files
 from paged_backend.files.model_files import GGUF
+from paged_backend.files.start_checks import TOKENIZER, find_local, is_model, no_model
 from paged_backend.loading import load_progress
 
 
@@ -22,22 +23,12 @@ def find_files(name: str, root: Path, config: EngineConfig, revision: str | None
     on the Hugging Face hub, which is downloaded in the given revision if it is not in the cache, unless it ends like a
     GGUF file.
     """
-    candidates = possible_paths(name, root)
-    for path in candidates:
-        if (path / "config.json").is_file() or (path / "tokenizer.json").is_file():
-            return path
-        if path.suffix == GGUF and path.is_file():
-            return path
-    found = next((path for path in candidates if path.exists()), None)
+    found = find_local(name, root)
+    if found and (is_model(found) or (found / TOKENIZER).is_file()):
+        return found
     if found is None and HUB_NAME.fullmatch(name) and not name.endswith(GGUF):
         return _download(name, config, revision)
-    problem = f"{candidates[0]} does not exist" if found is None else f"no config.json in {found}"
-    raise ConfigError(f"model={json.dumps(name)}: {problem}; give a Hugging Face model directory, or a {GGUF} file")
-
-
-def possible_paths(name: str, root: Path) -> list[Path]:
-    """Return where a path in the options may be: relative to `root`, or to the working directory."""
-    return [base / Path(name).expanduser() for base in (root, Path.cwd())]
+    raise no_model("model", name, found)
 
 
 def _download(name: str, config: EngineConfig, revision: str | None) -> Path:

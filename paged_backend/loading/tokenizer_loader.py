@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -12,7 +11,8 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.files import model_files
 from paged_backend.files.model_files import GGUF
-from paged_backend.loading.model_source import find_files, possible_paths, source_arguments
+from paged_backend.files.start_checks import find_template
+from paged_backend.loading.model_source import find_files, source_arguments
 from paged_backend.text.templates import check_template
 
 
@@ -28,23 +28,14 @@ def load_tokenizer(config: EngineConfig, root: Path, model_path: Path) -> PreTra
             raise
         raise ConfigError(f"tokenizer: {_culprit(path)}: {type(error).__name__}: {error}") from error
     if config.chat_template is not None:
-        tokenizer.chat_template = _read_template(config.chat_template, root)
+        file = find_template(config.chat_template, root)
+        tokenizer.chat_template = file.read_text() if file else config.chat_template
     try:
         check_template(tokenizer, config.chat_template_timeout)
     except ValueError as error:
         where = f"tokenizer: the chat template in {path}" if config.chat_template is None else "chat_template:"
         raise ConfigError(f"{where} {error}") from error
     return tokenizer
-
-
-def _read_template(given: str, root: Path) -> str:
-    """Return the template of the option `chat_template`: a file in `root` or the working directory, or the template."""
-    if "{" in given:
-        return given
-    for path in possible_paths(given, root):
-        if path.is_file():
-            return path.read_text()
-    raise ConfigError(f"chat_template={json.dumps(given)}: neither a template, which contains {{, nor a file in {root}")
 
 
 def _culprit(path: Path) -> str:

@@ -37,24 +37,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
 from paged_backend.execution.upload import DeviceUpload
-from paged_backend.loading.attention_probe import AttentionProbe
+from paged_backend.loading.attention_probe import Probed, probe_layers
 from paged_backend.loading.earlier_starts import EarlierStarts, Outcome, OutdatedOutcome
 from paged_backend.loading.shallow_copy import WINDOW, layer_modules, representative_layers, shallow_copy
-from paged_backend.memory.kv_cache import NO_ATTENTION, KVCache, LayerShape
-from paged_backend.memory.state_cache import StateCache, StateShape
+from paged_backend.memory.kv_cache import KVCache, LayerShape
+from paged_backend.memory.state_cache import StateCache
 from paged_backend.models import recurrent, rope
-from paged_backend.models.attention import ATTENTION, AttentionSpec, UnsupportedModel
+from paged_backend.models.attention import ATTENTION, UnsupportedModel
 from paged_backend.models.batch_invariance import check_invariance
 from paged_backend.models.latent_attention import find_latent_layers
 from paged_backend.models.model_variants import ModelVariant, model_variants
-from paged_backend.models.pipeline import Stage
 from paged_backend.models.quantization import Quantizer
 from paged_backend.scheduling import sequence
 from paged_backend.scheduling.plan import Chunk, Plan
@@ -63,7 +62,6 @@ from paged_kernels.compile_ahead import compile_ahead
 
 log = logging.getLogger("paged_llm")
 
-PROBE = "paged_llm_probe"
 LONG, SHORT = 21, 10  # tokens of the prompts
 MEASURED = 6  # positions at the end of each prompt whose logits are computed
 # Largest error of the logits of a position: the norm of the difference, divided by the norm of the logits after their
@@ -124,7 +122,7 @@ def verify_model(
     options = Options(block_size, kv_dtype, batch_invariant)
     name = type(model).__name__
     try:
-        probed = _probe(model)
+        probed = probe_layers(model)
         if outcome:
             variants = model_variants(model, probed.specs, quantizer=quantizer, batch_invariant=batch_invariant)
             layers = _restore(model, probed, variants, outcome, options)
@@ -292,7 +290,7 @@ class Proof:
 
     def _failure_of(self, names: Set[str], dtype: torch.dtype, depth: int) -> UnsupportedModel | None:
         model = shallow_copy(self._model, range(depth), dtype)
-        probed = _probe(model)
+        probed = probe_layers(model)
         expected = _expect(model, _prompts(model, ()))
         options = self._options._replace(kv_dtype=dtype)
         layers = _install(model, probed, options, partial(_latent_failure, model, expected, options))
@@ -383,85 +381,6 @@ def _release_unused(
     if failure:
         restore()
     return failure
-
-
-class Probed(NamedTuple):
-    """The properties of a model's layers, recorded in a forward pass of the unmodified model."""
-
-    layers: tuple[LayerShape, ...]  # what each keeps in the KV cache
-    specs: tuple[AttentionSpec, ...]  # the attention parameters of the layers with attention
-    mixers: list[nn.Module]  # the recurrent ones
-    states: list[StateShape]  # what each of them keeps
-
-
-def _probe(model: PreTrainedModel) -> Probed:
-    """Run a forward pass that records the layers of a model. Raises UnsupportedModel."""
-    mixers = recurrent.recurrent_mixers(model)
-    with recurrent.record_states(mixers) as states:
-        layers, specs = _probe_attention(model, mixers)
-    return Probed(layers, specs, mixers, [states[index] for index in range(len(mixers))])
-
-
-@torch.inference_mode()
-def _probe_attention(
-    model: PreTrainedModel, mixers: list[nn.Module]
-) -> tuple[tuple[LayerShape, ...], tuple[AttentionSpec, ...]]:
-    """Return the KV cache shape of each layer, and the attention parameters of those with attention.
-
-    mixers: the model's recurrent mixers.
-    """
-    probe = AttentionProbe()
-    AttentionInterface.register(PROBE, probe.attend)
-    AttentionMaskInterface.register(PROBE, probe.mask)
-    model.set_attn_implementation(PROBE)
-    ids = torch.zeros(1, 4, dtype=torch.int64, device=model.device)
-    try:
-        model(input_ids=ids, position_ids=torch.arange(4, device=model.device)[None], use_cache=False)
-    except UnsupportedModel:
-        raise
-    except Exception as error:
-        raise UnsupportedModel(f"its forward pass fails: {type(error).__name__}: {error}") from error
-    layers = range(model.config.get_text_config().num_hidden_layers)
-    _check_layers(model, layers, probe.shapes.keys(), mixers)
-    if invalid := [window for window in probe.layer_windows if window is not None and window < 1]:
-        raise UnsupportedModel(f"sliding_window={min(invalid)} in its configuration: must be at least 1")
-    unused = frozenset() if Stage.of(model) is None else probe.mask_windows - probe.layer_windows  # by other stages
-    if probe.layer_windows - {None} != probe.mask_windows - unused - {None}:
-        raise UnsupportedModel(
-            f"its masks have windows {_shown(probe.mask_windows)}, but its layers pass {_shown(probe.layer_windows)}"
-        )
-    shapes = tuple(probe.shapes.get(layer, NO_ATTENTION) for layer in layers)
-    return shapes, tuple(probe.specs[layer] for layer in layers if layer in probe.specs)
-
-
-def _check_layers(model: PreTrainedModel, layers: range, attention: Set[int], mixers: list[nn.Module]) -> None:
-    """Raise UnsupportedModel unless every layer calls the attention interface, has a recurrent mixer or keeps nothing.
-
-    attention: the indices of the layers that call the attention interface.
-    """
-    known = attention | {mixer.layer_idx for mixer in mixers}
-    modules = layer_modules(model)
-    others = [layer for layer in layers if layer not in known]
-    if modules is not None:
-        others = [layer for layer in others if not recurrent.is_stateless(modules[layer])]
-    if others or not attention <= set(layers):
-        names = sorted({name for layer in others for name in _stateful_names(modules[layer])}) if modules else []
-        raise UnsupportedModel(
-            f"{len(attention)} of {len(layers)} layers call the attention interface; the others keep another state"
-            + (f" ({', '.join(names)})" if names else "")
-        )
-
-
-def _stateful_names(layer: nn.Module) -> set[str]:
-    """Return the classes of the modules in a layer that know its index, or else that of the layer."""
-    inner = {
-        type(module).__name__ for module in layer.modules() if module is not layer and hasattr(module, "layer_idx")
-    }
-    return inner or {type(layer).__name__}
-
-
-def _shown(windows: set[int | None]) -> str:
-    return ", ".join(str(window) for window in sorted(windows - {None}, key=int)) or "none"  # type: ignore[arg-type]
 
 
 class Expected(NamedTuple):

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -24,8 +23,8 @@ from torch import Tensor
 from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import Origin
+from paged_backend.files.content import content_of
 from paged_backend.scheduling.content import Chain, Contents, Entry, Key
-from paged_backend.utils.machine import usable_cores
 from paged_backend.utils.worker import CallTimeout, call_with_timeout
 from paged_kernels.cpu import native
 
@@ -34,9 +33,7 @@ MAX_HEADER_BYTES = 1 << 20  # maximum size of a file besides its tensors
 MAX_PREFIX_BYTES = 1 << 26  # maximum size of the prefix tokens, four bytes each
 TOKENS = "tokens"  # name of the tensor that holds the prefix
 TOKEN_TYPE = torch.int32
-FORMAT_VERSION = "2"  # part of the fingerprint; changed with the format
-MODEL_FILES = ("*.json", "*.safetensors", "*.py")
-CHUNK_BYTES = 1 << 22  # bytes of a model's file that are read at a time
+FORMAT_VERSION = "3"  # part of the fingerprint; changed with the format
 
 
 class DiskStalled(Exception):
@@ -140,27 +137,15 @@ class BlockSource:
     kv_dtype: torch.dtype
     device: torch.device
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """A digest, for this machine. A model is represented by the names, sizes and modification times of its files,
-        so touching a file invalidates the cache."""
-        status = [(file.name, file.stat()) for file in self._files]
-        return self._digest([(name, found.st_size, found.st_mtime_ns) for name, found in status])
+        """A digest, which is the same on other machines."""
+        return self._digest([content_of(model) for model in self.models])
 
-    def content_fingerprint(self) -> str:
-        """Return a digest that is the same on other machines. It reads all files of the models, on all cores."""
-        with ThreadPoolExecutor(usable_cores()) as threads:
-            digests = list(threads.map(_file_digest, self._files))
-        return self._digest([(file.name, digest) for file, digest in zip(self._files, digests, strict=True)])
-
-    @property
-    def _files(self) -> list[Path]:
-        return [file for model in self.models for file in model_files(model)]
-
-    def _digest(self, files: list[Any]) -> str:
+    def _digest(self, models: list[str]) -> str:
         config, layout = self.config, self.layout
         facts = {
-            "files": files,
+            "models": models,
             "transformers": transformers.__version__,
             "options": [config.load_format, config.seed if config.load_format == "dummy" else None],
             "weights": [str(self.dtype), config.quantization, config.quantization_group_size],
@@ -172,16 +157,3 @@ class BlockSource:
         if config.batch_invariant:  # the same bits only with the same arithmetic
             facts["arithmetic"] = native.level() if self.device.type == "cpu" else "batch-invariant"
         return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
-
-
-def model_files(model: Path) -> list[Path]:
-    """Return the files of a model, a directory or a file."""
-    return [model] if model.is_file() else [file for name in MODEL_FILES for file in sorted(model.glob(name))]
-
-
-def _file_digest(path: Path) -> str:
-    digest = blake2b(digest_size=32)
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

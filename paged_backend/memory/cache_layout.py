@@ -14,14 +14,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
 
 from paged_backend.api.block_layout import BlockLayout
 from paged_backend.memory.kv_cache import LayerShape
+from paged_backend.memory.state_cache import StateShape
 
 log = logging.getLogger("paged_llm")
 
 # Maximum share of a block that no layer uses, because the layers of a kind do not fill their pages.
 PADDING_LIMIT = 0.05
+
+
+class CacheSpec(NamedTuple):
+    """What a model with its draft model keeps of sequences."""
+
+    layers: tuple[LayerShape, ...]  # for each token
+    states: tuple[StateShape, ...]  # for each sequence
+    kv_dtype: torch.dtype
+    max_model_len: int
 
 
 @dataclass(frozen=True)

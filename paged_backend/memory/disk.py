@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import re
+import stat
 import tempfile
 import threading
 import time
@@ -180,6 +181,12 @@ class DiskTier(CacheTier):
     def _scan(self) -> None:
         """Index the files of earlier servers, and remove stale partial files."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: the files contain users' tokens
+        if (mode := stat.S_IMODE(self._directory.stat().st_mode)) & 0o077:
+            log.warning(
+                "disk_cache_dir: %s has mode %04o: other users can see which blocks it has; use 0700, as for a new one",
+                self._directory,
+                mode,
+            )
         found = []
         for path in self._directory.glob("*/*/*"):
             with contextlib.suppress(FileNotFoundError):  # another server may have evicted the file
@@ -209,7 +216,8 @@ class DiskTier(CacheTier):
         self._evict(len(data))
         name = self._name(entry.key)
         path = self._directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=PARTIAL, delete=False) as file:
             try:
                 file.write(data)

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.files.start_checks import check_division
 from paged_backend.models.linear import RowParallelForward
 
 if TYPE_CHECKING:  # imported late, because only ranks need it
@@ -58,10 +59,7 @@ def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:
         raise ConfigError(
             f"tensor_parallel_size={size}: must be 1 (transformers has no tensor parallel plan for {text.model_type})"
         )
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(text, name, None) or text.num_attention_heads
-        if isinstance(heads, int) and heads % size:
-            raise ConfigError(f"tensor_parallel_size={size}: must divide {heads}, the model's {name}")
+    check_division(config, lambda name: getattr(text, name, None))
 
 
 def rank_and_size(config: EngineConfig) -> tuple[int, int]:

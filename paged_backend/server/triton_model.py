@@ -15,8 +15,11 @@ import triton_python_backend_utils as pb_utils
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.files.start_checks import check_start, remote_cache_problem
 from paged_backend.server.placement import GPU_DEVICE_IDS, visible_gpus
 from paged_backend.server.tensors import INPUTS, OUTPUTS
+
+log = logging.getLogger("paged_llm")
 
 
 class TritonPythonModel:
@@ -49,6 +52,9 @@ class TritonPythonModel:
             _pin(args, parameters, config)
             if _parameter(parameters, "REPORT_CUSTOM_METRICS").lower() == "false":
                 config = replace(config, disable_log_stats=True)
+            check_start(config)
+            if problem := remote_cache_problem(config):
+                log.error("%s", problem)
             # Imported late: Triton also runs this file to read its configuration, which should not load torch.
             if config.num_ranks == 1:
                 from paged_backend.utils.lean_import import import_transformers

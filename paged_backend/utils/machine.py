@@ -16,6 +16,7 @@ from typing import NamedTuple
 CGROUPS = Path("/sys/fs/cgroup")
 OPENMP = ("libgomp", "libomp", "libiomp5")
 OMP_PAUSE_SOFT = 1
+GPU_FILES = ("nvidia[0-9]*", "dxg", "nvhost*", "nvmap")  # of a GPU, of Windows' Linux, and of boards with a GPU
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -31,6 +32,13 @@ def user_cache_directory() -> Path:
     """Return the directory for the user's files: $PAGED_CACHE_DIR, or paged_llm in $XDG_CACHE_HOME or ~/.cache."""
     own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "paged_llm")
     return Path(os.environ.get("PAGED_CACHE_DIR") or own).expanduser().absolute()
+
+
+def has_gpu() -> bool:
+    """Return whether CUDA may find a GPU: the driver has device files, and they are not hidden. Needs no torch."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    return any(next(Path("/dev").glob(pattern), None) for pattern in GPU_FILES)
 
 
 def find_python() -> str:

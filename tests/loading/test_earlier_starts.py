@@ -7,6 +7,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from paged_backend.files import content
 from paged_backend.loading import earlier_starts, verification
 from paged_backend.models import linear
 from paged_backend.utils import machine
@@ -96,8 +97,8 @@ def test_unchanged_files_are_not_read_again(tiny, starts, tmp_path, monkeypatch)
     shutil.copytree(tiny[0], directory)
     starts(directory)
     read = []
-    hash_of = earlier_starts._hash_of
-    monkeypatch.setattr(earlier_starts, "_hash_of", lambda file: read.append(file.name) or hash_of(file))
+    hash_of = content.hash_of
+    monkeypatch.setattr(content, "hash_of", lambda file: read.append(file.name) or hash_of(file))
     (directory / "other.bin").write_text("not read by the model")
     assert starts(directory)[1]
     assert read == []
@@ -105,15 +106,6 @@ def test_unchanged_files_are_not_read_again(tiny, starts, tmp_path, monkeypatch)
     os.utime(directory / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))  # as rsync does
     assert starts(directory)[1]
     assert read == ["model.safetensors"]
-
-
-def test_pieces_of_large_files_are_hashed(tmp_path, monkeypatch):
-    monkeypatch.setattr(earlier_starts, "PIECE", 4)
-    hashes = set()
-    for content in ("abcdefgh", "abcdefg", "abcdefgx", "efghabcd", "", "abcd"):
-        (tmp_path / "file").write_text(content)
-        hashes.add(earlier_starts._hash_of(tmp_path / "file"))
-    assert len(hashes) == 6
 
 
 @pytest.mark.parametrize("damage", ["", "{}", '{"variant": 1, "latents": false, "keeps_unused": false}'])

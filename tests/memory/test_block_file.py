@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from paged_backend.api.request import Origin
 from paged_backend.memory.block_file import TOKENS, BlockFormat, BlockSource, CorruptFile
 from paged_backend.memory.disk import DiskTier
 from paged_backend.scheduling.content import Entry
+from paged_backend.utils import machine
 from tests.support.disk_blocks import LAYOUT, content, entry
 
 
@@ -80,23 +82,32 @@ def test_file_with_colliding_key_is_not_used_or_overwritten(tmp_path, monkeypatc
 
 
 @pytest.fixture
-def source(tmp_path):
+def source(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(bytes(9 << 20))
+    monkeypatch.setattr(machine, "user_cache_directory", lambda: tmp_path / "user")
     config = EngineConfig(model="m")
     return BlockSource(config, BlockLayout(16), [tmp_path], torch.float32, torch.float32, torch.device("cpu"))
 
 
-def test_content_fingerprint_is_that_of_other_machines(source, tmp_path):
-    """A copy of the model has other modification times, which the fingerprint of the disk tier includes."""
-    first, own = source.content_fingerprint(), source.fingerprint
-    os.utime(tmp_path / "model.safetensors", (1, 1))
-    assert source.content_fingerprint() == first
-    assert source.fingerprint != own
-    with (tmp_path / "model.safetensors").open("r+b") as file:
-        file.seek(5 << 20)
-        file.write(b"1")
-    assert source.content_fingerprint() != first
+def test_fingerprint_is_that_of_a_copy_elsewhere(source, tmp_path):
+    """A copy of the model has other inodes and times."""
+    shutil.copytree(tmp_path, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert replace(source, models=[tmp_path / "copy"]).fingerprint == source.fingerprint
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_models_of_equal_sizes_and_times_are_told_apart(source, tmp_path, in_place):
+    """As a fine-tune in a reproducible image: one byte of one tensor differs. in_place: the same inode."""
+    weights = tmp_path / "model.safetensors"
+    first, before, content = source.fingerprint, weights.stat(), bytearray(weights.read_bytes())
+    content[5 << 20] ^= 1
+    if not in_place:
+        weights.unlink()
+    weights.write_bytes(content)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (weights.stat().st_size, weights.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert replace(source).fingerprint != first
 
 
 @pytest.mark.parametrize(
@@ -116,5 +127,4 @@ def test_content_fingerprint_is_that_of_other_machines(source, tmp_path):
 )
 def test_fingerprints_depend_on_everything_that_changes_blocks(source, change):
     other = replace(source, **change)
-    assert other.content_fingerprint() != source.content_fingerprint()
     assert other.fingerprint != source.fingerprint

@@ -10,7 +10,7 @@ import torch
 
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.request import Origin
-from paged_backend.engine.model_preparation import ROOT
+from paged_backend.files.start_checks import ROOT
 from paged_backend.memory import remote
 from paged_backend.memory.redis_store import RedisStore
 from paged_backend.memory.remote import RemoteTier

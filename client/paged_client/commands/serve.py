@@ -82,13 +82,15 @@ def _add_model_arguments(parser: argparse.ArgumentParser, model: str) -> None:
     add("--multi-lora", type=Path, metavar="FILE", help="JSON file of LoRA adapters (name to directory) to serve")
 
 
-def _model_options(args: argparse.Namespace, default: str | None = None) -> dict[str, object]:
+def _model_options(
+    args: argparse.Namespace, default: str | None = None, *, is_for_here: bool = False
+) -> dict[str, object]:
     """Return the engine options of a command, including the model. Raises UsageError.
 
-    default: the model if none is given.
+    default: the model if none is given. is_for_here: whether to check that this machine can serve it.
     """
     from paged_backend.api.errors import ConfigError
-    from paged_client.serving.repository import check_options
+    from paged_client.serving.repository import check_model, check_options
 
     options = parse_pairs("-o", args.option)
     for name, value in args.engine_options.items():
@@ -111,15 +113,19 @@ def _model_options(args: argparse.Namespace, default: str | None = None) -> dict
     options = {"model": model, **options}
     try:
         check_options(options)
+        if is_for_here:
+            check_model(options)
     except ConfigError as error:
         name = str(error).partition("=")[0].partition(":")[0]
+        if not name.isidentifier():  # a file
+            raise UsageError(str(error)) from None
         flag = f"--{name.replace('_', '-')}" if name in args.engine_options else f"-o {name}"
         raise UsageError(f"{flag}{str(error)[len(name) :]}") from None
     return options
 
 
 def serve(args: argparse.Namespace) -> int:
-    options = _model_options(args)
+    options = _model_options(args, is_for_here=True)
     times = {name: getattr(args, name) for name in ("probe_interval", "probe_timeout") if getattr(args, name)}
     if times and not args.restart:
         raise UsageError(f"--{min(times).replace('_', '-')}: has no effect without --restart")

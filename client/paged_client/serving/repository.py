@@ -10,6 +10,7 @@ from pathlib import Path
 from paged_backend.api.config import HUB_NAME, EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.option_parsing import merge_options
+from paged_backend.files import start_checks
 from paged_client.serving import demo_model
 from paged_client.serving.server_files import MODEL_REPOSITORY, cache_directory, create_atomically
 
@@ -130,6 +131,18 @@ def _rename_model(repository: Path, name: str) -> None:
 
 def check_options(options: Mapping[str, object]) -> None:
     """Raises ConfigError for an engine option that is unknown or out of range, given the project's model.json."""
+    _engine_config(options)
+
+
+def check_model(options: Mapping[str, object]) -> None:
+    """Raise ConfigError for options with which the server could not start on this machine, as far as it shows without
+    loading the model. The demo model is checked if it is there."""
+    names = ("model", "speculative_model")
+    known = {name: str(demo_model.default_directory()) for name in names if options.get(name) == "demo"}
+    start_checks.check_start(_engine_config({**options, **known}))
+
+
+def _engine_config(options: Mapping[str, object]) -> EngineConfig:
     settings = MODEL_REPOSITORY / MODEL_NAME / "1" / "model.json"
     served_name(options)
-    EngineConfig.from_options(merge_options(json.loads(settings.read_text()), options))
+    return EngineConfig.from_options(merge_options(json.loads(settings.read_text()), options))

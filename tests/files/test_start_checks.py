@@ -1,0 +1,151 @@
+"""Mistakes that show before weights are read, and the messages that name them.
+
+The model's files have a header and no weights, so a check that read them would fail in another way.
+"""
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import ConfigError
+from paged_backend.files import start_checks
+from paged_backend.files.start_checks import check_start, remote_cache_problem
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FIELDS = {"model_type": "llama", "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 256}
+
+
+def write_weights(file, nbytes=1 << 20, *, keep=1 << 20):
+    """Write a header for one tensor, and a hole of `keep` bytes."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
+    with file.open("wb") as opened:
+        opened.write(struct.pack("<Q", len(header)) + header)
+        opened.truncate(8 + len(header) + keep)
+
+
+@pytest.fixture
+def model(tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(FIELDS))
+    (directory / "tokenizer.json").write_text("{}")
+    write_weights(directory / WEIGHTS)
+    return directory
+
+
+def check(model, **options):
+    check_start(EngineConfig.from_options({"model": str(model), "device": "cpu"} | options))
+
+
+def test_a_model_without_mistakes_passes(model, tmp_path):
+    options = {"swap_space": "1MB", "disk_cache_dir": str(tmp_path / "cache"), "disk_cache_gib": "1MB"}
+    check(model, max_model_len=256, tensor_parallel_size=1, kv_cache_memory_bytes="1MiB", **options)
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kv_cache_memory_bytes": "1000TiB"}, "kv_cache_memory_bytes=1099511627776000: a pool of 1024000.0 GiB; must"),
+        ({"swap_space": 500000}, "swap_space=500000: must fit into the .* GiB that are free"),
+        ({"max_model_len": 257}, "max_model_len=257: must be at most 256, the model's own limit"),
+        ({"tensor_parallel_size": 7}, "tensor_parallel_size=7: must divide 9, the model's num_attention_heads"),
+        ({"tensor_parallel_size": 9}, "tensor_parallel_size=9: must divide 3, the model's num_key_value_heads"),
+        ({"disk_cache_dir": "/nowhere/x"}, 'disk_cache_dir="/nowhere/x": needs a host pool; set swap_space as well'),
+        ({"remote_cache_url": "redis://h"}, "remote_cache_url=.*: needs a host pool; set swap_space as well"),
+        ({"disk_cache_dir": "/proc/x", "swap_space": "1MB"}, 'disk_cache_dir="/proc/x": cannot be written to: '),
+        ({"chat_template": "x.jinja"}, 'chat_template="x.jinja": neither a template, which contains {, nor a file in'),
+        ({"tokenizer": "/dev"}, "tokenizer: no tokenizer in /dev"),
+    ],
+)
+def test_option_is_named(model, options, reason):
+    with pytest.raises(ConfigError, match=f"^{reason}"):
+        check(model, **options)
+
+
+def index(**places):
+    return lambda model: (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def remove(*names):
+    return lambda model: [(model / name).unlink() for name in names]
+
+
+def write(name, text):
+    return lambda model: (model / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ([remove("config.json")], "no config.json in {model}; give a Hugging Face model directory"),
+        ([write("config.json", "{nope")], "{model}/config.json: not valid JSON"),
+        ([remove("tokenizer.json")], "tokenizer: no tokenizer in {model}: neither tokenizer.json nor a vocabulary"),
+        ([lambda model: write_weights(model / WEIGHTS, keep=9)], "{model}/model.safetensors: .*file not fully covered"),
+        ([remove(WEIGHTS)], "{model}: no weights: neither model.safetensors nor model.safetensors.index.json exists"),
+        ([remove(WEIGHTS), write("pytorch_model.bin", "x")], "{model}: no weights: .* pickle file"),
+        ([remove(WEIGHTS), index(w="a.safetensors")], "{model}/a.safetensors: no such file"),
+    ],
+)
+def test_file_is_named(model, changes, reason):
+    for change in changes:
+        change(model)
+    with pytest.raises(ConfigError, match=reason.format(model=model)):
+        check(model)
+
+
+def test_truncated_gguf_is_named(tmp_path):
+    """The header has a tensor of 4,096 bytes, the file 100 of them."""
+    name, file = b"output.weight", tmp_path / "model.gguf"
+    info = struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 1024, 0, 0)
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + info + bytes(100))
+    with pytest.raises(
+        ConfigError, match=rf"^{file}: is truncated, .*: output\.weight ends at byte .*, the file at 169"
+    ):
+        check(file)
+
+
+def test_disk_cache_larger_than_the_free_space_is_named(model, tmp_path, monkeypatch):
+    """The cache's own files count as free: they are within the limit."""
+    cache = tmp_path / "cache" / "fingerprint" / "ab"
+    cache.mkdir(parents=True)
+    (cache / "block").write_bytes(bytes(2 << 20))
+    monkeypatch.setattr(start_checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=3 << 20))
+    options = {"disk_cache_dir": str(tmp_path / "cache"), "swap_space": "1MB"}
+    check(model, disk_cache_gib="5MiB", **options)
+    with pytest.raises(ConfigError, match=r"^disk_cache_gib=.*: .* has room for 5\.0 MiB; lower it"):
+        check(model, disk_cache_gib="6MiB", **options)
+
+
+def test_remote_cache_that_cannot_be_reached_is_named():
+    """It does not end a start: the server tries again."""
+    options = {"model": "m", "remote_cache_url": "redis://user:secret@127.0.0.1:1/0", "swap_space": 1}
+    problem = remote_cache_problem(EngineConfig.from_options(options))
+    assert problem.startswith("remote_cache_url: redis://127.0.0.1:1/0: ")
+    assert "secret" not in problem
+
+
+def test_checks_import_no_torch():
+    """Its import takes longer than all checks."""
+    code = "import sys, paged_backend.files.start_checks; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_paged_serve_checks_before_it_starts_a_server(model, monkeypatch, capsys, tmp_path):
+    from paged_client.cli import main
+    from paged_client.serving import launch
+
+    monkeypatch.setenv("PAGED_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(launch, "serve", None)
+    assert main(["serve", str(model), "--device=cpu", "--max-model-len", "257"]) == 2
+    assert "--max-model-len=257: must be at most 256" in capsys.readouterr().err
+    shutil.rmtree(model)
+    model.mkdir()
+    assert main(["serve", str(model)]) == 2
+    assert f"no config.json in {model}" in capsys.readouterr().err
