@@ -179,7 +179,10 @@ def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
             held = f"{blocks} pages of {size} tokens in {len(layout.shapes)} layers"
         return f"{held}, {blocks * block / GIB:.2f} GiB"
 
-    parts = [pool(prepared.num_blocks)]
+    length, pages = loaded.spec.max_model_len, prepared.num_blocks
+    parts = [pool(pages)]
+    if needed := layout.blocks.pages_for([length], [length], 0):
+        parts[0] += f", for {pages // needed} requests of {length} tokens"
     if layout.blocks.window_pages:
         windowed = sum(page >= layout.blocks.base_pages for page, _ in layout.places)
         parts.append(f"{windowed} of {len(layout.places)} layers keep {layout.blocks.window} tokens")

@@ -59,9 +59,9 @@ def is_model(path: Path) -> bool:
     return (path / CONFIG).is_file() or (path.suffix == GGUF and path.is_file())
 
 
-def no_model(option: str, value: str, path: Path | None) -> ConfigError:
-    """Return the error of an option that names no model. path: what exists there; None: nothing."""
-    problem = "does not exist" if path is None else f"no {CONFIG} in {path}"
+def no_model(option: str, value: str, path: Path) -> ConfigError:
+    """Return the error of an option that names no model. path: the place that it names."""
+    problem = f"no {CONFIG} in {path}" if path.exists() else f"{path} does not exist"
     return invalid_option(option, value, f"{problem}; give a Hugging Face model directory, or a {GGUF} file")
 
 

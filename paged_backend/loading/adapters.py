@@ -20,7 +20,14 @@ import torch
 
 from paged_backend.api.errors import ConfigError, ErrorCode, RequestError, invalid_argument
 from paged_backend.api.request import Adapter
-from paged_backend.models.peft_files import AdapterError, LoraShapes, read_adapter, read_config, signature
+from paged_backend.models.peft_files import (
+    AdapterError,
+    LoraShapes,
+    check_adapter,
+    read_adapter,
+    read_config,
+    signature,
+)
 from paged_backend.utils.machine import use_single_thread
 from paged_backend.utils.worker import BackgroundWorker
 
@@ -106,12 +113,14 @@ class AdapterRegistry:
         # Adapters and digests by directory, each with the signature of its files.
         self._cache: OrderedDict[Path, tuple[Any, Adapter]] = OrderedDict()  # least recently used first
         self._digests: dict[Path, tuple[Any, bytes]] = {}  # digest of every adapter that has been loaded
+        self._broken: set[Path] = set()  # those that could not be used when they were last read
         self._thread = BackgroundWorker("adapters", use_single_thread)
         for name, path in listing.paths().items():
             try:
                 signature(path)
-                read_config(path, max_rank)
+                check_adapter(path, shapes, max_rank)
             except AdapterError as error:
+                self._broken.add(path)
                 log.warning("adapter %s in %s cannot be used: %s", name, path, error)
 
     def run(self, call: Callable[..., None], *arguments: Any) -> None:
@@ -130,8 +139,11 @@ class AdapterRegistry:
         """Return the adapter in the current version of its files. Raises RequestError."""
         path = self._path(name)
         try:
-            return self._load(name, path)
+            adapter = self._load(name, path)
+            self._broken.discard(path)
+            return adapter
         except AdapterError as error:
+            self._broken.add(path)
             log.warning("adapter %s in %s cannot be used: %s", name, path, error)
             raise invalid_argument("lora_name", name, f"cannot be used: {error}") from error
 
@@ -154,7 +166,7 @@ class AdapterRegistry:
     def _path(self, name: str) -> Path:
         paths = self._listing.paths(name)
         if name not in paths:
-            names = list(paths)
+            names = [listed for listed, path in paths.items() if path not in self._broken]
             hidden = len(names) - MAX_SHOWN_NAMES
             shown = f"{names[:MAX_SHOWN_NAMES]}" + (f" and {hidden} more" if hidden > 0 else "")
             text = f"LoRA {name} is not supported, we currently support {shown}"

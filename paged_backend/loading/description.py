@@ -38,6 +38,7 @@ from paged_backend.memory.cache_layout import CacheSpec
 from paged_backend.models import tensor_parallel
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.latent_attention import find_latent_layers
+from paged_backend.utils.startup import Progress
 
 log = logging.getLogger("paged_llm")
 
@@ -53,7 +54,8 @@ class Description:
     dtype: torch.dtype
     name: str  # of the model's class
     num_parameters: int
-    num_active: int  # parameters that a token is multiplied by: not those of tables, and of some experts
+    num_read: int  # parameters that are multiplied, which those of a table of embeddings are not
+    num_active: int  # those of them that one token is multiplied by: of the experts of a layer, the ones it selects
     weight_bytes: int  # in memory, about
     cache: CacheSpec | None = None  # None: an encoder, or a model whose layers only show once it is loaded
     draft: Description | None = None
@@ -69,11 +71,14 @@ def describe(config: EngineConfig, root: Path, device: torch.device) -> Descript
 
 def describe_files(config: EngineConfig, root: Path, device: torch.device, path: Path) -> Description:
     """Return the description of the model in these files, with its draft model."""
+    progress = Progress("reading the configuration", 2)
     hf_config = check_config(config, path)
+    progress.advance()
     model_sizes.check_config(path, hf_config)
     if encoders.is_encoder(hf_config):
         dtype = pick_dtype(config.dtype, hf_config.dtype, device)
-        model, totals = _model_of(config, hf_config, path, dtype, AutoModel)
+        model, totals = _model_of(config, hf_config, path, AutoModel)
+        progress.advance()
         return _description(config, path, hf_config, dtype, model, totals)
     check_method(config, hf_config, path, device)
     check_quantization(config, hf_config, path, device)
@@ -81,8 +86,9 @@ def describe_files(config: EngineConfig, root: Path, device: torch.device, path:
     text_config = hf_config.get_text_config()
     dtype = pick_dtype(config.dtype, torch.bfloat16 if path.suffix == GGUF else text_config.dtype, device)
     max_model_len = pick_max_model_len(config.max_model_len, text_config)
-    model, totals = _model_of(config, hf_config, path, dtype, AutoModelForCausalLM)
+    model, totals = _model_of(config, hf_config, path, AutoModelForCausalLM)
     described = _description(config, path, hf_config, dtype, model, totals)
+    progress.advance()
     draft = None
     if config.speculative_model:
         options = draft_options(config, dtype, max_model_len)
@@ -139,14 +145,12 @@ def draft_errors(config: EngineConfig) -> Iterator[None]:
 
 
 def _model_of(
-    config: EngineConfig, hf_config: PretrainedConfig, path: Path, dtype: torch.dtype, kind: type
+    config: EngineConfig, hf_config: PretrainedConfig, path: Path, kind: type
 ) -> tuple[PreTrainedModel, WeightTotals | None]:
     """Return the model without memory for its weights, and the totals of its files."""
     is_dummy = config.load_format == "dummy"
     totals = None if is_dummy else model_files.check_weights(path, quantized=is_quantized(hf_config))
-    model = model_sizes.check_sizes(
-        path, hf_config, totals, dtype=dtype, trust_remote_code=config.trust_remote_code, kind=kind
-    )
+    model = model_sizes.check_sizes(path, hf_config, totals, trust_remote_code=config.trust_remote_code, kind=kind)
     return model, totals
 
 
@@ -163,27 +167,29 @@ def _description(
     if totals and (totals.is_quantized or (is_quantized(hf_config) and path.suffix != GGUF)):
         nbytes = min(nbytes, totals.num_bytes)
     elif rounding := quantization_spec(config, dtype):
-        linear = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+        table = model.get_input_embeddings().weight  # also that of an output layer, which then has a rounded copy
+        layers = (module for module in model.modules() if isinstance(module, nn.Linear))
+        linear = sum(layer.weight.numel() for layer in layers if layer.weight is not table)
         scale = SCALE_BITS / (rounding.group_size or 1 << 30)
         nbytes -= int(linear * (dtype.itemsize - (rounding.bits + scale) / 8))
-    return Description(path, hf_config, dtype, type(model).__name__, count, _num_active(model), nbytes)
+    return Description(path, hf_config, dtype, type(model).__name__, count, *_num_read(model), nbytes)
 
 
-def _num_active(model: PreTrainedModel) -> int:
-    """Return the number of parameters that a token is multiplied by. Of the experts of a layer, those that it selects
-    count."""
+def _num_read(model: PreTrainedModel) -> tuple[int, int]:
+    """Return `num_read` and `num_active`."""
     text = model.config.get_text_config()
     counts = [getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")]
     num_experts = next((count for count in counts if isinstance(count, int) and count), 0)
     chosen = getattr(text, "num_experts_per_tok", None) or num_experts
     table = model.get_input_embeddings()
-    active = 0
+    read = active = 0
     for name, parameter in model.named_parameters():
         if table is not None and parameter is table.weight and table.weight is not _output_weight(model):
             continue
+        read += parameter.numel()
         is_expert = num_experts and ".experts." in f"{name}."
         active += parameter.numel() * chosen // num_experts if is_expert else parameter.numel()
-    return active
+    return read, active
 
 
 def _output_weight(model: PreTrainedModel) -> torch.Tensor | None:

@@ -54,6 +54,7 @@ from paged_backend.models.lora import Lora, find_adaptable_layers
 from paged_backend.models.pipeline import check_stage, keep_stage
 from paged_backend.models.quantization import Quantizer
 from paged_backend.models.recurrent import state_shapes
+from paged_backend.utils.machine import available_memory
 from paged_kernels.cpu import native
 
 log = logging.getLogger("paged_llm")
@@ -120,6 +121,8 @@ def load(
     is_verified = not config.skip_verification and config.load_format != "dummy"
     with read_quickly(path):
         described = describe_files(config, root, device, path)
+        if config.load_format == "dummy":
+            _check_dummy(described)
         check(described)
         if encoders.is_encoder(described.hf_config):
             return _load_encoder(config, root, device, described)
@@ -133,6 +136,16 @@ def load(
         gc.collect()  # frees the first model
         described = describe_files(config, root, device, path)  # the first configuration may be changed
         return _load(config, root, device, described, earlier)
+
+
+def _check_dummy(described: Description) -> None:
+    """Raise ConfigError if the weights, whose number no file limits, do not fit into the memory."""
+    memory, file = available_memory(), described.path / model_files.CONFIG
+    if described.num_parameters * described.dtype.itemsize > memory:
+        raise ConfigError(
+            f"{file}: describes {described.num_parameters} weights in {described.dtype}; available memory is"
+            f" {memory} bytes"
+        )
 
 
 def _load(

@@ -18,7 +18,6 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from paged_backend.api.errors import ConfigError
 from paged_backend.files.model_files import CONFIG, GGUF, INDEX, WEIGHTS, WeightTotals, files_with_tensors
 from paged_backend.models import rope
-from paged_backend.utils.machine import available_memory
 
 MAX_LAYERS = 1024  # limit without weight files, which imply a limit otherwise
 MAX_POSITIONS = 2**31 - 1
@@ -59,15 +58,13 @@ def check_sizes(
     config: PretrainedConfig,
     totals: WeightTotals | None,
     *,
-    dtype: torch.dtype,
     trust_remote_code: bool,
     kind: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """Return the model that the configuration describes, without memory for its weights. Raises ConfigError if it has
     no layers or describes more weights than the files contain.
 
-    Without weight files (`totals` is None), the weights in `dtype` must fit the available memory instead. kind: class
-    of transformers that finds the model's class.
+    totals: of the weight files; None without them. kind: class of transformers that finds the model's class.
     """
     text, name = config.get_text_config(), model_path / CONFIG if model_path.suffix != GGUF else model_path
     packed = (
@@ -86,11 +83,7 @@ def check_sizes(
     except Exception as error:
         raise ConfigError(f"{name}: does not describe a valid model: {type(error).__name__}: {error}") from error
     described = sum(parameter.numel() for parameter in model.parameters())
-    if totals is None:
-        memory = available_memory()
-        if described * dtype.itemsize > memory:
-            raise ConfigError(f"{name}: describes {described} weights in {dtype}; available memory is {memory} bytes")
-    elif described > (limit if packed else SLACK * limit):
+    if totals is not None and described > (limit if packed else SLACK * limit):
         raise ConfigError(f"{name}: describes {described} weights; the files contain {totals.num_elements}")
     return model
 

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
 from transformers import AutoConfig, PretrainedConfig
 
 from paged_backend.api.config import HUB_NAME, EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.files import model_files
 from paged_backend.files.model_files import GGUF
-from paged_backend.files.start_checks import TOKENIZER, find_local, is_model, no_model
+from paged_backend.files.start_checks import TOKENIZER, find_local, is_model, no_model, possible_paths
 from paged_backend.loading import load_progress
 
 
@@ -28,7 +29,7 @@ def find_files(name: str, root: Path, config: EngineConfig, revision: str | None
         return found
     if found is None and HUB_NAME.fullmatch(name) and not name.endswith(GGUF):
         return _download(name, config, revision)
-    raise no_model("model", name, found)
+    raise no_model("model", name, found or possible_paths(name, root)[0])
 
 
 def _download(name: str, config: EngineConfig, revision: str | None) -> Path:
@@ -46,7 +47,13 @@ def _download(name: str, config: EngineConfig, revision: str | None) -> Path:
         return Path(path)
     except Exception as error:  # e.g. no network, unknown name, no permission; the types differ
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"model={json.dumps(name)}: neither a directory nor on the hub: {reason}") from error
+        if isinstance(error, RepositoryNotFoundError):
+            problem = "neither a directory nor on the hub, or private"
+        elif isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError):
+            problem = "not a directory, not in the cache of the hub, and the hub cannot be reached"
+        else:
+            problem = "not a directory, and not downloaded from the hub"
+        raise ConfigError(f"model={json.dumps(name)}: {problem}: {reason}") from error
 
 
 def source_arguments(path: Path) -> dict[str, str]:

@@ -14,6 +14,7 @@ from paged_backend.files.model_files import GGUF
 from paged_backend.files.start_checks import find_template
 from paged_backend.loading.model_source import find_files, source_arguments
 from paged_backend.text.templates import check_template
+from paged_backend.utils.startup import Progress
 
 
 def load_tokenizer(config: EngineConfig, root: Path, model_path: Path) -> PreTrainedTokenizerBase:
@@ -21,12 +22,14 @@ def load_tokenizer(config: EngineConfig, root: Path, model_path: Path) -> PreTra
     path = find_files(config.tokenizer, root, config, config.tokenizer_revision) if config.tokenizer else model_path
     if path.suffix != GGUF:
         model_files.check_text_files(path)
+    progress = Progress("reading the tokenizer", 1)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source_arguments(path), trust_remote_code=config.trust_remote_code)
     except BaseException as error:  # includes a panic in the tokenizers library, which is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise ConfigError(f"tokenizer: {_culprit(path)}: {type(error).__name__}: {error}") from error
+    progress.advance()
     if config.chat_template is not None:
         file = find_template(config.chat_template, root)
         tokenizer.chat_template = file.read_text() if file else config.chat_template

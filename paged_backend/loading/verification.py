@@ -160,6 +160,7 @@ def verify_model(
             progress.advance()
             details = f" (its logits {difference})" if difference else ""
             log.info("%s runs %s%s", name, _describe(variant), details)
+            _report_slower(variant)
             if skip:
                 log.warning("skip_verification=true: the logits of %s were not compared with anything", name)
             if rejected:
@@ -203,12 +204,19 @@ def _restore(
     if not outcome.keeps_unused:
         variant.release_unused(model)
     log.info("%s runs %s, as verified at the start of %s", name, _describe(variant), outcome.date)
+    _report_slower(variant)
     startup_log.info("Verification: not repeated, because the start of %s was like this one", outcome.date)
     return layers
 
 
 def _describe(variant: ModelVariant) -> str:
     return variant.name if variant.obstacle is None else f"{variant.name}, because {variant.obstacle}"
+
+
+def _report_slower(variant: ModelVariant) -> None:
+    """Tell the user that a slower variant runs, because the layers cannot be fused."""
+    if variant.obstacle is not None:
+        startup_log.info("Layers: not fused, which is slower, because %s", variant.obstacle)
 
 
 def _warn_of_slower(

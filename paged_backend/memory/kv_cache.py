@@ -205,13 +205,24 @@ def num_blocks(
             f"{asked}={getattr(config, asked)}: a pool of {wanted / GIB:.1f} GiB, with blocks of {block} bytes; must"
             f" fit into the {free / GIB:.1f} GiB that are free"
         )
-    budget = wanted if wanted is not None else free if device.type == "cuda" else min(CPU_POOL_LIMIT, free // 2)
+    budget = pool_bytes(config, device, block, states, free)
     if budget < block:
         raise ConfigError(
             f"kv_cache_memory_bytes={budget + states}: one block of {config.block_size} tokens takes {block} bytes"
             f"{f', and the recurrent states take {states}' if states else ''}; give the pool more memory"
         )
     return budget // page
+
+
+def pool_bytes(config: EngineConfig, device: torch.device, block: int, states: int, free: int) -> int:
+    """Return the bytes of the device pool, of blocks of `block` bytes: those that were asked for, or the default.
+
+    states: bytes of recurrent states, which `kv_cache_memory_bytes` includes. free: bytes beside them.
+    """
+    wanted = _wanted_bytes(config, block, states)
+    if wanted is not None:
+        return wanted
+    return free if device.type == "cuda" else min(CPU_POOL_LIMIT, free // 2)
 
 
 def host_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import regex
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paged_backend.api.request import Adapter
@@ -170,6 +170,21 @@ def read_adapter(name: str, directory: Path, shapes: LoraShapes, dtype: torch.dt
         return Adapter(name, digest, config.max_rank, _factors(tensors, config, shapes, dtype))
 
 
+def check_adapter(directory: Path, shapes: LoraShapes, max_rank: int) -> None:
+    """Raise AdapterError for an adapter that is not one of the model with these layers, as far as its configuration and
+    the header of its weights show."""
+    config = read_config(directory, max_rank)
+    with _as_adapter_error():
+        try:
+            with safe_open(directory / WEIGHTS, framework="np") as file:
+                stored = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
+        except (SafetensorError, OSError) as error:
+            raise AdapterError(f"{WEIGHTS}: {error}") from error
+        for name, shape in stored.items():
+            layer, which = _parse_name(name, shapes)
+            _check_shape(name, shape, which, config.rank_of(layer), shapes[layer])
+
+
 def _read(file: Path, max_bytes: int) -> bytes:
     try:
         with file.open("rb") as opened:
@@ -279,9 +294,13 @@ def _parse_name(name: str, shapes: LoraShapes) -> tuple[str, str]:
 
 
 def _checked(name: str, tensor: Tensor, which: str, rank: int, shape: tuple[int, int]) -> Tensor:
-    expected = [rank, shape[0]] if which == "A" else [shape[1], rank]
-    if list(tensor.shape) != expected:
-        raise AdapterError(f"{WEIGHTS}: {name}: has shape {list(tensor.shape)}; must be {expected}")
+    _check_shape(name, list(tensor.shape), which, rank, shape)
     if tensor.dtype not in _DTYPES:
         raise AdapterError(f"{WEIGHTS}: {name}: has dtype {tensor.dtype}; must be float32, float16 or bfloat16")
     return tensor
+
+
+def _check_shape(name: str, found: list[int], which: str, rank: int, shape: tuple[int, int]) -> None:
+    expected = [rank, shape[0]] if which == "A" else [shape[1], rank]
+    if found != expected:
+        raise AdapterError(f"{WEIGHTS}: {name}: has shape {found}; must be {expected}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import textwrap
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ log = logging.getLogger("paged_llm")
 SERVICE = "paged_llm"  # service.name, unless OTEL_SERVICE_NAME is set
 PROVIDER = "paged_llm"  # gen_ai.provider.name
 LOGGERS = ("opentelemetry.exporter", "opentelemetry.sdk")
+MESSAGE_CHARS = 160  # of a message
 MESSAGE_SECONDS = 60.0  # time between two messages of OpenTelemetry in the log
 FLUSH_MILLIS = 2000  # time to export the last spans when the model is unloaded
 
@@ -138,9 +140,11 @@ class _MessageLimit(logging.Handler):
             self._left_out += 1
             return
         parts = [record.getMessage()]
-        if record.exc_info and record.exc_info[1]:
-            parts.append(f"{type(record.exc_info[1]).__name__}: {record.exc_info[1]}")
-        text = " ".join(" ".join(parts).split())
+        if record.exc_info and (error := record.exc_info[1]):
+            while cause := error.__cause__ or error.__context__:  # the errors of HTTP libraries repeat it at length
+                error = cause
+            parts.append(f"{type(error).__name__}: {error}")
+        text = textwrap.shorten(" ".join(parts), MESSAGE_CHARS, placeholder=" ...")
         if self._left_out:
             text += f" ({self._left_out} earlier messages were left out)"
         line = {"msg": text, "args": (), "exc_info": None, "exc_text": None, "stack_info": None}

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 MAX_TEMPLATE_CHARS = 1 << 20
 
 
+NO_TEMPLATE = (
+    "this model has no chat template; use text_input (paged generate), or start the server with --chat-template FILE"
+)
+
+
 def check_template(tokenizer: PreTrainedTokenizerBase, seconds: float) -> None:
     """Raise ValueError for a template that is too large, is not valid Jinja, or does not terminate on a short prompt.
 
@@ -50,7 +55,7 @@ def render(
     Raises RequestError if the model has no template, or if the template rejects the messages or exceeds `seconds`.
     """
     if not tokenizer.chat_template:
-        raise _invalid("this model has no chat template; use text_input")
+        raise _invalid(NO_TEMPLATE)
     try:
         return chat_templates.render(tokenizer, messages, tools, variables=variables, seconds=seconds)
     except TemplateTimeout as error:

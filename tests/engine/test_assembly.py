@@ -8,6 +8,7 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.engine import assembly
+from paged_backend.loading import model_loader
 from paged_backend.memory import kv_cache
 from paged_backend.memory.kv_cache import LayerShape
 from tests.support.in_process import tiny_assembly
@@ -26,9 +27,18 @@ from tests.support.in_process import tiny_assembly
         ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 100}, "kv_cache_memory_bytes=100: one block"),
     ],
 )
-def test_option_beyond_model_or_memory_is_rejected(tiny, options, reason):
+def test_option_beyond_model_or_memory_is_rejected(tiny, options, reason, monkeypatch):
+    """Before weights are read."""
+    monkeypatch.setattr(model_loader, "load_weights", None)
     with pytest.raises(ConfigError, match=reason):
         tiny_assembly(tiny[0], **options)
+
+
+def test_weights_beyond_the_memory_are_not_read(tiny, monkeypatch):
+    monkeypatch.setattr(model_loader, "load_weights", None)
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 1000)
+    with pytest.raises(ConfigError, match=r": the weights take .* GiB in torch\.float32; must fit into the"):
+        tiny_assembly(tiny[0])
 
 
 @pytest.mark.parametrize(

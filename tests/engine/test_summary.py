@@ -43,7 +43,7 @@ def test_lines(config, prepared):
     assert lines["Kernels"].startswith(("C++, level ", "PyTorch"))
     assert lines["Data types"] == "weights float32, KV cache float32"
     assert lines["Context length"].startswith("32 tokens (the model supports ")
-    assert lines["KV cache"].startswith("128 tokens in 8 blocks, 0.00 GiB; host memory ")
+    assert lines["KV cache"].startswith("128 tokens in 8 blocks, 0.00 GiB, for 4 requests of 32 tokens; host memory ")
     assert lines["Chat template"] == "none, so the model completes prompts and rejects conversations"
     assert lines.keys() == {"Model", "Device", "Kernels", "Data types", "Context length", "KV cache", "Chat template"}
 

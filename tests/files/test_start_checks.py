@@ -131,6 +131,14 @@ def test_remote_cache_that_cannot_be_reached_is_named():
     assert "secret" not in problem
 
 
+def test_cache_that_cannot_be_written_names_its_variable(monkeypatch):
+    from paged_client.serving.server_files import cache_directory, create_atomically
+
+    monkeypatch.setenv("PAGED_CACHE_DIR", "/proc/x")
+    with pytest.raises(OSError, match="^/proc/x: cannot be written to: .*; PAGED_CACHE_DIR names another directory$"):
+        create_atomically(cache_directory() / "server", lambda made: None)
+
+
 def test_checks_import_no_torch():
     """Its import takes longer than all checks."""
     code = "import sys, paged_backend.files.start_checks; sys.exit('torch' in sys.modules)"

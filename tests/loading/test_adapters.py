@@ -40,6 +40,20 @@ def test_changed_adapter_list_is_read_again(tiny, tmp_path, adapter_files, lora_
         assert "we currently support []" in error_of(engine, lora_prompts[1], "wide")
 
 
+def test_adapter_of_another_model_is_named_at_the_start(tiny, tmp_path, adapter_files, lora_prompts, caplog):
+    """The list in the error of an unknown name leaves it out."""
+    shutil.copytree(adapter_files["all"], tmp_path / "other")
+    change_tensors(
+        tmp_path / "other", lambda tensors: tensors.update({name: t[:, :1].contiguous() for name, t in tensors.items()})
+    )
+    write_adapter_list(tmp_path, {"all": adapter_files["all"], "other": "other", "gone": "gone"})
+    with running(tiny_assembly(tiny[0], adapters=tmp_path / "multi_lora.json", **LORA)) as engine:
+        assert "adapter other in " in caplog.text
+        assert "has shape [" in caplog.text
+        assert "adapter gone in " in caplog.text
+        assert "we currently support ['all']" in error_of(engine, lora_prompts[1], "nobody")
+
+
 def error_of(engine, prompt, name):
     """Return the error message of a request for this adapter."""
     (output,) = engine.wait(engine.submit(prompt, max_tokens=2, lora_name=name))

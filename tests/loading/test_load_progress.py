@@ -50,7 +50,7 @@ def test_the_hub_accepts_the_bar(monkeypatch, tmp_path):
         raise OSError("no network")
 
     monkeypatch.setattr(HfApi, "repo_info", fail)
-    with pytest.raises(ConfigError, match="neither a directory nor on the hub"):
+    with pytest.raises(ConfigError, match="not a directory, and not downloaded from the hub: no network"):
         model_source.find_files("owner/model", tmp_path, EngineConfig(model="owner/model", download_dir=str(tmp_path)))
 
 

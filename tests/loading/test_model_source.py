@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.loading import model_loader, model_source
+from paged_backend.loading.tokenizer_loader import load_tokenizer
 
 
 def test_relative_path_is_found_in_model_repository(tmp_path):
@@ -48,7 +50,7 @@ def test_hub_model_is_found_in_cache(tmp_path, monkeypatch):
     (repository / "refs/main").write_text("abc")
     config = EngineConfig.from_options({"model": "owner/model"})
     assert model_source.find_files(config.model, tmp_path, config) == repository / "snapshots/abc"
-    with pytest.raises(ConfigError, match='model="owner/other": neither a directory nor on the hub: '):
+    with pytest.raises(ConfigError, match=r'model="owner/other": .*, and the hub cannot be reached: '):
         model_source.find_files("owner/other", tmp_path, config)
 
 
@@ -62,9 +64,20 @@ def test_hub_revision_and_download_dir(tmp_path, monkeypatch):
         (repository / "refs" / revision).write_text("abc")
     options = {"model": "owner/model", "tokenizer": "owner/tokenizer", "download_dir": str(tmp_path), "revision": "v1"}
     config = EngineConfig.from_options(options)
-    with pytest.raises(ConfigError, match='model="owner/tokenizer": neither'):  # it has no main branch
-        model_loader.load(config, tmp_path, torch.device("cpu"))
+    with pytest.raises(ConfigError, match='model="owner/tokenizer": not a directory'):  # it has no main branch
+        load_tokenizer(config, tmp_path, tmp_path)
     with pytest.raises(ConfigError, match=f"tokenizer: no loadable tokenizer in {tmp_path}/models--owner--tokenizer"):
-        model_loader.load(replace(config, tokenizer_revision="v2"), tmp_path, torch.device("cpu"))
-    with pytest.raises(ConfigError, match='model="owner/model": neither'):
+        load_tokenizer(replace(config, tokenizer_revision="v2"), tmp_path, tmp_path)
+    with pytest.raises(ConfigError, match='model="owner/model": not a directory'):
         model_loader.load(replace(config, revision="v3"), tmp_path, torch.device("cpu"))
+
+
+def test_unknown_name_is_told_from_a_missing_network(tmp_path, monkeypatch):
+    """Only the hub knows that it has no such model."""
+
+    def fail(*arguments, **options):
+        raise RepositoryNotFoundError.__new__(RepositoryNotFoundError, "404")
+
+    monkeypatch.setattr(model_source, "snapshot_download", fail)
+    with pytest.raises(ConfigError, match='model="owner/other": neither a directory nor on the hub, or private: '):
+        model_source.find_files("owner/other", tmp_path, EngineConfig(model="owner/other"))

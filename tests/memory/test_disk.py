@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import torch
@@ -147,3 +148,18 @@ def test_any_write_error_disables_the_tier(tmp_path, monkeypatch, caplog):
     tier.close()
     assert not tier.up
     assert "ValueError: no reason" in caplog.text
+
+
+def test_only_the_user_can_read_folders(tmp_path, caplog):
+    """An existing directory stays as it is, and a warning names its mode."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
+    for name, warned in (("own", False), ("open", True)):
+        caplog.clear()
+        tier = DiskTier(tmp_path / name, "ab12", 10**6, LAYOUT)
+        tier.put(entry(1, 2), content(1))
+        tier.close()
+        folders = [path for path in (tmp_path / name).rglob("*") if path.is_dir()]
+        assert len(folders) == 2
+        assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
+        assert ("has mode 0755" in caplog.text) == warned

@@ -181,12 +181,15 @@ def root_records():
 
 
 def test_messages_of_the_exporter_are_limited(root_records, monkeypatch):
-    """A message is one line, and the next one has the number of those between."""
+    """A message is one short line with the first cause, and the next one has the number of those between."""
     Tracing("http://localhost:9/v1/traces", model="tiny").stop()
     exporter = logging.getLogger("opentelemetry.exporter.otlp.json.http.trace_exporter")
     try:
-        raise OSError("refused")
-    except OSError:
+        try:
+            raise OSError("refused")
+        except OSError as error:
+            raise RuntimeError("told at length" * 30) from error
+    except RuntimeError:
         exporter.exception("export failed\nafter %d s", 2)
         logging.getLogger("opentelemetry.sdk.trace.export").exception("Exception while exporting Span.")
     exporter.error("again")

@@ -14,7 +14,7 @@ from paged_client.commands.arguments import EXIT_ERROR, address, parse_pairs, po
 from paged_client.commands.engine_flags import is_engine_flag
 from paged_client.session import UsageError
 
-WITH_ENGINE_OPTIONS = ("serve", "model-repository")  # commands that take engine options as flags
+WITH_ENGINE_OPTIONS = ("serve", "model-repository", "plan")  # commands that take engine options as flags
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -61,9 +61,14 @@ def create_atomically(path: Path, make: Callable[[Path], object]) -> None:
 
     make: creates it at the path that it gets, in a temporary directory that it may use for other files too.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same directory as the target, so that the last step is a rename within one file system.
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # In the same directory as the target, so that the last step is a rename within one file system.
+        created = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        own = "; PAGED_CACHE_DIR names another directory" if path.is_relative_to(cache_directory()) else ""
+        raise OSError(f"{path.parent}: cannot be written to: {error.strerror}{own}") from error
+    with created as scratch:
         made = Path(scratch, "new")
         make(made)
         try:

@@ -7,6 +7,7 @@ import pytest
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
+from paged_backend.files import start_checks
 from paged_client.cli import main
 from paged_client.serving import demo_model, launch
 from paged_client.serving.supervisor import RestartPolicy
@@ -17,6 +18,7 @@ def serve_calls(monkeypatch, tmp_path):
     """The calls of launch.serve, which is replaced."""
     calls = []
     monkeypatch.setenv("PAGED_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(start_checks, "available_memory", lambda: 1 << 50)
     monkeypatch.setattr(launch, "serve", lambda *args, **kwargs: calls.append((args, kwargs)) or 7)
     return calls
 
