@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -132,11 +133,11 @@ def test_remote_cache_that_cannot_be_reached_is_named():
 
 
 def test_cache_that_cannot_be_written_names_its_variable(monkeypatch):
-    from paged_client.serving.server_files import cache_directory, create_atomically
+    from paged_client.serving import server_files
 
-    monkeypatch.setenv("PAGED_CACHE_DIR", "/proc/x")
-    with pytest.raises(OSError, match="^/proc/x: cannot be written to: .*; PAGED_CACHE_DIR names another directory$"):
-        create_atomically(cache_directory() / "server", lambda made: None)
+    monkeypatch.setattr(server_files, "cache_directory", lambda: Path("/proc/x"))
+    with pytest.raises(OSError, match=r"^/proc/x: cannot be written to: .*; PAGED_CACHE_DIR names another directory$"):
+        server_files.create_atomically(Path("/proc/x/server"), lambda made: None)
 
 
 def test_checks_import_no_torch():
