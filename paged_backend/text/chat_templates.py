@@ -62,8 +62,10 @@ def apply(
     """Like `render`, but raises the template's own errors instead of TemplateRefusal."""
 
     def call() -> str:
-        given = {"tools": list(tools) if tools else None, "tokenize": False, "add_generation_prompt": True}
-        return str(tokenizer.apply_chat_template(list(messages), **given, **(variables or {})))
+        own = dict(variables or {})
+        given = {"tools": list(tools) if tools else None, "tokenize": False}
+        given["add_generation_prompt"] = not own.get("continue_final_message", False)
+        return str(tokenizer.apply_chat_template(list(messages), **(given | own)))
 
     return _Rendering(call).result(seconds)
 

@@ -15,10 +15,14 @@ Message = dict[str, Any]
 Tool = dict[str, Any]
 # Variables that the server sets, and arguments of `apply_chat_template` in transformers that are no variables.
 RESERVED_TEMPLATE_VARIABLES = (
-    "messages", "tools", "add_generation_prompt", "conversation", "conversations", "chat_template",
-    "continue_final_message", "max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "messages", "tools", "conversation", "conversations", "chat_template", "max_length",
+    "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
     "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "truncation",
 )  # fmt: skip
+
+# Flags of `apply_chat_template`: whether the prompt ends with the beginning of an answer (by default it does), or
+# inside the last message.
+TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")
 
 
 def check_messages(messages: Any, input_limits: InputLimits) -> list[Message]:
@@ -101,6 +105,11 @@ def check_template_variables(variables: Any, input_limits: InputLimits) -> dict[
     for reserved in RESERVED_TEMPLATE_VARIABLES:
         if reserved in variables:
             raise _invalid(f"{name}: {reserved}: is set by the server; leave it out")
+    for flag in TEMPLATE_FLAGS:
+        if not isinstance(value := variables.get(flag, False), bool):
+            raise _invalid(f"{name}: {flag}={cut(json.dumps(value))}: must be true or false")
+    if all(map(variables.get, TEMPLATE_FLAGS)):
+        raise _invalid(f"{name}: {' and '.join(TEMPLATE_FLAGS)} cannot both be true")
     return variables
 
 

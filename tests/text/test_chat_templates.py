@@ -41,6 +41,23 @@ def test_templates_are_sandboxed(template):
         render(with_template(template), TURNS[:1], None, WAIT)
 
 
+@pytest.mark.parametrize(
+    ("flags", "prompt"),
+    [
+        ({}, "user:a;assistant:b;assistant:"),
+        ({"add_generation_prompt": False}, "user:a;assistant:b;"),
+        ({"continue_final_message": True}, "user:a;assistant:b"),
+    ],
+)
+def test_flags_say_how_the_prompt_ends(flags, prompt):
+    tokenizer = with_template(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert render(tokenizer, turns, None, WAIT, flags) == prompt
+
+
 def test_the_template_receives_tools_tool_calls_and_variables():
     tokenizer = with_template(
         "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}"

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from paged_backend.api.limits import InputLimits
-from paged_backend.text.conversation import RESERVED_TEMPLATE_VARIABLES
+from paged_backend.text.conversation import RESERVED_TEMPLATE_VARIABLES, TEMPLATE_FLAGS
 from tests.support.callers import Caller, serving
 from tests.support.conversations import CALL, TURNS, WEATHER
 from tests.support.wire_requests import read, rejection, text
@@ -77,6 +77,8 @@ def test_tools_without_messages_are_rejected():
         ("x", "chat_template_kwargs: must be a JSON object"),
         ({"x": "a" * InputLimits.max_tools_chars}, "(max_tools_chars)"),
         ({"x": "\ud800"}, "chat_template_kwargs: contain a lone surrogate"),
+        ({"add_generation_prompt": "no"}, 'chat_template_kwargs: add_generation_prompt="no": must be true or false'),
+        (dict.fromkeys(TEMPLATE_FLAGS, True), "add_generation_prompt and continue_final_message cannot both be true"),
     ],
 )
 def test_invalid_template_variables_are_rejected(variables, reason):
@@ -92,7 +94,7 @@ def test_reserved_template_variables_are_rejected_by_name(name):
 
 def test_all_arguments_of_transformers_but_variables_are_reserved():
     arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
-    assert arguments - set(RESERVED_TEMPLATE_VARIABLES) <= {"documents", "kwargs"}
+    assert arguments - set(RESERVED_TEMPLATE_VARIABLES) - set(TEMPLATE_FLAGS) <= {"documents", "kwargs"}
 
 
 def test_template_variables_without_messages_are_rejected():

@@ -27,7 +27,7 @@ class ResponseBuilder(ABC):
 
     def __init__(self, request: GenerateBody, request_id: str) -> None:
         self.id = f"{self.prefix}-{request_id}"
-        self._model = request.model
+        self.model = request.model  # name in the response; the gateway sets it if the request has none
         self._created = int(time.time())
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
 
@@ -59,7 +59,7 @@ class ResponseBuilder(ABC):
         return fields
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+        return {"id": self.id, "object": kind, "created": self._created, "model": self.model, "choices": choices}
 
     def _choices(self, start: int, completion: Completion) -> list[dict[str, Any]]:
         """Return the choices of one prompt, numbered from `start`."""
@@ -109,6 +109,8 @@ class ChatResponseBuilder(ResponseBuilder):
         super().__init__(request, request_id)
         self._top_logprobs = request.top_logprobs or 0
         self._empty_content = None if use.forced else ""
+        echoed = [one.text for one in request.messages[-1:] if request.echo and one.role == "assistant"]
+        self._echoed = "".join(echoed)
         self._parsers: defaultdict[int, OutputParser] = defaultdict(use.make_parser)  # parsers by sample
         self._calling: set[int] = set()  # samples that have called a tool
 
@@ -134,8 +136,9 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _parse(self, index: int, part: Completion | Delta) -> dict[str, Any]:
         """Return the message fields that a part of a sample adds."""
+        events: list[ParserEvent] = [Content(self._echoed)] if self._echoed and index not in self._parsers else []
         parser = self._parsers[index]
-        events = parser.push(part.text) + (parser.finish() if part.finish_reason else [])
+        events += parser.push(part.text) + (parser.finish() if part.finish_reason else [])
         if any(isinstance(event, CallStart) for event in events):
             self._calling.add(index)
         text = "".join(event.text for event in events if isinstance(event, Content))

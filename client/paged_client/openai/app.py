@@ -108,6 +108,7 @@ class Gateway:
         builder = CompletionResponseBuilder(body, _request_id(request))
 
         async def respond() -> Response:
+            builder.model = self._name(body.model)
             engine_requests = translation.from_completion(body, self._adapter(body.model))
             return await self._respond(request, body, engine_requests, builder)
 
@@ -120,6 +121,7 @@ class Gateway:
         builder = ChatResponseBuilder(body, _request_id(request), use)
 
         async def respond() -> Response:
+            builder.model = self._name(body.model)
             engine_request = await translation.from_chat(
                 body, self._adapter(body.model), use, settings.tool_format, settings.template
             )
@@ -192,8 +194,11 @@ class Gateway:
 
         computed = await self._with_current_name(ask)
         self.metrics.count_prompts(request.url.path, computed)
-        name = self._servers.names[0] if body.model is None else body.model
-        return JSONResponse(body.response(computed, request_id, name))
+        return JSONResponse(body.response(computed, request_id, self._name(body.model)))
+
+    def _name(self, model: str | None) -> str:
+        """Return the name of the model that a request gives, or without one that of the servers' model."""
+        return self._servers.names[0] if model is None else model
 
     def _adapter(self, model: str | None) -> str | None:
         """Return the adapter that a request names in place of the model, or None. The server checks that it exists.

@@ -4,54 +4,70 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from paged_backend.text.conversation import media_problem
 from paged_client.openai.errors import ApiError
-from paged_client.openai.schema import ENGINE_UNSUPPORTED, GenerateBody, Integer, ListOf, StrictModel
+from paged_client.openai.schema import ENGINE_UNSUPPORTED, Flag, GenerateBody, Integer, ListOf, StrictModel
 
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_ROLE = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # control tokens of models have other characters, too
 
 
 class TextPart(StrictModel):
-    type: Literal["text"]
+    place = "messages[].content[]."
+
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
 class CalledFunction(StrictModel):
+    place = "messages[].tool_calls[].function."
+
     name: str
     arguments: str  # JSON text of an object
 
 
 class ToolCall(StrictModel):
+    place = "messages[].tool_calls[]."
+
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class ChatMessage(StrictModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    place = "messages[]."
+
+    role: str  # one that the chat template knows
     content: str | ListOf[TextPart] | None = None
     name: str | None = None  # name of the author, passed to the chat template
     tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = None
-    # Fields of assistant messages in responses, which clients send back as history.
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
+    function_call: None = None  # the older form of tool_calls
+
+    @property
+    def text(self) -> str:
+        content = self.content or ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
     def check(self, place: str) -> None:
-        """Raises ApiError for fields that the role requires, or does not allow."""
+        """Raises ApiError for an invalid role, and for fields that the role requires, or does not allow."""
+        if not _ROLE.fullmatch(self.role):
+            raise _wrong(f"{place}.role", "must be 1..64 letters, digits, '_' or '-'")
         if self.tool_calls and self.role != "assistant":
             raise _wrong(f"{place}.tool_calls", f"is for the role assistant, not {self.role}")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role != "assistant":  # an answer may be empty
             raise _wrong(f"{place}.content", "is missing")
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise _wrong(f"{place}.tool_call_id", "is missing" if self.role == "tool" else "is for the role tool")
 
 
 class Function(StrictModel):
+    place = "tools[].function."
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -59,17 +75,45 @@ class Function(StrictModel):
 
 
 class Tool(StrictModel):
+    place = "tools[]."
+
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(StrictModel):
+    place = "tool_choice.function."
+
     name: str
 
 
 class NamedTool(StrictModel):
+    place = "tool_choice."
+
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedTools(StrictModel):
+    place = "tool_choice.allowed_tools."
+
+    mode: Literal["auto", "required"]
+    tools: ListOf[NamedTool]
+
+
+class AllowedToolChoice(StrictModel):
+    """Restricts the choice to some of the tools, without a change of `tools`."""
+
+    place = "tool_choice."
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
+
+
+_TEMPLATE_FIELDS = ("reasoning_effort", "add_generation_prompt", "continue_final_message")
 
 
 class ChatRequest(GenerateBody):
@@ -77,23 +121,34 @@ class ChatRequest(GenerateBody):
         **ENGINE_UNSUPPORTED,
         "functions": (None, []),
         "function_call": (None, "none"),
-        "reasoning_effort": (None,),
         "modalities": (None, ["text"]),
         "audio": (None,),
+        "chat_template": (None,),  # it would run here, with the memory of this process
     }
 
     messages: ListOf[ChatMessage]
     max_completion_tokens: Integer | None = None
-    logprobs: bool | None = None
+    logprobs: Flag | None = None
     top_logprobs: Integer | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's extension
+    reasoning_effort: str | None = None  # for templates that read it
     tools: ListOf[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: Flag | None = None
+    # vLLM's extensions
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag | None = None
+    echo: Flag | None = None  # the answer begins with the message that it continues
 
     @property
     def may_call(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables for the chat template."""
+        own = {name: getattr(self, name) for name in _TEMPLATE_FIELDS}
+        return {name: value for name, value in own.items() if value is not None} | (self.chat_template_kwargs or {})
 
     @classmethod
     def check_values(cls, values: Mapping[str, Any]) -> None:
@@ -107,9 +162,7 @@ class ChatRequest(GenerateBody):
         super().check()
         for index, message in enumerate(self.messages):
             message.check(f"messages.{index}")
-        if None not in (limits := (self.max_tokens, self.max_completion_tokens)) and len(set(limits)) > 1:
-            raise _wrong("max_tokens", "differs from max_completion_tokens; leave one of the two out")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise _wrong("top_logprobs", "requires logprobs=true")
         self._check_tools([tool.function.name for tool in self.tools or ()])
 
@@ -121,14 +174,18 @@ class ChatRequest(GenerateBody):
             if name in seen:
                 raise _wrong(f"tools.{index}.function.name", f"{name!r} is given twice")
             seen.add(name)
-        if not names and self.tool_choice not in (None, "none"):
+        if not names and self.tool_choice not in (None, "none", "auto"):
             raise _wrong("tool_choice", "requires tools")
-        if not names and self.parallel_tool_calls is not None:
-            raise _wrong("parallel_tool_calls", "requires tools")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise _wrong("tool_choice", f"{self.tool_choice.function.name[:80]!r} is not in tools")
-        if self.may_call and self.response_format and self.response_format.type != "text":
-            raise _wrong("response_format", "cannot be combined with tools; leave one of the two out")
+        for chosen in chosen_tools(self.tool_choice):
+            if chosen not in names:
+                raise _wrong("tool_choice", f"{chosen[:80]!r} is not in tools")
+
+
+def chosen_tools(choice: object) -> list[str]:
+    """Return the names in a tool choice."""
+    if isinstance(choice, NamedTool):
+        return [choice.function.name]
+    return [tool.function.name for tool in choice.allowed_tools.tools] if isinstance(choice, AllowedToolChoice) else []
 
 
 def _entries(value: Any) -> Iterable[tuple[int, Any]]:

@@ -153,6 +153,8 @@ class ScoreRequest(_PairBody):
 
 
 class Document(StrictModel):
+    place = "documents[]."
+
     text: str
 
 
@@ -167,7 +169,7 @@ class RerankRequest(_PairBody):
     def check_values(cls, values: Mapping[str, Any]) -> None:
         documents = values.get("documents")
         for index, one in enumerate(documents if isinstance(documents, list) else ()):
-            is_object = isinstance(one, dict) and one.keys() == {"text"} and isinstance(one["text"], str)
+            is_object = isinstance(one, dict) and isinstance(one.get("text"), str)
             if not isinstance(one, str) and not is_object:
                 field = f"documents[{index}]"
                 raise ApiError(400, f'{field}={shown(one)}: must be a string or {{"text": "..."}}', param=field)

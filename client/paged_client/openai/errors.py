@@ -21,6 +21,7 @@ _STATUS = {
 }
 NO_SUCH_MODEL = "model_not_found"  # error code of OpenAI's API
 _FIELD = re.compile(r"\w+(?=[=:\[])")
+_CONTEXT_LENGTH = re.compile(r"max_model_len(?:=| is )(\d+)")
 
 
 class ApiError(Exception):
@@ -67,4 +68,9 @@ def from_engine(error: PagedError, names: Mapping[str, str]) -> ApiError:
     if status == 400 and field:
         param = names.get(field[0], field[0])
         message = message if param == field[0] else f"{param}: {message}"
-    return ApiError(status, message, param=param, code=error.code.lower())
+    code = error.code.lower()
+    if status == 400 and (length := _CONTEXT_LENGTH.search(message)):
+        # Clients look for this code or these words, to shorten a conversation or to choose another model.
+        code = "context_length_exceeded"
+        message += f". This model's maximum context length is {length[1]} tokens."
+    return ApiError(status, message, param=param, code=code)

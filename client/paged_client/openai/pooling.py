@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from paged_client.openai.concurrency import gather_or_cancel
 from paged_client.openai.errors import ApiError, from_engine
-from paged_client.openai.schema import Body, Flag, IgnoredFields, Integer, StrictModel
+from paged_client.openai.schema import Body, Flag, Integer, StrictModel
 from paged_client.openai.servers import Servers
 from paged_client.types import Classification, Embedding, PagedError
 
@@ -28,7 +28,7 @@ class SamplingFields(StrictModel):
     add_special_tokens: Flag | None = None
 
 
-class PoolingBody(SamplingFields, IgnoredFields, Body, Generic[ResultT]):
+class PoolingBody(SamplingFields, Body, Generic[ResultT]):
     """The base class of the bodies of such requests."""
 
     model: str | None = None  # None: the servers' model

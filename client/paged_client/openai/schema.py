@@ -6,7 +6,9 @@ Names and types are checked here, values by the engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -22,6 +24,9 @@ from paged_client.openai.errors import ApiError
 _DEPTH = {"messages": 3, "stream_options": 2, "tools": 4, "response_format": 3}
 _MAX_SHOWN = 80  # characters of a value or a path in an error message
 _CHUNK = 32  # entries of an object that are validated at a time
+_MAX_WARNINGS = 256  # names of unknown fields that are logged; clients choose them
+
+log = logging.getLogger("paged_client")
 
 T = TypeVar("T")
 
@@ -53,19 +58,45 @@ Bias = float | str
 
 
 class StrictModel(BaseModel):
-    """A model without type coercion that rejects unknown fields."""
+    """A model without type coercion. Unknown fields are ignored, with a warning; null means that a field is not given.
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    Clients send fields of other servers, and of newer versions of OpenAI's API, and expect that they do no harm.
+    """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    place: ClassVar[str] = ""  # what precedes the name of a field in a warning
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_one_unknown(cls, values: Any) -> Any:
-        """Drop all unknown fields but the first, so that there is one error for them."""
-        if not isinstance(values, dict) or len(values) <= len(cls.model_fields):
+    def _keep_known(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
             return values
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next(name for name in values if name not in known)
-        return {name: values[name] for name in known & values.keys()} | {unknown: values[unknown]}
+        known = _names(cls)
+        for name in values:
+            if name not in known:
+                _warn_once(cls.place, name, known)
+        return {name: values[name] for name in known & values.keys() if values[name] is not None}
+
+
+@cache
+def _names(model: type[BaseModel]) -> frozenset[str]:
+    """Return the names of a model's fields in a request."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(place: str, name: str, known: Collection[str]) -> None:
+    """Log that a field is ignored, unless its name has been logged before."""
+    if len(_warned) == _MAX_WARNINGS or (shown_name := _truncate(place + name)) in _warned:
+        return
+    _warned.add(shown_name)
+    notes = [
+        suggestion(shown_name, known),
+        "further unknown fields are not logged" if len(_warned) == _MAX_WARNINGS else None,
+    ]
+    log.warning("; ".join([f"a request has the unknown field {shown_name!r}, which is ignored", *filter(None, notes)]))
 
 
 class Body(StrictModel):
@@ -135,8 +166,10 @@ class SamplingFields(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's extension: usage in every chunk
+    place = "stream_options."
+
+    include_usage: Flag | None = None
+    continuous_usage_stats: Flag | None = None  # vLLM's extension: usage in every chunk
 
     def check(self) -> None:
         if self.continuous_usage_stats and not self.include_usage:
@@ -145,6 +178,8 @@ class StreamOptions(StrictModel):
 
 
 class JsonSchema(StrictModel):
+    place = "response_format.json_schema."
+
     name: str
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -152,6 +187,8 @@ class JsonSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
+    place = "response_format."
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -159,6 +196,13 @@ class ResponseFormat(StrictModel):
         if (self.type == "json_schema") != (self.json_schema is not None):
             reason = "is missing" if self.json_schema is None else f"cannot be used with type={self.type}"
             raise ApiError(400, f"response_format.json_schema: {reason}", param="response_format.json_schema")
+
+    @property
+    def schema_of_output(self) -> dict[str, Any] | None:
+        """The JSON Schema of the output; None for any text."""
+        if self.type == "text":
+            return None
+        return (self.json_schema and self.json_schema.schema_) or {"type": "object"}  # default: any object
 
 
 class GuidedFields(StrictModel):
@@ -171,25 +215,21 @@ class GuidedFields(StrictModel):
     guided_grammar: str | None = None
 
 
-class IgnoredFields(StrictModel):
-    """Fields that are accepted and have no effect: the gateway stores nothing and has one service tier."""
-
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: ObjectOf[str] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-
-
-# Sampling parameters that the engine accepts only with values that have no effect.
-ENGINE_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {name: (None, *values) for name, values in UNSUPPORTED.items()}
+# Sampling parameters that change the output, and are accepted only with values that have no effect.
+ENGINE_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **{name: (None, *values) for name, values in UNSUPPORTED.items()},
+    "logprob_token_ids": (None, []),
+    "lora_name": (None,),  # an adapter is given as `model`
+    "return_tokens_as_token_ids": (None, False),
+    "truncation_side": (None, "left"),
+}
 
 
-class GenerateBody(SamplingFields, GuidedFields, IgnoredFields, Body):
-    model: str
-    stream: bool | None = None
+class GenerateBody(SamplingFields, GuidedFields, Body):
+    model: str | None = None  # None: the servers' model
+    stream: Flag | None = None
     prompt_cache_key: str | None = None  # requests with the same key go to the same server
-    return_token_ids: bool | None = None
+    return_token_ids: Flag | None = None
     stream_options: StreamOptions | None = None
 
     def check(self) -> None:
@@ -205,7 +245,7 @@ class GenerateBody(SamplingFields, GuidedFields, IgnoredFields, Body):
 
 
 class CompletionRequest(GenerateBody):
-    unsupported_fields: ClassVar = {**ENGINE_UNSUPPORTED, "suffix": (None,)}
+    unsupported_fields: ClassVar = {**ENGINE_UNSUPPORTED, "suffix": (None, ""), "prompt_embeds": (None,)}
 
     prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]]
     logprobs: Integer | None = None
@@ -238,7 +278,7 @@ RequestT = TypeVar("RequestT", bound=Body)
 def parse(kind: type[RequestT], body: bytes) -> RequestT:
     """Parse a request body.
 
-    Raises ApiError, which names the first field that is unknown, unsupported, missing or of a wrong type.
+    Raises ApiError, which names the first field that is unsupported, missing or of a wrong type.
     """
     try:
         values = from_json(body, allow_inf_nan=False)
@@ -256,17 +296,14 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
     try:
         request = kind.model_validate(values)
     except ValidationError as error:
-        raise _api_error(error.errors(include_url=False, include_context=False), kind) from None
+        raise _api_error(error.errors(include_url=False, include_context=False)) from None
     request.check()
     return request
 
 
-def _api_error(errors: Sequence[ErrorDetails], kind: type[Body]) -> ApiError:
+def _api_error(errors: Sequence[ErrorDetails]) -> ApiError:
     """Return the errors of the first invalid field. A field with several allowed types has an error for each type."""
     first = _path(errors[0])
-    if errors[0]["type"] == "extra_forbidden":
-        hint = suggestion(first, kind.model_fields) if len(errors[0]["loc"]) == 1 else None
-        return ApiError(400, f"{first}: unknown field{f'; {hint}' if hint else ''}", param=first)
     if errors[0]["type"] == "missing":
         return ApiError(400, f"{first}: is missing", param=first)
     reasons = "; or ".join(dict.fromkeys(error["msg"] for error in errors if _path(error) == first))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from paged_client.openai.chat_schema import ChatRequest, NamedTool, Tool
+from paged_client.openai.chat_schema import AllowedToolChoice, ChatRequest, NamedTool, Tool, chosen_tools
 from paged_client.openai.tool_call_parser import ToolCallParser
 from paged_client.openai.tool_calls import ANY, FORMATS, JSON, ArgumentsParser, OutputParser, TextParser, ToolCallFormat
 
@@ -17,7 +17,7 @@ class ToolUse(NamedTuple):
     """How a chat request uses tools."""
 
     prompt_tools: list[dict[str, Any]] | None  # passed to the chat template
-    schema: Schema | None  # JSON Schema of the whole output, if it has to be a call
+    schema: Schema | None  # JSON Schema of the whole output, if it has to be a call, or one or fit a response_format
     make_parser: Callable[[], OutputParser]  # creates the parser of a sample
     forced: bool = False  # whether the output consists of calls only
 
@@ -27,6 +27,9 @@ def tool_use(request: ChatRequest, tool_format: ToolCallFormat) -> ToolUse:
     if not request.may_call:
         return ToolUse(None, None, TextParser)
     tools, choice = request.tools or [], request.tool_choice
+    if isinstance(choice, AllowedToolChoice):
+        allowed = chosen_tools(choice)
+        tools, choice = [tool for tool in tools if tool.function.name in allowed], choice.allowed_tools.mode
     prompt_tools = [tool.model_dump(exclude_unset=True) for tool in tools]
     if isinstance(choice, NamedTool):
         name = choice.function.name
@@ -35,8 +38,13 @@ def tool_use(request: ChatRequest, tool_format: ToolCallFormat) -> ToolUse:
     parallel = request.parallel_tool_calls is not False
     required = choice == "required"
     names = frozenset(tool.function.name for tool in tools)
-    schema = _calls_schema(tools, parallel) if required else None
-    call_format = JSON if required else tool_format
+    answer = request.response_format.schema_of_output if request.response_format else None
+    schema = None
+    if required:
+        schema = _calls_schema(tools, parallel)
+    elif answer is not None:
+        schema = _either(answer, _calls_schema(tools, parallel))
+    call_format = tool_format if schema is None else JSON
 
     def make_parser() -> ToolCallParser:
         return ToolCallParser(call_format, names, parallel=parallel, forced=required)
@@ -67,6 +75,11 @@ def _call_schema(tool: Tool, place: str) -> Schema:
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
+
+
+def _either(*schemas: Schema) -> Schema:
+    """Return the schema of what fits one of several schemas."""
+    return {"anyOf": [_rebase_refs(one, f"#/anyOf/{index}") for index, one in enumerate(schemas)]}
 
 
 def _rebase_refs(schema: Any, place: str) -> Any:

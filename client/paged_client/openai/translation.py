@@ -13,7 +13,7 @@ from paged_client.openai.chat_schema import ChatMessage, ChatRequest, ToolCall
 from paged_client.openai.chat_template import ChatTemplate
 from paged_client.openai.errors import ApiError
 from paged_client.openai.routing import Route, conversation_key, prompt_key
-from paged_client.openai.schema import CompletionRequest, GenerateBody, ResponseFormat, SamplingFields
+from paged_client.openai.schema import CompletionRequest, GenerateBody, SamplingFields
 from paged_client.openai.tool_calls import MISTRAL, ToolCallFormat
 from paged_client.openai.tools import ToolUse
 
@@ -84,14 +84,14 @@ async def from_chat(
     if request.may_call and tool_format is MISTRAL:
         sampling.setdefault("skip_special_tokens", False)  # [TOOL_CALLS] is a special token
     sampling.setdefault("max_tokens", None)  # no limit but the context length
-    messages = [_message(f"messages.{index}", message) for index, message in enumerate(request.messages)]
+    messages = [_message(message) for message in request.messages]
     num_new = _num_new_tokens(messages)
     key, is_first_turn = conversation_key(messages), all(one["role"] != "assistant" for one in messages)
     if template is None:
-        more = {"tools": use.prompt_tools or None, "chat_template_kwargs": request.chat_template_kwargs}
-        given = {name: value for name, value in more.items() if value is not None}
+        more = {"tools": use.prompt_tools, "chat_template_kwargs": request.template_variables}
+        given = {name: value for name, value in more.items() if value}
         return EngineRequest(None, messages, sampling | given, names, key, is_first_turn, num_new_tokens=num_new)
-    prompt = await asyncio.to_thread(template.prompt, messages, use.prompt_tools, request.chat_template_kwargs)
+    prompt = await asyncio.to_thread(template.prompt, messages, use.prompt_tools, request.template_variables)
     sampling |= {"add_special_tokens": False}
     return EngineRequest(prompt, None, sampling, names, key, is_first_turn, num_new_tokens=num_new)
 
@@ -121,7 +121,7 @@ def _sampling(
     names: dict[str, str] = {}
     if adapter is not None:
         sampling["lora_name"] = names["lora_name"] = adapter
-    for own, name, value in [*_constraints(request), ("tools", "json_schema", call_schema)]:
+    for own, name, value in _constraints(request, call_schema):
         if value is None:
             continue
         if name in sampling:
@@ -131,44 +131,49 @@ def _sampling(
     return sampling, names
 
 
-def _constraints(request: GenerateBody) -> Iterator[tuple[str, str, Any]]:
+def _constraints(request: GenerateBody, call_schema: dict[str, Any] | None) -> Iterator[tuple[str, str, Any]]:
     """Yield (field of the request, field of the engine, value) of each output constraint."""
     yield "guided_json", "json_schema", request.guided_json
     yield "guided_regex", "regex", request.guided_regex
     yield "guided_choice", "choice", request.guided_choice
     yield "guided_grammar", "grammar", request.guided_grammar
-    output = request.response_format or ResponseFormat(type="text")
-    yield "response_format", "json_object", True if output.type == "json_object" else None
-    schema = output.json_schema and (output.json_schema.schema_ or {"type": "object"})  # default: any object
-    yield "response_format", "json_schema", schema
+    if call_schema is not None:  # it allows what response_format does, unless the output has to be a call
+        yield "tools", "json_schema", call_schema
+    elif request.response_format and request.response_format.type == "json_object":
+        yield "response_format", "json_object", True
+    elif request.response_format:
+        yield "response_format", "json_schema", request.response_format.schema_of_output
 
 
-def _message(place: str, message: ChatMessage) -> dict[str, Any]:
+def _message(message: ChatMessage) -> dict[str, Any]:
     """Convert a message to the form that chat templates expect.
 
     The role "developer" is OpenAI's newer name for "system", and call arguments are objects instead of JSON text.
     """
-    content = message.content if message.content is not None else ""
     turn: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": content if isinstance(content, str) else "".join(part.text for part in content),
+        "content": message.text,
     }
     for name in ("name", "tool_call_id"):
         if getattr(message, name) is not None:
             turn[name] = getattr(message, name)
     if message.tool_calls:
-        turn["tool_calls"] = [
-            _call(f"{place}.tool_calls.{index}", call) for index, call in enumerate(message.tool_calls)
-        ]
+        turn["tool_calls"] = [_call(call) for call in message.tool_calls]
     return turn
 
 
-def _call(place: str, call: ToolCall) -> dict[str, Any]:
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call: of a text that was cut, those that are there; another text is one argument.
+
+    A model may have written anything, and the conversation should go on nevertheless.
+    """
     try:
-        arguments = from_json(call.function.arguments or "{}", allow_inf_nan=False)
+        arguments = from_json(text or "{}", allow_inf_nan=False, allow_partial="trailing-strings")
     except ValueError:
         arguments = None
-    if not isinstance(arguments, dict):
-        field = f"{place}.function.arguments"
-        raise ApiError(400, f"{field}: must be the JSON text of an object", param=field)
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return arguments if isinstance(arguments, dict) else {"arguments": text}

@@ -146,7 +146,6 @@ def test_rerank(front, fake, path):
         ("/score", {"text_1": ["a", ""], "text_2": ["b", "b"]}, "text_1[1]", 'text_1[1]: query="": must be text'),
         ("/score", {"queries": [""], "documents": ["b", "b"]}, "queries[0]", 'queries[0]: query="": must be text'),
         ("/rerank", {"documents": ["b"]}, "query", "query: is missing"),
-        ("/rerank", {"query": "a", "documents": ["b"], "stream": True}, "stream", "stream: unknown field"),
     ],
 )
 def test_invalid_requests_are_rejected(front, path, fields, param, message):

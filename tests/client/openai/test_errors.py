@@ -56,6 +56,22 @@ def test_errors_name_the_field_of_the_request(front, says):
     assert body["error"]["message"] == "max_completion_tokens: max_tokens=0: must be 1..8"
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "prompt_tokens=300: must be 1..255 (max_model_len is 256, and one token must be left to generate)",
+        "max_tokens=200: must be 1..56 after a prompt of 200 tokens (max_model_len is 256)",
+        "messages: 9000 characters; must be at most 800 (the most that a prompt within max_model_len=256 can have)",
+    ],
+)
+def test_long_prompts_have_the_code_that_clients_look_for(front, says, said):
+    with says(say=[], fail=f"INVALID_ARGUMENT: {said}"):
+        status, body = front.ask("/v1/chat/completions", CHAT)
+    error = error_of(status, body)
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert error["message"].endswith(f"{said}. This model's maximum context length is 256 tokens.")
+
+
 def test_no_server_is_unavailable():
     with gateway("localhost:1") as front:
         assert front.ask("/v1/completions", PROMPT)[0] == 503
