@@ -4,118 +4,83 @@ from __future__ import annotations
 
 import json
 import time
-from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
+import prometheus_client
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paged_client.openai.concurrency import READ
 from paged_client.types import Classification, Completion, Embedding
 
 CLIENT_CLOSED_REQUEST = 499  # recorded for a request whose client disconnected before the response
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # histogram buckets
 
-
-class Histogram:
-    """A Prometheus histogram of seconds."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(SECONDS) + 1)
-        self._sum = 0.0
-
-    def add(self, value: float) -> None:
-        self._counts[bisect_left(SECONDS, value)] += 1
-        self._sum += value
-
-    def lines(self, name: str, labels: str) -> Iterator[str]:
-        for limit, count in zip((*SECONDS, "+Inf"), accumulate(self._counts), strict=True):
-            yield f'{name}_bucket{{{labels},le="{limit}"}} {count}'
-        yield f"{name}_sum{{{labels}}} {self._sum}"
-        yield f"{name}_count{{{labels}}} {sum(self._counts)}"
+prometheus_client.disable_created_metrics()  # they would double the number of series
 
 
 class Metrics:
-    """The counters, gauges and histograms of the gateway."""
+    """The counters, gauges and histograms of a gateway."""
 
     def __init__(self) -> None:
-        self._requests: Counter[tuple[str, int]] = Counter()
-        self._tokens: Counter[tuple[str, str]] = Counter()
-        self._first: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self._duration: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self._prefills: Counter[str] = Counter()
-        self._open_streams = 0
+        self.num_open = 0  # requests that the concurrency limit counts
+        self._registry = all_of = prometheus_client.CollectorRegistry()
+        self._requests = prometheus_client.Counter(
+            "paged_openai_requests",
+            "Requests answered, by route and HTTP status; 499: cancelled",
+            ("route", "status"),
+            registry=all_of,
+        )
+        self._tokens = prometheus_client.Counter(
+            "paged_openai_tokens",
+            "Prompt tokens, cached prompt tokens, and output tokens",
+            ("route", "kind"),
+            registry=all_of,
+        )
+        self._prefills = prometheus_client.Counter(
+            "paged_openai_prefills", "Prompts sent to prefill servers, by outcome", ("outcome",), registry=all_of
+        )
+        self._open_streams = prometheus_client.Gauge("paged_openai_open_streams", "Streams being sent", registry=all_of)
+        self._first = _seconds("paged_openai_first_byte_seconds", "Time to the first byte of a response", all_of)
+        self._duration = _seconds("paged_openai_request_seconds", "Duration of a request", all_of)
 
     def count_prefill(self, outcome: str) -> None:
         """Count a prompt that was sent to a prefill server. outcome: "stored" or "failed"."""
-        self._prefills[outcome] += 1
+        self._prefills.labels(outcome).inc()
 
     def count(self, route: str, status: int, first: float | None, seconds: float) -> None:
         """Count a finished request. `first` is its time to first byte; None if there was no response."""
-        self._requests[route, status] += 1
-        self._duration[route].add(seconds)
+        self._requests.labels(route, status).inc()
+        self._duration.labels(route).observe(seconds)
         if first is not None:
-            self._first[route].add(first)
+            self._first.labels(route).observe(first)
 
     def count_tokens(self, route: str, completions: Sequence[Completion]) -> None:
-        for one in completions:
-            self._tokens[route, "prompt"] += one.num_input_tokens
-            self._tokens[route, "cached"] += _cached(one)
-            self._tokens[route, "output"] += sum(sample.num_output_tokens for sample in (one, *one.others))
+        self.count_prompts(route, completions)
+        output = sum(sample.num_output_tokens for one in completions for sample in (one, *one.others))
+        self._tokens.labels(route, "output").inc(output)
 
-    def count_prompts(self, route: str, results: Sequence[Embedding | Classification]) -> None:
-        self._tokens[route, "prompt"] += sum(one.num_input_tokens for one in results)
-        self._tokens[route, "cached"] += sum(map(_cached, results))
+    def count_prompts(self, route: str, results: Sequence[Completion | Embedding | Classification]) -> None:
+        self._tokens.labels(route, "prompt").inc(sum(one.num_input_tokens for one in results))
+        self._tokens.labels(route, "cached").inc(sum(map(_cached, results)))
 
-    @contextmanager
-    def open_stream(self) -> Iterator[None]:
-        self._open_streams += 1
-        try:
-            yield
-        finally:
-            self._open_streams -= 1
+    def open_stream(self) -> AbstractContextManager[None]:
+        """Return a context in which a stream counts as open."""
+        return self._open_streams.track_inprogress()
 
     def text(self) -> str:
         """Return all metrics in the Prometheus text format."""
-        requests = [
-            f'paged_openai_requests_total{{route="{route}",status="{status}"}} {count}'
-            for (route, status), count in sorted(self._requests.items())
-        ]
-        tokens = [
-            f'paged_openai_tokens_total{{route="{route}",kind="{kind}"}} {count}'
-            for (route, kind), count in sorted(self._tokens.items())
-        ]
-        lines = [
-            "# HELP paged_openai_requests_total Requests answered, by route and HTTP status; 499: cancelled",
-            "# TYPE paged_openai_requests_total counter",
-            *requests,
-            "# HELP paged_openai_tokens_total Prompt tokens, cached prompt tokens, and output tokens",
-            "# TYPE paged_openai_tokens_total counter",
-            *tokens,
-            "# HELP paged_openai_prefills_total Prompts sent to prefill servers, by outcome",
-            "# TYPE paged_openai_prefills_total counter",
-            *(f'paged_openai_prefills_total{{outcome="{name}"}} {count}' for name, count in self._prefills.items()),
-            "# HELP paged_openai_open_streams Streams being sent",
-            "# TYPE paged_openai_open_streams gauge",
-            f"paged_openai_open_streams {self._open_streams}",
-            *_histograms("paged_openai_first_byte_seconds", "Time to the first byte of a response", self._first),
-            *_histograms("paged_openai_request_seconds", "Duration of a request", self._duration),
-        ]
-        return "\n".join(lines) + "\n"
+        return prometheus_client.generate_latest(self._registry).decode()
+
+
+def _seconds(name: str, description: str, registry: prometheus_client.CollectorRegistry) -> prometheus_client.Histogram:
+    return prometheus_client.Histogram(name, description, ("route",), buckets=SECONDS, registry=registry)
 
 
 def _cached(one: Completion | Embedding | Classification) -> int:
     return int(one.receipt["cached_tokens"]) if one.receipt else 0
-
-
-def _histograms(name: str, help_text: str, by_route: Mapping[str, Histogram]) -> Iterator[str]:
-    yield f"# HELP {name} {help_text}"
-    yield f"# TYPE {name} histogram"
-    for route, histogram in sorted(by_route.items()):
-        yield from histogram.lines(name, f'route="{route}"')
 
 
 class RequestMetricsMiddleware:
@@ -134,6 +99,8 @@ class RequestMetricsMiddleware:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         started = time.perf_counter()
+        is_limited = scope["method"] not in READ
+        self._metrics.num_open += is_limited
         status, first, request_id = 500, None, ""  # values for a request that ends in an exception
 
         async def record_and_send(message: Message) -> None:
@@ -147,6 +114,7 @@ class RequestMetricsMiddleware:
             await self._app(scope, receive, record_and_send)
         finally:
             seconds = time.perf_counter() - started
+            self._metrics.num_open -= is_limited
             # Only known routes become labels, so that clients cannot create new ones.
             self._metrics.count(getattr(scope.get("route"), "path_format", "other"), status, first, seconds)
             if self._log:

@@ -1,6 +1,6 @@
 """Metrics of the gateway."""
 
-from paged_client.openai.metrics import SECONDS, Histogram
+from paged_client.openai.metrics import SECONDS
 from tests.support.gateway import PROMPT, gateway
 
 
@@ -20,11 +20,22 @@ def test_requests_are_counted_by_route_and_status(fake):
     }
 
 
-def test_histogram_buckets_are_cumulative():
-    histogram = Histogram()
-    for value in (0.0, SECONDS[0], SECONDS[0] + 0.001, 1e9):
-        histogram.add(value)
-    values = dict(line.rsplit(" ", 1) for line in histogram.lines("x", "a=1"))
-    assert values[f'x_bucket{{a=1,le="{SECONDS[0]}"}}'] == "2"
-    assert values[f'x_bucket{{a=1,le="{SECONDS[-1]}"}}'] == "3"
-    assert values['x_bucket{a=1,le="+Inf"}'] == values["x_count{a=1}"] == "4"
+def test_all_metrics(fake):
+    """Their names, labels and buckets, which dashboards and alerts use."""
+    with gateway(fake.url) as front:
+        front.ask("/v1/completions", PROMPT)
+        front.ask("/v1/completions", PROMPT | {"n": 2})
+        found = front.metrics()
+    route = 'route="/v1/completions"'
+    assert found[f'paged_openai_tokens_total{{kind="prompt",{route}}}'] == 14
+    assert found[f'paged_openai_tokens_total{{kind="output",{route}}}'] == 8
+    assert found[f'paged_openai_tokens_total{{kind="cached",{route}}}'] == 0
+    assert found["paged_openai_open_streams"] == 0
+    for name in ("first_byte_seconds", "request_seconds"):
+        buckets = [found[f'paged_openai_{name}_bucket{{le="{limit}",{route}}}'] for limit in (*SECONDS, "+Inf")]
+        assert buckets == sorted(buckets)
+        assert buckets[-1] == found[f"paged_openai_{name}_count{{{route}}}"] == 2
+        assert found[f"paged_openai_{name}_sum{{{route}}}"] > 0
+    parts = (f"{name}_seconds_{part}" for name in ("first_byte", "request") for part in ("bucket", "sum", "count"))
+    expected = {f"paged_openai_{name}" for name in ("requests_total", "tokens_total", "open_streams", *parts)}
+    assert {name.split("{")[0] for name in found} == expected

@@ -175,14 +175,14 @@ def test_metrics_are_counted_per_route(fakes):
         with respond_with(fakes[0], say=["[1.0]"], receipt='{"cached_tokens": 3}'):
             assert front.ask("/v1/embeddings", {"model": "paged_llm", "input": ["x", "y"]})[0] == 200
         values = front.metrics()
-    assert values['paged_openai_tokens_total{route="/v1/embeddings",kind="prompt"}'] == 14
-    assert values['paged_openai_tokens_total{route="/v1/embeddings",kind="cached"}'] == 6
+    assert values['paged_openai_tokens_total{kind="prompt",route="/v1/embeddings"}'] == 14
+    assert values['paged_openai_tokens_total{kind="cached",route="/v1/embeddings"}'] == 6
     for route, output in (("/v1/completions", 4), ("/v1/chat/completions", 4)):
-        assert values[f'paged_openai_tokens_total{{route="{route}",kind="prompt"}}'] == 7
-        assert values[f'paged_openai_tokens_total{{route="{route}",kind="output"}}'] == output
+        assert values[f'paged_openai_tokens_total{{kind="prompt",route="{route}"}}'] == 7
+        assert values[f'paged_openai_tokens_total{{kind="output",route="{route}"}}'] == output
         for name in ("paged_openai_request_seconds", "paged_openai_first_byte_seconds"):
             assert (
-                values[f'{name}_count{{route="{route}"}}'] == values[f'{name}_bucket{{route="{route}",le="+Inf"}}'] == 1
+                values[f'{name}_count{{route="{route}"}}'] == values[f'{name}_bucket{{le="+Inf",route="{route}"}}'] == 1
             )
             assert 0 < values[f'{name}_sum{{route="{route}"}}'] < WAIT
 
