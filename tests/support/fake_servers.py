@@ -2,8 +2,8 @@
 
 `say` is the list of output texts. After them, `fail` sends an error message, `cut` ends the stream without a finish
 reason, `hold` sends nothing until the client disconnects, and `vanish` breaks the connection. Otherwise the last text
-has a finish reason (`reason`) and optionally a `receipt`. A pool map request returns the next one of
-`FakeServerState.maps`.
+has a finish reason (`reason`) and optionally a `receipt`. The first text comes with `prompt_token_ids`, if there are
+any. A pool map request returns the next one of `FakeServerState.maps`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ def pieces(script: dict[str, Any]) -> Iterator[dict[str, Any]]:
         last = ends and number == len(say)
         reason = script.get("reason", "stop") if last else "None"
         receipt = {"receipt": script["receipt"]} if last and "receipt" in script else {}
-        yield {"text_output": text, "finish_reason": reason, "num_input_tokens": 7, "num_output_tokens": 2, **receipt}
+
+        first = {"prompt_token_ids": script["prompt_token_ids"]} if number == 1 and "prompt_token_ids" in script else {}
+        counts = {"num_input_tokens": 7, "num_output_tokens": 2}
+        yield {"text_output": text, "finish_reason": reason, **counts, **receipt, **first}
 
 
 class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -128,6 +131,10 @@ def grpc_inputs(request: Any) -> dict[str, Any]:
 def grpc_response(outputs: dict[str, Any]) -> Any:
     response = service_pb2.ModelInferResponse(model_name="paged_llm")
     for name, value in outputs.items():
+        if isinstance(value, list):
+            response.outputs.add(name=name, datatype="INT32", shape=[len(value)])
+            response.raw_output_contents.append(np.array(value, np.int32).tobytes())
+            continue
         is_utf8_text = isinstance(value, str)
         kind = "BYTES" if is_utf8_text else "FP32" if isinstance(value, float) else "UINT32"
         response.outputs.add(name=name, datatype=kind, shape=[1])

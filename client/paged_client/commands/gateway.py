@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from paged_backend.text.chat_templates import RENDER_SECONDS
@@ -141,6 +142,22 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="time after which the server of the request computes a prompt that no prefill server has finished"
         f" (default: {PREFILL_SECONDS:g})",
     )
+    add(
+        "--allowed-origin",
+        type=_origin,
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="origin of web pages whose scripts may send requests (CORS), like https://chat.example.com, or '*' for"
+        " all; may be repeated",
+    )
+    add(
+        "--root-path",
+        type=_root_path,
+        default="",
+        metavar="PATH",
+        help="path prefix at which a proxy publishes the gateway, like /llm; paths are accepted with and without it",
+    )
     add("--access-log", action="store_true", help="log each request to standard error as a line of JSON")
     parser.set_defaults(run=openai)
 
@@ -170,4 +187,18 @@ def openai(args: argparse.Namespace) -> int:
         prefill_urls=args.prefill_url,
         prefill_min_tokens=args.prefill_min_tokens,
         prefill_timeout=args.prefill_timeout,
+        allowed_origins=args.allowed_origin,
+        root_path=args.root_path,
     )
+
+
+def _origin(text: str) -> str:
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be '*' or an origin like https://chat.example.com:8443")
+    return text
+
+
+def _root_path(text: str) -> str:
+    if text and not re.fullmatch(r"(/[\w.~-]+)+", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a path like /llm, without a slash at its end")
+    return text

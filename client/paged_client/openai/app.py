@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from paged_client.openai import keys, metrics, schema, translation
+from paged_client.openai import keys, metrics, schema, tokenization, translation
 from paged_client.openai.answers import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
 from paged_client.openai.chat_schema import ChatRequest
 from paged_client.openai.chat_template import ChatTemplate
 from paged_client.openai.concurrency import READ, ClientDisconnected, ConcurrencyLimiter, run_while_connected
 from paged_client.openai.engine_calls import MergedStream, generate_all, with_routes
 from paged_client.openai.errors import ApiError
+from paged_client.openai.framing import FramingCheck
+from paged_client.openai.health import Health
 from paged_client.openai.kv_index import KvIndex
 from paged_client.openai.limits import GatewayLimits, flag
 from paged_client.openai.models import ServedModels
@@ -34,13 +40,15 @@ from paged_client.openai.streaming import EventStream
 from paged_client.openai.tool_calls import ToolCallFormat
 from paged_client.openai.tools import tool_use
 from paged_client.openai.translation import EngineRequest
-from paged_client.types import PagedError
+from paged_client.types import Completion, PagedError
 from paged_client.wire import TRACE_CONTEXT
 
 T = TypeVar("T")
 HEALTH_TIMEOUT = 10.0  # seconds; the engine responds between two steps
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}  # headers of errors, by status
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+log = logging.getLogger("paged_client")
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,8 @@ class Settings:
         routing: how servers are chosen, one of routing.POLICIES.
         index: knows what each server has cached; None: nobody does.
         prefill: prefill servers; None: there are none.
+        allowed_origins: origins of web pages that may send requests; "*" is any.
+        root_path: path prefix at which a proxy publishes the gateway, like "/llm". Requests may have it.
     """
 
     urls: Sequence[str | None]
@@ -74,6 +84,8 @@ class Settings:
     routing: str = "prefix"
     index: KvIndex | None = None
     prefill: PrefillSettings | None = None
+    allowed_origins: Sequence[str] = ()
+    root_path: str = ""
 
 
 class Gateway:
@@ -90,6 +102,7 @@ class Gateway:
             index=settings.index,
         )
         self._models = ServedModels(self._servers)
+        self._health = Health(lambda: self._with_current_name(lambda: self._servers.pool_map(timeout=HEALTH_TIMEOUT)))
         self.metrics = metrics.Metrics()
         self._prefill = None
         if settings.prefill:
@@ -168,7 +181,7 @@ class Gateway:
         if not body.stream:
             work = generate_all(self._servers, engine_requests, builder.id)
             completions = await run_while_connected(request.receive, work)
-            self.metrics.count_tokens(request.url.path, completions)
+            self.metrics.count_tokens(_route(request), completions)
             return JSONResponse(builder.whole(completions), headers={"X-Request-Id": builder.id})
         stream = MergedStream(self._servers, engine_requests, builder.id, samples=body.n or 1)
         try:
@@ -177,7 +190,7 @@ class Gateway:
             stream.cancel()
             raise
         options = body.stream_options or schema.StreamOptions()
-        return EventStream(first, stream, builder, options=options, route=request.url.path, metrics=self.metrics)
+        return EventStream(first, stream, builder, options=options, route=_route(request), metrics=self.metrics)
 
     async def pooling(self, request: Request, kind: type[PoolingBody[Any]]) -> Response:
         """Answer a request for embeddings, classes, scores or a ranking: one engine request for each input."""
@@ -193,7 +206,7 @@ class Gateway:
                 raise await self._models.with_names(error) from None
 
         computed = await self._with_current_name(ask)
-        self.metrics.count_prompts(request.url.path, computed)
+        self.metrics.count_prompts(_route(request), computed)
         return JSONResponse(body.response(computed, request_id, self._name(body.model)))
 
     def _name(self, model: str | None) -> str:
@@ -214,13 +227,62 @@ class Gateway:
     async def model(self, name: str) -> dict[str, Any]:
         return await self._with_current_name(lambda: self._models.card(name))
 
-    async def health(self) -> dict[str, str]:
-        """Check that a server is ready. The engine loop itself answers this request, so that it must be running."""
+    async def tokenize(self, request: Request) -> Response:
+        """Return the tokens of a prompt or a conversation. The server computes the prompt, too."""
+        values = schema.read_object(await self._read(request))
+        body: schema.CompletionRequest | ChatRequest
+        if "messages" in values:
+            body = schema.validate(tokenization.TokenizeChat, values)
+        else:
+            body = schema.validate(tokenization.TokenizeText, values)
+
+        async def ask() -> Response:
+            adapter = self._adapter(body.model)
+            if isinstance(body, ChatRequest):
+                tool_format, template = self._settings.tool_format, self._settings.template
+                use = tool_use(body, tool_format)
+                asked = await translation.from_chat(body, adapter, use, tool_format, template)
+            else:
+                (asked,) = translation.from_completion(body, adapter)
+            completion = await self._echo(request, replace(asked, sampling=tokenization.sampling(asked)))
+            length = await self._models.context_length()
+            return JSONResponse(tokenization.tokens_body(completion.prompt_token_ids or (), length))
+
+        return await self._with_current_name(ask)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of token ids."""
+        body = schema.parse(tokenization.DetokenizeRequest, await self._read(request))
+
+        async def ask() -> Response:
+            sampling = tokenization.detokenize_sampling(self._adapter(body.model))
+            names = dict.fromkeys(("input_ids", "prompt_tokens"), "tokens")
+            completion = await self._echo(request, EngineRequest(body.tokens, None, sampling, names))
+            return JSONResponse({"prompt": completion.text})
+
+        return await self._with_current_name(ask)
+
+    async def _echo(self, request: Request, asked: EngineRequest) -> Completion:
+        """Return the completion of a request without output."""
+        asked = replace(asked, sampling=asked.sampling | _trace_context(request))
+        work = generate_all(self._servers, [asked], _request_id(request))
         try:
-            await self._with_current_name(lambda: self._servers.pool_map(timeout=HEALTH_TIMEOUT))
-        except PagedError as error:
-            raise ApiError(503, f"the model is not ready: {error}", code="unavailable") from None
+            (completion,) = await run_while_connected(request.receive, work)
+        except ApiError as error:
+            raise await self._models.with_names(error) from None
+        return completion
+
+    async def health(self) -> dict[str, str]:
+        """Check that a server is ready."""
+        await self._health.check()
         return {"status": "ok"}
+
+    async def load(self) -> dict[str, int]:
+        """Return the number of open requests, as vLLM does."""
+        return {"server_load": self.metrics.num_open}
+
+    async def version(self) -> dict[str, str]:
+        return {"version": version("paged-llm-triton")}
 
     async def live(self) -> dict[str, str]:
         """Check that the gateway runs, independent of the servers."""
@@ -272,9 +334,26 @@ def _request_id(request: Request) -> str:
     return given or uuid.uuid4().hex
 
 
+def _route(request: Request) -> str:
+    """Return the path of a request, without the prefix of a proxy."""
+    return str(request.scope["route"].path_format)
+
+
 def _trace_context(request: Request) -> dict[str, str]:
     """Return the headers of the W3C trace context, which the server gets as parameters."""
     return {name: request.headers[name] for name in TRACE_CONTEXT if name in request.headers}
+
+
+class RootPath:
+    """ASGI middleware that says which prefix the path of a request may have. Routes are matched without it."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["root_path"] = self._root_path  # not in a copy: the router adds to this one what the metrics need
+        await self._app(scope, receive, send)
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -283,6 +362,16 @@ def create_app(settings: Settings) -> FastAPI:
     # No OpenAPI schema of our own: the API is specified by OpenAI.
     app = FastAPI(lifespan=gateway.lifespan, openapi_url=None, redirect_slashes=False)
     app.add_middleware(ConcurrencyLimiter, limit=settings.limits.max_open_requests)
+    app.add_middleware(FramingCheck)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
+        )
+    app.add_middleware(RootPath, root_path=settings.root_path)
     app.add_middleware(metrics.RequestMetricsMiddleware, metrics=gateway.metrics, log=settings.access_log)
     keyed = APIRouter(dependencies=[Depends(gateway.check_key)])
     keyed.add_api_route("/v1/models", gateway.models, methods=READ)
@@ -291,8 +380,13 @@ def create_app(settings: Settings) -> FastAPI:
     keyed.add_api_route("/v1/chat/completions", gateway.chat_completions, methods=["POST"], response_model=None)
     for path, kind in POOLING_ROUTES.items():
         keyed.add_api_route(path, _pooling_route(gateway, kind), methods=["POST"], response_model=None)
+    keyed.add_api_route("/tokenize", gateway.tokenize, methods=["POST"], response_model=None)
+    keyed.add_api_route("/detokenize", gateway.detokenize, methods=["POST"], response_model=None)
+    keyed.add_api_route("/load", gateway.load, methods=READ)
     app.include_router(keyed)
-    app.add_api_route("/health", gateway.health, methods=READ)
+    for path in ("/health", "/health/ready", "/ping"):
+        app.add_api_route(path, gateway.health, methods=[*READ, *(["POST"] if path == "/ping" else [])])
+    app.add_api_route("/version", gateway.version, methods=READ)
     app.add_api_route("/live", gateway.live, methods=READ)
     app.add_api_route("/metrics", gateway.show_metrics, methods=READ, response_model=None)
     routes = [route.path.replace(":path", "") for route in (*keyed.routes, *app.routes) if isinstance(route, Route)]
@@ -325,4 +419,9 @@ def _add_error_handlers(app: FastAPI, paths: Sequence[str]) -> None:
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:
-        return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}").body, 500)
+        given = request.headers.get("X-Request-Id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        # uvicorn logs the traceback.
+        log.error("request %s: internal error: %s: %s", request_id, type(error).__name__, error)
+        message = f"internal error of the gateway; its log has the reason, under the request id {request_id}"
+        return JSONResponse(ApiError(500, message).body, 500, {"X-Request-Id": request_id})

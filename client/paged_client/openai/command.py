@@ -55,6 +55,8 @@ def run(
     prefill_urls: Sequence[str],
     prefill_min_tokens: int,
     prefill_timeout: float,
+    allowed_origins: Sequence[str],
+    root_path: str,
 ) -> int:
     """Serve until Ctrl-C and return the exit code. Raises UsageError for invalid arguments."""
     for flag, given in (("--url", urls), ("--prefill-url", prefill_urls)):
@@ -106,6 +108,8 @@ def run(
         routing=routing,
         index=index,
         prefill=PrefillSettings(prefill_urls, prefill_min_tokens, prefill_timeout, _log_line) if prefill_urls else None,
+        allowed_origins=allowed_origins,
+        root_path=root_path,
     )
     try:
         app = create_app(settings)

@@ -34,12 +34,12 @@ class ServedModels:
         """Return the model and its adapters, as OpenAI's API lists models. Raises ApiError without a server."""
         try:
             adapters, length = await asyncio.gather(
-                self._servers.adapters(timeout=_ANSWER_SECONDS), self._context_length()
+                self._servers.adapters(timeout=_ANSWER_SECONDS), self.context_length()
             )
         except PagedError as error:
             raise from_engine(error, {}) from None
         names = [one.name for one in adapters if one.error is None]
-        return [self._card(self._name, length), *(self._card(one, length) | {"parent": self._name} for one in names)]
+        return [self._card(name, length) for name in (self._name, *names)]
 
     async def card(self, name: str) -> dict[str, Any]:
         """Return one of `cards`. Raises ApiError for an unknown name."""
@@ -59,7 +59,7 @@ class ServedModels:
             names = [self._name]
         return ApiError(error.status, f"{error.message}; choose {listed(names)}", param=error.param, code=error.code)
 
-    async def _context_length(self) -> int | None:
+    async def context_length(self) -> int | None:
         """Return `max_model_len` of the servers; None as long as it is unknown."""
         name = self._name
         if self._read_at is None or time.monotonic() > self._read_at + _LENGTH_AGE or name != self._read_of:
@@ -76,5 +76,7 @@ class ServedModels:
             "object": "model",
             "created": self._created,
             "owned_by": "paged",
+            "root": self._name,  # the model whose weights it has
+            "parent": None if name == self._name else self._name,
             "max_model_len": length,
         }

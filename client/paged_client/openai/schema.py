@@ -280,12 +280,22 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
 
     Raises ApiError, which names the first field that is unsupported, missing or of a wrong type.
     """
+    return validate(kind, read_object(body))
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Return the fields of a request body. Raises ApiError if it is no JSON object."""
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object")
+    return values
+
+
+def validate(kind: type[RequestT], values: dict[str, Any]) -> RequestT:
+    """Return the request with these fields, as `parse` does. `values` is changed."""
     for name, ignored in kind.unsupported_fields.items():
         value = values.pop(name, None)
         if not any(value is one or (type(value) is type(one) and value == one) for one in ignored):

@@ -122,17 +122,27 @@ class Servers:
         return await self._call(lambda client: client.classify(**keywords))
 
     async def pool_map(self, *, timeout: float) -> PoolMap:
-        """Return the block pool of the server that answers first. All are asked once, at the same time."""
+        """Return the block pool of the server that answers first, if it is awake; if none is, that of one that sleeps.
+
+        All are asked once, at the same time.
+        """
         asked = [asyncio.ensure_future(client.pool_map(timeout=timeout)) for client in self._clients]
         errors: list[PagedError] = []
+        asleep: PoolMap | None = None
         try:
             for answer in asyncio.as_completed(asked):
                 try:
-                    return await answer
+                    pool = await answer
                 except PagedError as error:
                     errors.append(error)
+                    continue
+                if not pool.sleeping:
+                    return pool
+                asleep = pool
         finally:
             await cancel_and_wait(*asked)
+        if asleep is not None:
+            return asleep
         raise min(errors, key=_can_fail_over)  # one that says more than that a server cannot be reached
 
     async def adapters(self, *, timeout: float) -> tuple[Adapter, ...]:

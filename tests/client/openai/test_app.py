@@ -1,12 +1,19 @@
-"""Requests to the gateway: ids, adapters, paths and bodies."""
+"""Requests to the gateway: ids, adapters, paths, headers and bodies."""
 
 import http.client
 import json
+import socket
+import urllib.request
+from importlib.metadata import version
 
 import openai
 import pytest
 
-from tests.support.gateway import BODIES, PROMPT, WAIT, error_of
+from paged_client import cli
+from paged_client.openai import translation
+from tests.support.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway
+from tests.support.map_views import pool_of, sent
+from tests.support.openai_tools import TOOLS
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -64,6 +71,132 @@ def test_adapters_are_listed_as_models(front, fake):
 def test_model_name_may_contain_a_slash(front, fake, path):
     fake.adapters = json.dumps([{"name": "owner/fr", "rank": 8, "resident": True, "error": None}])
     assert front.ask(f"/v1/models/{path}")[1]["id"] == "owner/fr"
+
+
+def test_cards_name_the_model_whose_weights_they_have(front, fake):
+    fake.adapters = json.dumps([{"name": "fr", "rank": 8, "resident": True, "error": None}])
+    assert {(card["root"], card["parent"]) for card in front.ask("/v1/models")[1]["data"]} == {
+        ("paged_llm", None),
+        ("paged_llm", "paged_llm"),
+    }
+
+
+def test_version_and_load(front):
+    assert front.ask("/version") == (200, {"version": version("paged-llm-triton")})
+    assert front.ask("/load") == (200, {"server_load": 0})
+
+
+@pytest.fixture(scope="module")
+def published(fake):
+    """A gateway behind a proxy, for web pages."""
+    flags = ["--root-path", "/llm", "--allowed-origin", "https://chat.example", "--api-key", "k"]
+    with gateway(fake.url, *flags) as made:
+        yield made
+
+
+def test_root_path_may_precede_paths(published):
+    key = {"Authorization": "Bearer k"}
+    for path in ("/llm/v1/completions", "/v1/completions"):
+        assert published.ask(path, PROMPT, key)[0] == 200
+        assert published.ask(path, PROMPT)[0] == 401
+    assert published.metrics()['paged_openai_tokens_total{kind="output",route="/v1/completions"}'] == 8
+
+
+@pytest.mark.parametrize(("origin", "allowed"), [("https://chat.example", "https://chat.example"), ("http://x", None)])
+def test_pages_of_allowed_origins_may_send_requests(published, origin, allowed):
+    asked = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-api"}
+    connection = http.client.HTTPConnection("127.0.0.1", published.port, timeout=WAIT)
+    connection.request("OPTIONS", "/v1/completions", headers=asked)
+    reply = connection.getresponse()
+    assert (reply.status, reply.headers["Access-Control-Allow-Origin"]) == (200 if allowed else 400, allowed)
+    reply.read()
+    connection.request("POST", "/v1/completions", "{}", {"Origin": origin, "Authorization": "Bearer k"})
+    reply = connection.getresponse()
+    assert (reply.status, reply.headers["Access-Control-Allow-Origin"]) == (400, allowed)
+    connection.close()
+
+
+def test_pages_of_other_origins_may_not_by_default(front):
+    with urllib.request.urlopen(urllib.request.Request(f"{front.url}/live", headers={"Origin": "http://x"})) as reply:
+        assert reply.headers["Access-Control-Allow-Origin"] is None
+
+
+@pytest.mark.parametrize("flags", [("--allowed-origin", "chat.example"), ("--root-path", "llm/")])
+def test_invalid_origin_or_root_path(capsys, flags):
+    with pytest.raises(SystemExit):
+        cli.main(["openai", *flags])
+    assert f"argument {flags[0]}: {flags[1]!r}: must be" in capsys.readouterr().err
+
+
+def test_internal_error_is_in_the_log_only(front, caplog, monkeypatch):
+    def fail(*arguments):
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(translation, "from_completion", fail)
+    for headers in ({"X-Request-Id": "mine"}, {}):
+        caplog.clear()
+        status, body = front.ask("/v1/completions", PROMPT, headers)
+        message = error_of(status, body)["message"]
+        assert (status, "secret" in message) == (500, False)
+        request_id = message.rsplit(" ", 1)[1]
+        assert request_id == headers.get("X-Request-Id", request_id)
+        assert f"request {request_id}: internal error: RuntimeError: a secret" in caplog.messages
+
+
+def test_request_with_two_lengths_is_rejected_and_its_connection_closed(front, fake):
+    """What follows could be a request that a proxy has not seen."""
+    body = json.dumps(PROMPT).encode()
+    hidden = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    sent = b"0\r\n\r\n" + hidden
+    before = len(fake.requests)
+    with socket.create_connection(("127.0.0.1", front.port), WAIT) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head % len(sent) + sent)
+        with connection.makefile("rb") as reply:
+            text = reply.read().decode()
+    assert text.startswith("HTTP/1.1 400 ") and text.count("HTTP/1.1") == 1
+    assert "Content-Length: cannot be combined with Transfer-Encoding" in text
+    assert len(fake.requests) == before
+
+
+class TestTokens:
+    def test_tokenize(self, front, fake, says):
+        fake.maps = [sent(pool_of(".", max_model_len=64))]  # which may have been read before
+        with says(say=["x"], prompt_token_ids=[5, 7]):
+            status, answer = front.ask("/tokenize", {"prompt": "x", "add_special_tokens": False, "temperature": 3})
+        assert isinstance(answer.pop("max_model_len"), int | None)
+        assert (status, answer) == (200, {"count": 2, "tokens": [5, 7], "token_strs": None})
+        assert fake.sampling[-1] == {"max_tokens": 0, "echo": True, "add_special_tokens": False}
+
+    def test_tokenize_a_conversation(self, front, fake, says):
+        more = {"add_generation_prompt": False, "tools": TOOLS, "tool_choice": "required"}
+        with says(say=["x"], prompt_token_ids=[5]):
+            assert front.ask("/tokenize", {"messages": CHAT["messages"], **more})[1]["tokens"] == [5]
+        asked = [one for one in fake.requests if "pool_map" not in one][-1]
+        assert json.loads(asked["messages"]) == CHAT["messages"]
+        assert json.loads(asked["chat_template_kwargs"]) == {"add_generation_prompt": False}
+        assert json.loads(asked["tools"]) == TOOLS
+        assert fake.sampling[-1] == {"max_tokens": 0, "echo": True}
+
+    def test_detokenize(self, front, fake):
+        assert front.ask("/detokenize", {"tokens": [5, 7]}) == (200, {"prompt": "Hello there"})
+        assert fake.requests[-1]["input_ids"] == [5, 7]
+        assert fake.sampling[-1] == {"max_tokens": 0, "echo": True, "skip_special_tokens": False}
+
+    @pytest.mark.parametrize(
+        ("path", "body", "named"),
+        [
+            ("/tokenize", {}, "prompt"),
+            ("/tokenize", {"prompt": ["x"]}, "prompt"),
+            ("/tokenize", {"prompt": "x", "return_token_strs": True}, "return_token_strs"),
+            ("/detokenize", {}, "tokens"),
+            ("/detokenize", {"tokens": []}, "tokens"),
+            ("/detokenize", {"tokens": "x"}, "tokens"),
+        ],
+    )
+    def test_wrong_values_are_rejected(self, front, path, body, named):
+        status, answer = front.ask(path, body)
+        assert (status, error_of(status, answer)["param"]) == (400, named)
 
 
 def test_unknown_path_lists_the_paths(front):

@@ -3,6 +3,7 @@
 import pytest
 
 from paged_client.openai import keys
+from paged_client.openai.pooling_routes import POOLING_ROUTES
 from tests.support.gateway import BODIES, error_of, gateway
 
 
@@ -18,9 +19,10 @@ def test_valid_key_is_accepted(locked, key):
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer on"}, {"Authorization": "Basic one"}])
-@pytest.mark.parametrize("path", ["/v1/models", *BODIES])
+@pytest.mark.parametrize("path", ["/v1/models", "/load", "/tokenize", "/detokenize", *POOLING_ROUTES, *BODIES])
 def test_invalid_key_is_rejected(locked, path, headers):
-    status, body = locked.ask(path, BODIES.get(path), headers)
+    sent = None if path in ("/v1/models", "/load") else BODIES.get(path, {})
+    status, body = locked.ask(path, sent, headers)
     assert (status, error_of(status, body)["code"]) == (401, "invalid_api_key")
 
 
@@ -58,4 +60,5 @@ def test_no_keys():
 def test_metrics_and_health_need_no_key(locked, fake):
     fake.maps = ["UNAVAILABLE: not yet"]
     assert locked.metrics()["paged_openai_open_streams"] == 0
-    assert locked.ask("/health")[0] == 503
+    assert [locked.ask(path)[0] for path in ("/health", "/health/ready", "/ping")] == [503] * 3
+    assert [locked.ask(path)[0] for path in ("/live", "/version")] == [200] * 2
