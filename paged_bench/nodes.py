@@ -9,6 +9,7 @@ first figure shows what the exchange of data costs, not what several machines ga
 from __future__ import annotations
 
 import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.distributed.topology import CLUSTER_SECRET
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.utils.machine import find_python
 from paged_bench import _chart, _machines
@@ -122,6 +124,7 @@ def measure(model: str, nodes: int, stages: int, streams: int, output: int, roun
     }
     with ExitStack() as stack:
         machines = stack.enter_context(_machines.machines(nodes - 1))
+        os.environ.setdefault(CLUSTER_SECRET, secrets.token_hex())
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from paged_backend.api.errors import ConfigError
+
+MIN_KEY_BYTES = 16
 
 
 def read_secret(variable: str) -> str | None:
@@ -25,3 +28,21 @@ def read_secret(variable: str) -> str | None:
     if value == "":
         raise ConfigError(f"{name}: the secret is empty")
     return value
+
+
+def read_key(variable: str) -> bytes | None:
+    """Return a secret that authenticates messages; see `read_secret`. Raises ConfigError if it is too short."""
+    secret = read_secret(variable)
+    key = secret.encode() if secret is not None else None
+    if key is not None and len(key) < MIN_KEY_BYTES:
+        raise ConfigError(f"{variable}: has {len(key)} bytes; must be at least {MIN_KEY_BYTES}")
+    return key
+
+
+def check_private(variable: str) -> None:
+    """Raise ConfigError if other users can read the file that `<variable>_FILE` names."""
+    path = os.environ.get(f"{variable}_FILE")
+    if path is not None and (mode := stat.S_IMODE(os.stat(path).st_mode)) & 0o007:
+        raise ConfigError(
+            f"{variable}_FILE={path}: other users can access it (mode {mode:04o}); run chmod o-rwx {path}"
+        )

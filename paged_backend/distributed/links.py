@@ -2,18 +2,28 @@
 
 gloo reports a broken connection only to a rank that waits for a message. These connections are watched all the time,
 so that the end of a rank is noticed between steps, too, and a rank can say why it ends.
+
+Both sides prove that they know the engine's secret, which is never sent. Each chooses a nonce, 32 random bytes:
+
+    rank 0 -> rank    nonce
+    rank -> rank 0    rank, nonce, HMAC("rank", rank, both nonces)
+    rank 0 -> rank    HMAC("start", rank, both nonces, start), length of start, start: what the rank needs to begin
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import secrets
 import socket
+import struct
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from paged_backend.distributed.keep_alive import keep_alive
@@ -21,7 +31,11 @@ from paged_backend.distributed.keep_alive import keep_alive
 log = logging.getLogger("paged_llm")
 
 POLL_SECONDS = 0.2
-HELLO_SECONDS = 10  # time for a process that has connected to say which rank it is
+HELLO_SECONDS = 10  # time for each message with which a connection begins
+NONCE_BYTES = 32
+_HELLO = struct.Struct("<I32s32s")
+_START = struct.Struct("<32sI")
+MAX_START_BYTES = 64 << 20
 
 
 class Meeting(NamedTuple):
@@ -29,16 +43,18 @@ class Meeting(NamedTuple):
 
     host: str
     port: int
-    secret: str  # the first message of a rank contains it, which other programs do not know
 
 
 class LinkListener:
     """Accepts the connections of the other ranks."""
 
-    def __init__(self, host: str):
+    def __init__(self, host: str, secret: bytes, start: bytes):
+        """secret: known to all ranks. start: what a rank gets that knows it, too."""
+        self._secret, self._start = secret, start
         self._socket = socket.create_server((host, 0), backlog=64)
-        self._socket.settimeout(POLL_SECONDS)
-        self.meeting = Meeting(host, self._socket.getsockname()[1], secrets.token_hex())
+        self.meeting = Meeting(host, self._socket.getsockname()[1])
+        self._arrived: SimpleQueue[tuple[int, str, Connection]] = SimpleQueue()
+        threading.Thread(target=self._listen, name="links", daemon=True).start()
 
     def accept(self, count: int, waiting: Callable[[dict[int, Connection]], None]) -> dict[int, Connection]:
         """Return the connections of `count` ranks, by rank. waiting: called between attempts with those found so far;
@@ -48,36 +64,54 @@ class LinkListener:
         while len(found) < count:
             waiting(found)
             try:
-                accepted, (address, *_) = self._socket.accept()
-            except TimeoutError:
+                rank, address, link = self._arrived.get(timeout=POLL_SECONDS)
+            except Empty:
                 continue
-            accepted.settimeout(None)
-            keep_alive(accepted)
-            link = Connection(accepted.detach())
-            rank = self._rank(link)
-            if rank is not None and rank in found:
+            if rank in found:
                 reason = f"rank {rank} has joined from {places[rank]} already; {address} is refused"
                 log.warning(reason)
                 with suppress(OSError):
                     link.send_bytes(reason.encode())
-            if rank is None or rank in found:
                 link.close()
             else:
-                places[rank] = address
-                found[rank] = link
+                places[rank], found[rank] = address, link
         return found
 
     def close(self) -> None:
         """Accept no further connections."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
 
-    def _rank(self, link: Connection) -> int | None:
-        """Return the rank that a connection introduces; None if it is not one of ours."""
+    def _listen(self) -> None:
+        while True:
+            try:
+                accepted, (address, *_) = self._socket.accept()
+            except OSError:  # closed
+                return
+            # A thread each, because a stranger may send nothing.
+            threading.Thread(target=self._meet, args=(accepted, address), name="link", daemon=True).start()
+
+    def _meet(self, accepted: socket.socket, address: str) -> None:
         try:
-            rank, _, secret = link.recv_bytes(256).decode().partition(" ") if link.poll(HELLO_SECONDS) else ("", "", "")
-        except (EOFError, OSError, UnicodeDecodeError):
-            return None
-        return int(rank) if rank.isdecimal() and secrets.compare_digest(secret, self.meeting.secret) else None
+            rank = self._rank(accepted)
+            keep_alive(accepted)
+        except OSError as error:
+            accepted.close()
+            log.warning("refused a connection from %s to the ranks: %s", address, error or "it has ended")
+        else:
+            self._arrived.put((rank, address, _link(accepted)))
+
+    def _rank(self, accepted: socket.socket) -> int:
+        """Return the rank that a connection introduces. Raises OSError if it is not one of ours."""
+        accepted.settimeout(HELLO_SECONDS)
+        accepted.sendall(own := secrets.token_bytes(NONCE_BYTES))
+        rank, other, proof = _HELLO.unpack(_receive(accepted, _HELLO.size))
+        if not hmac.compare_digest(proof, _proof(self._secret, b"rank", rank, own + other)):
+            raise ConnectionRefusedError("it does not know the secret of the ranks")
+        proof = _proof(self._secret, b"start", rank, own + other + self._start)
+        accepted.sendall(_START.pack(proof, len(self._start)) + self._start)
+        return int(rank)
 
 
 def hang_up(link: Connection) -> None:
@@ -87,8 +121,9 @@ def hang_up(link: Connection) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def connect(meeting: Meeting, rank: int, seconds: float) -> Connection:
-    """Connect a rank to rank 0. Raises OSError if rank 0 cannot be reached within this time."""
+def connect(meeting: Meeting, secret: bytes, rank: int, seconds: float) -> tuple[Connection, bytes]:
+    """Connect a rank to rank 0. Return the connection, and what the rank needs to begin. Raises OSError if rank 0
+    cannot be reached within this time, or has another secret."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -98,8 +133,41 @@ def connect(meeting: Meeting, rank: int, seconds: float) -> Connection:
             if time.monotonic() > deadline:
                 raise
             time.sleep(POLL_SECONDS)
+    try:
+        keep_alive(connection)
+        other, own = _receive(connection, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+        connection.sendall(_HELLO.pack(rank, own, _proof(secret, b"rank", rank, other + own)))
+        try:
+            proof, length = _START.unpack(_receive(connection, _START.size))
+        except EndOfConnection:
+            raise ConnectionRefusedError("rank 0 has refused this rank: their secrets differ") from None
+        start = _receive(connection, min(length, MAX_START_BYTES))
+        if not hmac.compare_digest(proof, _proof(secret, b"start", rank, other + own + start)):
+            raise ConnectionRefusedError(f"what listens at {meeting.host}:{meeting.port} does not know the secret")
+    except OSError:
+        connection.close()
+        raise
+    return _link(connection), start
+
+
+class EndOfConnection(ConnectionError):
+    """The other side has closed the connection."""
+
+
+def _proof(secret: bytes, side: bytes, rank: int, message: bytes) -> bytes:
+    return hmac.digest(secret, side + rank.to_bytes(4, "little") + message, "sha256")
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    parts = []
+    while size:
+        if not (part := connection.recv(min(size, 1 << 20))):
+            raise EndOfConnection("it has ended")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _link(connection: socket.socket) -> Connection:
     connection.settimeout(None)
-    keep_alive(connection)
-    link = Connection(connection.detach())
-    link.send_bytes(f"{rank} {meeting.secret}".encode())
-    return link
+    return Connection(connection.detach())

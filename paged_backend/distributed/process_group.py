@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -25,6 +25,7 @@ class ProcessGroup:
     device: torch.device
     rank: int = 0
     size: int = 1
+    key: bytes = field(default=b"", repr=False)  # authenticates messages between the ranks
 
     def join(self, store: dist.Store, address: str = LOOPBACK) -> None:
         """Join the other ranks through a store, with the network interface that reaches `address`. Raises RuntimeError

@@ -11,7 +11,6 @@ arrive while the step before is computed.
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paged_backend.distributed.keep_alive import new_connections_kept_alive
+from paged_backend.distributed.messages import Messages
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.step_channel import content_of, frame_and_content
 
@@ -34,12 +34,13 @@ class StageLinks:
     """The links of one rank with the stages beside its own. All ranks create them at the same time. `expect_states` may
     be called by another thread than the other methods."""
 
-    def __init__(self, group: ProcessGroup, stages: int, hidden_size: int, dtype: torch.dtype):
-        """hidden_size, dtype: of the hidden states."""
+    def __init__(self, group: ProcessGroup, stages: int, hidden_size: int, dtype: torch.dtype, result: type):
+        """hidden_size, dtype: of the hidden states. result: the type of the results; see `Messages`."""
         assert group.size % stages == 0
         self._width = group.size // stages
         self._rank, self._device = group.rank, group.device
         self._hidden_size, self._dtype, self._stages = hidden_size, dtype, stages
+        self._messages = Messages(group.key, "results", result)
         self._last = group.size - self._width  # the rank that sends the results
         with new_connections_kept_alive():
             self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -72,13 +73,15 @@ class StageLinks:
 
     def send_results(self, message: Any) -> None:
         """Send the results of a step to rank 0. Does not wait for it."""
-        for tag, part in zip((RESULTS, MORE_RESULTS), frame_and_content(message, RESULT_FRAME), strict=True):
+        parts = frame_and_content(self._messages.encode(message), RESULT_FRAME)
+        for tag, part in zip((RESULTS, MORE_RESULTS), parts, strict=True):
             if len(part):
                 self._keep(dist.isend(part, 0, group=self._group, tag=tag), part)
 
     def expect_results(self) -> Callable[[], Any]:
         """Return a function that waits for the results of the next step. Raises RuntimeError if the last stage cannot
-        be reached. Results must be awaited in the order in which they are expected."""
+        be reached, or if they are not its next ones. Results must be awaited in the order in which they are
+        expected."""
         frame = torch.empty(RESULT_FRAME, dtype=torch.uint8)
         work = dist.irecv(frame, self._last, group=self._group, tag=RESULTS)
         assert work is not None
@@ -89,7 +92,7 @@ class StageLinks:
             if missing:
                 content = torch.empty(missing, dtype=torch.uint8)
                 dist.recv(content, self._last, group=self._group, tag=MORE_RESULTS)
-            return pickle.loads(content.numpy())
+            return self._messages.decode(content.numpy().data)
 
         return wait
 

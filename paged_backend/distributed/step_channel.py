@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paged_backend.distributed.keep_alive import new_connections_kept_alive
+from paged_backend.distributed.messages import Messages
 
 IDLE_TIMEOUT = timedelta(days=365)  # time between two steps
 # Bytes of the first broadcast: the length of a message, and the message if it fits. A decode step of 16 sequences of
@@ -24,31 +23,33 @@ LENGTH = np.dtype("<i8")
 class StepChannel:
     """Broadcasts of messages over gloo, on the host. All ranks create it at the same time, after they have joined."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes, *kinds: type) -> None:
+        """key: a secret of the ranks. kinds: the types of the messages; see `Messages`."""
+        self._messages = Messages(key, "steps", *kinds)
         with new_connections_kept_alive():
             self._group = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
 
     def send(self, message: Any) -> None:
         """Send a message to all other ranks. Raises RuntimeError if one cannot be reached."""
-        for part in frame_and_content(message, FRAME):
+        for part in frame_and_content(self._messages.encode(message), FRAME):
             if len(part):
                 dist.broadcast(part, 0, self._group)
 
     def receive(self) -> Any:
-        """Wait for the next message of rank 0. Raises RuntimeError if it cannot be reached."""
+        """Wait for the next message of rank 0. Raises RuntimeError if it cannot be reached, or if the message is not
+        its next one."""
         frame = torch.empty(FRAME, dtype=torch.uint8)
         dist.broadcast(frame, 0, self._group)
         content, missing = content_of(frame)
         if missing:
             content = torch.empty(missing, dtype=torch.uint8)
             dist.broadcast(content, 0, self._group)
-        return pickle.loads(content.numpy())
+        return self._messages.decode(content.numpy().data)
 
 
-def frame_and_content(message: Any, size: int) -> tuple[Tensor, Tensor]:
+def frame_and_content(data: bytearray, size: int) -> tuple[Tensor, Tensor]:
     """Return the two parts of a message: a frame of `size` bytes, with the length of the message and the message itself
     if it fits, and otherwise the message, which is empty if it fits."""
-    data = pickled(message)
     frame = torch.zeros(size, dtype=torch.uint8)
     content = torch.frombuffer(data, dtype=torch.uint8)
     frame[: LENGTH.itemsize] = torch.from_numpy(np.array([len(data)], LENGTH).view(np.uint8))
@@ -62,16 +63,3 @@ def content_of(frame: Tensor) -> tuple[Tensor, int]:
     """Return the message that a frame holds, and 0; or nothing, and the length of the message that follows it."""
     start, length = LENGTH.itemsize, int(frame.numpy()[: LENGTH.itemsize].view(LENGTH)[0])
     return (frame[start : start + length], 0) if length <= len(frame) - start else (frame[:0], length)
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles tensors on the host as NumPy arrays, which is far faster than as tensors."""
-
-    dispatch_table = {Tensor: lambda tensor: (torch.from_numpy, (tensor.numpy(),))}  # noqa: RUF012
-
-
-def pickled(message: Any) -> bytearray:
-    """Return a message as bytes."""
-    buffer = io.BytesIO()
-    _Pickler(buffer, 5).dump(message)
-    return bytearray(buffer.getbuffer())

@@ -8,7 +8,8 @@ With a pipeline, consecutive ranks form a stage: rank i is rank i % tensor_paral
 i // tensor_parallel_size.
 
 Rank 0 runs in the server's process, and `paged worker` runs the ranks of the other machines. All meet at the TCPStore
-of rank 0, at `master_addr` and `master_port`.
+of rank 0, at `master_addr` and `master_port`. Whoever reaches the store can read and change it, so a rank believes
+nothing but what arrives over its link (links.py), where both sides prove that they know a secret.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from dataclasses import dataclass
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.api.secrets import check_private, read_key
 
 DEFAULT_PORT = 29500  # of torchrun
 LOOPBACK = "127.0.0.1"
+CLUSTER_SECRET = "PAGED_CLUSTER_SECRET"  # environment variable; with `_FILE` it names a file
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -71,6 +74,19 @@ class Topology:
     def environment(self, port: int) -> dict[str, str]:
         """Return the environment variables of torchrun that all ranks share. port: that of rank 0."""
         return {"MASTER_ADDR": self.master_addr, "MASTER_PORT": str(port), "WORLD_SIZE": str(self.size)}
+
+
+def cluster_secret() -> bytes:
+    """Return the secret that the ranks of several machines share. Raises ConfigError if there is none, or if other
+    users can read it."""
+    key = read_key(CLUSTER_SECRET)
+    if key is None:
+        raise ConfigError(
+            f"{CLUSTER_SECRET}_FILE: missing; several machines need a file with the same secret on each of them, for"
+            f" example the output of openssl rand -hex 32 (or {CLUSTER_SECRET} with the secret itself)"
+        )
+    check_private(CLUSTER_SECRET)
+    return key
 
 
 def read_number(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -25,6 +25,8 @@ from collections.abc import Iterable, Sequence
 from queue import Empty, Full, Queue
 from typing import Any
 
+import msgspec
+
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.kv_events import KvEventsConfig
 from paged_backend.api.request import Origin
@@ -47,13 +49,12 @@ class CacheEventPublisher:
         """Bind the sockets. events: the changes to publish. Raises ConfigError if an endpoint cannot be bound or a
         package is missing."""
         try:
-            import msgpack
             import zmq
         except ImportError as error:
             raise ConfigError(
                 f"kv_events_config: a package is missing ({error}); run pip install 'paged-llm-triton[events]'"
             ) from None
-        self._pack = msgpack.packb
+        self._pack = msgspec.msgpack.encode
         self._again = zmq.Again
         self._topic = config.topic.encode()
         self.events = events

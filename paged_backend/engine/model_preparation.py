@@ -25,6 +25,7 @@ from paged_backend.engine.recurrent_models import (
 from paged_backend.engine.runner_builder import build_runner, cache_layout, capture_graphs, graph_shapes_of
 from paged_backend.engine.warm_up import measure_costs, measure_decode, warm_up
 from paged_backend.execution.cpu_threads import count_threads
+from paged_backend.execution.launched_step import LaunchedStep
 from paged_backend.execution.runner import Runner
 from paged_backend.files.start_checks import ROOT
 from paged_backend.loading import model_loader
@@ -193,4 +194,4 @@ def stage_links(config: EngineConfig, prepared: PreparedModel, group: ProcessGro
     if stages == 1:
         return None
     hidden_size = prepared.loaded.model.config.get_text_config().hidden_size
-    return StageLinks(group, stages, hidden_size, prepared.loaded.spec.dtype)
+    return StageLinks(group, stages, hidden_size, prepared.loaded.spec.dtype, LaunchedStep)

@@ -3,12 +3,14 @@
 Rank 0 is the server's process. Only rank 0 schedules. It sends the integers of each step to the other ranks, so all
 ranks move the same blocks and run the same rows, each with its own attention heads and the layers of its stage.
 
-The process has the environment of torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. It ends when its
-connection to rank 0 or its standard input is closed.
+The process has the environment of torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The first line
+of its standard input is the secret of the ranks, in hexadecimal digits. It ends when its connection to rank 0 or its
+standard input is closed.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import os
@@ -16,11 +18,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,28 +46,67 @@ from paged_kernels.compilations import after_ready
 log = logging.getLogger("paged_llm")
 
 CONNECT_SECONDS = 30
-START_KEY = "paged/start"  # in the store while rank 0 waits for the others: JSON with `config` and `meeting`
+MAX_RANKS = 64 * 64  # of tensor_parallel_size and pipeline_parallel_size
+START_KEY = "paged/start"  # in the store, which anyone can read, while rank 0 waits for the others: an `Invitation`
+STEP_MESSAGES = (PackedBatch, Plan, MemoryCommand, type(None))  # None: the last one
 READY = "ready "  # begins the message of a rank that can use its device, before its facts as JSON
 
 
-def start_rank(rank: int, local_rank: int, environment: Mapping[str, str], *arguments: str) -> subprocess.Popen[bytes]:
+class Invitation(NamedTuple):
+    """What rank 0 tells ranks before they have proved that they know the secret."""
+
+    meeting: Meeting
+    size: int  # ranks on all machines
+    num_nodes: int
+
+
+class Start(NamedTuple):
+    """What rank 0 tells ranks when they have proved that they know the secret."""
+
+    options: dict[str, Any]
+    session: str  # random
+
+    def key(self, secret: bytes) -> bytes:
+        """Return the key of the messages between the ranks, which is another one after each start."""
+        return hmac.digest(secret, self.session.encode(), "sha256")
+
+
+def read_invitation(text: str | bytes) -> Invitation:
+    """Return an invitation that was written as JSON. Raises ValueError or TypeError if no server has written it."""
+    meeting, size, num_nodes = json.loads(text)
+    if not 1 <= num_nodes <= size <= MAX_RANKS:
+        raise ValueError(f"{size} ranks on {num_nodes} machines")
+    return Invitation(Meeting(*meeting), size, num_nodes)
+
+
+def options_of(config: EngineConfig) -> dict[str, Any]:
+    """Return the options of the ranks: those of the model, without what only rank 0 needs and may have a password. (So
+    may `remote_cache_url`, which excludes several ranks.)"""
+    return asdict(replace(config, otlp_traces_endpoint=None))
+
+
+def start_rank(
+    rank: int, local_rank: int, secret: bytes, environment: Mapping[str, str], *arguments: str
+) -> subprocess.Popen[bytes]:
     """Start the process of a rank, which ends with this process. environment: MASTER_ADDR, MASTER_PORT, WORLD_SIZE.
     Raises OSError."""
     # LOCAL_RANK selects the GPU in transformers.
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-    return start_module("paged_backend.engine.rank", *arguments, environment={**environment, **ranks})
+    return start_module(
+        "paged_backend.engine.rank", *arguments, line=secret.hex().encode(), environment={**environment, **ranks}
+    )
 
 
-def run(link: Connection, store: dist.Store, config: EngineConfig, rank: int) -> None:
+def run(link: Connection, store: dist.Store, config: EngineConfig, rank: int, key: bytes) -> None:
     """Run the steps that rank 0 sends, until it sends None."""
     transformers_logging.disable_progress_bar()
     check_devices(config, device := pick_device(config))
     device = pick_rank_device(device, int(os.environ["LOCAL_RANK"]))
     torch.zeros(1, device=device)  # fails for an unusable GPU, before other ranks wait
     link.send_bytes((READY + json.dumps(rank_facts(config))).encode())
-    group = ProcessGroup(device, rank, config.num_ranks)
+    group = ProcessGroup(device, rank, config.num_ranks, key)
     group.join(store, os.environ["MASTER_ADDR"])
-    steps = StepChannel()
+    steps = StepChannel(key, *STEP_MESSAGES)
     prepared = prepare_model(config, group)
     runner = prepared.runner
     if device.type == "cuda":
@@ -117,12 +158,13 @@ def main(model: str | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     rank, seconds = int(os.environ["RANK"]), timedelta(seconds=CONNECT_SECONDS)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=seconds)
-    start = json.loads(store.get(START_KEY))
-    config = EngineConfig.from_options(start["config"])
-    link = connect(Meeting(*start["meeting"]), rank, CONNECT_SECONDS)
+    meeting, *_ = read_invitation(store.get(START_KEY))
+    link, told = connect(meeting, secret := bytes.fromhex(sys.stdin.readline()), rank, CONNECT_SECONDS)
+    start = Start(*json.loads(told))
+    config = EngineConfig.from_options(start.options)
     end_with(link)
     try:
-        run(link, store, replace(config, model=model or config.model), rank)
+        run(link, store, replace(config, model=model or config.model), rank, start.key(secret))
     except Exception as error:
         link.send_bytes(f"{type(error).__name__}: {error}".encode())
         raise

@@ -11,7 +11,7 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.redis_address import RedisAddress
-from paged_backend.api.secrets import read_secret
+from paged_backend.api.secrets import read_key, read_secret
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.model_preparation import PreparedModel
 from paged_backend.execution.runner import StepRunner
@@ -20,7 +20,6 @@ from paged_backend.memory.cache_tier import CacheTier
 from paged_backend.memory.disk import DiskTier
 from paged_backend.memory.redis_store import RedisStore
 from paged_backend.memory.remote import RemoteTier
-from paged_backend.memory.sealed_value import MIN_SECRET_BYTES
 from paged_backend.memory.tier_chain import TierChain
 
 
@@ -36,14 +35,11 @@ def read_remote_access(config: EngineConfig) -> RemoteAccess | None:
     """Return how the remote store is reached; None without one. Raises ConfigError for an unusable password or key."""
     if config.remote_cache_url is None:
         return None
-    address, secret = RedisAddress.parse(config.remote_cache_url), read_secret("PAGED_REMOTE_CACHE_SECRET")
+    address = RedisAddress.parse(config.remote_cache_url)
     password = read_secret("PAGED_REMOTE_CACHE_PASSWORD")
     if password and address.password:
         raise ConfigError("remote_cache_url: has a password, as PAGED_REMOTE_CACHE_PASSWORD has; leave one of them out")
-    key = secret.encode() if secret is not None else None
-    if key is not None and len(key) < MIN_SECRET_BYTES:
-        raise ConfigError(f"PAGED_REMOTE_CACHE_SECRET: has {len(key)} bytes; must be at least {MIN_SECRET_BYTES}")
-    return RemoteAccess(address, password, key)
+    return RemoteAccess(address, password, read_key("PAGED_REMOTE_CACHE_SECRET"))
 
 
 def build_tiers(config: EngineConfig, prepared: PreparedModel, runner: StepRunner) -> TierChain | None:

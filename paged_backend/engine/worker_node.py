@@ -6,21 +6,18 @@ waits for the next server, so that a model that is loaded again finds its ranks.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
 import sys
 import time
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
-from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.distributed.topology import DEFAULT_PORT, Topology, read_number
-from paged_backend.engine.rank import START_KEY, start_rank
+from paged_backend.distributed.topology import DEFAULT_PORT, Topology, cluster_secret, read_number
+from paged_backend.engine.rank import START_KEY, Invitation, read_invitation, start_rank
 from paged_backend.utils.child_process import end_process
 
 log = logging.getLogger("paged_llm")
@@ -33,10 +30,13 @@ END_SECONDS = 15  # time for the other ranks to end after one has
 class WorkerNode:
     """The ranks of one machine, for one server after another."""
 
-    def __init__(self, address: str, port: int, node_rank: int, model: str | None = None):
-        """model: the directory of the model on this machine, if it is another one than on the server's."""
+    def __init__(self, address: str, port: int, node_rank: int, secret: bytes, model: str | None = None):
+        """secret: of the ranks of all machines.
+
+        model: the directory of the model on this machine, if it is another one than on the server's.
+        """
         self._address, self._port = address, port
-        self._node_rank = node_rank
+        self._node_rank, self._secret = node_rank, secret
         self._model = model
         self._is_unknown = False  # whether the log says that the address cannot be resolved
 
@@ -44,18 +44,17 @@ class WorkerNode:
         """Serve until the process is ended. Raises ConfigError if the server's options exclude this machine."""
         while True:
             log.info("node %d waits for a server at %s:%d", self._node_rank, self._address, self._port)
-            config = self._find_server()
+            invitation = self._find_server()
             log.info("node %d joins the server", self._node_rank)
-            self._run_ranks(config)
+            self._run_ranks(invitation)
 
-    def _find_server(self) -> EngineConfig:
-        while True:
-            if start := self._read_start():
-                return EngineConfig.from_options(start["config"])
+    def _find_server(self) -> Invitation:
+        while (found := self._read_invitation()) is None:
             time.sleep(RETRY_SECONDS)
+        return found
 
-    def _read_start(self) -> dict[str, Any] | None:
-        """Return the message of a server that waits for ranks; None if there is none."""
+    def _read_invitation(self) -> Invitation | None:
+        """Return the invitation of a server that waits for ranks; None if there is none."""
         try:
             # TCPStore would print a stack trace for each attempt without a server.
             socket.create_connection((self._address, self._port), CONNECT_SECONDS).close()
@@ -63,22 +62,21 @@ class WorkerNode:
             store = dist.TCPStore(self._address, self._port, is_master=False, timeout=seconds)
             if not store.check([START_KEY]):  # `get` would wait, and log that it does
                 return None
-            found: dict[str, Any] = json.loads(store.get(START_KEY))
-        except (OSError, RuntimeError, ValueError) as error:
+            return read_invitation(store.get(START_KEY))
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, socket.gaierror) and not self._is_unknown:
                 self._is_unknown = True
                 log.warning("the address %s cannot be resolved: %s", self._address, error.strerror)
             return None
-        return found
 
-    def _run_ranks(self, config: EngineConfig) -> None:
-        topology = Topology(config.num_ranks, config.nnodes or 1, self._address, self._port)
+    def _run_ranks(self, invitation: Invitation) -> None:
+        topology = Topology(invitation.size, invitation.num_nodes, self._address, self._port)
         if self._node_rank >= topology.num_nodes:
             raise ConfigError(f"node_rank={self._node_rank}: must be below nnodes={topology.num_nodes} of the server")
         environment = topology.environment(self._port)
         arguments = [self._model] if self._model else []
         processes = [
-            start_rank(rank, local_rank, environment, *arguments)
+            start_rank(rank, local_rank, self._secret, environment, *arguments)
             for local_rank, rank in enumerate(topology.ranks_of(self._node_rank))
         ]
         while all(process.poll() is None for process in processes):
@@ -95,7 +93,7 @@ def main(model: str | None = None) -> None:
     try:
         port = read_number(os.environ, "MASTER_PORT", DEFAULT_PORT)
         node_rank = read_number(os.environ, "NODE_RANK", 1)
-        WorkerNode(os.environ["MASTER_ADDR"], port, node_rank, model).run()
+        WorkerNode(os.environ["MASTER_ADDR"], port, node_rank, cluster_secret(), model).run()
     except ConfigError as error:
         sys.exit(f"paged worker: {error}")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -17,11 +17,12 @@ import torch.distributed as dist
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.api.secrets import MIN_KEY_BYTES
 from paged_backend.distributed.links import LinkListener, hang_up
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.step_channel import StepChannel
-from paged_backend.distributed.topology import Topology, listen
-from paged_backend.engine.rank import READY, START_KEY, start_rank
+from paged_backend.distributed.topology import Topology, cluster_secret, listen
+from paged_backend.engine.rank import READY, START_KEY, STEP_MESSAGES, Invitation, Start, options_of, start_rank
 from paged_backend.engine.rank_facts import Facts, find_difference, rank_facts
 from paged_backend.execution.runner import RunnerDied
 from paged_backend.models.tensor_parallel import pick_rank_device
@@ -51,7 +52,9 @@ class Workers:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank, on this machine
         self._links: dict[int, Connection] = {}
         self._steps: StepChannel | None = None
-        self.group = ProcessGroup(pick_rank_device(device, 0), 0, topology.size)
+        self._secret = cluster_secret() if topology.num_nodes > 1 else secrets.token_bytes(MIN_KEY_BYTES)
+        self._told = Start(options_of(config), secrets.token_hex())
+        self.group = ProcessGroup(pick_rank_device(device, 0), 0, topology.size, self._told.key(self._secret))
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         try:
             self._start(config)
@@ -113,14 +116,14 @@ class Workers:
                 wait_for_workers=False,
                 master_listen_fd=listening.detach(),
             )
-        listener = LinkListener(topology.master_addr)
-        start = {"config": asdict(config), "meeting": listener.meeting}
+        listener = LinkListener(topology.master_addr, self._secret, json.dumps(self._told).encode())
+        invitation = Invitation(listener.meeting, topology.size, topology.num_nodes)
         environment = topology.environment(port)
         try:
-            store.set(START_KEY, json.dumps(start))
+            store.set(START_KEY, json.dumps(invitation))
             for rank in list(topology.ranks_of(0))[1:]:
                 try:
-                    self.processes[rank] = start_rank(rank, rank, environment)
+                    self.processes[rank] = start_rank(rank, rank, self._secret, environment)
                 except OSError as error:
                     raise ConfigError(
                         f"tensor_parallel_size: cannot start a process for rank {rank}: {error}"
@@ -134,7 +137,7 @@ class Workers:
             self._wait_ready(rank, link, own)
         self._watcher.start()
         self.group.join(store, topology.master_addr)
-        self._steps = StepChannel()
+        self._steps = StepChannel(self.group.key, *STEP_MESSAGES)
 
     def _wait_ready(self, rank: int, link: Connection, own: Facts) -> None:
         try:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-MIN_SECRET_BYTES = 16
+from paged_backend.api.secrets import MIN_KEY_BYTES
+
 CODE_BYTES = hashlib.sha256().digest_size
 
 
@@ -22,9 +23,9 @@ class Seal:
     """Seals data under a key, and opens it again."""
 
     def __init__(self, secret: bytes | None):
-        """secret: shared by all servers that read each other's values, at least MIN_SECRET_BYTES; None: values are not
+        """secret: shared by all servers that read each other's values, at least MIN_KEY_BYTES; None: values are not
         authenticated."""
-        assert secret is None or len(secret) >= MIN_SECRET_BYTES
+        assert secret is None or len(secret) >= MIN_KEY_BYTES
         self._secret = secret
 
     @property

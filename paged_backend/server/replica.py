@@ -1,6 +1,6 @@
 """A replica of the engine in a process of its own, which runs requests of the process that started it.
 
-Its argument is JSON:
+The first line of its standard input is JSON. It is no argument, because the options may have a password:
 
     number    1 and up; the process that starts the replicas is number 0
     model     name of the model for clients, and its `version`
@@ -53,4 +53,4 @@ def main(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.stdin.readline())

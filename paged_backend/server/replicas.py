@@ -73,9 +73,10 @@ class Replicas:
         }
         try:
             for number in range(1, count):
-                argument = json.dumps(start | {"number": number})
+                line = json.dumps(start | {"number": number}).encode()
                 environment = device_environment(config, number)
-                self._processes.append(start_module(MODULE, argument, environment=environment, stdout=subprocess.PIPE))
+                process = start_module(MODULE, line=line, environment=environment, stdout=subprocess.PIPE)
+                self._processes.append(process)
         except BaseException as error:
             self.stop()
             if isinstance(error, OSError):

@@ -6,25 +6,32 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 
 from paged_backend.utils.machine import find_python
 
 
 def start_module(
-    module: str, *arguments: str, environment: Mapping[str, str], stdout: int | None = None
+    module: str, *arguments: str, line: bytes, environment: Mapping[str, str], stdout: int | None = None
 ) -> subprocess.Popen[bytes]:
     """Run a module in a new process, which finds the modules that this process finds, and whose standard input is a
     pipe: it is closed when this process ends.
 
-    environment: changes to that of this process. stdout: as in `subprocess.Popen`. Raises OSError.
+    line: the first line in the pipe. It may be secret: other users can read arguments, but no pipe. environment:
+    changes to that of this process. stdout: as in `subprocess.Popen`. Raises OSError.
     """
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [find_python(), "-m", module, *arguments],
         env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=stdout,
         start_new_session=True,  # a terminal's Ctrl-C then reaches the server only, which drains open streams
     )
+    assert process.stdin
+    with suppress(BrokenPipeError):  # it has ended, which its caller notices
+        process.stdin.write(line + b"\n")
+        process.stdin.flush()
+    return process
 
 
 def end_process(process: subprocess.Popen[bytes], seconds: float) -> None:
@@ -36,4 +43,5 @@ def end_process(process: subprocess.Popen[bytes], seconds: float) -> None:
         process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe:
-            pipe.close()
+            with suppress(BrokenPipeError):  # it has ended without reading its first line
+                pipe.close()

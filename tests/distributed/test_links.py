@@ -1,47 +1,88 @@
 """The connections between rank 0 and the other ranks."""
 
 import socket
+import struct
 import threading
 from multiprocessing.connection import wait
 
 import pytest
 
 from paged_backend.distributed.links import LinkListener, Meeting, connect, hang_up
+from tests.support.waiting import WAIT, until
+
+SECRET = b"secret of the ranks"
 
 
 @pytest.fixture
 def listener():
-    found = LinkListener("127.0.0.1")
+    found = LinkListener("127.0.0.1", SECRET, b"begin")
     yield found
     found.close()
 
 
-def test_ranks_are_found_in_any_order_and_strangers_are_not(listener):
-    meeting, made = listener.meeting, []
+def join(listener, rank, secret=SECRET):
+    return connect(listener.meeting, secret, rank, WAIT)
+
+
+def test_ranks_are_found_in_any_order(listener):
+    made = []
 
     def arrive():
-        stranger = socket.create_connection((meeting.host, meeting.port))
-        stranger.close()
-        made.append(connect(Meeting(meeting.host, meeting.port, "wrong"), 1, 5))
-        made.extend(connect(meeting, rank, 5) for rank in (2, 2, 1))
+        for rank in (2, 2, 1):
+            link, start = join(listener, rank)
+            assert start == b"begin"
+            made.append(link)
 
     thread = threading.Thread(target=arrive)
     thread.start()
     found = listener.accept(2, lambda found: None)
     thread.join()
     assert sorted(found) == [1, 2]
-    made[1].send_bytes(b"from 2")
-    made[3].send_bytes(b"from 1")
+    made[0].send_bytes(b"from 2")
+    made[2].send_bytes(b"from 1")
     assert [found[rank].recv_bytes() for rank in (1, 2)] == [b"from 1", b"from 2"]
-    assert made[2].recv_bytes() == b"rank 2 has joined from 127.0.0.1 already; 127.0.0.1 is refused"
-    made[1].close()
+    assert made[1].recv_bytes() == b"rank 2 has joined from 127.0.0.1 already; 127.0.0.1 is refused"
+    made[0].close()
     with pytest.raises(EOFError):
         found[2].recv_bytes()
 
 
+def test_strangers_are_refused_and_delay_nobody(listener, caplog):
+    silent = socket.create_connection(listener.meeting)
+    guesser = socket.create_connection(listener.meeting)
+    nonce = guesser.recv(64)
+    guesser.sendall(struct.pack("<I32s32s", 1, nonce, nonce))
+    guesser.settimeout(WAIT)
+    assert guesser.recv(64) == b""  # and has learned nothing but the nonce
+    with pytest.raises(ConnectionRefusedError, match="their secrets differ"):
+        join(listener, 1, b"another secret")
+    until(lambda: caplog.text.count("it does not know the secret of the ranks") == 2, "two warnings")
+    link, _ = join(listener, 1)
+    assert list(listener.accept(1, lambda found: None)) == [1]
+    for end in (silent, guesser, link):
+        end.close()
+
+
+def test_nobody_can_play_rank_0():
+    """A stranger that listens at its port gets no proof that it could use, and its options are not believed."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def answer():
+            with stranger.accept()[0] as end:
+                end.sendall(bytes(32))
+                hello = end.recv(68)
+                end.sendall(hello[36:] + struct.pack("<I", 2) + b"{}")  # the rank's own proof
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ConnectionRefusedError, match="does not know the secret"):
+            connect(Meeting(*stranger.getsockname()), SECRET, 1, WAIT)
+        thread.join()
+
+
 def test_thread_that_waits_notices_the_end_of_a_link(listener):
     made = []
-    thread = threading.Thread(target=lambda: made.append(connect(listener.meeting, 1, 5)))
+    thread = threading.Thread(target=lambda: made.append(join(listener, 1)[0]))
     thread.start()
     link = listener.accept(1, lambda found: None)[1]
     thread.join()
@@ -63,7 +104,6 @@ def test_waiting_can_be_given_up(listener):
 
 
 def test_rank_0_that_cannot_be_reached_is_an_error(listener):
-    meeting = listener.meeting
     listener.close()
-    with pytest.raises(OSError, match="refused"):
-        connect(meeting, 1, 0)
+    with pytest.raises(OSError, match="Connection refused"):
+        connect(listener.meeting, SECRET, 1, 0)

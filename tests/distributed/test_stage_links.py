@@ -1,6 +1,7 @@
 """Hidden states from stage to stage and results to rank 0, over gloo between three processes."""
 
 import multiprocessing
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,12 @@ from paged_backend.distributed.stage_links import RESULT_FRAME, StageLinks
 
 RANKS, HIDDEN = 3, 8
 STEPS = [4, 1, 300]  # tokens
-RESULTS = ["short", "x" * RESULT_FRAME, b"y" * (3 * RESULT_FRAME)]
+RESULTS = [b"short", b"x" * RESULT_FRAME, b"y" * (3 * RESULT_FRAME)]
+
+
+class Result(NamedTuple):
+    text: bytes
+    total: float
 
 
 def states(tokens):
@@ -19,9 +25,9 @@ def states(tokens):
 
 def run_rank(rank, port, found):
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    group = ProcessGroup(torch.device("cpu"), rank, RANKS)
+    group = ProcessGroup(torch.device("cpu"), rank, RANKS, b"secret of the ranks")
     group.join(store)
-    links = StageLinks(group, RANKS, HIDDEN, torch.float32)
+    links = StageLinks(group, RANKS, HIDDEN, torch.float32, Result)
     if rank == 0:
         waits = [links.expect_results() for _ in STEPS]  # all steps are in flight before any result is read
         assert links.expect_states(1) is None
@@ -31,7 +37,7 @@ def run_rank(rank, port, found):
     else:
         for wait, result in zip([links.expect_states(tokens) for tokens in STEPS], RESULTS, strict=True):
             if links.sends_results:
-                links.send_results((result, wait().sum().item()))
+                links.send_results(Result(result, wait().sum().item()))
             else:
                 links.send_states(wait() + 1)
     assert group.all_gather([rank]) == [[0], [1], [2]]  # all have sent everything
@@ -52,4 +58,4 @@ def test_states_and_results_of_steps_in_flight_arrive_in_order():
         process.join()
         assert process.exitcode == 0
     sums = [(states(tokens) + 1).sum().item() for tokens in STEPS]
-    assert results == list(zip(RESULTS, sums, strict=True))
+    assert results == [Result(*one) for one in zip(RESULTS, sums, strict=True)]

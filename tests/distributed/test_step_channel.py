@@ -1,6 +1,7 @@
 """Messages from rank 0 to the other ranks, over gloo between two processes."""
 
 import multiprocessing
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -8,17 +9,25 @@ import torch.distributed as dist
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.step_channel import FRAME, StepChannel
 
-MESSAGES = [{"tokens": torch.arange(5)}, b"x" * (FRAME - 40), b"y" * FRAME, b"z" * (3 * FRAME), None]
+
+@dataclass
+class Rows:
+    tokens: torch.Tensor
+
+
+KEY = b"secret of the ranks"
+KINDS = (Rows, bytes, type(None))
+MESSAGES = [Rows(torch.arange(5)), b"x" * (FRAME - 40), b"y" * FRAME, b"z" * (3 * FRAME), None]
 
 
 def receive(port, results):
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     ProcessGroup(torch.device("cpu"), 1, 2).join(store)
-    channel = StepChannel()
+    channel = StepChannel(KEY, *KINDS)
     for _ in MESSAGES:
         message = channel.receive()
         # A tensor would have to be fetched from this process while it still runs.
-        results.put({"tokens": message["tokens"].tolist()} if isinstance(message, dict) else message)
+        results.put(message.tokens.tolist() if isinstance(message, Rows) else message)
 
 
 def send(results):
@@ -28,7 +37,7 @@ def send(results):
     other.start()
     group = ProcessGroup(torch.device("cpu"), 0, 2)
     group.join(store)
-    channel = StepChannel()
+    channel = StepChannel(KEY, *KINDS)
     for message in MESSAGES:
         channel.send(message)
     other.join()
@@ -45,5 +54,5 @@ def test_messages_of_any_length_arrive_in_order():
     first, *others = [results.get(timeout=120) for _ in MESSAGES]
     process.join()
     assert process.exitcode == 0
-    assert first["tokens"] == [0, 1, 2, 3, 4]
+    assert first == [0, 1, 2, 3, 4]
     assert others == MESSAGES[1:]

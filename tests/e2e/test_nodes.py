@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
+SECRET = {"PAGED_CLUSTER_SECRET": "secret of the ranks"}
 CUT = "\ufffd"  # of a character that the end truncates
 PROMPTS = ["one, two", "a longer prompt, which takes several blocks of four tokens", "x"]
 OPTIONS = {"dtype": "float32", "device": "cpu", "block_size": 4, "num_gpu_blocks_override": 160}
@@ -74,7 +75,7 @@ def workers(machines, port, log):
     """Run `paged worker` on each machine, with the environment of torchrun."""
     with ExitStack() as stack:
         for number, machine in enumerate(machines, 1):
-            environment = {**os.environ, "MASTER_ADDR": network.server_address(), "MASTER_PORT": str(port)}
+            environment = {**os.environ, **SECRET, "MASTER_ADDR": network.server_address(), "MASTER_PORT": str(port)}
             command = machine.command(sys.executable, "-m", "paged_client", "worker", "--node-rank", str(number))
             process = subprocess.Popen(command, env=environment, stderr=stack.enter_context(log.open("ab")))
             stack.callback(process.wait)
@@ -90,7 +91,7 @@ def workers(machines, port, log):
 def distributed(model, port, nodes, **sizes):
     """Run a server that waits for the workers of the other machines. Fails if they do not come."""
     shared = sizes | {"nnodes": nodes, "master_addr": network.server_address(), "master_port": port}
-    server = TritonServer(model[0], OPTIONS | shared, engine_only=True)
+    server = TritonServer(model[0], OPTIONS | shared, engine_only=True, environment=SECRET)
     server.start()
     try:
         server.wait_ready(START_SECONDS)

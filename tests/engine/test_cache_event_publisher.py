@@ -1,6 +1,6 @@
 """KV cache events over ZeroMQ, in vLLM's format."""
 
-import msgpack
+import msgspec
 import pytest
 import zmq
 
@@ -49,7 +49,7 @@ class Subscriber:
             assert empty == b""
             if number == END_OF_REPLAY:
                 return batches
-            batches[int.from_bytes(number, "big")] = msgpack.unpackb(payload)
+            batches[int.from_bytes(number, "big")] = msgspec.msgpack.decode(payload)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_subscribers_get_numbered_messages(published):
             continue
     topic, number, payload = received[0]
     assert topic == b"kv"
-    assert msgpack.unpackb(payload) == subscriber.replay(0)[int.from_bytes(number, "big")]
+    assert msgspec.msgpack.decode(payload) == subscriber.replay(0)[int.from_bytes(number, "big")]
 
 
 def test_blocks_of_an_adapter_have_its_number_and_a_name(published):

@@ -1,6 +1,8 @@
 """The sandbox process: time limits, replacement of a dead process, stopping."""
 
+import os
 import time
+from pathlib import Path
 from queue import SimpleQueue
 
 from paged_backend.api.structures import read_structure
@@ -8,6 +10,7 @@ from paged_backend.guided import compiler
 from paged_backend.guided.sandbox import TIMEOUT_CACHE_SECONDS
 from tests.support.grammars import DEEP, SLOW, accepts, compile_guides, create_compiler, record_compilations
 from tests.support.in_process import WAIT
+from tests.support.processes import children
 
 
 def test_compile_timeout_does_not_block_other_grammars(monkeypatch):
@@ -57,3 +60,16 @@ def test_stop_fails_queued_compilations():
         grammars.compile(read_structure("json_schema", SLOW | {"minimum": minimum}), 1, answers.put)
     grammars.stop()
     assert {str(answers.get(timeout=WAIT)) for _ in range(4)} == {"UNAVAILABLE: json_schema: the server is stopping"}
+
+
+def test_sandbox_has_no_secrets_of_the_server(monkeypatch):
+    """Code that a grammar made it run could not read them."""
+    monkeypatch.setenv("HF_TOKEN", "a-secret-of-the-server")
+    before = set(children(os.getpid()))
+    grammars = create_compiler()
+    assert accepts(compile_guides(grammars, "regex", "a"), "a")
+    started = set(children(os.getpid())) - before
+    assert started
+    for process in started:
+        assert b"a-secret-of-the-server" not in Path(f"/proc/{process}/environ").read_bytes()
+    grammars.stop()

@@ -10,13 +10,14 @@ from tests.support.waiting import WAIT
 def start(monkeypatch, tmp_path, code):
     (tmp_path / "child.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    return start_module("child", "argument", environment={"NAME": "value"}, stdout=subprocess.PIPE)
+    return start_module("child", "argument", line=b"secret", environment={"NAME": "value"}, stdout=subprocess.PIPE)
 
 
 def test_process_finds_modules_and_ends_with_its_input(monkeypatch, tmp_path):
-    code = "import os, sys; print(sys.argv[1], os.environ['NAME'], flush=True); sys.stdin.read()"
+    code = "import os, sys; print(sys.argv[1], os.environ['NAME'], sys.stdin.readline(), end='', flush=True)"
+    code += "; sys.stdin.read()"
     process = start(monkeypatch, tmp_path, code)
-    assert process.stdout.readline() == b"argument value\n"
+    assert process.stdout.readline() == b"argument value secret\n"
     process.stdin.close()
     end_process(process, WAIT)
     assert process.returncode == 0 and process.stdout.closed
