@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # llguidance is optional
 START_SECONDS = 60  # time limit for a new process to import its modules from a cold disk
 POLL_SECONDS = 0.1  # interval of checks whether a request still waits
 TIMEOUT_CACHE_SECONDS = 600.0  # a timed-out grammar is retried after this time: the machine may have been busy
+KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL", "TMPDIR")
 COMMAND = "import sys; from paged_backend.guided.sandbox_process import main; main(int(sys.argv[1]))"
 
 
@@ -129,12 +130,18 @@ class GrammarSandbox:
             channel.close()
 
 
+def _environment() -> dict[str, str]:
+    """Return what Python needs to run, and nothing else of this process's environment, which may have secrets."""
+    kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 def _start_process(settings: bytes) -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = socket.socketpair()
     try:
         process = subprocess.Popen(
             [find_python(), "-c", COMMAND, str(theirs.fileno())],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=_environment(),
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,  # Ctrl-C in a terminal must only reach the server, which drains open streams
