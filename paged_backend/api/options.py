@@ -13,6 +13,7 @@ from dataclasses import MISSING, field, fields
 from typing import Any
 
 from paged_backend.api.errors import ConfigError
+from paged_backend.api.secrets import redacted
 
 DTYPES = {
     "auto": "auto",
@@ -23,7 +24,6 @@ DTYPES = {
     "bfloat16": "bfloat16",
 }
 KV_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
-CREDENTIALS = re.compile(r"//.*@")  # of a URL
 Check = Callable[[Any], str | None]  # returns None for a valid value, else what it must be
 
 
@@ -64,7 +64,7 @@ def validate(options: Any, prefix: str = "") -> None:
 
 def invalid_option(name: str, value: Any, problem: str) -> ConfigError:
     """Return the error of an option. User names and passwords of URLs are not part of the message."""
-    return ConfigError(f"{name}={CREDENTIALS.sub('//***@', json.dumps(value, default=str))}: {problem}")
+    return ConfigError(f"{name}={redacted(json.dumps(value, default=str))}: {problem}")
 
 
 def parse_string(value: Any) -> Any:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
 from paged_backend.api.errors import ConfigError
 
 MIN_KEY_BYTES = 16
+CREDENTIALS = re.compile(r"//.*@")  # user name and password of a URL
+
+
+def redacted(text: str) -> str:
+    """Return a text without user names and passwords of URLs."""
+    return CREDENTIALS.sub("//***@", text)
 
 
 def read_secret(variable: str) -> str | None:

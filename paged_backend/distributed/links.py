@@ -35,7 +35,7 @@ HELLO_SECONDS = 10  # time for each message with which a connection begins
 NONCE_BYTES = 32
 _HELLO = struct.Struct("<I32s32s")
 _START = struct.Struct("<32sI")
-MAX_START_BYTES = 64 << 20
+START_LIMIT = 64 << 20
 
 
 class Meeting(NamedTuple):
@@ -141,7 +141,7 @@ def connect(meeting: Meeting, secret: bytes, rank: int, seconds: float) -> tuple
             proof, length = _START.unpack(_receive(connection, _START.size))
         except EndOfConnection:
             raise ConnectionRefusedError("rank 0 has refused this rank: their secrets differ") from None
-        start = _receive(connection, min(length, MAX_START_BYTES))
+        start = _receive(connection, min(length, START_LIMIT))
         if not hmac.compare_digest(proof, _proof(secret, b"start", rank, other + own + start)):
             raise ConnectionRefusedError(f"what listens at {meeting.host}:{meeting.port} does not know the secret")
     except OSError:

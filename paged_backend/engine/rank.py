@@ -46,7 +46,7 @@ from paged_kernels.compilations import after_ready
 log = logging.getLogger("paged_llm")
 
 CONNECT_SECONDS = 30
-MAX_RANKS = 64 * 64  # of tensor_parallel_size and pipeline_parallel_size
+RANK_LIMIT = 64 * 64  # of tensor_parallel_size and pipeline_parallel_size
 START_KEY = "paged/start"  # in the store, which anyone can read, while rank 0 waits for the others: an `Invitation`
 STEP_MESSAGES = (PackedBatch, Plan, MemoryCommand, type(None))  # None: the last one
 READY = "ready "  # begins the message of a rank that can use its device, before its facts as JSON
@@ -74,7 +74,7 @@ class Start(NamedTuple):
 def read_invitation(text: str | bytes) -> Invitation:
     """Return an invitation that was written as JSON. Raises ValueError or TypeError if no server has written it."""
     meeting, size, num_nodes = json.loads(text)
-    if not 1 <= num_nodes <= size <= MAX_RANKS:
+    if not 1 <= num_nodes <= size <= RANK_LIMIT:
         raise ValueError(f"{size} ranks on {num_nodes} machines")
     return Invitation(Meeting(*meeting), size, num_nodes)
 

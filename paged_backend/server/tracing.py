@@ -14,7 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from paged_backend.api.errors import ConfigError
+from paged_backend.api.options import invalid_option
+from paged_backend.api.secrets import redacted
 from paged_backend.api.trace import Phase, RequestTrace
 from paged_backend.server.stream import Stream
 from paged_backend.server.wire.call import Call
@@ -112,10 +113,8 @@ def _provider(endpoint: str, sample_ratio: float) -> TracerProvider:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
     except ImportError as error:
-        raise ConfigError(
-            f"otlp_traces_endpoint={endpoint!r}: OpenTelemetry is not installed ({error});"
-            " run pip install 'paged-llm-triton[tracing]'"
-        ) from None
+        problem = f"OpenTelemetry is not installed ({error}); run pip install 'paged-llm-triton[tracing]'"
+        raise invalid_option("otlp_traces_endpoint", endpoint, problem) from None
     _limit_messages()
     resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", SERVICE)})
     provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(sample_ratio)), resource=resource)
@@ -144,7 +143,7 @@ class _MessageLimit(logging.Handler):
             while cause := error.__cause__ or error.__context__:  # the errors of HTTP libraries repeat it at length
                 error = cause
             parts.append(f"{type(error).__name__}: {error}")
-        text = textwrap.shorten(" ".join(parts), MESSAGE_CHARS, placeholder=" ...")
+        text = textwrap.shorten(redacted(" ".join(parts)), MESSAGE_CHARS, placeholder=" ...")
         if self._left_out:
             text += f" ({self._left_out} earlier messages were left out)"
         line = {"msg": text, "args": (), "exc_info": None, "exc_text": None, "stack_info": None}

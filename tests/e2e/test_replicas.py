@@ -1,9 +1,11 @@
 """Data parallelism: several engines behind one model of the server."""
 
 import os
+import re
 import signal
+import stat
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -20,13 +22,20 @@ pytestmark = needs_server
 
 OPTIONS = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 4096, "max_num_seqs": 1}
 GREEDY = {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
+SECRET = "secret-that-nobody-may-read"  # of a store that cannot be reached
 CUT = "\ufffd"  # of a character that the end truncates
 PROMPTS = [f"{word} {word} {word} {word}" for word in ("one", "two", "six", "ten", "red", "sky", "sea", "oak")]
 
 
 @pytest.fixture(scope="module")
 def replicated(long_model):
-    with TritonServer(long_model[0], OPTIONS | {"data_parallel_size": 2}, engine_only=True) as made:
+    options = OPTIONS | {
+        "data_parallel_size": 2,
+        "swap_space": 0.01,
+        "remote_cache_url": f"redis://:{SECRET}@[::1]:1/0",
+    }
+    secret = {"PAGED_REMOTE_CACHE_SECRET": SECRET}
+    with TritonServer(long_model[0], options, engine_only=True, environment=secret) as made:
         yield made
 
 
@@ -45,6 +54,25 @@ def replicas(server):
             if b"paged_backend.server.replica" in Path(f"/proc/{process}/cmdline").read_bytes():
                 found.append(process)
     return found
+
+
+def test_secrets_are_on_no_command_line_in_no_log_and_not_in_the_sandbox(replicated):
+    body = {"text_input": "a", "max_tokens": 4, "regex": "[ab]{2}"}
+    assert post(replicated, body)[0] == 200
+    sandboxes = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            command = (process / "cmdline").read_bytes()
+            assert SECRET.encode() not in command
+            if b"sandbox_process" in command:
+                environment = (process / "environ").read_bytes()
+                sandboxes += str(Path(__file__).parents[2]).encode() in environment
+                assert SECRET.encode() not in environment
+    assert sandboxes
+    assert "remote_cache_url" in replicated.log() and SECRET not in replicated.log()
+    (models,) = re.findall(r"--model-repository=([^\0]*)", Path(f"/proc/{replicated.pid}/cmdline").read_text())
+    assert SECRET in Path(models, "paged_llm/1/model.json").read_text()
+    assert stat.S_IMODE(Path(models).parent.stat().st_mode) == 0o700
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from paged_backend.api.config import HUB_NAME, EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.option_parsing import merge_options
+from paged_backend.api.secrets import redacted
 from paged_backend.files import start_checks
 from paged_client.serving import demo_model
 from paged_client.serving.server_files import MODEL_REPOSITORY, cache_directory, create_atomically
@@ -68,7 +69,10 @@ def write_repository(
     if name != MODEL_NAME:
         _rename_model(target, name)
     settings = target / name / "1" / "model.json"
-    settings.write_text(json.dumps(merge_options(json.loads(settings.read_text()), options), indent=2))
+    text = json.dumps(merge_options(json.loads(settings.read_text()), options), indent=2)
+    if redacted(text) != text:
+        settings.chmod(0o600)
+    settings.write_text(text)
     listing = settings.with_name("multi_lora.json")
     listing.unlink(missing_ok=True)
     listing.symlink_to((multi_lora or source / MODEL_NAME / "1" / listing.name).absolute())
