@@ -155,9 +155,10 @@ class Metrics:
         """Whether there are counts to flush."""
         return bool(self._pending) or self.steps.has_pending
 
-    def flush(self) -> None:
-        """Report the counts since the last call, and from time to time the metrics of steps."""
-        self.steps.flush(time.monotonic())
+    def flush(self, *, idle: bool = False) -> None:
+        """Report the counts since the last call, and from time to time the metrics of steps. idle: whether no request
+        runs."""
+        self.steps.flush(time.monotonic(), idle=idle)
         pending, self._pending = self._pending, {}
         for metric, count in pending.items():
             metric.increment(count)

@@ -38,8 +38,8 @@ class MetricsUpdates:
         if self._stats:
             self.record(self._stats.idle())
 
-    def update(self, now: float) -> None:
-        """Bring the metrics up to date.
+    def update(self, now: float, *, idle: bool = False) -> None:
+        """Bring the metrics up to date. idle: whether no request runs.
 
         Called before a final response, so that a client that reads the metrics after it sees its request counted.
         """
@@ -47,4 +47,4 @@ class MetricsUpdates:
         if self._stats and not self._is_current:
             self._metrics.update(self._add_stats(self._stats))
         self._is_current = True
-        self._metrics.flush()
+        self._metrics.flush(idle=idle)

@@ -207,7 +207,7 @@ class Responder:
         now = time.monotonic()
         if self._updates.is_pending and (now >= self._updates.next_update or any(one.ended for one in updated)):
             with log_errors():
-                self._updates.update(now)
+                self._updates.update(now, idle=not self.streams.active())
         for stream in updated:
             try:  # faster than OpenStreams.guarded: this runs for every stream and step
                 self.streams.send(stream)

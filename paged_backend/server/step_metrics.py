@@ -5,12 +5,15 @@ They change with every step and every token, so they are added up here and repor
 
 from __future__ import annotations
 
+import math
+
 from paged_backend.engine.outputs import StepReport
 from paged_backend.server.bulk_histogram import BulkHistogram
 from paged_backend.server.metric_definitions import STEP_PHASES
 from paged_backend.server.metric_factory import MetricFactory
 
-FLUSH_SECONDS = 1.0  # time between two reports; one takes up to about 100 round trips
+# Time between two reports, which take up to about 100 round trips each: while requests run, and once none does.
+FLUSH_SECONDS, IDLE_FLUSH_SECONDS = 1.0, 0.1
 
 
 class StepMetrics:
@@ -37,7 +40,7 @@ class StepMetrics:
         self._enabled = factory.enabled
         self._reports: list[StepReport] = []
         self._has_latencies = False
-        self._next_flush = 0.0  # time.monotonic()
+        self._last_flush = -math.inf  # time.monotonic()
 
     @property
     def has_pending(self) -> bool:
@@ -57,11 +60,11 @@ class StepMetrics:
             for seconds, tokens in latencies.items():
                 histogram.observe(seconds, tokens)
 
-    def flush(self, now: float) -> None:
-        """Report everything that was added, if the last report is old enough."""
-        if now < self._next_flush or not self.has_pending:
+    def flush(self, now: float, *, idle: bool = False) -> None:
+        """Report everything that was added, if the last report is old enough. idle: whether no request runs."""
+        if now - self._last_flush < (IDLE_FLUSH_SECONDS if idle else FLUSH_SECONDS) or not self.has_pending:
             return
-        self._next_flush = now + FLUSH_SECONDS
+        self._last_flush = now
         reports, self._reports, self._has_latencies = self._reports, [], False
         for report in reports:
             self._batch_size.observe(report.num_seqs)

@@ -5,6 +5,7 @@ from queue import SimpleQueue
 
 from paged_backend.api.request import FinishReason
 from paged_backend.engine.outputs import EngineDied
+from paged_backend.server import step_metrics
 from tests.support.in_process import WAIT
 from tests.support.streams import Client, step
 
@@ -27,6 +28,24 @@ def test_metrics_are_flushed_before_the_final_response(opened):
     client.got.get(timeout=WAIT)
     counted.get(timeout=WAIT)
     assert counted.get(timeout=WAIT) == 5
+
+
+def test_token_times_are_complete_before_the_last_response(opened, monkeypatch):
+    """Although they were reported a moment ago, and are reported once a second while requests run."""
+    responder, metrics, _ = opened
+    reported, last = SimpleQueue(), metrics.steps._latencies[-1]
+    monkeypatch.setattr(step_metrics, "IDLE_FLUSH_SECONDS", 0.0)
+    first, second = Client(1), Client(2)
+    send = second.send
+    second.send = lambda response, flags: (reported.put(sum(last._pending)), send(response, flags))
+    for client, text in ((first, "ab"), (second, "cde")):
+        responder.open(client.stream)
+        responder.emit(step(client.stream.request.key, text[0]))
+        client.got.get(timeout=WAIT)
+        responder.emit(step(client.stream.request.key, text[1:], FinishReason.LENGTH))
+        client.got.get(timeout=WAIT)
+    reported.get(timeout=WAIT)
+    assert reported.get(timeout=WAIT) == 0
 
 
 def test_metrics_show_the_last_step_without_open_streams(opened, monkeypatch):

@@ -1,7 +1,7 @@
 """What steps report to the metrics."""
 
 from paged_backend.engine.outputs import StepReport
-from paged_backend.server.step_metrics import FLUSH_SECONDS, StepMetrics
+from paged_backend.server.step_metrics import FLUSH_SECONDS, IDLE_FLUSH_SECONDS, StepMetrics
 from tests.support.metric_families import RecordedFamilies, factory
 
 REPORT = StepReport(3, 40, replayed=True, schedule=0.5, launch=1.0, wait=2.0, commit=0.25)
@@ -46,6 +46,15 @@ def test_reports_have_a_minimum_distance():
     assert families.values["paged_steps_total"] == {("yes",): 1}
     metrics.flush(100.0 + FLUSH_SECONDS)
     assert not metrics.has_pending
+    assert families.values["paged_steps_total"] == {("yes",): 2}
+
+
+def test_reports_of_an_idle_server_have_a_shorter_distance():
+    families = RecordedFamilies()
+    metrics = StepMetrics(factory(families))
+    for now in (100.0, 100.0 + 2 * IDLE_FLUSH_SECONDS, 100.0 + 2.5 * IDLE_FLUSH_SECONDS):
+        metrics.add_step(REPORT)
+        metrics.flush(now, idle=True)
     assert families.values["paged_steps_total"] == {("yes",): 2}
 
 
