@@ -44,8 +44,13 @@ class TritonPythonModel:
         faulthandler.enable()  # writes all threads' tracebacks to the server's log if a signal kills the process
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         version = Path(pb_utils.get_model_dir())
+        given = json.loads(args["model_config"])
+        if not given.get("model_transaction_policy", {}).get("decoupled"):  # with --disable-auto-complete-config
+            raise pb_utils.TritonModelException(
+                "config.pbtxt: model_transaction_policy.decoupled=false: must be true, for streams"
+            )
         labels = {"model": args["model_name"], "version": args["model_version"]}
-        parameters = json.loads(args["model_config"])["parameters"]
+        parameters = given["parameters"]
         try:
             config = EngineConfig.from_file(version / "model.json")
             _check_name(config.served_model_name, args["model_name"])

@@ -14,7 +14,7 @@ from paged_backend.trtllm.limits import DEFAULT_LIMITS, RelayLimits
 from paged_backend.trtllm.rows import Tensors
 from paged_backend.trtllm.tensors import LLMAPI
 
-_IGNORED = "Streaming"  # a request parameter that the LLM API's own client sends and no model reads
+_IGNORED = "Streaming"  # a request parameter that TensorRT-LLM's own clients send and no model reads
 
 
 class RowRequest(Protocol):
@@ -35,9 +35,6 @@ class Interface(Protocol):
     def read(self, tensors: Tensors) -> list[RowRequest]:
         """Return a RowRequest per row. Raises RequestError for invalid or unsupported input."""
 
-    def parameters(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the request parameters to pass on to the engine."""
-
     def write(self, row_request: Any, response: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         """Yield the client's responses for one response of the engine."""
 
@@ -48,15 +45,16 @@ class Interface(Protocol):
 class BatchInterface:
     """The format of `ensemble`, `tensorrt_llm_bls` and `tensorrt_llm`: batches of rows."""
 
-    def __init__(self, name: str, limits: RelayLimits):
+    def __init__(self, name: str, streams: bool, limits: RelayLimits):
         self._name = name
+        self._streams = streams
         self._limits = limits
 
     def read(self, tensors: Tensors) -> list[RowRequest]:
-        return list(requests.read(self._name, tensors, self._limits))
-
-    def parameters(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(given)
+        rows = requests.read(self._name, tensors, self._limits)
+        if not self._streams:
+            requests.check_one_response(rows)
+        return list(rows)
 
     def write(
         self, row_request: requests.RowRequest, response: Mapping[str, np.ndarray]
@@ -76,9 +74,6 @@ class LlmApiInterface:
     def read(self, tensors: Tensors) -> list[RowRequest]:
         return list(llmapi.read(tensors, streams=self._streams))
 
-    def parameters(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in given.items() if name != _IGNORED}
-
     def write(
         self, row_request: llmapi.RowRequest, response: Mapping[str, np.ndarray]
     ) -> Iterator[dict[str, np.ndarray]]:
@@ -88,6 +83,11 @@ class LlmApiInterface:
         channel.fail(RequestError(ErrorCode.CANCELLED, "the requests with this id are being stopped"))
 
 
+def engine_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request parameters to pass on to the engine."""
+    return {name: value for name, value in given.items() if name != _IGNORED}
+
+
 def create_interface(name: str, *, streams: bool = True, limits: RelayLimits = DEFAULT_LIMITS) -> Interface:
     """Return the format of a model. streams: whether it may send several responses (`decoupled`)."""
-    return LlmApiInterface(streams) if name == LLMAPI else BatchInterface(name, limits)
+    return LlmApiInterface(streams) if name == LLMAPI else BatchInterface(name, streams, limits)

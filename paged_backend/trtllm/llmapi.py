@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from paged_backend.api.errors import invalid_argument
+from paged_backend.trtllm.requests import NOT_DECOUPLED
 from paged_backend.trtllm.responses import Outputs, perf_metrics
 from paged_backend.trtllm.rows import Row, Tensors, parameters_of, reject_unsupported
 from paged_backend.trtllm.tensors import LLMAPI, LLMAPI_OUTPUTS, NUMPY_TYPES
@@ -45,9 +46,7 @@ def read(tensors: Tensors, *, streams: bool) -> list[RowRequest]:
         parameters.pop("lora_name", None)
     stream = row.one("streaming", False)
     if stream and not streams:
-        raise invalid_argument(
-            "streaming", True, "must be false, since this model's config.pbtxt has `decoupled: false`"
-        )
+        raise invalid_argument("streaming", True, NOT_DECOUPLED)
     returned = tuple(name for name in _RETURNED if row.one(f"return_{name}", False))
     asked = {
         "stream": stream,

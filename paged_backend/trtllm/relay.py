@@ -20,7 +20,7 @@ from paged_backend.api.errors import ErrorCode, RequestError, internal_error
 from paged_backend.server.cancellation_poller import CancellationPoller, PollResult
 from paged_backend.server.channel import Channel, Received, ServerChannel, send_error
 from paged_backend.server.round_trips import RoundTrips
-from paged_backend.trtllm.interfaces import Interface, RowRequest, create_interface
+from paged_backend.trtllm.interfaces import Interface, RowRequest, create_interface, engine_parameters
 from paged_backend.trtllm.limits import DEFAULT_LIMITS, RelayLimits
 from paged_backend.trtllm.links import Link, Links, Outputs, RetryElsewhere, control_frame
 from paged_backend.trtllm.rows import use_client_names
@@ -146,9 +146,8 @@ class Relay:
             self._interface.confirm_stop(channel)
             return
         row_requests = self._interface.read(tensors)
-        parameters = self._interface.parameters(parameters)
         job, link = Job(channel, request_id), self._links.pick()
-        own = parameters, timeout_us, sequence_id, flags
+        own = engine_parameters(parameters), timeout_us, sequence_id, flags
         for row_request in row_requests:
             received = row_request.tensors, *own, f"{self._model}-{uuid.uuid4()}"
             job.rows.append(Row(job, row_request, next(self._ids), received, link))

@@ -20,6 +20,10 @@ from paged_backend.trtllm.rows import Row, Tensors, parameters_of, plain, reject
 _GUIDES = {"json": "json_object", "json_schema": "json_schema", "regex": "regex", "ebnf_grammar": "grammar"}
 _FLAGS = ("return_log_probs", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
 
+SET_DECOUPLED = "Set `decoupled: true` in config.pbtxt"
+NOT_DECOUPLED = f"Streaming is only supported in decoupled mode. {SET_DECOUPLED}"
+SEVERAL = f"Several responses are only supported in decoupled mode. {SET_DECOUPLED}"
+
 
 @dataclass(frozen=True)
 class RowRequest:
@@ -45,6 +49,17 @@ def read(model: str, tensors: Tensors, limits: RelayLimits) -> list[RowRequest]:
     """Return a RowRequest per row. Raises RequestError for malformed, contradictory, excessive or unsupported input."""
     rows = _rows(tensors)
     return [_row_request(Row(model, row), index if len(rows) > 1 else None, limits) for index, row in enumerate(rows)]
+
+
+def check_one_response(rows: Sequence[RowRequest]) -> None:
+    """Raise RequestError for a request with several responses, which a model that is not decoupled cannot send."""
+    for row in rows:
+        if row.stream:
+            raise invalid_argument("streaming" if row.token_ids else "stream", True, NOT_DECOUPLED)
+        if row.samples > 1:
+            raise invalid_argument("num_return_sequences", row.samples, f"must be 1. {SEVERAL}")
+    if len(rows) > 1:
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"the request has {len(rows)} rows; must have 1. {SEVERAL}")
 
 
 def _rows(tensors: Tensors) -> list[dict[str, np.ndarray]]:

@@ -221,6 +221,21 @@ def test_bad_input_is_rejected_by_name(tiny_server, values, message):
     idle(tiny_server)
 
 
+@pytest.mark.parametrize("values", [{"stream": True}, {"num_return_sequences": 2}], ids=str)
+def test_a_model_that_is_not_decoupled_answers_all_requests(tiny_server, values):
+    """A second response would raise in the server, and the client would wait for ever."""
+    body = {"text_input": "The sea", "max_tokens": 4}
+    status, text = post(tiny_server, body | values, model="ensemble_single")
+    assert status == 400 and "only supported in decoupled mode" in text
+    status, text = post(tiny_server, body, model="ensemble_single")
+    assert status == 200 and json.loads(text)["text_output"].startswith("The sea")
+
+
+def test_the_parameter_of_the_clients_of_tensorrt_llm_is_ignored(tiny_server):
+    status, text = post(tiny_server, {"text_input": "The sea", "max_tokens": 4, "Streaming": False}, model="ensemble")
+    assert status == 200, text
+
+
 def test_one_bad_row_fails_the_request_once(tiny_server):
     with opened(tiny_server) as stream:
         stream.send(text_input=[["One"], ["Two"]], max_tokens=[[40], [5000]], end_id=[[-1], [-1]])

@@ -9,6 +9,8 @@ import pytest
 
 from paged_backend.server.tensors import INPUTS, OUTPUTS
 
+CONFIG = {"parameters": {}, "model_transaction_policy": {"decoupled": True}}
+
 
 class LoadError(Exception):
     pass
@@ -61,7 +63,15 @@ def test_a_config_is_completed_with_all_tensors(model):
 )
 def test_an_invalid_option_is_the_error_of_the_model(model, tmp_path, options, reason):
     (tmp_path / "model.json").write_text(json.dumps(options))
-    args = {"model_name": "m", "model_version": "1", "model_config": '{"parameters": {}}'}
+    args = {"model_name": "m", "model_version": "1", "model_config": json.dumps(CONFIG)}
     args |= {"model_instance_kind": "CPU", "model_instance_device_id": "0"}
     with pytest.raises(LoadError, match=f"^ConfigError: .*{reason}"):
+        model.TritonPythonModel().initialize(args)
+
+
+def test_a_model_that_is_not_decoupled_is_refused(model):
+    """Its second response would be an exception in the server, and the client would wait for ever."""
+    args = {"model_name": "m", "model_version": "1"}
+    args["model_config"] = json.dumps(CONFIG | {"model_transaction_policy": {"decoupled": False}})
+    with pytest.raises(LoadError, match=r"model_transaction_policy.decoupled=false: must be true"):
         model.TritonPythonModel().initialize(args)

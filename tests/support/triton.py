@@ -119,12 +119,16 @@ def server(short_model) -> Iterator[TritonServer]:
 @pytest.fixture(scope="session")
 def tiny_server(tiny, tmp_path_factory) -> Iterator[TritonServer]:
     """A server of a random model with steps of milliseconds and a pool of 24 blocks. Streams begin with an empty
-    response. It also has a streaming copy of the model `llmapi`."""
+    response. It also has a streaming copy of the model `llmapi`, and one of `ensemble` that is not decoupled."""
     repository = tmp_path_factory.mktemp("tiny_server") / "models"
     shutil.copytree(REPOSITORY, repository, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(repository / "llmapi", repository / "llmapi_streaming")
     config = repository / "llmapi_streaming" / "config.pbtxt"
     config.write_text(config.read_text().replace("decoupled: false", "decoupled: true"))
+    shutil.copytree(repository / "ensemble", repository / "ensemble_single")
+    config = repository / "ensemble_single" / "config.pbtxt"
+    text = config.read_text().replace("decoupled: true", "decoupled: false")
+    config.write_text(text.replace('name: "ensemble"', 'name: "ensemble_single"'))
     options = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 24, "max_num_seqs": 8}
     options |= {"first_response_ms": 0, "structured_outputs_timeout": 2}
     with TritonServer(tiny[0], options, repository=repository, server_args=[ONE_AT_A_TIME]) as running:

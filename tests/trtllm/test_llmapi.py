@@ -40,7 +40,7 @@ def test_defaults():
     (one,) = llmapi.read(tensors, streams=False)
     assert json.loads(one.tensors["sampling_parameters"][0]) == {"max_tokens": 32, "temperature": 0}
     assert one.tensors.keys() == {"sampling_parameters", "text_input"}
-    with pytest.raises(RequestError, match="streaming=true: must be false, since"):
+    with pytest.raises(RequestError, match="streaming=true: Streaming is only supported in decoupled mode"):
         llmapi.read(tensors | {"streaming": np.array([True])}, streams=False)
 
 
