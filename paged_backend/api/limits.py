@@ -86,6 +86,10 @@ class InputLimits:
     max_request_id_bytes: int = byte_limit(256, "Bytes of a request id.")
     max_sequence_id_bytes: int = byte_limit(128, "Bytes of a `sequence_id`.")
     max_json_chars: int = limit(8 << 20, "Characters of one JSON input, and of the messages of one session.")
+    max_sampling_chars: int = limit(
+        1 << 20,
+        "Characters of `sampling_parameters`, which is parsed while other requests wait.",
+    )
     max_messages: int = limit(
         2048,
         "Messages of a conversation, including the earlier turns of a session. A chat template may take time quadratic"

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from paged_backend.api import strict_json
 from paged_backend.api.limits import InputLimits
 
 
@@ -142,8 +143,8 @@ def _parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
+        return strict_json.parse(value)
+    except ValueError as error:
         raise ValueError(f"is not valid JSON: {error}") from None
 
 

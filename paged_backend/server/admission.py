@@ -3,13 +3,16 @@
 A request is rejected, in this order: if the engine does not respond (`Health`); if an input or a sampling parameter is
 invalid; if its session is busy; if the model is asleep (`ModelAsleep`); if the waiting queue is full (`max_queue_size`,
 `QueueFull`) or its tenant has too many open requests (`max_tenant_requests`); if its adapter is unknown, its text is
-too long, or two parameters exclude each other. Its client gets the error; nothing is raised to the server.
+too long, two parameters exclude each other, or its conversation is invalid. Its client gets the error; nothing is
+raised to the server.
+
+A long prompt is read and tokenized in the background (`LongPrompts`): Triton passes requests on one thread, on which
+the next ones wait. The lock is held only to count a request and to open its stream.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import threading
@@ -53,8 +56,7 @@ from paged_backend.server.wire.control import read_control_request
 from paged_backend.server.wire.parameters import read_request_id
 from paged_backend.server.wire.read import read_call
 from paged_backend.server.wire.write import SampleOutput, write_response
-from paged_backend.text.conversation import check_count
-from paged_backend.text.tokenizing import LONG_CHARS
+from paged_backend.text.tokenizing import SHORT_CHARS
 
 log = logging.getLogger("paged_llm")
 
@@ -90,7 +92,7 @@ class Admission:
         self._health = health
         self._tracing = tracing
         self._keys = itertools.count()
-        self._lock = threading.Lock()  # guards reading, checking and queueing a request
+        self._lock = threading.Lock()  # guards counting a request, from the check of the queue until it is in it
         self._prompts = PromptEncoder(
             loaded.tokenizer,
             limits,
@@ -118,20 +120,24 @@ class Admission:
     def admit(self, channel: Channel) -> None:
         """Queue the channel's request, or answer it. Never raises."""
         arrived = time.monotonic()
-        with self._rejecting(channel), self._lock:  # errors are sent after the lock is released: sending may block
+        with self._rejecting(channel):
             arrival = self._read(channel, arrived)
             if arrival is None:
                 return
             with _undo_on_error(arrival.turn):
-                if arrival.num_chars > LONG_CHARS:
-                    self.long_prompts.submit(arrival)
+                if arrival.num_chars > SHORT_CHARS:
+                    with self._lock:
+                        self._check_capacity(arrival.sampling)
+                        self.long_prompts.submit(arrival)
                 else:
-                    self._queue(arrival)
+                    self._queue(self._prompts.read(arrival))
 
     def _queue(self, arrival: Arrival) -> None:
         stream = self._builder.build(arrival, self._prompts.encode(arrival))
-        self._engine.announce(stream.request.key)
-        self._responder.open(stream)
+        with self._lock:
+            self._check_capacity(arrival.sampling)
+            self._engine.announce(stream.request.key)
+            self._responder.open(stream)
         self._submission.submit(stream.request)
 
     @contextmanager
@@ -158,10 +164,8 @@ class Admission:
             return None
         call = read_call(*received, input_limits=limits.input_limits)
         defaults = self._plain_limits if channel.has_own_defaults else limits
-        if call.pooling:
-            checked = call.pooling.checked(limits)
-            call = replace(call, pooling=checked, input_ids=checked.ids)
-            sampling = parse_pooling_sampling(checked.field, call.sampling, defaults)
+        if call.pooling_type:
+            sampling = parse_pooling_sampling(call.pooling_type.field, call.sampling, defaults)
         elif limits.generates:
             sampling = SamplingParams.parse(call.sampling, defaults)
         else:
@@ -175,7 +179,7 @@ class Admission:
             channel.send(write_response(call, [SampleOutput("", "stop", ())], prompt_token_ids=()), final=True)
             return None
         with _undo_on_error(turn):
-            self._check_capacity(sampling)
+            self._check_capacity(sampling)  # before the work of the further checks, and again with the lock
             return self._check(channel, arrived, call, sampling, turn)
 
     def _check_capacity(self, sampling: SamplingParams) -> None:
@@ -192,24 +196,15 @@ class Admission:
         self, channel: Channel, arrived: float, call: Call, sampling: SamplingParams, turn: Turn | None
     ) -> Arrival:
         """Check everything that can be checked before the prompt is tokenized."""
-        limits = self._limits.input_limits
         _check_combination(call, sampling)
         if sampling.prefill_only and not self._has_remote_cache:
             raise invalid_argument("prefill_only", True, "needs a remote cache, which is off (remote_cache_url)")
         sampling = self._prompts.expand_word_bias(sampling)
         self._check_adapter(sampling.lora_name)
-        messages = turn.conversation(call.messages) if turn and call.messages else call.messages
-        if messages is not None:
-            check_count(messages, limits)
-        if turn:
-            limits.check("max_json_chars", "messages", turn.num_chars, "characters")
         if call.prompt is not None:
             self._prompts.check_length(call.prompt_field, call.prompt)
-        rendered = [call.messages, call.tools, call.template_variables]
-        num_chars = len(call.prompt or "") if messages is None else len(json.dumps(rendered))
-        num_chars += turn.session.num_chars if turn else 0
         trace = self._tracing.begin(call, arrived)
-        return Arrival(next(self._keys), call, channel, arrived, sampling, turn, messages, num_chars, trace)
+        return Arrival(next(self._keys), call, channel, arrived, sampling, turn, trace=trace)
 
     def _check_adapter(self, name: str | None) -> None:
         if name is None:
@@ -255,5 +250,5 @@ def _check_combination(call: Call, sampling: SamplingParams) -> None:
         raise invalid_argument("best_of", sampling.best_of, reason)
     if sampling.logits_digest and not call.return_receipt:
         raise invalid_argument("logits_digest", True, "needs return_receipt, since the receipt has the digest")
-    if call.messages is not None and sampling.echo:
+    if call.is_chat and sampling.echo:
         raise invalid_argument("echo", True, "has no effect with messages; leave it out")

@@ -22,6 +22,10 @@ class Arrival:
     arrived: float  # time.monotonic()
     sampling: SamplingParams
     turn: Turn | None
-    messages: list[Message] | None  # the session's earlier messages, then the new ones
-    num_chars: int  # length of the text, or of the conversation as JSON
+    messages: list[Message] | None = None  # the session's earlier messages, then the new ones; set by `read`
     trace: RequestTrace | None = None  # None: not traced
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of the text, or of the conversation as JSON."""
+        return self.call.num_chars + (self.turn.session.num_chars if self.turn else 0)

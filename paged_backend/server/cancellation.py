@@ -50,8 +50,8 @@ class Cancellation:
             self._streams.guarded(stream, lambda stream: self._time_out(stream, now))
 
     def _time_out(self, stream: Stream, now: float) -> None:
-        if stream.call.pooling:  # it has no partial result
-            reason = f"the deadline passed before the {stream.call.pooling.field.removesuffix('_request')} was computed"
+        if kind := stream.call.pooling_type:  # it has no partial result
+            reason = f"the deadline passed before the {kind.field.removesuffix('_request')} was computed"
             stream.fail(RequestError(ErrorCode.DEADLINE_EXCEEDED, reason))
             self._engine.abort(stream.request.key)
             self._streams.send(stream)

@@ -34,7 +34,6 @@ class ClassificationCall(PoolingCall):
 
     @classmethod
     def parse(cls, values: Any, limits: InputLimits) -> ClassificationCall:
-        """Check the structure of the request. The elements of a list of token ids are checked by `checked`."""
         if not isinstance(values, dict):
             raise invalid_argument(FIELD, values, 'must be a JSON object like {"input": "…"}')
         reject_unknown(FIELD, values, _KEYS)

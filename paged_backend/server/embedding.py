@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
-from paged_backend.api.limits import EmbeddingSpec, EngineLimits
+from paged_backend.api.limits import EmbeddingSpec, EngineLimits, InputLimits
 from paged_backend.api.request import HiddenState
 from paged_backend.server.pooling import PoolingCall, check_input, pooling_params, reject_unknown
 
@@ -30,8 +30,7 @@ class EmbeddingCall(PoolingCall):
     dimensions: Any = None  # length to truncate the embedding to
 
     @classmethod
-    def parse(cls, values: Any) -> EmbeddingCall:
-        """Check the structure of the request. The elements of lists are checked by `checked`."""
+    def parse(cls, values: Any, limits: InputLimits) -> EmbeddingCall:
         if not isinstance(values, dict):
             raise invalid_argument(FIELD, values, 'must be a JSON object like {"input": "…"}')
         reject_unknown(FIELD, values, ("input", "pooling_params"))

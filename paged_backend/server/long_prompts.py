@@ -1,9 +1,11 @@
-"""Tokenizes long prompts in the background, so that other requests are admitted meanwhile."""
+"""Reads and tokenizes long prompts in the background, so that other requests are admitted meanwhile."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 
 from paged_backend.api.errors import RequestError, internal_error
 from paged_backend.engine.engine import Engine
@@ -13,13 +15,15 @@ from paged_backend.server.responder import Responder
 from paged_backend.server.stream import Stream
 from paged_backend.server.stream_builder import StreamBuilder
 from paged_backend.server.submission import Submission
+from paged_backend.text.tokenizing import LONG_CHARS
 from paged_backend.utils.worker import BackgroundWorker
 
 log = logging.getLogger("paged_llm")
 
 
 class LongPrompts:
-    """The requests whose long prompts are being tokenized, or wait for it, one after the other.
+    """The requests whose prompts are being tokenized, or wait for it: those up to LONG_CHARS one after the other, and
+    beside them those above it.
 
     Their streams are open already: a timeout, a cancellation or a stop_request can end them. A request whose stream has
     ended counts as waiting until the tokenizer has processed it, because its text stays in memory.
@@ -42,7 +46,7 @@ class LongPrompts:
         self._engine = engine
         self._responder = responder
         self._submission = submission
-        self._worker = BackgroundWorker("long prompts")
+        self._worker, self._long_worker = BackgroundWorker("prompts"), BackgroundWorker("long prompts")
 
     def ended_tenants(self) -> list[str]:
         """Return the tenant of each pending request whose stream has ended."""
@@ -55,17 +59,23 @@ class LongPrompts:
         self._responder.open(stream)
         self._engine.emit_stats()
         self.pending.append(stream)
-        self._worker.submit(self._tokenize, arrival, stream)
+        if arrival.num_chars > LONG_CHARS:
+            self._long_worker.submit(self._tokenize, arrival, stream, self._prompts.encode_long)
+        else:
+            self._worker.submit(self._tokenize, arrival, stream, self._prompts.encode)
 
     def stop(self, seconds: float) -> None:
-        self._worker.stop(seconds)
+        deadline = time.monotonic() + seconds
+        for worker in (self._worker, self._long_worker):
+            worker.stop(deadline - time.monotonic())
 
-    def _tokenize(self, arrival: Arrival, opened: Stream) -> None:
+    def _tokenize(self, arrival: Arrival, opened: Stream, encode: Callable[[Arrival], list[int]]) -> None:
         tokenized: Stream | None = None
         error: RequestError | None = None
         try:
             if not opened.ended:
-                tokenized = self._builder.build(arrival, self._prompts.encode_long(arrival))
+                arrival = self._prompts.read(arrival)
+                tokenized = self._builder.build(arrival, encode(arrival))
         except RequestError as failure:
             error = failure
         except Exception as failure:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paged_backend.api.errors import invalid_argument, is_utf8_text
-from paged_backend.api.limits import EngineLimits
+from paged_backend.api.limits import EngineLimits, InputLimits
 from paged_backend.api.request import HiddenState
 from paged_backend.api.sampling_params import SamplingParams
 
@@ -37,6 +37,11 @@ class PoolingCall(ABC):
     def ids(self) -> np.ndarray | None:
         """The prompt's token ids, [num_tokens] int32; None if it is not token ids."""
         return np.array(self.input, np.int32) if isinstance(self.input, list) else None
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, values: Any, limits: InputLimits) -> PoolingCall:
+        """Check the structure of the request. The elements of lists are checked by `checked`."""
 
     @abstractmethod
     def checked(self, limits: EngineLimits) -> PoolingCall:

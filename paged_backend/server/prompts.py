@@ -15,6 +15,8 @@ from paged_backend.api.request import check_prompt_length
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.trace import recorded
 from paged_backend.server.arrival import Arrival
+from paged_backend.server.wire.read import read_prompt
+from paged_backend.text.conversation import check_count
 from paged_backend.text.templates import render
 from paged_backend.text.tokenizing import PromptTokenizer
 
@@ -44,6 +46,21 @@ class PromptEncoder:
         self._max_chars = min(longest, max_chars or longest)
         self._template_timeout = template_timeout
         self._prompt_tokenizer = PromptTokenizer(tokenizer, tokenize_timeout)
+
+    def read(self, arrival: Arrival) -> Arrival:
+        """Return the request with its JSON read, and its conversation. Raises RequestError for one that is invalid."""
+        call, turn, limits = read_prompt(arrival.call, self._limits.input_limits), arrival.turn, self._limits
+        if call.pooling:
+            checked = call.pooling.checked(limits)
+            call = replace(call, pooling=checked, input_ids=checked.ids)
+        messages = turn.conversation(call.messages) if turn and call.messages else call.messages
+        if messages is not None:
+            check_count(messages, limits.input_limits)
+        if turn:
+            limits.input_limits.check("max_json_chars", "messages", turn.num_chars, "characters")
+        if call.prompt is not None:
+            self.check_length(call.prompt_field, call.prompt)
+        return replace(arrival, call=call, messages=messages)
 
     def encode(self, arrival: Arrival) -> list[int]:
         """Return the token ids of the prompt, after those of the session's earlier turns."""

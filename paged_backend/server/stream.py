@@ -61,7 +61,7 @@ class Stream:
 
     def set_prompt(self, tokenized: Stream) -> None:
         """Take the tokenized prompt over from a stream of the same request; nothing has been sent yet."""
-        self.request, self.samples = tokenized.request, tokenized.samples
+        self.request, self.samples, self.call = tokenized.request, tokenized.samples, tokenized.call
         self.prompt_offsets, self.prompt_logprobs = tokenized.prompt_offsets, tokenized.prompt_logprobs
 
     @property

@@ -161,9 +161,9 @@ def _limit_messages() -> None:
 
 def _operation(call: Call) -> str:
     """Return the name of the operation in the semantic conventions."""
-    if call.pooling:
-        return call.pooling.operation
-    return "chat" if call.messages is not None else "text_completion"
+    if call.pooling_type:
+        return call.pooling_type.operation
+    return "chat" if call.is_chat else "text_completion"
 
 
 def _phases_of(stream: Stream, now: float) -> list[Phase]:

@@ -39,8 +39,9 @@ def check_messages(messages: Any, input_limits: InputLimits) -> list[Message]:
         has_content = is_utf8_text(message.get("content")) or (has_calls and message.get("content") is None)
         if not is_utf8_text(message.get("role")) or not has_content:
             raise _invalid(f"messages[{index}]: must have a `role` and a `content` that are valid Unicode strings")
-    if not is_utf8_text(json.dumps(messages, ensure_ascii=False)):
-        raise _invalid("messages: contain a lone surrogate; send UTF-8 text")
+        others = {name: value for name, value in message.items() if name not in ("role", "content")}
+        if others and not is_utf8_text(json.dumps(others, ensure_ascii=False)):
+            raise _invalid(f"messages[{index}]: contains a lone surrogate; send UTF-8 text")
     return messages
 
 

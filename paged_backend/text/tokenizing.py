@@ -4,6 +4,8 @@ A panic in the tokenizers library is not an `Exception` and would end the callin
 
 The library releases the GIL, so tokenizing does not delay steps or responses, but it cannot be interrupted. Long texts
 are therefore tokenized on a thread of their own, with a time limit for the caller.
+
+Text above SHORT_CHARS is tokenized in the background, text above LONG_CHARS apart from shorter ones.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from paged_backend.api.errors import ErrorCode, RequestError
 
-LONG_CHARS = 1 << 16  # characters; a shorter text is tokenized within 0.1 seconds
+SHORT_CHARS = 1 << 12  # such a text is tokenized, or such a JSON parsed, within 10 milliseconds
+LONG_CHARS = 1 << 16  # within 0.1 seconds
 
 
 class DecodeError(Exception):

@@ -12,11 +12,10 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import RequestError
 from paged_backend.api.limits import EngineLimits, InputLimits
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.server.wire.read import read_call
 from paged_backend.trtllm.limits import RelayLimits
 from paged_client.cli import build_parser
 from tests.support.callers import Caller, serving
-from tests.support.wire_requests import text
+from tests.support.wire_requests import read, text
 
 LIMITS = EngineLimits(64, 320, 256, 4, 8)
 # Sampling parameters that exceed a limit of 3.
@@ -43,7 +42,8 @@ TURN = {"role": "user", "content": "a"}
 CALLS = {
     "max_request_id_bytes": ({"text_input": "a"}, {"id": "abcd"}),
     "max_sequence_id_bytes": ({"text_input": "a"}, {"sequence_id": "abcd"}),
-    "max_json_chars": ({"text_input": "a", "sampling_parameters": "    {}"}, {}),
+    "max_json_chars": ({"messages": json.dumps([TURN])}, {}),
+    "max_sampling_chars": ({"text_input": "a", "sampling_parameters": "    {}"}, {}),
     "max_messages": ({"messages": json.dumps([TURN] * 4)}, {}),
     "max_tools": ({"messages": json.dumps([TURN]), "tools": json.dumps([FUNCTION] * 4)}, {}),
     "max_tools_chars": ({"messages": json.dumps([TURN]), "tools": json.dumps([FUNCTION])}, {}),
@@ -164,8 +164,8 @@ def test_an_input_above_its_limit_is_rejected_by_name(name):
     tensors, parameters = CALLS[name]
     tensors = {key: text(value) for key, value in tensors.items()}
     with pytest.raises(RequestError, match=rf"must be at most 3 \w+ \({name}\)"):
-        read_call(tensors, parameters, input_limits=InputLimits(**{name: 3}))
-    read_call(tensors, parameters)
+        read(parameters, input_limits=InputLimits(**{name: 3}), **tensors)
+    read(parameters, **tensors)
 
 
 def test_limits_are_engine_options(tiny):

@@ -190,10 +190,10 @@ def test_any_json_gets_a_response(tiny_server, changes, inside):
 
 HUGE = [  # over gRPC only: over HTTP, bodies of megabytes crash tritonserver 2.51 before the model gets them
     ({"text_input": "a" * (70 << 20)}, "text_input: 73400320 characters; must be at most"),
-    ({"sampling_parameters": "[" * (9 << 20)}, "(max_json_chars)"),
-    ({"sampling_parameters": "[" * (8 << 20)}, "sampling_parameters: not valid JSON"),
-    ({"sampling_parameters": json.dumps({"x" * (4 << 20): 1})}, "unknown sampling parameter"),
-    ({"sampling_parameters": json.dumps({"cache_salt": "a" * (4 << 20)})}, "(max_salt_bytes)"),
+    ({"sampling_parameters": "[" * (9 << 20)}, "(max_sampling_chars)"),
+    ({"sampling_parameters": "[" * (1 << 20)}, "sampling_parameters: not valid JSON"),
+    ({"sampling_parameters": json.dumps({"x" * (1 << 19): 1})}, "unknown sampling parameter"),
+    ({"sampling_parameters": json.dumps({"cache_salt": "a" * (1 << 19)})}, "(max_salt_bytes)"),
     ({"sampling_parameters": json.dumps({"stop": ["a"] * 500_000})}, "(max_stop_strings)"),
     ({"regex": "a" * (20 << 20)}, "(max_structure_bytes)"),
 ]

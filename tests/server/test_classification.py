@@ -10,9 +10,9 @@ import pytest
 from paged_backend.api.errors import RequestError
 from paged_backend.api.limits import ClassificationSpec, EngineLimits, InputLimits
 from paged_backend.server.classification import ClassificationCall
-from paged_backend.server.wire.read import read_call
 from tests.support.callers import serving
 from tests.support.classifiers import TEMPLATE, save_classifier
+from tests.support.wire_requests import read as read_request
 from tests.support.wire_requests import text
 
 SPEC = ClassificationSpec(("a", "b"), "softmax", np.array([[1, 0], [0, 2]], np.float32))
@@ -91,7 +91,7 @@ def test_pairs_need_a_template():
 
 def test_a_request_that_is_no_object_is_rejected():
     with pytest.raises(RequestError, match=r"classification_request=.*must be a JSON object"):
-        read_call({"classification_request": text("[]")}, {})
+        read_request(classification_request=text("[]"))
 
 
 def test_models_that_do_not_classify_reject_the_request():
@@ -102,7 +102,7 @@ def test_models_that_do_not_classify_reject_the_request():
 def test_other_inputs_are_rejected():
     for beside in ({"text_input": text("a")}, {"return_logprobs": np.array([True])}):
         with pytest.raises(RequestError, match=f"{next(iter(beside))}: has no effect with classification_request"):
-            read_call({"classification_request": text('{"input": "a"}'), **beside}, {})
+            read_request(classification_request=text('{"input": "a"}'), **beside)
 
 
 def test_prompts_are_rendered_and_text_is_not_generated(tmp_path):

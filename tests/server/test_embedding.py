@@ -149,7 +149,7 @@ def test_a_zero_hidden_state_has_no_embedding(bad):
 
 
 def read(limits=LIMITS, **values):
-    return EmbeddingCall.parse(values).checked(limits)
+    return EmbeddingCall.parse(values, limits.input_limits).checked(limits)
 
 
 def test_accepted_embedding_requests():

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import decoders
 
-from paged_backend.server import admission, responder
+from paged_backend.server import admission, long_prompts, prompts, responder
 from paged_backend.server.metrics import Metrics
+from paged_backend.server.wire import read
+from paged_backend.text import tokenizing
 from paged_backend.text.tokenizing import PromptTokenizer
 from tests.support.callers import Caller, serving
 from tests.support.in_process import WAIT, byte_tokenizer
@@ -50,7 +52,8 @@ def slow():
 @pytest.fixture
 def serve(tiny, slow, monkeypatch):
     """A service with a slow tokenizer for long prompts, and the outcomes that it counts."""
-    monkeypatch.setattr(admission, "LONG_CHARS", 200)
+    monkeypatch.setattr(admission, "SHORT_CHARS", 200)
+    monkeypatch.setattr(long_prompts, "LONG_CHARS", 200)
     monkeypatch.setattr(PromptTokenizer, "encode_long", lambda self, field, text, special: slow.encode(text, special))
     outcomes = SimpleQueue()
     monkeypatch.setattr(Metrics, "count_finished", lambda self, reason: outcomes.put(reason))
@@ -114,6 +117,87 @@ def test_a_blocked_rejection_does_not_delay_other_requests(serve):
     answered.set()
     refusing.join(WAIT)
     assert waited == [True]
+
+
+class Blocked:
+    """A function that waits for `go_on` when `applies` is true of its arguments."""
+
+    def __init__(self, function, applies):
+        self._function, self._applies = function, applies
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, *arguments, **options):
+        if self._applies(*arguments):
+            self.begun.set()
+            assert self.go_on.wait(WAIT)
+        return self._function(*arguments, **options)
+
+
+def begin(service, caller, blocked):
+    """Submit a request on a thread of its own, and return once it waits."""
+    thread = threading.Thread(target=service.submit, args=[caller], daemon=True)
+    thread.start()
+    assert blocked.begun.wait(WAIT)
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "inputs"),
+    [
+        (tokenizing.PromptTokenizer, "encode", {"text_input": "slow"}),
+        (read, "parse_json", {"text_input": "a", "sampling_parameters": '{"seed": 777}'}),
+        (prompts, "render", {"messages": '[{"role": "user", "content": "slow"}]'}),
+    ],
+)
+def test_a_request_that_is_slow_to_admit_delays_no_other(serve, monkeypatch, where, name, inputs):
+    serve.service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"
+    blocked = Blocked(getattr(where, name), lambda *given: "slow" in str(given) or "777" in str(given))
+    monkeypatch.setattr(where, name, lambda *given, **options: blocked(*given, **options))
+    slow_one = Caller(**inputs)
+    thread = begin(serve.service, slow_one, blocked)
+    assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
+    blocked.go_on.set()
+    assert slow_one.all()
+    thread.join(WAIT)
+
+
+def test_a_response_that_is_slow_to_send_delays_no_other(serve):
+    first = request_of("abcd")
+    first.parameters = lambda: '{"sequence_id": 7, "sequence_start": true}'
+    serve.service.submit(first)
+    assert first.all()
+    ends = Caller()
+    ends.parameters = lambda: '{"sequence_id": 7, "sequence_end": true}'
+    adapters = Caller(adapters=True)
+    for caller in (ends, adapters):
+        blocked = caller.send = Blocked(caller.send, lambda *given: True)
+        thread = begin(serve.service, caller, blocked)
+        assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
+        blocked.go_on.set()
+        assert caller.all()
+        thread.join(WAIT)
+
+
+def test_a_long_conversation_is_parsed_while_the_next_requests_are_admitted(serve, monkeypatch):
+    """On the thread that the server passes requests on."""
+    serve.service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"
+    blocked = Blocked(read.parse_json, lambda name, text: name == "messages")
+    monkeypatch.setattr(read, "parse_json", blocked)
+    long = serve.call(messages=json.dumps([{"role": "user", "content": "a", "name": "b" * 300}]))
+    assert blocked.begun.wait(WAIT)
+    assert serve.ask(text_input="abcd", sampling_parameters='{"max_tokens": 1}')
+    blocked.go_on.set()
+    assert long.all()
+
+
+def test_a_prompt_does_not_wait_for_a_longer_one(serve, slow, monkeypatch):
+    monkeypatch.setattr(admission, "SHORT_CHARS", 20)
+    long = request_of(LONG)
+    serve.service.submit(long)
+    slow.began.get(timeout=WAIT)
+    assert serve.ask(text_input="a" * 30, sampling_parameters='{"max_tokens": 1}')
+    slow.go_on.set()
+    assert long.all()
 
 
 def test_a_cancelled_long_prompt_is_not_tokenized(serve, slow):
@@ -223,7 +307,8 @@ def test_a_failed_long_prompt_restores_its_session(serve, slow, monkeypatch):
 @pytest.mark.parametrize("texts", [{"text_input": LONG}, {"messages": json.dumps([{"role": "user", "content": LONG}])}])
 def test_a_long_prompt_is_tokenized_like_a_short_one(tiny, texts, monkeypatch):
     """The error for too many tokens shows that all of its text was tokenized."""
-    monkeypatch.setattr(admission, "LONG_CHARS", 200)
+    monkeypatch.setattr(admission, "SHORT_CHARS", 200)
+    monkeypatch.setattr(long_prompts, "LONG_CHARS", 200)
     with serving(tiny[0]) as server:
         server.service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"
         assert f"prompt_tokens={len(byte_tokenizer().encode(LONG))}: must be" in server.call(**texts).rejection()

@@ -144,7 +144,7 @@ def test_a_failed_request_has_an_error(serve, receiver):
     ids=["chat", "embeddings", "long prompt"],
 )
 def test_operations(serve, receiver, monkeypatch, inputs, operation):
-    monkeypatch.setattr(admission, "LONG_CHARS", 20)
+    monkeypatch.setattr(admission, "SHORT_CHARS", 20)
     service = serve(otlp_traces_endpoint=receiver.endpoint)
     service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"
     _, error, _ = ask(service, **inputs).get(timeout=WAIT)

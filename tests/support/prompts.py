@@ -21,4 +21,4 @@ def ids(text):
 
 def arrival(call, **sampling):
     """Return the request of a call, as it is before tokenization."""
-    return Arrival(1, call, None, 0.0, SamplingParams(**sampling), None, None, 0)
+    return Arrival(1, call, None, 0.0, SamplingParams(**sampling), None)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.server.wire.read import read_call
+from paged_backend.api.limits import InputLimits
+from paged_backend.server.wire.read import read_call, read_prompt
 
 
 def text(value):
@@ -15,8 +16,8 @@ def flag(value):
     return np.array([value])
 
 
-def read(parameters=None, timeout_us=0, **tensors):
-    return read_call(tensors, parameters or {}, timeout_us)
+def read(parameters=None, timeout_us=0, input_limits=InputLimits(), **tensors):
+    return read_prompt(read_call(tensors, parameters or {}, timeout_us, input_limits=input_limits), input_limits)
 
 
 def rejection(parameters=None, **tensors):

@@ -125,7 +125,6 @@ def test_conversation_limits_are_enforced():
     limit = f'="{InputLimits.max_json_chars + 1} characters": must be at most {InputLimits.max_json_chars}'
     assert f"messages{limit}" in rejection(messages=large)
     assert f"tools{limit}" in rejection(**sent(TURNS) | {"tools": large})
-    assert f"sampling_parameters{limit}" in rejection(text_input=text("x"), sampling_parameters=large)
     assert f"embedding_request{limit}" in rejection(embedding_request=large)
 
 

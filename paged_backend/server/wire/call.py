@@ -24,6 +24,7 @@ class Call:
     """A request after `read_call`: types are checked, the model's limits are not.
 
     Of `prompt`, `messages` and `input_ids` at most one is set; none is set where the request only ends a session.
+    JSON that may be long is text in `unread`, until `read_prompt` sets the fields that it is for.
     """
 
     prompt: str | None
@@ -43,18 +44,30 @@ class Call:
     input_ids: np.ndarray | None = None  # [num_tokens] int32: the prompt as token ids; nothing is added to them
     return_token_ids: bool = False
     return_text_offsets: bool = False
-    pooling: PoolingCall | None = None  # the request for an embedding or a classification instead of text
+    pooling_type: type[PoolingCall] | None = None  # for an embedding or a classification instead of text
+    pooling: PoolingCall | None = None  # its content
     tools: list[dict[str, Any]] | None = None  # tools for the chat template; allowed with `messages` only
     return_stop_reason: bool = False
     template_variables: dict[str, Any] | None = None  # `chat_template_kwargs`; allowed with `messages` only
     trace_context: Mapping[str, str] = field(default_factory=dict)  # `traceparent` and `tracestate` of W3C
+    unread: Mapping[str, str] = field(default_factory=dict)  # JSON texts by the name of their input
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the prompt came as `messages`."""
+        return self.messages is not None or "messages" in self.unread
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of the prompt and of unread JSON."""
+        return len(self.prompt or "") + sum(map(len, self.unread.values()))
 
     @property
     def only_ends_session(self) -> bool:
         """Whether the request ends a session without a prompt."""
-        return self.prompt is None and self.messages is None and self.input_ids is None
+        return not (self.unread or self.prompt or self.messages) and self.input_ids is None
 
     @property
     def prompt_field(self) -> str:
         """The input tensor that the prompt came in."""
-        return "text_input" if self.prompt is not None else "messages" if self.messages is not None else "input_ids"
+        return "text_input" if self.prompt is not None else "messages" if self.is_chat else "input_ids"

@@ -1,15 +1,19 @@
-"""Reads Triton's input tensors and parameters into a `Call`."""
+"""Reads Triton's input tensors and parameters into a `Call`.
+
+`read_call` takes a bounded time, because other requests wait for it. JSON of megabytes is left to
+`read_prompt`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.limits import InputLimits
-from paged_backend.server import classification, embedding
 from paged_backend.server.classification import ClassificationCall
 from paged_backend.server.embedding import EmbeddingCall
 from paged_backend.server.pooling import PoolingCall
@@ -25,7 +29,7 @@ from paged_backend.server.wire.values import Tensors, boolean, decode, parse_jso
 from paged_backend.server.wire.write import STREAM_WITH_INPUT
 from paged_backend.text.conversation import check_messages, check_template_variables, check_tools
 
-T = TypeVar("T")
+_POOLING: dict[str, type[PoolingCall]] = {one.field: one for one in (EmbeddingCall, ClassificationCall)}
 # Inputs that may be sent together with an embedding_request or a classification_request.
 _WITH_POOLING = frozenset(
     ("sampling_parameters", "stream", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens",
@@ -52,19 +56,17 @@ def read_call(
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "image: images are not supported; leave it out")
     stream = boolean(tensors, "stream")
     sequence = read_sequence(parameters, sequence_id, flags, input_limits)
-    pooling = _pooling(tensors, sequence, input_limits)
-    may_omit = sequence is not None and sequence.end
-    prompt, messages, input_ids = (
-        (pooling.text, pooling.messages, None) if pooling else _prompt(tensors, input_limits, may_omit)
-    )
+    pooling = _pooling(tensors, sequence)
+    prompt, input_ids = (None, None) if pooling else _prompt(tensors, may_omit=sequence is not None and sequence.end)
+    chat = pooling is None and "messages" in tensors
     from_parameters, timeout_us = read_parameters(parameters, timeout_us)
     sampling = from_parameters | _sampling_parameters(tensors, input_limits)
     return Call(
         prompt=prompt,
-        messages=messages,
+        messages=None,
         sampling=sampling | _parameter_tensors(tensors, sampling),
         stream=stream,
-        echo=pooling is None and _echo(tensors, stream=stream, chat=messages is not None, tokens=input_ids is not None),
+        echo=pooling is None and _echo(tensors, stream=stream, chat=chat, tokens=input_ids is not None),
         return_finish_reason=boolean(tensors, "return_finish_reason"),
         return_num_input_tokens=boolean(tensors, "return_num_input_tokens"),
         return_num_output_tokens=boolean(tensors, "return_num_output_tokens"),
@@ -77,26 +79,37 @@ def read_call(
         input_ids=input_ids,
         return_token_ids=boolean(tensors, "return_token_ids"),
         return_text_offsets=boolean(tensors, "return_text_offsets"),
-        pooling=pooling,
-        tools=_with_messages("tools", check_tools, tensors, input_limits, chat=messages is not None),
+        pooling_type=pooling,
         return_stop_reason=boolean(tensors, "return_stop_reason"),
-        template_variables=_with_messages(
-            "chat_template_kwargs", check_template_variables, tensors, input_limits, chat=messages is not None
-        ),
         trace_context=read_trace_context(parameters),
+        unread=_json_texts(tensors, input_limits, chat=chat),
     )
 
 
-def _prompt(
-    tensors: Tensors, input_limits: InputLimits, may_omit: bool
-) -> tuple[str | None, list[dict[str, Any]] | None, np.ndarray | None]:
-    """Return the prompt as text, as messages or as token ids; the other two are None.
+def read_prompt(call: Call, input_limits: InputLimits) -> Call:
+    """Return the call with its unread JSON parsed and checked. Takes up to a second for `max_json_chars`."""
+    values = {name: parse_json(name, text) for name, text in call.unread.items()}
+    call = replace(call, unread={})
+    if call.pooling_type:
+        pooling = call.pooling_type.parse(values[call.pooling_type.field], input_limits)
+        return replace(call, pooling=pooling, prompt=pooling.text, messages=pooling.messages)
+    if "messages" in values:
+        call = replace(call, messages=check_messages(values["messages"], input_limits))
+    if "tools" in values:
+        call = replace(call, tools=check_tools(values["tools"], input_limits))
+    if (name := "chat_template_kwargs") in values:
+        call = replace(call, template_variables=check_template_variables(values[name], input_limits))
+    return call
 
-    may_omit: whether all three may be None.
+
+def _prompt(tensors: Tensors, *, may_omit: bool) -> tuple[str | None, np.ndarray | None]:
+    """Return the prompt as text or as token ids; both are None if it is `messages`, or if it is left out.
+
+    may_omit: whether it may be left out.
     """
-    prompt, messages, ids = text(tensors, "text_input"), text(tensors, "messages"), tensors.get("input_ids")
-    if may_omit and not prompt and messages is None and ids is None:
-        return None, None, None
+    prompt, ids = text(tensors, "text_input"), tensors.get("input_ids")
+    if may_omit and not prompt and "messages" not in tensors and ids is None:
+        return None, None
     given = [name for name in ("text_input", "messages", "input_ids") if name in tensors]
     if len(given) != 1:
         names = f"{' and '.join(given)} are given" if given else "none is given"
@@ -105,25 +118,25 @@ def _prompt(
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "text_input: the prompt is empty; give at least one character")
     if ids is not None and not ids.size:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "input_ids: the prompt is empty; give at least one token")
-    if messages is None:
-        return prompt, None, ids
-    return None, check_messages(parse_json("messages", messages, input_limits), input_limits), None
+    return prompt, ids
 
 
-def _with_messages(
-    name: str, check: Callable[[Any, InputLimits], T], tensors: Tensors, input_limits: InputLimits, *, chat: bool
-) -> T | None:
-    """Return a JSON input for the chat template, checked. Raises RequestError for one without messages."""
-    value = text(tensors, name)
-    if value is None:
-        return None
-    if not chat:
-        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: only supported together with messages")
-    return check(parse_json(name, value, input_limits), input_limits)
+def _json_texts(tensors: Tensors, input_limits: InputLimits, *, chat: bool) -> dict[str, str]:
+    """Return the JSON inputs that make a prompt, as text by name. Raises RequestError for one that needs messages."""
+    found: dict[str, str] = {}
+    for name in ("messages", "tools", "chat_template_kwargs", *_POOLING):
+        value = text(tensors, name)
+        if value is None:
+            continue
+        if name not in _POOLING and not chat:
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: only supported together with messages")
+        input_limits.check("max_json_chars", name, len(value), "characters")
+        found[name] = value
+    return found
 
 
-def _pooling(tensors: Tensors, sequence: SequenceControl | None, input_limits: InputLimits) -> PoolingCall | None:
-    name = next((one for one in (embedding.FIELD, classification.FIELD) if one in tensors), None)
+def _pooling(tensors: Tensors, sequence: SequenceControl | None) -> type[PoolingCall] | None:
+    name = next((one for one in _POOLING if one in tensors), None)
     if name is None:
         return None
     if beside := sorted(tensors.keys() - _WITH_POOLING - {name}):
@@ -132,15 +145,13 @@ def _pooling(tensors: Tensors, sequence: SequenceControl | None, input_limits: I
         raise invalid_argument("stream", True, f"must be false with {name}, which has one response")
     if sequence is not None:
         raise invalid_argument("sequence_id", sequence.id, f"not supported with {name}; leave it out")
-    values = parse_json(name, text(tensors, name) or "", input_limits)
-    if name == embedding.FIELD:
-        return EmbeddingCall.parse(values)
-    return ClassificationCall.parse(values, input_limits)
+    return _POOLING[name]
 
 
 def _sampling_parameters(tensors: Tensors, input_limits: InputLimits) -> dict[str, Any]:
     given = text(tensors, "sampling_parameters")
-    values = {} if given is None or not given.strip() else parse_json("sampling_parameters", given, input_limits)
+    input_limits.check("max_sampling_chars", "sampling_parameters", len(given or ""), "characters")
+    values = {} if given is None or not given.strip() else parse_json("sampling_parameters", given)
     if not isinstance(values, dict):
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "sampling_parameters: must be a JSON object")
     return values

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from paged_backend.api import strict_json
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.api.limits import InputLimits
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -45,10 +44,9 @@ def decode(name: str, value: bytes | str) -> str:
         ) from None
 
 
-def parse_json(name: str, text: str, input_limits: InputLimits) -> Any:
-    """Parse JSON. Raises RequestError if it is invalid, or longer than `max_json_chars`: parsing blocks admission."""
-    input_limits.check("max_json_chars", name, len(text), "characters")
+def parse_json(name: str, text: str) -> Any:
+    """Parse the JSON of an input. Raises RequestError if it is invalid."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return strict_json.parse(text)
+    except ValueError as error:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not valid JSON: {error}") from None

@@ -67,7 +67,7 @@ def test_a_sampling_parameter_overrides_a_request_parameter():
 
 def test_a_lone_surrogate_in_messages_is_rejected():
     turns = text('[{"role": "user", "content": "x", "name": "\\ud800"}]')
-    assert "messages: contain a lone surrogate" in rejection({}, messages=turns)
+    assert "messages[0]: contains a lone surrogate" in rejection({}, messages=turns)
 
 
 def test_only_a_sequence_end_may_omit_the_prompt():

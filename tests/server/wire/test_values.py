@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from paged_backend.api.errors import RequestError
-from paged_backend.api.limits import InputLimits
 from paged_backend.server.wire.values import boolean, parse_json, scalar, text
 
 
@@ -24,10 +23,14 @@ def test_texts_are_strings_or_utf8_bytes(value):
     assert text({"text_input": np.array([value], np.object_)}, "text_input") == "é"
 
 
-def test_json_is_limited_before_it_is_parsed():
-    limits = InputLimits(max_json_chars=3)
-    assert parse_json("tools", "[1]", limits) == [1]
-    with pytest.raises(RequestError, match=r"tools=.4 characters.: must be at most 3 characters \(max_json_chars\)"):
-        parse_json("tools", "[1] ", limits)
+@pytest.mark.parametrize("json", ["[1", "[" * 100_000])
+def test_invalid_json_is_rejected(json):
+    assert parse_json("tools", "[1]") == [1]
     with pytest.raises(RequestError, match="tools: not valid JSON"):
-        parse_json("tools", "[1", limits)
+        parse_json("tools", json)
+
+
+def test_a_key_that_is_there_twice_is_rejected():
+    assert parse_json("tools", '[{"a": {"b": 1}}, {"a": 1}]') == [{"a": {"b": 1}}, {"a": 1}]
+    with pytest.raises(RequestError, match='tools: not valid JSON: the key "b" is there twice'):
+        parse_json("tools", '[{"a": {"b": 1, "b": 1}}]')

@@ -1,0 +1,27 @@
+"""JSON of clients. Unlike Python's parser, which takes the last one, it rejects a key that an object has twice: a proxy
+that checks a request may take the first.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from paged_backend.api.errors import cut
+
+
+def parse(text: str) -> Any:
+    """Parse JSON. Raises ValueError if it is invalid, has a key twice, or is nested too deep."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {cut(json.dumps(twice))} is there twice")
+    return found
