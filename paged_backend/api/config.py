@@ -413,10 +413,25 @@ class EngineConfig:
     max_cpu_loras: int | None = option(
         integer(1), "Adapters kept in host memory. Default: `max_loras`.", None, optional=True
     )
+    cache_salt_from: str = option(
+        one_of("sampling_parameters", "parameter"),
+        "Where requests have their `cache_salt`; one that is elsewhere is rejected. `sampling_parameters`: in that"
+        " input, where any text arrives whole. `parameter`: as a request parameter, over HTTP a field of the body."
+        " Choose it if a proxy sets the field: what clients write into `sampling_parameters` then does not override it."
+        " Triton cuts request parameters at a NUL character, so such a proxy sets them, and does not only compare them."
+        " The models of tensorrtllm_backend have no other place and need `parameter`.",
+        "sampling_parameters",
+        section="Tenants",
+    )
     session_ttl: float = option(
         above_zero, "Seconds without a turn after which a session is removed.", 600, section="Sessions"
     )
-    max_sessions: int = option(integer(1), "Maximum number of open sessions.", 1024)
+    max_sessions: int = option(
+        integer(1),
+        "Maximum number of open sessions. At this limit, and at that of `max_sessions_mib`, a tenant (`cache_salt`)"
+        " that has fewer gets the room of the oldest idle session of the tenant that has the most.",
+        1024,
+    )
     max_tenant_sessions: int = option(
         integer(0),
         "Maximum number of open sessions per `cache_salt`; sessions without a salt count as one tenant. Further ones"

@@ -82,6 +82,7 @@ class Admission:
         self._limits = limits
         self._plain_limits = replace(limits, sampling_defaults=SamplingDefaults())
         self._adapters = assembly.adapters
+        self._salt_from = config.cache_salt_from
         self._max_queue_size = config.max_queue_size
         self._has_prefix_cache = assembly.scheduler.blocks.caching
         self._has_remote_cache = config.remote_cache_url is not None
@@ -162,7 +163,10 @@ class Admission:
             request_id = read_request_id(received[1], received[-1], limits.input_limits)
             self._control.answer(name, channel, request_id)
             return None
-        call = read_call(*received, input_limits=limits.input_limits)
+        salt_from: str | None = self._salt_from
+        if channel.has_own_defaults:  # a model of trtllm/, which has made sampling_parameters of request parameters
+            salt_from = "sampling_parameters" if salt_from == "parameter" else None
+        call = read_call(*received, input_limits=limits.input_limits, salt_from=salt_from)
         defaults = self._plain_limits if channel.has_own_defaults else limits
         if call.pooling_type:
             sampling = parse_pooling_sampling(call.pooling_type.field, call.sampling, defaults)

@@ -5,6 +5,9 @@ pinned by the scheduler (scheduling/pins.py), and recomputed if they had to be e
 
 Messages are stored as JSON bytes and tokens as an array, so that their size is known: parsed messages may take 20 times
 as much memory.
+
+When a limit of all sessions is reached, a tenant with less takes room from the tenant with the most: its oldest idle
+sessions are forgotten. So no tenant can keep others out.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import json
 import threading
 import time
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -159,7 +162,9 @@ class Sessions:
             replaced = session if start else None
             if start:
                 if session is None:
-                    self._check_room(name)
+                    self._check_tenant(name)
+                    if not self._make_room(name.salt, 1, self._room, lambda one: 1):
+                        raise self._full(name, f"max_sessions={self._max_sessions} are open")
                 else:
                     self._unpin(name)  # sequence_start replaces an existing sequence, as in Triton
                 session = self._sessions[name] = Session(name)
@@ -167,29 +172,60 @@ class Sessions:
                 raise invalid_argument(
                     "sequence_id",
                     name.sequence_id,
-                    f"no such session: never begun, ended, or expired after session_ttl={self._ttl:g} seconds; send"
-                    " sequence_start",
+                    f"no such session: never begun, ended, expired after session_ttl={self._ttl:g} seconds, or removed"
+                    " to make room for another cache_salt; send sequence_start",
                 )
             session.busy = True
             return Turn(self, session, is_first=start, is_last=end, replaced=replaced)
 
-    def _check_room(self, name: SessionName) -> None:
-        """Raise RequestError if no further session can be created."""
-        full, limit = "", self._max_per_tenant
-        if len(self._sessions) >= self._max_sessions:
-            full = f"max_sessions={self._max_sessions} are open"
-        elif limit and sum(one.salt == name.salt for one in self._sessions) >= limit:
-            full = f"max_tenant_sessions={limit} of this cache_salt are open"
-        if full:
-            reason = f"sequence_id={name.sequence_id!r}: {full}; end one, or wait for one to expire"
-            raise RequestError(ErrorCode.UNAVAILABLE, reason)
+    def _check_tenant(self, name: SessionName) -> None:
+        """Raise RequestError if the tenant can have no further session."""
+        limit = self._max_per_tenant
+        if limit and sum(one.salt == name.salt for one in self._sessions) >= limit:
+            raise self._full(name, f"max_tenant_sessions={limit} of this cache_salt are open")
+
+    def _full(self, name: SessionName, reason: str) -> RequestError:
+        text = f"sequence_id={name.sequence_id!r}: {reason}; end one, or wait for one to expire"
+        return RequestError(ErrorCode.UNAVAILABLE, text)
+
+    def _room(self) -> int:
+        return self._max_sessions - len(self._sessions)
+
+    def _make_room(self, salt: str, needed: int, room: Callable[[], int], size: Callable[[Session], int]) -> bool:
+        """Forget idle sessions of other tenants until `room()` is `needed`. Return whether it is.
+
+        The next one is the oldest of the tenant that has the most, as long as that is more than `salt` gets.
+        size: what a session contributes.
+        """
+        if room() >= needed:
+            return True
+        used: Counter[str] = Counter()
+        idle: dict[str, deque[Session]] = {}  # in order of expiry
+        for session in self._sessions.values():
+            used[session.name.salt] += size(session)
+            if not session.busy and session.name.salt != salt:
+                idle.setdefault(session.name.salt, deque()).append(session)
+        while room() < needed and idle:
+            greediest = max(idle, key=used.__getitem__)
+            if used[greediest] <= used[salt] + needed:
+                return False
+            oldest = idle[greediest].popleft()
+            used[greediest] -= size(oldest)
+            if not idle[greediest]:
+                del idle[greediest]
+            self._count(oldest, 0)
+            del self._sessions[oldest.name]
+            self._unpin(oldest.name)
+        return room() >= needed
 
     def reserve(self, turn: Turn, nbytes: int) -> None:
         """Count this many bytes for the turn's session. Raises RequestError if that exceeds `max_mib`."""
         with self._lock:
             if turn.is_last or turn.is_over:  # a turn may end while its prompt is tokenized
                 return
-            if self._counted - turn.session.counted + nbytes > self._max_mib << 20:
+            more = nbytes - turn.session.counted
+            salt, room = turn.name.salt, lambda: (self._max_mib << 20) - self._counted
+            if not self._make_room(salt, more, room, lambda one: one.counted):
                 raise RequestError(
                     ErrorCode.UNAVAILABLE,
                     f"sequence_id={turn.name.sequence_id!r}: its {nbytes} bytes are more than the other sessions leave"

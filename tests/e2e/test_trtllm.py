@@ -275,10 +275,12 @@ def test_timeouts_through_the_relay(server):
 
 
 def test_other_request_parameters_reach_the_engine(tiny_server):
-    body = {"text_input": "The sea", "max_tokens": 3, "parameters": {"priority": 3, "cache_salt": "mine", "min_p": 0.1}}
+    body = {"text_input": "The sea", "max_tokens": 3, "parameters": {"priority": 3, "min_p": 0.1}}
     assert post(tiny_server, body, model="ensemble")[0] == 200
     status, text = post(tiny_server, body | {"parameters": {"prioritty": 3}}, model="ensemble")
     assert (status, "did you mean priority?" in text) == (400, True)
+    status, text = post(tiny_server, body | {"parameters": {"cache_salt": "mine"}}, model="ensemble")
+    assert (status, "needs the option cache_salt_from=parameter" in text) == (400, True)
 
 
 def test_a_disconnected_client_ends_the_engine_requests(server):

@@ -136,3 +136,20 @@ def test_a_session_can_be_ended_while_the_queue_is_full(serve, gate):
 def test_requests_that_the_engine_or_a_session_cannot_have_are_rejected(serve, own, sampling, reason):
     asked = SingleCaller(serve(), own, text_input="abcd", sampling_parameters=json.dumps(sampling))
     assert reason in asked.answer()
+
+
+def test_a_proxy_sets_the_salt_as_a_parameter(serve, gate):
+    """What a client writes into sampling_parameters does not override it. Other models relay it there."""
+    gate.open()
+    service = serve(cache_salt_from="parameter")
+
+    def given(salt, **sampling):
+        own = {"parameters": json.dumps({"cache_salt": salt} if salt else {}), "correlation_id": 7}
+        return SingleCaller(service, own | {"flags": sampling.pop("flags", 0)}, text_input="abcd",
+                            sampling_parameters=json.dumps({"max_tokens": 1} | sampling)).answer()  # fmt: skip
+
+    assert given("mine", flags=SEQUENCE_START)["text_output"]
+    assert "no such session" in given("other")
+    assert given("mine", flags=SEQUENCE_END)["text_output"]
+    assert "cache_salt_from=parameter" in given("other", cache_salt="mine")
+    assert "cache_salt_from=parameter" in given(None, cache_salt="mine")

@@ -234,6 +234,40 @@ def served(tiny):
         yield serve
 
 
+def test_a_tenant_cannot_keep_others_out(sessions, unpinned, clock):
+    """The oldest idle session of the tenant with the most makes room, down to an equal share."""
+    greedy = [SessionName("greedy", number) for number in range(2)]
+    for name in greedy:
+        begun(sessions, name)
+        clock.now += 1
+    assert "max_sessions=2 are open" in rejection(sessions, SessionName("greedy", 2), start=True)
+    begun(sessions, SessionName("other", 0))
+    assert unpinned == [greedy[0]]
+    assert "removed to make room for another cache_salt" in rejection(sessions, greedy[0])
+    assert "max_sessions=2 are open" in rejection(sessions, SessionName("third", 0), start=True)
+    assert "max_sessions=2 are open" in rejection(sessions, SessionName("other", 1), start=True)
+    assert sessions.begin(greedy[1], start=False, end=False)
+
+
+def test_a_session_with_a_turn_in_progress_is_kept(sessions):
+    for number in range(2):
+        sessions.begin(SessionName("greedy", number), start=True, end=False)
+    assert "max_sessions=2 are open" in rejection(sessions, SessionName("other", 0), start=True)
+
+
+def test_a_tenant_cannot_take_all_memory_of_sessions(sessions, unpinned):
+    """One that stores more makes room for one that stores less, not the other way round."""
+    greedy, other = SessionName("greedy", 0), SessionName("other", 0)
+    begun(sessions, greedy, tokens=MANY)
+    turn = sessions.begin(other, start=True, end=False)
+    turn.reserve(len(MANY) // 2)
+    assert unpinned == [greedy]
+    turn.finish(MANY[: len(MANY) // 2], "")
+    turn = sessions.begin(greedy, start=True, end=False)
+    with pytest.raises(RequestError, match="max_sessions_mib=1"):
+        turn.reserve(len(MANY))
+
+
 def test_max_sessions_mib_limits_all_sessions(served):
     turn = served(max_sessions_mib=1)
     assert turn(1, 600_000, sequence_start=True).all()

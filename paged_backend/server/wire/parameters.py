@@ -58,6 +58,8 @@ def read_sequence(
         raise invalid_argument(
             "sequence_id", name, "must be a whole number above 0 or a string; over HTTP at most 2**63 - 1"
         )
+    if parameters.get("sequence_id") == "":
+        raise invalid_argument("sequence_id", "", "must not be empty, or begin with a NUL, at which Triton cuts it")
     if isinstance(name, str):
         num_bytes = len(name.encode(errors="replace"))
         input_limits.check("max_sequence_id_bytes", "sequence_id", num_bytes, "bytes")

@@ -46,11 +46,13 @@ def read_call(
     request_id: str = "",
     *,
     input_limits: InputLimits = InputLimits(),
+    salt_from: str | None = "sampling_parameters",
 ) -> Call:
     """Return the request as a Call.
 
     `timeout_us`, `sequence_id`, `flags` and `request_id` are fields of the Triton request; over the generate endpoints
-    they come in `parameters`. Raises RequestError for input that is missing, malformed, contradictory or unsupported.
+    they come in `parameters`. salt_from: where a `cache_salt` may be, `sampling_parameters` or `parameter`; None: in
+    neither. Raises RequestError for input that is missing, malformed, contradictory or unsupported.
     """
     if "image" in tensors:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "image: images are not supported; leave it out")
@@ -60,7 +62,9 @@ def read_call(
     prompt, input_ids = (None, None) if pooling else _prompt(tensors, may_omit=sequence is not None and sequence.end)
     chat = pooling is None and "messages" in tensors
     from_parameters, timeout_us = read_parameters(parameters, timeout_us)
-    sampling = from_parameters | _sampling_parameters(tensors, input_limits)
+    from_tensor = _sampling_parameters(tensors, input_limits)
+    _check_salt({"parameter": from_parameters, "sampling_parameters": from_tensor}, salt_from)
+    sampling = from_parameters | from_tensor
     return Call(
         prompt=prompt,
         messages=None,
@@ -155,6 +159,18 @@ def _sampling_parameters(tensors: Tensors, input_limits: InputLimits) -> dict[st
     if not isinstance(values, dict):
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "sampling_parameters: must be a JSON object")
     return values
+
+
+def _check_salt(places: Mapping[str, Mapping[str, Any]], allowed: str | None) -> None:
+    """Raise RequestError for a `cache_salt` that is not in the allowed place, so that none overrides another."""
+    for place, values in places.items():
+        if place != allowed and (salt := values.get("cache_salt")) is not None:
+            must = {
+                "sampling_parameters": "must be in sampling_parameters, unless the option cache_salt_from is parameter",
+                "parameter": "must be a request parameter, not in sampling_parameters (cache_salt_from=parameter)",
+                None: "needs the option cache_salt_from=parameter with this model",
+            }[allowed]
+            raise invalid_argument("cache_salt", salt, must)
 
 
 def _parameter_tensors(tensors: Tensors, sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """Request parameters: sampling parameters, headers, timeouts, sequences and request ids."""
 
+import json
+
 import pytest
 
+from paged_backend.api.errors import RequestError
 from paged_backend.server.wire.read import read_call
 from tests.support.wire_requests import read, rejection, text
 
@@ -41,6 +44,7 @@ def test_a_sequence_id_from_the_request_or_its_parameters(parameters, own, contr
         ({"sequence_id": -1}, "sequence_id=-1: must be a whole number above 0 or a string"),
         ({"sequence_id": 1.5}, "sequence_id=1.5: must be"),
         ({"sequence_id": True}, "sequence_id=true: must be"),
+        ({"sequence_id": ""}, 'sequence_id="": must not be empty, or begin with a NUL'),
         ({"sequence_id": False}, "sequence_id=false: must be"),
         ({"sequence_id": "x" * 129}, "must be at most 128 bytes"),
         ({"sequence_id": 1, "sequence_start": 1}, "sequence_start=1: must be true or false"),
@@ -51,6 +55,35 @@ def test_a_sequence_id_from_the_request_or_its_parameters(parameters, own, contr
 )
 def test_an_invalid_sequence_is_rejected(parameters, reason):
     assert reason in rejection(parameters, text_input=text("x"))
+
+
+@pytest.mark.parametrize(
+    ("salt_from", "sampling", "parameters", "reason"),
+    [
+        ("sampling_parameters", {}, {"cache_salt": "a"}, 'cache_salt="a": must be in sampling_parameters, unless'),
+        ("sampling_parameters", {"cache_salt": "b"}, {"cache_salt": "a"}, 'cache_salt="a": must be in sampling_'),
+        (
+            "parameter",
+            {"cache_salt": "b"},
+            {},
+            'cache_salt="b": must be a request parameter, not in sampling_parameters',
+        ),
+        ("parameter", {"cache_salt": "b"}, {"cache_salt": "a"}, 'cache_salt="b": must be a request parameter'),
+        (None, {"cache_salt": "b"}, {}, 'cache_salt="b": needs the option cache_salt_from=parameter'),
+    ],
+)
+def test_a_salt_is_taken_from_one_place_only(salt_from, sampling, parameters, reason):
+    tensors = {"text_input": text("x"), "sampling_parameters": text(json.dumps(sampling))}
+    with pytest.raises(RequestError, match=reason):
+        read_call(tensors, parameters, salt_from=salt_from)
+
+
+@pytest.mark.parametrize("salt_from", ["sampling_parameters", "parameter"])
+def test_a_salt_in_its_place_is_taken_whole(salt_from):
+    salt = {"cache_salt": "a\0b"}
+    sampling, parameters = (salt, {}) if salt_from == "sampling_parameters" else ({}, salt)
+    tensors = {"text_input": text("x"), "sampling_parameters": text(json.dumps(sampling))}
+    assert read_call(tensors, parameters, salt_from=salt_from).sampling == salt
 
 
 @pytest.mark.parametrize(
