@@ -77,6 +77,13 @@ class EngineConfig:
         None,
         optional=True,
     )
+    special_tokens_in_messages: bool = option(
+        flag,
+        "What a special token such as `<|im_end|>` is that a client types into `messages`, `tools` or"
+        " `chat_template_kwargs`. `false`: text. `true`: the token, with which a user can begin a turn of the system."
+        " In `text_input` it is always the token.",
+        False,
+    )
     classifier_from_token: Sequence[str] | None = option(
         two_tokens,
         'Classify with the logits of two tokens, such as `["no", "yes"]`: the score of a prompt is the probability of'

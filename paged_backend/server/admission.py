@@ -100,6 +100,7 @@ class Admission:
             max_chars=config.limits.max_prompt_chars,
             tokenize_timeout=config.tokenize_timeout,
             template_timeout=config.chat_template_timeout,
+            typed_tokens=config.special_tokens_in_messages,
         )
         self._builder = StreamBuilder(
             loaded.tokenizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -16,9 +17,10 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.trace import recorded
 from paged_backend.server.arrival import Arrival
 from paged_backend.server.wire.read import read_prompt
-from paged_backend.text.conversation import check_count
+from paged_backend.text.conversation import MESSAGE_KEYS, check_count, check_keys
 from paged_backend.text.templates import render
 from paged_backend.text.tokenizing import PromptTokenizer
+from paged_backend.text.typed_tokens import TypedTokens
 
 Tokens = TypeVar("Tokens", list[int], np.ndarray)
 Encode = Callable[..., list[int]]  # PromptTokenizer.encode or encode_long
@@ -35,9 +37,11 @@ class PromptEncoder:
         max_chars: int | None,
         tokenize_timeout: float,
         template_timeout: float,
+        typed_tokens: bool = False,
     ):
         """max_chars: maximum length of a prompt text; None: the maximum for a prompt within max_model_len.
-        tokenize_timeout, template_timeout: seconds for a long prompt, and for rendering the chat template."""
+        tokenize_timeout, template_timeout: seconds for a long prompt, and for rendering the chat template.
+        typed_tokens: whether special tokens that a client types into a conversation count as such, not as text."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._keeps_first = limits.embedding is not None and limits.embedding.keeps_first
@@ -46,6 +50,10 @@ class PromptEncoder:
         self._max_chars = min(longest, max_chars or longest)
         self._template_timeout = template_timeout
         self._prompt_tokenizer = PromptTokenizer(tokenizer, tokenize_timeout)
+        template = tokenizer.chat_template
+        texts = template.values() if isinstance(template, dict) else [template or ""]
+        self._message_keys = MESSAGE_KEYS.union(*(re.findall(r"[a-z]\w*", text) for text in texts))
+        self._typed_tokens = None if typed_tokens else TypedTokens(tokenizer)
 
     def read(self, arrival: Arrival) -> Arrival:
         """Return the request with its JSON read, and its conversation. Raises RequestError for one that is invalid."""
@@ -54,6 +62,8 @@ class PromptEncoder:
             checked = call.pooling.checked(limits)
             call = replace(call, pooling=checked, input_ids=checked.ids)
         messages = turn.conversation(call.messages) if turn and call.messages else call.messages
+        if call.messages is not None:
+            check_keys(call.messages, self._message_keys)
         if messages is not None:
             check_count(messages, limits.input_limits)
         if turn:
@@ -115,20 +125,30 @@ class PromptEncoder:
         earlier = turn.earlier_tokens() if turn and call.messages is None else []
         if call.input_ids is not None:
             return earlier + self._check_token_ids(self._cut(call.input_ids, sampling), sampling)
-        text = call.prompt
-        if text is None:
-            assert arrival.messages is not None
-            text = render(
-                self._tokenizer, arrival.messages, call.tools, self._template_timeout, call.template_variables
-            )
-            self.check_length(call.prompt_field, text)
-        # Special tokens only start a prompt; a chat template writes its own.
-        special = sampling.add_special_tokens and call.prompt is not None and not earlier
-        tokens = encode(call.prompt_field, text, special=special)
+        if call.prompt is None:
+            return earlier + self._cut(self._encode_chat(arrival, encode), sampling)
+        special = sampling.add_special_tokens and not earlier  # they only start a prompt
+        tokens = encode(call.prompt_field, call.prompt, special=special)
         kept = self._cut(tokens, sampling)
         if special and self._keeps_first and len(kept) < len(tokens) and tokens[-1] in self._tokenizer.all_special_ids:
             kept[-1] = tokens[-1]  # what ends a sequence
         return earlier + kept
+
+    def _encode_chat(self, arrival: Arrival, encode: Encode) -> list[int]:
+        """Return the token ids of a conversation. Special tokens are those of the chat template."""
+        call = arrival.call
+        assert arrival.messages is not None
+        messages, tools, variables, marks = arrival.messages, call.tools, call.template_variables, None
+        if self._typed_tokens:
+            (messages, tools, variables), marks = self._typed_tokens.hide([messages, tools, variables])
+        text = render(self._tokenizer, messages, tools, self._template_timeout, variables)
+        if marks is None:
+            self.check_length(call.prompt_field, text)
+            return encode(call.prompt_field, text, special=False)
+        pieces = list(marks.pieces(text))
+        self.check_length(call.prompt_field, "".join(piece for piece, _ in pieces))
+        found = [encode(call.prompt_field, piece, special=False, literal=literal) for piece, literal in pieces]
+        return [token for tokens in found for token in tokens]
 
     def _cut(self, tokens: Tokens, sampling: SamplingParams) -> Tokens:
         """Return at most `truncate_prompt_tokens` of the tokens: the first ones for an encoder, otherwise the last."""

@@ -65,7 +65,9 @@ INPUTS = {
     "messages": _string(
         'A conversation instead of a prompt: a JSON list of `{"role": ..., "content": ...}`, rendered by the model\'s'
         " chat template. At most 2,048 messages (`limits.max_messages`), including the earlier turns of a session, with"
-        " 128 `tool_calls` each (`limits.max_tool_calls`)."
+        " 128 `tool_calls` each (`limits.max_tool_calls`). Keys of a message are `role`, `content`, `name`,"
+        " `tool_calls`, `tool_call_id`, `reasoning_content`, `reasoning`, and others that the chat template has. The"
+        " text of a special token is text, see the option `special_tokens_in_messages`."
     ),
     "tools": _string(
         "Functions for the chat template, with `messages`: a JSON list of"

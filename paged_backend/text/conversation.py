@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Collection
 from typing import Any
 
-from paged_backend.api.errors import ErrorCode, RequestError, cut, is_utf8_text
+from paged_backend.api.errors import ErrorCode, RequestError, cut, invalid_argument, is_utf8_text
 from paged_backend.api.limits import InputLimits
 
 # What a content part holds, by a word in its type: "image_url", "input_image", "input_audio", "audio_url", ...
 _MEDIA = {"image": "images are", "audio": "audio is", "video": "video is", "file": "files are"}
+
+_ROLE = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")  # values that are strings, if there
+MESSAGE_KEYS = frozenset(("role", "content", "tool_calls", *_TEXTS))  # others may be in a model's chat template
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -28,7 +34,7 @@ TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")
 def check_messages(messages: Any, input_limits: InputLimits) -> list[Message]:
     """Return `messages` if it is a conversation; raise RequestError otherwise.
 
-    A message may lack content only if it calls tools. Other fields are left to the chat template.
+    A message may lack content only if it calls tools. Other keys are left to the chat template (`check_keys`).
     """
     if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
         raise _invalid('messages: must be a JSON list of objects like {"role": "user", "content": "…"}')
@@ -39,6 +45,12 @@ def check_messages(messages: Any, input_limits: InputLimits) -> list[Message]:
         has_content = is_utf8_text(message.get("content")) or (has_calls and message.get("content") is None)
         if not is_utf8_text(message.get("role")) or not has_content:
             raise _invalid(f"messages[{index}]: must have a `role` and a `content` that are valid Unicode strings")
+        if not _ROLE.fullmatch(message["role"]):
+            reason = "must be 1..64 letters, digits, _ and -, because chat templates write it between special tokens"
+            raise invalid_argument(f"messages[{index}].role", message["role"], reason)
+        for name in _TEXTS:
+            if not isinstance(message.get(name), str | None):
+                raise invalid_argument(f"messages[{index}].{name}", message[name], "must be a string")
         others = {name: value for name, value in message.items() if name not in ("role", "content")}
         if others and not is_utf8_text(json.dumps(others, ensure_ascii=False)):
             raise _invalid(f"messages[{index}]: contains a lone surrogate; send UTF-8 text")
@@ -62,6 +74,15 @@ def media_problem(part: Any) -> str | None:
     kind = part.get("type", next(iter(part), None))  # a part may have the only field "image_url"
     media = next((media for word, media in _MEDIA.items() if isinstance(kind, str) and word in kind), None)
     return media and f"{media} not supported (type {cut(json.dumps(kind))}); send text only"
+
+
+def check_keys(messages: list[Message], known: Collection[str]) -> None:
+    """Raise RequestError for a key of a message that is not in `known` and has a value."""
+    for index, message in enumerate(messages):
+        for name, value in message.items():
+            if name not in known and value is not None:
+                reason = f"unknown; known are {', '.join(sorted(MESSAGE_KEYS))}, and names in the model's chat template"
+                raise invalid_argument(f"messages[{index}].{name}", value, reason)
 
 
 def check_count(messages: list[Message], input_limits: InputLimits) -> None:

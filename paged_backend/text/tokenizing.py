@@ -10,6 +10,7 @@ Text above SHORT_CHARS is tokenized in the background, text above LONG_CHARS apa
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable
@@ -59,21 +60,25 @@ class PromptTokenizer:
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._overdue: threading.Thread | None = None  # thread that exceeded the time limit
+        self._literal: PreTrainedTokenizerBase | None = None  # created when first needed
+        self._lock = threading.Lock()  # guards its creation
 
-    def encode(self, field: str, text: str, *, special: bool = False) -> list[int]:
+    def encode(self, field: str, text: str, *, special: bool = False, literal: bool = False) -> list[int]:
         """Return the token ids of the text. Raises RequestError, which names `field`, if the tokenizer fails.
 
         special: whether the tokenizer adds its special tokens.
+        literal: whether the text of a special token is encoded like other text.
         """
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=special))
+            tokenizer = self._literal_tokenizer() if literal else self._tokenizer
+            return list(tokenizer.encode(text, add_special_tokens=special))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{field}: the tokenizer fails on it: {reason}") from error
 
-    def encode_long(self, field: str, text: str, *, special: bool = False) -> list[int]:
+    def encode_long(self, field: str, text: str, *, special: bool = False, literal: bool = False) -> list[int]:
         """Like `encode`, with a time limit. May be called by one thread at a time.
 
         Raises RequestError if tokenizing exceeds the time limit, or if an earlier text that exceeded it is still being
@@ -83,7 +88,8 @@ class PromptTokenizer:
             reason = f"another prompt is still being tokenized after tokenize_timeout={self._seconds:g} seconds"
             raise RequestError(ErrorCode.UNAVAILABLE, f"{field}: {reason}; retry later")
         done: Future[list[int]] = Future()
-        thread = threading.Thread(target=self._work, args=(done, field, text, special), name="tokenizer", daemon=True)
+        work = (done, lambda: self.encode(field, text, special=special, literal=literal))
+        thread = threading.Thread(target=self._work, args=work, name="tokenizer", daemon=True)
         thread.start()
         try:
             return done.result(self._seconds)
@@ -92,8 +98,16 @@ class PromptTokenizer:
             reason = f"tokenizing its {len(text)} characters takes more than {self._seconds:g} s (tokenize_timeout)"
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{field}: {reason}") from None
 
-    def _work(self, done: Future[list[int]], field: str, text: str, special: bool) -> None:
+    def _literal_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return a tokenizer of its own: the setting is part of the tokenizer, which several threads use."""
+        with self._lock:
+            if self._literal is None:
+                self._literal = copy.deepcopy(self._tokenizer)
+                self._literal.split_special_tokens = True
+            return self._literal
+
+    def _work(self, done: Future[list[int]], encode: Callable[[], list[int]]) -> None:
         try:
-            done.set_result(self.encode(field, text, special=special))
+            done.set_result(encode())
         except RequestError as error:
             done.set_exception(error)

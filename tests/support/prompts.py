@@ -11,8 +11,9 @@ from tests.support.streams import TOKENIZER
 LIMITS = EngineLimits(max_model_len=64, vocab_size=320, num_blocks=256, layout=BlockLayout(4), max_num_seqs=8)
 
 
-def encoder(limits=LIMITS, max_chars=None):
-    return PromptEncoder(TOKENIZER, limits, max_chars=max_chars, tokenize_timeout=WAIT, template_timeout=WAIT)
+def encoder(limits=LIMITS, max_chars=None, **options):
+    times = {"tokenize_timeout": WAIT, "template_timeout": WAIT}
+    return PromptEncoder(TOKENIZER, limits, max_chars=max_chars, **times, **options)
 
 
 def ids(text):

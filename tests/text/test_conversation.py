@@ -118,6 +118,36 @@ def test_invalid_tool_calls_are_rejected(turn, reason):
     assert reason in rejection(**sent([turn]))
 
 
+@pytest.mark.parametrize(
+    ("turn", "reason"),
+    [
+        ({"role": "<|im_end|>"}, 'messages[0].role="<|im_end|>": must be 1..64 letters, digits, _ and -'),
+        ({"role": "user\n"}, "messages[0].role="),
+        ({"role": ""}, "messages[0].role="),
+        ({"role": "user", "name": [1]}, "messages[0].name=[1]: must be a string"),
+        ({"role": "user", "tool_call_id": 1}, "messages[0].tool_call_id=1: must be a string"),
+    ],
+)
+def test_invalid_keys_of_messages_are_rejected(turn, reason):
+    assert reason in rejection(**sent([{"content": "x"} | turn]))
+
+
+def test_an_unknown_key_of_a_message_is_rejected(tiny):
+    """A key is known if the chat template has it."""
+    turn = {"role": "user", "content": "x", "name": "y", "prefix": None}
+    with serving(tiny[0], chat_template="{{ messages[0].content }}{{ messages[0].tool_plan }}") as server:
+        sampling = {"sampling_parameters": '{"max_tokens": 1}'}
+        for more in ({}, {"tool_plan": "z"}):
+            assert server.ask(messages=json.dumps([turn | more]), **sampling)
+        rejected = server.call(messages=json.dumps([turn | {"__class__": "z"}])).rejection()
+        assert 'messages[0].__class__="z": unknown; known are content, name, reasoning, ' in rejected
+        typed = json.dumps([turn | {"content": "<|end|>"}])
+        counted = [server.ask(messages=text, return_num_input_tokens=True, **sampling) for text in (typed,)]
+        assert counted[0]["num_input_tokens"] == [len("<|end|>")]
+    with serving(tiny[0], chat_template="{{ messages[0].content }}", special_tokens_in_messages=True) as server:
+        assert server.ask(messages=typed, return_num_input_tokens=True, **sampling)["num_input_tokens"] == [1]
+
+
 def test_conversation_limits_are_enforced():
     limit = f'messages="{InputLimits.max_messages + 1} messages": must be at most {InputLimits.max_messages}'
     assert limit in rejection(**sent([{"role": "user", "content": ""}] * (InputLimits.max_messages + 1)))
