@@ -312,3 +312,52 @@ def test_a_long_prompt_is_tokenized_like_a_short_one(tiny, texts, monkeypatch):
     with serving(tiny[0]) as server:
         server.service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"
         assert f"prompt_tokens={len(byte_tokenizer().encode(LONG))}: must be" in server.call(**texts).rejection()
+
+
+def latencies(server, arrivals, seconds):
+    """Return the sorted latencies of small requests, one after the other."""
+    found, end = [], time.monotonic() + seconds
+    while time.monotonic() < end:
+        began, small = time.monotonic(), request_of("abcd")
+        arrivals.put(small)
+        assert small.all()
+        found.append(time.monotonic() - began)
+    return sorted(found)
+
+
+@pytest.mark.nightly
+def test_small_requests_beside_conversations_of_megabytes(tiny, figures):
+    """50 clients send 8 MB each, on the one thread that the server has for requests. While they were parsed there, a
+    small request took 16 seconds."""
+    turns = json.dumps([{"role": "user", "content": "hello world " * 320}] * 2040)
+    arrivals, over = SimpleQueue(), threading.Event()
+    with serving(tiny[0]) as server:
+        server.service._assembly.loaded.tokenizer.chat_template = (
+            "{% for one in messages %}{{ one.content }}{% endfor %}"
+        )
+
+        def pass_on():
+            while request := arrivals.get():
+                server.service.submit(request)
+
+        def send():
+            while not over.is_set():
+                large = Caller(messages=turns)
+                arrivals.put(large)
+                assert "must be at most" in large.get(timeout=10 * WAIT)[1]
+
+        passing = threading.Thread(target=pass_on)
+        passing.start()
+        alone = latencies(server, arrivals, 5)
+        clients = [threading.Thread(target=send) for _ in range(50)]
+        for client in clients:
+            client.start()
+        beside = latencies(server, arrivals, 20)
+        over.set()
+        for client in clients:
+            client.join()
+        arrivals.put(None)
+        passing.join()
+    p99 = [times[int(0.99 * len(times))] for times in (alone, beside)]
+    figures(f"99th percentile {1e3 * p99[0]:.0f} ms alone, {1e3 * p99[1]:.0f} ms beside {len(clients)} clients")
+    assert p99[1] < 2 + 10 * p99[0]
