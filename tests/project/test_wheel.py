@@ -34,7 +34,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
 def files(directory: Path, root: Path) -> set[str]:
     ignored = {"__pycache__", "built"}
     found = {file.relative_to(root) for file in directory.rglob("*") if file.is_file()}
-    return {str(file) for file in found if ignored.isdisjoint(file.parts)}
+    return {str(file) for file in found if ignored.isdisjoint(file.parts) and file.suffix != ".md"}
 
 
 def test_wheel_has_all_files_of_the_packages_and_no_others(wheel):
