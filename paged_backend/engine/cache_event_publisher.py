@@ -63,7 +63,11 @@ class CacheEventPublisher:
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(config.hwm)
         self._replay = self._context.socket(zmq.ROUTER) if config.replay_endpoint else None
-        self._non_blocking = zmq.NOBLOCK
+        if self._replay:  # a full queue or a client that has left is an error, and nothing is lost without one
+            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._non_blocking, self._error = zmq.NOBLOCK, zmq.ZMQError
+        # What clients have asked for and not got yet, since the queue of a slow one is full.
+        self._replays: dict[bytes, deque[tuple[bytes, bytes]]] = {}
         try:
             _bind(self._pub, "endpoint", config.endpoint, zmq.ZMQError)
             if self._replay and config.replay_endpoint:
@@ -120,8 +124,12 @@ class CacheEventPublisher:
         self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
 
     def _answer_replays(self) -> None:
-        if self._replay is None:
-            return
+        if self._replay:
+            self._read_requests()
+            self._send_past()
+
+    def _read_requests(self) -> None:
+        assert self._replay
         while True:
             try:
                 parts = self._replay.recv_multipart(self._non_blocking)
@@ -132,11 +140,26 @@ class CacheEventPublisher:
                     "a request for past KV cache events has %d parts; must be an empty one and 8 bytes", len(parts)
                 )
                 continue
-            client, first = parts[0], int.from_bytes(parts[2], "big")
-            for number, payload in self._sent:
-                if number >= first:
-                    self._replay.send_multipart((client, b"", number.to_bytes(8, "big"), payload))
-            self._replay.send_multipart((client, b"", END_OF_REPLAY, b""))
+            wanted, first = self._replays.setdefault(parts[0], deque()), int.from_bytes(parts[2], "big")
+            if len(wanted) > len(self._sent):
+                log.warning("a client that does not read past KV cache events asks for more of them; it is ignored")
+                continue
+            wanted += [(number.to_bytes(8, "big"), payload) for number, payload in self._sent if number >= first]
+            wanted.append((END_OF_REPLAY, b""))
+
+    def _send_past(self) -> None:
+        """Send what clients have asked for, as far as their queues have room."""
+        assert self._replay
+        for client, wanted in list(self._replays.items()):
+            try:
+                while wanted:
+                    self._replay.send_multipart((client, b"", *wanted[0]), self._non_blocking)
+                    wanted.popleft()
+            except self._again:  # its queue is full
+                continue
+            except self._error as error:
+                log.warning("a client that asked for past KV cache events has left: %s", error)
+            del self._replays[client]
 
 
 def _bind(socket: Any, name: str, endpoint: str, error_class: type[Exception]) -> None:

@@ -1,5 +1,7 @@
 """KV cache events over ZeroMQ, in vLLM's format."""
 
+from contextlib import suppress
+
 import msgspec
 import pytest
 import zmq
@@ -25,7 +27,7 @@ class Subscriber:
     """A router's side of the sockets."""
 
     def __init__(self, endpoint, replay_endpoint, topic=b"kv"):
-        self.context = zmq.Context()
+        self.context, self.replay_endpoint = zmq.Context(), replay_endpoint
         self.sub = self.context.socket(zmq.SUB)
         self.sub.setsockopt(zmq.SUBSCRIBE, topic)
         self.sub.setsockopt(zmq.RCVTIMEO, 1000 * WAIT)
@@ -96,6 +98,38 @@ def test_batches_have_the_format_of_vllm(published):
     ]
     assert batches[1][0] <= batches[2][0] and batches[1][2] == 0
     assert list(subscriber.replay(start + 2)) == [start + 2]
+
+
+def test_a_slow_client_gets_all_past_batches(published):
+    """They are more than the queues between the two hold."""
+    events, publisher, subscriber = published
+    device, count, start = events.listener(DEVICE), 3000, min(subscriber.replay(0))
+
+    def publish(number):
+        device.stored(Entry(Origin("", b""), tuple(range(number, number + 1000))))
+        publisher.publish()
+
+    for number in range(count):
+        publish(number)
+    while not subscriber.replay(start + count):
+        pass
+    subscriber.sub.setsockopt(zmq.RCVTIMEO, 50)
+    slow = subscriber.context.socket(zmq.DEALER)
+    slow.set_hwm(1)
+    slow.setsockopt(zmq.RCVTIMEO, 1000 * WAIT)
+    slow.connect(subscriber.replay_endpoint)
+    slow.send_multipart((b"", (0).to_bytes(8, "big")))
+    published_since = 0
+    while published_since < 3:  # the request is read meanwhile
+        publish(count + published_since)
+        with suppress(zmq.Again):
+            subscriber.sub.recv_multipart()
+            published_since += 1
+    numbers = []
+    while (number := slow.recv_multipart()[1]) != END_OF_REPLAY:
+        numbers.append(int.from_bytes(number, "big"))
+    assert len(numbers) > count
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
 def test_the_numbers_of_a_restarted_publisher_are_higher(published):
