@@ -157,4 +157,4 @@ def test_paged_serve_checks_before_it_starts_a_server(model, monkeypatch, capsys
     shutil.rmtree(model)
     model.mkdir()
     assert main(["serve", str(model)]) == 2
-    assert f"no config.json in {model}" in capsys.readouterr().err
+    assert f'paged serve: MODEL="{model}": no config.json in {model}' in capsys.readouterr().err

@@ -119,6 +119,8 @@ def _model_options(
         name = str(error).partition("=")[0].partition(":")[0]
         if not name.isidentifier():  # a file
             raise UsageError(str(error)) from None
+        if name == "model" and args.model is not None:
+            raise UsageError(f"MODEL{str(error)[len(name) :]}") from None
         flag = f"--{name.replace('_', '-')}" if name in args.engine_options else f"-o {name}"
         raise UsageError(f"{flag}{str(error)[len(name) :]}") from None
     return options
