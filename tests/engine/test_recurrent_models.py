@@ -182,6 +182,7 @@ def test_states_of_draft_tokens_are_part_of_the_memory_budget(lfm2, monkeypatch)
         runner = assembly_of(lfm2, num_speculative_tokens=count, enable_prefix_caching=False).runner
         assert runner.states.num_slots == slots
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(model_preparation, "rank_bytes", lambda *arguments: 0)
     problem = r"2304 bytes for each sequence, for each of 16 draft tokens \(.*\) and for each of 8 checkpoints"
     with pytest.raises(ConfigError, match=problem):
         assembly_of(lfm2, num_speculative_tokens=4)
