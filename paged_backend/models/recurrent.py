@@ -48,6 +48,8 @@ MIXERS = {
 }
 # Mixers whose scan over several tokens always starts from the zero state. They continue a prompt token by token.
 SINGLE_STEP = {"falcon_mamba", "jamba", "mamba"}
+# What mixers call the cache: the first since transformers 5.24, before that one of the others
+CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 # Layers that compute every token by itself, so keep nothing.
 STATELESS = {"nemotron_h": {"NemotronHMLP", "NemotronHMoE"}}
 
@@ -112,9 +114,9 @@ class _Call:
         self._forward = mixer.forward
         self._layer_idx = mixer.layer_idx
         parameters = signature(mixer.forward).parameters
-        names = [name for name in ("cache_params", "past_key_values") if name in parameters]
+        names = [name for name in CACHE_NAMES if name in parameters]
         if len(names) != 1:
-            raise UnsupportedModel(f"{type(mixer).__name__}: takes no cache as cache_params or past_key_values")
+            raise UnsupportedModel(f"{type(mixer).__name__}: takes no cache as {' or '.join(CACHE_NAMES)}")
         self._cache_name = names[0]
 
     def __call__(self, hidden_states: Tensor, layer: LinearAttentionLayer) -> Tensor:

@@ -241,7 +241,7 @@ def is_fused(model):
     return answer
 
 
-# Models that the verification at load rejects.
+# Models that the verification at load rejects
 REJECTED_FAMILIES = {
     "bloom": lambda: hf.BloomConfig(vocab_size=320, hidden_size=64, n_layer=2, n_head=4),
     "codegen": lambda: hf.CodeGenConfig(**SMALL, rotary_dim=8),
@@ -265,3 +265,4 @@ REJECTED_FAMILIES = {
     "nemotron": lambda: hf.NemotronConfig(**COMMON),
     "stablelm": lambda: hf.StableLmConfig(**COMMON),
 }
+ACCEPTED_SINCE = {"codegen": "5.24", "gptj": "5.24"}  # transformers, whose model then calls the attention interface

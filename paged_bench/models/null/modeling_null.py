@@ -66,13 +66,7 @@ class NullForCausalLM(PreTrainedModel):
 
     def _attend(self, input_ids: Tensor, position_ids: Tensor) -> None:
         hidden = torch.zeros(1, input_ids.shape[1], self.config.hidden_size, device=self.device, dtype=self.dtype)
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=hidden,
-            attention_mask=None,
-            past_key_values=None,
-            position_ids=position_ids,
-        )
+        mask = create_causal_mask(self.config, hidden, None, None, position_ids)  # the 4th has had several names
         heads = hidden[:, None]
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _nothing)
         attend(self.attention, heads, heads, heads, mask, scaling=1.0, dropout=0.0)
