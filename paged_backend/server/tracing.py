@@ -11,7 +11,7 @@ import math
 import os
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from paged_backend.api.options import invalid_option
@@ -22,6 +22,7 @@ from paged_backend.server.wire.call import Call
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 log = logging.getLogger("paged_llm")
 
@@ -107,19 +108,32 @@ class Tracing:
 
 def _provider(endpoint: str, sample_ratio: float) -> TracerProvider:
     try:
-        from opentelemetry.exporter.otlp.json.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
+        exporter = _exporter_class()
     except ImportError as error:
-        problem = f"OpenTelemetry is not installed ({error}); run pip install 'paged-llm-triton[tracing]'"
+        problem = (
+            f"OpenTelemetry is not installed ({error}); run pip install 'paged-llm-triton[tracing]', or"
+            " 'paged-llm-triton[tracing-json]' beside the extra server"
+        )
         raise invalid_option("otlp_traces_endpoint", endpoint, problem) from None
     _limit_messages()
     resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", SERVICE)})
     provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(sample_ratio)), resource=resource)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    provider.add_span_processor(BatchSpanProcessor(exporter(endpoint=endpoint)))
     return provider
+
+
+def _exporter_class() -> Callable[..., SpanExporter]:
+    """Return the exporter that sends protobuf, or, where protobuf is too old for it, the one that sends JSON."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError:
+        from opentelemetry.exporter.otlp.json.http.trace_exporter import OTLPSpanExporter
+    return OTLPSpanExporter
 
 
 class _MessageLimit(logging.Handler):
