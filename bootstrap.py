@@ -1,7 +1,7 @@
-"""Sets up the environment: `python3 bootstrap.py serve` or `python3 bootstrap.py test`. make calls it.
+"""Sets up an environment: `python3 bootstrap.py serve`, `test` or `modern`. make calls it.
 
-Installs the packages that serving needs, or those of the tests too, and compiles the C++ kernels for this processor
-meanwhile. What exists is kept. Needs only the standard library.
+Installs the packages that serving needs, those of the tests too, or the newest of all without the server in the wheel.
+Compiles the C++ kernels for this processor meanwhile. What exists is kept. Needs only the standard library.
 """
 
 import argparse
@@ -23,14 +23,20 @@ sys.path.insert(0, str(ROOT / "kernels"))
 from paged_kernels.cpu import build  # noqa: E402
 
 SERVE = ("client", "server")
+TEST = ("events", "remote", "routing", "bench", "test")
 # The extras of pyproject.toml in each set of packages.
-SETS = {"serve": SERVE, "test": (*SERVE, "tracing", "events", "remote", "routing", "bench", "test")}
+SETS = {"serve": SERVE, "test": (*SERVE, "tracing-json", *TEST), "modern": ("client", "gguf", "tracing", *TEST)}
 # What a server and the gateway import.
 IMPORTS = (
     "paged_backend.server.service, paged_client.openai.app, accelerate, gguf, transformers.models.llama.modeling_llama"
 )
 TIMES = "set_up_times.txt"  # in the environment: the seconds of each part, for .ci/run
 PACKAGES = "Packages"
+
+
+def constraints(packages: str) -> str:
+    """Return the name of the file with the versions of a set of packages."""
+    return "constraints-modern.txt" if packages == "modern" else "constraints.txt"
 
 
 class SetUpFailed(Exception):
@@ -59,7 +65,7 @@ class Environment:
         It is named after the content of the files that say what to install, so that a change of either installs again
         and a mere touch does not.
         """
-        files = (ROOT / "pyproject.toml").read_bytes() + (ROOT / "constraints.txt").read_bytes()
+        files = (ROOT / "pyproject.toml").read_bytes() + (ROOT / constraints(packages)).read_bytes()
         return self._directory / f".installed-{packages}-{hashlib.sha256(files).hexdigest()[:16]}"
 
     def set_up(self) -> None:
@@ -81,12 +87,14 @@ class Environment:
             imports = pool.submit(self._import)
             self._compile()
             imports.result()
-        self._check(self._python, "-m", "paged_client.serving.server_files", capture_output=False)
+        if "server" in SETS[self._packages]:
+            self._check(self._python, "-m", "paged_client.serving.server_files", capture_output=False)
         for old in self._directory.glob(".installed-*"):
             if old not in map(self.stamp, SETS):
                 old.unlink()
-        for name in {"serve", self._packages}:
-            self.stamp(name).touch()
+        for name, extras in SETS.items():
+            if set(extras) <= set(SETS[self._packages]):
+                self.stamp(name).touch()
 
     def _compile_level(self, progress: build.Progress) -> None:
         """Compile the best level. An error is reported by the compilation of the rest, which fails again."""
@@ -110,8 +118,9 @@ class Environment:
         # Once the project is installed, its extras are added without installing it again.
         extras, is_there = ",".join(SETS[self._packages]), self.stamp("serve").exists()
         project = [f"paged-llm-triton[{extras}]"] if is_there else ["-e", f".[{extras}]"]
-        options = "--disable-pip-version-check --progress-bar=off --no-warn-conflicts --no-compile -c constraints.txt"
-        command = [str(self._python), "-m", "pip", "install", *options.split(), *self._pip_arguments, *project]
+        options = "--disable-pip-version-check --progress-bar=off --no-warn-conflicts --no-compile"
+        pins = ["-c", constraints(self._packages)]
+        command = [str(self._python), "-m", "pip", "install", *options.split(), *pins, *self._pip_arguments, *project]
         output, found, ended = list[str](), 0, threading.Event()
         pipe = subprocess.PIPE
         with (

@@ -53,11 +53,18 @@ def test_make_reports_the_required_python(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("target", "packages"), [("serve", {"serve"}), ("lint", {"test"}), ("test", {"test", "serve"})]
+    ("target", "packages"),
+    [
+        ("serve", {"serve .venv"}),
+        ("lint", {"test .venv"}),
+        ("test", {"test .venv", "serve .venv"}),
+        ("test-modern", {"modern .venv-modern", "serve .venv"}),
+    ],
 )
 def test_make_installs_the_packages_of_a_target(target, packages):
     shown = make("-n", target).stdout
-    assert set(re.findall(r"bootstrap\.py (\w+) ", shown)) == packages
+    found = re.findall(r"bootstrap\.py (\w+) --venv '(.*?)'", shown)
+    assert {" ".join(one) for one in found} == packages
 
 
 def test_changed_project_files_are_installed_again(tmp_path, monkeypatch):
@@ -108,9 +115,18 @@ def test_each_set_of_packages_is_installed_once(tmp_path):
     assert re.search(r"^packages\t\d+$", (tmp_path / "set_up_times.txt").read_text(), re.M)
     assert not any("-m pip" in command for command in bootstrapped(tmp_path, "serve")[1])
     (pip,) = (command for command in bootstrapped(tmp_path, "test")[1] if "-m pip" in command)
-    assert pip.endswith("paged-llm-triton[client,server,tracing,events,remote,routing,bench,test]"), "built again"
+    assert pip.endswith("paged-llm-triton[client,server,tracing-json,events,remote,routing,bench,test]"), "built again"
     for packages in ("serve", "test"):
         assert not any("-m pip" in command for command in bootstrapped(tmp_path, packages)[1])
+
+
+def test_the_newest_packages_are_installed_without_the_server(tmp_path):
+    _, commands = bootstrapped(tmp_path, "modern")
+    (pip,) = (command for command in commands if "-m pip" in command)
+    assert pip.endswith("-c constraints-modern.txt -e .[client,gguf,tracing,events,remote,routing,bench,test]")
+    assert not any("server_files" in command for command in commands)
+    assert not any("-m pip" in command for command in bootstrapped(tmp_path, "modern")[1])
+    assert any("-m pip" in command for command in bootstrapped(tmp_path, "serve")[1])
 
 
 def test_failed_installation_shows_the_output_of_pip_and_is_tried_again(tmp_path):
@@ -213,13 +229,22 @@ def test_ci_prints_the_seconds_of_each_part_after_a_failure_too(tmp_path):
     assert dict(table)["  packages"] == "78"
 
 
-def lock() -> list[str]:
-    return [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+def lock(packages: str = "test") -> list[str]:
+    lines = (ROOT / bootstrap.constraints(packages)).read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
 
 
-def test_lock_has_exact_versions_and_no_paths():
+@pytest.mark.parametrize("packages", ["test", "modern"])
+def test_lock_has_exact_versions_and_no_paths(packages):
     pin = r"[a-z0-9.-]+==[A-Za-z0-9.]+( ; python_full_version [<>=]+ '3\.1\d(\.\*|\.\d+)?')?"
-    assert [line for line in lock() if not re.fullmatch(pin, line)] == []
+    assert [line for line in lock(packages) if not re.fullmatch(pin, line)] == []
+
+
+def test_the_newest_packages_share_the_pinned_torch():
+    assert {"torch==2.13.0", "triton==3.7.1"} <= set(lock("modern"))
+    major = {name: int(version.split(".")[0]) for name, _, version in (line.partition("==") for line in lock("modern"))}
+    assert major["numpy"] == 2 and major["protobuf"] >= 5
+    assert "nvidia-pytriton" not in major
 
 
 @pytest.mark.parametrize(
@@ -228,6 +253,17 @@ def test_lock_has_exact_versions_and_no_paths():
 )
 def test_lock_has_the_pinned_versions(pin):
     assert pin in lock()
+
+
+@pytest.mark.parametrize(("packages", "column"), [("test", 2), ("modern", 3)])
+def test_the_page_has_the_tested_versions(packages, column):
+    text = (ROOT / "docs/guides/install.md").read_text().partition("## What is tested")[2]
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("|")]
+    cells = {row[1].split(",")[0]: row[column] for row in rows}
+    pins = [line.partition("==")[::2] for line in lock(packages)]
+    for name in ("numpy", "protobuf", "tritonclient", "torch", "transformers"):
+        versions = [".".join(version.split(".")[:2]) for pinned, version in pins if pinned == name]
+        assert any(version in cells[name] for version in versions), name
 
 
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="not the environment that make sets up")

@@ -1,15 +1,25 @@
-"""The class that Triton loads: the completed configuration, and errors of the options. No model is loaded."""
+"""The class that Triton loads: the completed configuration, errors of the options, and requests."""
 
 import importlib
 import json
+import logging
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from paged_backend.server.tensors import INPUTS, OUTPUTS
+from tests.support.pb_utils import PB_UTILS
 
 CONFIG = {"parameters": {}, "model_transaction_policy": {"decoupled": True}}
+ARGUMENTS = {
+    "model_name": "m",
+    "model_version": "1",
+    "model_config": json.dumps(CONFIG),
+    "model_instance_name": "m_0_0",
+    "model_instance_kind": "CPU",
+    "model_instance_device_id": "0",
+}
 
 
 class LoadError(Exception):
@@ -19,7 +29,8 @@ class LoadError(Exception):
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     """The module, with Triton's utilities replaced. The version directory is `tmp_path`."""
-    pb_utils = SimpleNamespace(get_model_dir=lambda: str(tmp_path), TritonModelException=LoadError)
+    own = {"get_model_dir": lambda: str(tmp_path), "TritonModelException": LoadError}
+    pb_utils = SimpleNamespace(**vars(PB_UTILS), **own)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", pb_utils)
     monkeypatch.delitem(sys.modules, "paged_backend.server.triton_model", raising=False)
     made = importlib.import_module("paged_backend.server.triton_model")
@@ -63,15 +74,33 @@ def test_a_config_is_completed_with_all_tensors(model):
 )
 def test_an_invalid_option_is_the_error_of_the_model(model, tmp_path, options, reason):
     (tmp_path / "model.json").write_text(json.dumps(options))
-    args = {"model_name": "m", "model_version": "1", "model_config": json.dumps(CONFIG)}
-    args |= {"model_instance_kind": "CPU", "model_instance_device_id": "0"}
     with pytest.raises(LoadError, match=f"^ConfigError: .*{reason}"):
-        model.TritonPythonModel().initialize(args)
+        model.TritonPythonModel().initialize(ARGUMENTS)
+
+
+def test_requests_with_the_newest_backend(model, tmp_path, tiny, caplog):
+    """It asks the model whether it is ready, and takes nothing but True for yes."""
+    from tests.support.callers import Caller
+    from tests.support.in_process import TINY
+
+    (tmp_path / "model.json").write_text(json.dumps({"model": str(tiny[0])} | TINY))
+    served = model.TritonPythonModel()
+    served.initialize(ARGUMENTS)
+    try:
+        assert served.is_ready() is True
+        sampling = ('{"max_tokens": 3, "ignore_eos": true}', '{"max_tokens": -1}')
+        asked = [Caller(text_input="abc", stream=True, sampling_parameters=text) for text in sampling]
+        assert served.execute(asked) is None
+        assert asked[0].all()
+        assert "max_tokens" in asked[1].rejection()
+    finally:
+        served.finalize()
+    assert served.is_ready() is False
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 def test_a_model_that_is_not_decoupled_is_refused(model):
     """Its second response would be an exception in the server, and the client would wait for ever."""
-    args = {"model_name": "m", "model_version": "1"}
-    args["model_config"] = json.dumps(CONFIG | {"model_transaction_policy": {"decoupled": False}})
+    settings = json.dumps(CONFIG | {"model_transaction_policy": {"decoupled": False}})
     with pytest.raises(LoadError, match=r"model_transaction_policy.decoupled=false: must be true"):
-        model.TritonPythonModel().initialize(args)
+        model.TritonPythonModel().initialize(ARGUMENTS | {"model_config": settings})

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def add_program(directory: Path, text: str) -> Path:
     return program
 
 
+@pytest.mark.skipif(find_spec("pytriton") is None, reason="the extra server is not installed")
 def test_the_servers_on_path_come_first_but_not_the_script_of_this_package(tmp_path, monkeypatch):
     own = add_program(tmp_path / "own", OWN_SCRIPT)
     monkeypatch.setenv("PATH", f"{own.parent}:{os.environ['PATH']}")
