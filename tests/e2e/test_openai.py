@@ -191,6 +191,18 @@ def test_the_same_seed_gives_the_same_text(client):
     assert text(3) == text(3) != text(4)
 
 
+def test_tokenize_and_detokenize(front, engine):
+    key = {"Authorization": "Bearer key"}
+    expected = engine.generate(messages=QUESTION, max_tokens=1, return_token_ids=True).prompt_token_ids
+    status, tokens = front.ask("/tokenize", {"messages": QUESTION}, key)
+    assert status == 200, tokens
+    assert (status, tokens["tokens"], tokens["count"]) == (200, list(expected), len(expected))
+    status, text = front.ask("/detokenize", {"tokens": tokens["tokens"]}, key)
+    assert status == 200
+    plain = {"prompt": text["prompt"], "add_special_tokens": False}
+    assert front.ask("/tokenize", plain, key)[1]["tokens"] == tokens["tokens"]
+
+
 @pytest.mark.parametrize("many", [False, True])
 def test_text_ends_before_the_stop_string(client, many):
     asked = {"model": MODEL, "prompt": "One, two, three, four,", "temperature": 0, "max_tokens": 24}

@@ -39,7 +39,7 @@ class DetokenizeRequest(Body):
 def sampling(request: EngineRequest) -> Sampling:
     """Return the sampling parameters for a request whose prompt tokens are all that is wanted."""
     given = {name: request.sampling[name] for name in _SAMPLING if name in request.sampling}
-    return {**given, "max_tokens": 0, "echo": True, "return_token_ids": True}
+    return {**given, "max_tokens": 1, "return_token_ids": True}  # conversations cannot have 0
 
 
 def detokenize_sampling(adapter: str | None) -> Sampling:

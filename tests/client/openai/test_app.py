@@ -166,7 +166,7 @@ class TestTokens:
             status, answer = front.ask("/tokenize", {"prompt": "x", "add_special_tokens": False, "temperature": 3})
         assert isinstance(answer.pop("max_model_len"), int | None)
         assert (status, answer) == (200, {"count": 2, "tokens": [5, 7], "token_strs": None})
-        assert fake.sampling[-1] == {"max_tokens": 0, "echo": True, "add_special_tokens": False}
+        assert fake.sampling[-1] == {"max_tokens": 1, "add_special_tokens": False}
 
     def test_tokenize_a_conversation(self, front, fake, says):
         more = {"add_generation_prompt": False, "tools": TOOLS, "tool_choice": "required"}
@@ -176,7 +176,7 @@ class TestTokens:
         assert json.loads(asked["messages"]) == CHAT["messages"]
         assert json.loads(asked["chat_template_kwargs"]) == {"add_generation_prompt": False}
         assert json.loads(asked["tools"]) == TOOLS
-        assert fake.sampling[-1] == {"max_tokens": 0, "echo": True}
+        assert fake.sampling[-1] == {"max_tokens": 1}
 
     def test_detokenize(self, front, fake):
         assert front.ask("/detokenize", {"tokens": [5, 7]}) == (200, {"prompt": "Hello there"})
