@@ -152,10 +152,15 @@ def closure(requirements: Iterable[str]) -> set[str]:
     return names
 
 
-def packages_of(name: str) -> set[str]:
+def requirements(name: str) -> list[str]:
+    """Return the requirements in pyproject.toml of a set of packages."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = (project["optional-dependencies"][extra] for extra in bootstrap.SETS[name])
-    return closure([*project["dependencies"], *chain.from_iterable(extras)])
+    return [*project["dependencies"], *chain.from_iterable(extras)]
+
+
+def packages_of(name: str) -> set[str]:
+    return closure(requirements(name))
 
 
 def test_packages_of_the_tests_are_not_needed_to_serve():
@@ -238,6 +243,12 @@ def lock(packages: str = "test") -> list[str]:
 def test_lock_has_exact_versions_and_no_paths(packages):
     pin = r"[a-z0-9.-]+==[A-Za-z0-9.]+( ; python_full_version [<>=]+ '3\.1\d(\.\*|\.\d+)?')?"
     assert [line for line in lock(packages) if not re.fullmatch(pin, line)] == []
+
+
+@pytest.mark.parametrize("packages", ["test", "modern"])
+def test_lock_has_every_requirement(packages):
+    names = {canonicalize_name(line.partition("==")[0]) for line in lock(packages)}
+    assert {canonicalize_name(Requirement(one).name) for one in requirements(packages)} <= names, "make lock"
 
 
 def test_the_newest_packages_share_the_pinned_torch():
