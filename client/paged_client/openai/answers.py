@@ -132,7 +132,7 @@ class ChatResponseBuilder(ResponseBuilder):
         if not message and not _has_content(replace(delta, text="")):
             return None
         reason = self._finish_reason(delta.index, delta)
-        return _choice(delta.index, delta, reason, self._logprobs(delta.logprobs), delta=message)
+        return _choice(delta.index, delta, reason, self._logprobs(delta.logprobs or None), delta=message)
 
     def _parse(self, index: int, part: Completion | Delta) -> dict[str, Any]:
         """Return the message fields that a part of a sample adds."""
