@@ -70,10 +70,11 @@ def install(versions: dict[str, str]) -> Path:
 
 
 @pytest.mark.skipif(Path(sys.prefix).name == ".venv-modern", reason="all tests run with these packages")
-def test_the_newest_packages(figures):
+def test_the_newest_packages(figures, tmp_path):
     versions = differing()
     assert versions.keys() >= set(NAMED), "make lock"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}" for name in TESTS)]
+    options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'files'}"]
+    command = [sys.executable, "-m", "pytest", *options, *(f"tests/{name}" for name in TESTS)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = str(install(versions))
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
