@@ -13,7 +13,7 @@ from tests.support.operations import DISPATCHES
 def test_all_kernels_pass(tmp_path, capsys):
     file = tmp_path / "checks.json"
     assert _kernel_checks.main(["--json", str(file)]) == 0
-    records = {record["name"]: record for record in json.loads(file.read_text())}
+    records = {record["name"]: record for record in json.loads(file.read_text())["records"]}
     checked = {name.removeprefix("check: ").partition(",")[0] for name in records}
     assert checked == {names[0] for names in DISPATCHES}
     assert all(record["value"] <= record["limit"] for record in records.values())
@@ -67,7 +67,7 @@ def test_kernel_that_does_not_compile_fails_alone(monkeypatch, tmp_path, capsys)
     monkeypatch.setattr(_kernel_checks.ops, "swiglu", broken)
     file = tmp_path / "checks.json"
     assert _kernel_checks.main(["--json", str(file)]) == 1
-    records = json.loads(file.read_text())
+    records = json.loads(file.read_text())["records"]
     assert [one["unit"] for one in records if one["value"] is None] == ["not measured: RuntimeError: no compiler"]
     assert len(records) == len(_kernel_checks.CHECKS)
 

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from paged_bench import kernels
 from paged_bench._lines import LINES
 from paged_client.cli import main
 from paged_kernels.cpu import native
-from tests.support.records import records_of, without_picture
+from tests.support.records import records_of
 
 
 @pytest.mark.nightly
@@ -29,14 +28,3 @@ def test_kernels_benchmark(tmp_path, capsys):
         assert records[f"{cell}: flex_attention, contiguous"]["unit"] == "not measured: no GPU"
         assert records[cell]["limit"] == records["read-only stream"]["value"]
     assert "gather + SDPA" in capsys.readouterr().out
-
-
-def test_results_of_finished_cells_are_kept(tmp_path, monkeypatch):
-    def stop(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(kernels, "lines", stop)
-    file = tmp_path / "figures.json"
-    with pytest.raises(KeyboardInterrupt):
-        kernels.main(["--quick", "--only", "decode", "--json", str(file)])
-    assert any(name.startswith("decode") for name in without_picture(file))

@@ -176,7 +176,7 @@ def test_inputs_of_the_upstream_tests(tiny_server, client):
     ("values", "message"),
     [
         ({"sampling_param_max_tokens": [9999]}, "INVALID_ARGUMENT: sampling_param_max_tokens=9999: must be 1..256"),
-        ({"streaming": [True]}, "INVALID_ARGUMENT: streaming=true: must be false, since this model's config.pbtxt"),
+        ({"streaming": [True]}, "INVALID_ARGUMENT: streaming=true: Streaming is only supported in decoupled mode"),
         ({"image_url": ["http://x"]}, 'INVALID_ARGUMENT: image_url="...": not supported; leave it out'),
         ({"lora_name": ["pirate"]}, "LoRA feature is not enabled."),
         ({"text_input": ["One", "Two"]}, "INVALID_ARGUMENT: text_input: has 2 elements per row; must have 1"),

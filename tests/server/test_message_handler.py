@@ -18,7 +18,7 @@ def test_tokens_after_a_stop_string_in_one_step_are_not_counted(opened):
     responder.open(client.stream)
     responder.emit(step(1, "abcdef"))
     assert client.got.get(timeout=WAIT) == ("ab", None, True)
-    assert metrics.generated_tokens._metrics[0].value == client.stream.usage_receipt()["generated_tokens"] == 4
+    assert metrics.generated_tokens._metrics[0].value() == client.stream.usage_receipt()["generated_tokens"] == 4
     assert aborted.get(timeout=WAIT) == 1
 
 

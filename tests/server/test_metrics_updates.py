@@ -17,7 +17,7 @@ def test_metrics_are_flushed_before_the_final_response(opened):
     send = client.send
 
     def counting(response, flags):
-        counted.put(metrics.generated_tokens._metrics[0].value)
+        counted.put(metrics.generated_tokens._metrics[0].value())
         send(response, flags)
 
     client.send = counting

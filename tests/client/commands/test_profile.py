@@ -87,7 +87,6 @@ def test_the_address_chooses_one_of_several_servers(monkeypatch, capsys, tmp_pat
         assert main(command) == 2
         error = capsys.readouterr().err
         assert "--url: missing; 2 servers on this machine serve paged_llm: localhost:" in error
-        assert f"localhost:{port}" in error
         assert main([*command, "--url", f"localhost:{port}"]) == 0
     assert len(asked) == 1
     assert main([*command, "--url", f"localhost:{port}"]) == 2

@@ -92,7 +92,6 @@ def test_base64_encoding(front):
         ({"input": ["a", 5]}, "input", "input="),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format="),
         ({"input": "a", "dimensions": "2"}, "dimensions", "dimensions="),
-        ({"input": "a", "stream": True}, "stream", "stream: unknown field"),
         ({"input": ["a"] * 2049}, "input", "input: has 2049 inputs; must be at most 2048 (--max-inputs)"),
         ({"input": "bad"}, "input", "input: prompt_tokens=9: must be 1..8"),
         ({"input": []}, "input", "input=[]: must be text"),
