@@ -14,13 +14,15 @@ class GuideError(Exception):
 
 
 class Guide(Protocol):
-    """Computes which tokens may come next in one output. Used by the engine thread only, once the request is queued."""
+    """Computes which tokens may come next in one output. Used by the engine thread only, once the request is queued.
+
+    The mask of the first token is computed before that, so that `fill` takes no time."""
 
     num_words: int
     seen: int  # output tokens consumed so far
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Consume the next output tokens. Raises GuideError."""
+        """Consume the next output tokens, and compute which tokens may follow. `fill` reports errors."""
 
     def fill(self, words: np.ndarray) -> None:  # [num_words] int32
-        """Set the bits of exactly the tokens that may come next. Raises GuideError."""
+        """Set the bits of exactly the tokens that may come next. Raises GuideError, also for errors of `advance`."""

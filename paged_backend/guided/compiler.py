@@ -1,6 +1,6 @@
 """Compile the grammars of structured outputs on worker threads, and cache the results.
 
-submitting thread   cache hit: copy the matcher, call back at once
+submitting thread   cache hit: copy the guide, call back at once
                     cache miss: queue; requests of one tenant for the same structure share an entry
 worker thread       compile in the sandbox process -> compile here -> cache -> call back for every request that waits
 """
@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -48,22 +49,29 @@ class GrammarGuide:
     """The guide of one output, over an llguidance matcher."""
 
     def __init__(self, matcher: Any, field: str, vocab_size: int, tokenizer_size: int) -> None:
-        """`tokenizer_size` is the number of tokens of the tokenizer and so the number of bits that llguidance fills."""
+        """Compute the first mask. `tokenizer_size` is the number of tokens of the tokenizer and so the number of bits
+        that llguidance fills."""
         self.seen = 0
         self._matcher = matcher
         self._field = field
         self._vocab_size = vocab_size
         self._filled = np.zeros(-(-tokenizer_size // BITS), dtype=np.int32)
         self.num_words = -(-vocab_size // BITS)
+        self._compute_mask()
+
+    def copy(self, field: str) -> GrammarGuide:
+        """Return a guide at the same position of another output, whose errors name `field`."""
+        other = copy(self)
+        other._matcher, other._field, other._filled = self._matcher.deep_copy(), field, self._filled.copy()
+        return other
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.seen += len(tokens)
-        if not self._matcher.consume_tokens(list(tokens)):
-            self._fail()
+        if self._matcher.consume_tokens(list(tokens)):
+            self._compute_mask()
 
     def fill(self, words: np.ndarray) -> None:
         filled = self._filled
-        self._matcher.unsafe_compute_mask_ptr(filled.ctypes.data, filled.nbytes)
         if self._matcher.is_error():
             self._fail()
         common = min(len(words), len(filled))
@@ -72,6 +80,9 @@ class GrammarGuide:
             words.view(np.uint32)[-1] &= np.uint32((1 << used_bits) - 1)
         if not words.any():
             raise GuideError(f"{self._field}: none of the model's tokens can come next")
+
+    def _compute_mask(self) -> None:
+        self._matcher.unsafe_compute_mask_ptr(self._filled.ctypes.data, self._filled.nbytes)
 
     def _fail(self) -> NoReturn:
         raise GuideError(f"{self._field}: cannot continue: {grammar.error_reason(self._matcher)}")
@@ -91,7 +102,7 @@ class _Waiter:
 class _CacheEntry:
     """A cached compile result."""
 
-    result: Any  # a matcher or a GrammarError
+    result: GrammarGuide | GrammarError
     expires_at: float  # time.monotonic()
 
 
@@ -107,8 +118,8 @@ class _ResultCache:
         self._entries: OrderedDict[Key, _CacheEntry] = OrderedDict()  # least recently used first
         self._nbytes = 0
 
-    def get(self, key: Key) -> Any:
-        """Return the matcher or GrammarError of a structure, or None if it is not cached."""
+    def get(self, key: Key) -> GrammarGuide | GrammarError | None:
+        """Return the guide or GrammarError of a structure, or None if it is not cached."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -118,8 +129,8 @@ class _ResultCache:
         self._entries.move_to_end(key)
         return entry.result
 
-    def store(self, key: Key, result: Any) -> None:
-        """Cache a matcher, or a GrammarError for its `cache_seconds`."""
+    def store(self, key: Key, result: GrammarGuide | GrammarError) -> None:
+        """Cache a guide, or a GrammarError for its `cache_seconds`."""
         seconds = result.cache_seconds if isinstance(result, GrammarError) else math.inf
         if not seconds:
             return
@@ -222,8 +233,8 @@ class GrammarCompiler:
                 log.exception("could not create the guides of a request")
                 waiter.callback(internal_error(error))
 
-    def _compile_safely(self, key: Key) -> Any:
-        """Return a matcher, or a GrammarError for any failure."""
+    def _compile_safely(self, key: Key) -> GrammarGuide | GrammarError:
+        """Return a guide at the beginning of an output, or a GrammarError for any failure."""
         try:
             return self._compile(key)
         except GrammarError as error:
@@ -232,7 +243,7 @@ class GrammarCompiler:
             log.exception("could not compile a grammar")
             return GrammarError(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL, cache_seconds=0)
 
-    def _compile(self, key: Key) -> Any:
+    def _compile(self, key: Key) -> GrammarGuide:
         tokenizer = self._get_tokenizer()
         with self._lock:
             sandbox = self._idle.pop()
@@ -242,20 +253,20 @@ class GrammarCompiler:
             with self._lock:
                 self._idle.append(sandbox)
         try:
-            return grammar.create_matcher(tokenizer, text)
+            matcher = grammar.create_matcher(tokenizer, text)
         except ValueError as error:
             raise GrammarError(str(error)) from error
+        return GrammarGuide(matcher, "", self._vocab_size, tokenizer.vocab_size)
 
     def _still_wanted(self, key: Key) -> bool:
         return any(waiter.still_wanted() for waiter in tuple(self._queued[key]))
 
-    def _respond(self, waiter: _Waiter, result: Any) -> None:
-        field, size = waiter.structure.field, self._vocab_size
+    def _respond(self, waiter: _Waiter, result: GrammarGuide | GrammarError) -> None:
+        field = waiter.structure.field
         if isinstance(result, GrammarError):
             waiter.callback(RequestError(result.code, f"{field}: {result}"))
             return
-        known = self._tokenizer.vocab_size
-        waiter.callback(tuple(GrammarGuide(result.deep_copy(), field, size, known) for _ in range(waiter.count)))
+        waiter.callback(tuple(result.copy(field) for _ in range(waiter.count)))
 
     def _settings(self) -> grammar.GrammarSettings:
         tokenizer = self._get_tokenizer()

@@ -1,7 +1,7 @@
 """Token bitmasks: one bit per vocabulary token, for the rows of a step whose request restricts its tokens.
 
 A guide computes the mask of one output from that output's tokens alone. Preemption, recomputation and the other
-requests of the batch do not affect it.
+requests of the batch do not affect it. The scheduler has had it computed (`MaskBudget`).
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ def _words(sequence: Sample, position: int, excluded: Sequence[int]) -> np.ndarr
         return np.frombuffer(allowed, "<i4")
     guide, generated = request.guides[sequence.index], position - sequence.num_prompt
     words = np.zeros(guide.num_words, dtype=np.int32)
-    if guide.seen < generated:
-        guide.advance(sequence.tokens[sequence.num_prompt + guide.seen : position])
+    assert guide.seen == generated, "the mask was not computed"
     guide.fill(words)
     if generated < request.sampling.min_tokens:
         without = _without(words, request.stop_ids)

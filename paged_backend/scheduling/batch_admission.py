@@ -11,6 +11,7 @@ from paged_backend.scheduling.block_demand import BlockDemand, Demand
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.block_tables import BlockTables
 from paged_backend.scheduling.chunk_planner import ChunkPlanner
+from paged_backend.scheduling.mask_budget import MaskBudget
 from paged_backend.scheduling.pins import Pins
 from paged_backend.scheduling.plan import NO_BLOCKS
 from paged_backend.scheduling.plan_builder import PlanBuilder
@@ -43,6 +44,7 @@ class BatchAdmission:
         accounts: Accounts,
         planner: ChunkPlanner,
         preemption: Preemption,
+        masks: MaskBudget,
         counters: SchedulerCounters,
         clock: Callable[[], float],
         *,
@@ -59,6 +61,7 @@ class BatchAdmission:
         self._accounts = accounts
         self._planner = planner
         self._preemption = preemption
+        self._masks = masks
         self._counters = counters
         self._clock = clock
         self._max_num_seqs = max_num_seqs
@@ -68,11 +71,16 @@ class BatchAdmission:
         """Admit waiting requests until the next one does not fit.
 
         A request is admitted only if the blocks for all of its tokens are available and not reserved for prompts that
-        are still being computed. This keeps prompts from preempting each other during prefill.
+        are still being computed. This keeps prompts from preempting each other during prefill. A request that has
+        output already, such as a preempted one, also waits for its masks.
         """
+        self._masks.renew()
         capacity = self._capacity() if self._requests.waiting else _Capacity(0, 0)
         while builder.budget > 0 and (group := self._next()):
             if self._whole_prompts and group.prefill_len > builder.budget:
+                return
+            self._masks.prepare([group])
+            if any(sequence.needs_mask for sequence in group.sequences):
                 return
             self._tables.scores.take(group)
             if not builder.scored_budget and group.unscored(0, group.leader.num_prompt):

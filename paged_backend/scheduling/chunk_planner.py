@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paged_backend.scheduling.block_tables import BlockTables
+from paged_backend.scheduling.mask_budget import MaskBudget
 from paged_backend.scheduling.pins import Pins
 from paged_backend.scheduling.plan_builder import PlanBuilder
 from paged_backend.scheduling.preemption import Preemption
@@ -21,6 +22,7 @@ class ChunkPlanner:
         tables: BlockTables,
         pins: Pins,
         preemption: Preemption,
+        masks: MaskBudget,
         counters: SchedulerCounters,
         stages: int = 1,
     ):
@@ -29,15 +31,19 @@ class ChunkPlanner:
         self._tables = tables
         self._pins = pins
         self._preemption = preemption
+        self._masks = masks
         self._counters = counters
         self._stages = stages
 
     def split(self, *, in_flight: bool) -> tuple[list[tuple[Group, Sequence]], list[tuple[Group, Sequence]]]:
         """Return the sequences that decode and those that prefill, each in scheduling order.
 
-        Decode is planned first, so that a long prompt hardly delays running streams. In a pipeline, sequences with a
-        placeholder wait for its token, and at most an equal share of those that decode is returned for each stage.
+        Decode is planned first, so that a long prompt hardly delays running streams. Sequences for whose masks there is
+        no time are left out. In a pipeline, sequences with a placeholder wait for its token, and at most an equal share
+        of those that decode is returned for each stage.
         """
+        self._masks.renew()
+        self._masks.prepare(self._requests.running.values())
         decoding: list[tuple[Group, Sequence]] = []
         prefilling: list[tuple[Group, Sequence]] = []
         waiting = 0  # sequences that decode in other steps of the pipeline
@@ -45,7 +51,7 @@ class ChunkPlanner:
             for sequence in group.active:
                 if self._stages > 1 and sequence.tokens[-1] < 0:
                     waiting += 1
-                elif not (in_flight and sequence.has_all_tokens):
+                elif not (sequence.needs_mask or (in_flight and sequence.has_all_tokens)):
                     is_decode = len(sequence.tokens) - sequence.computed == 1
                     (decoding if is_decode else prefilling).append((group, sequence))
         if self._stages > 1:

@@ -3,6 +3,7 @@
 Scheduler           plans a step, commits it, ends requests
   RequestRegistry   registry.py: the waiting queue (waiting_queue.py), the running batch, ends of requests
   ChunkPlanner      chunk_planner.py: the next chunks of running requests, and their draft tokens
+  MaskBudget        mask_budget.py: which structured outputs take part in a step
   BatchAdmission    batch_admission.py: which waiting requests are admitted; block demand is in block_demand.py
   Preemption        preemption.py: swaps out or recomputes running requests
   StepCommitter     step_commit.py: stores a step's results, ends sequences; beams are in beam_commit.py
@@ -25,6 +26,7 @@ from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.block_tables import BlockTables
 from paged_backend.scheduling.chunk_planner import ChunkPlanner
 from paged_backend.scheduling.host_states import HostStates
+from paged_backend.scheduling.mask_budget import MaskBudget
 from paged_backend.scheduling.pins import Pins
 from paged_backend.scheduling.plan import Costs, Plan
 from paged_backend.scheduling.plan_builder import PlanBuilder
@@ -61,6 +63,7 @@ class Scheduler:
         proposer: Proposer | None = None,
         max_draft_tokens: int = 0,
         prefill_budget: PrefillBudget | None = None,
+        mask_budget: MaskBudget | None = None,
         max_loras: int = 0,
         fair_tenants: bool = False,
         state_slots: int = 0,
@@ -71,12 +74,12 @@ class Scheduler:
     ):
         """preemption: "swap", "recompute", or "auto" for the cheaper one. session_blocks: maximum blocks pinned for
         sessions between turns. max_draft_tokens: maximum per sequence and step. prefill_budget: limits the prompt
-        tokens of a step that decodes. max_loras: maximum adapters on the device. fair_tenants: within a priority, admit
-        the tenant that was served the fewest tokens instead of first come, first served. state_slots: slots for the
-        states of recurrent layers, at least max_num_seqs and `num_draft_slots`; 0: the model has none.
-        host_state_slots: slots on the host for the states of swapped-out requests. stages: pipeline stages.
-        whole_prompts: compute each prompt in one step; prompts have at most max_num_batched_tokens. clock: returns
-        seconds.
+        tokens of a step that decodes. mask_budget: limits the time for masks. max_loras: maximum adapters on
+        the device. fair_tenants: within a priority, admit the tenant that was served the fewest tokens instead of first
+        come, first served. state_slots: slots for the states of recurrent layers, at least max_num_seqs and
+        `num_draft_slots`; 0: the model has none. host_state_slots: slots on the host for the states of swapped-out
+        requests. stages: pipeline stages. whole_prompts: compute each prompt in one step; prompts have at most
+        max_num_batched_tokens. clock: returns seconds.
         """
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.blocks = blocks
@@ -100,7 +103,10 @@ class Scheduler:
         self._tables = BlockTables(blocks, self.costs, preemption, self.states)
         self._requests = RequestRegistry(blocks, self._tables, self.slots, self.pins, self._accounts)
         self._preemption = Preemption(self._requests, blocks, self._tables, self._counters, clock)
-        self._planner = ChunkPlanner(self._requests, self._tables, self.pins, self._preemption, self._counters, stages)
+        masks = mask_budget or MaskBudget()
+        self._planner = ChunkPlanner(
+            self._requests, self._tables, self.pins, self._preemption, masks, self._counters, stages
+        )
         self._admission = BatchAdmission(
             self._requests,
             blocks,
@@ -111,6 +117,7 @@ class Scheduler:
             self._accounts,
             self._planner,
             self._preemption,
+            masks,
             self._counters,
             clock,
             max_num_seqs=max_num_seqs,
@@ -345,6 +352,8 @@ class Scheduler:
         for sequence in self._requests.sequences():
             assert 0 <= sequence.committed <= sequence.computed <= len(sequence.tokens)
             assert not sequence.ended
+            guides = sequence.request.guides
+            assert not guides or guides[sequence.index].seen <= sequence.generated, "a mask of tokens that do not exist"
             if not self._in_flight:
                 assert sequence.committed == sequence.computed, "computed, but not committed"
                 assert min(sequence.tokens) >= 0, "a placeholder is left"

@@ -23,7 +23,7 @@ class Sequence:
 
     __slots__ = (
         "blocks", "chain", "committed", "computed", "ended", "history", "host_blocks", "host_state_slot", "index",
-        "num_prompt", "request", "state_slot", "tokens", "window_start",
+        "mask_seconds", "mask_turn", "num_prompt", "request", "state_slot", "tokens", "window_start",
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest, tokens: list[int], chain: Chain, index: int = 0):
@@ -42,6 +42,8 @@ class Sequence:
         self.committed = 0
         self.ended = False
         self.history: array[int] = array("i")  # copy of `tokens` that prompt lookup searches
+        self.mask_seconds = 0.0  # what its masks cost, by `MaskBudget`
+        self.mask_turn = 0  # when its last mask was computed, by the budget's count; 0: never
 
     @property
     def key(self) -> int:
@@ -66,6 +68,12 @@ class Sequence:
     def has_all_tokens(self) -> bool:
         """True if max_tokens tokens are generated, or will be after the step in flight."""
         return 0 < self.request.sampling.max_tokens <= len(self.tokens) - self.num_prompt
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether its guide, if it has one, has not computed yet which tokens may come next."""
+        guides = self.request.guides
+        return bool(guides) and guides[self.index].seen < self.generated and self.tokens[-1] >= 0
 
     @property
     def output(self) -> list[int]:

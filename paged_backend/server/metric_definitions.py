@@ -179,8 +179,9 @@ _FAMILIES = (
     Family(
         "paged_step_seconds_total",
         "COUNTER",
-        "Time of the engine's thread in steps, by phase: schedule; launch (packing, copies of blocks, enqueuing; on a"
-        " CPU the whole forward pass); wait (for the device); commit (storing tokens, freeing blocks)",
+        "Time of the engine's thread in steps, by phase: schedule (with masks of structured outputs); launch (packing,"
+        " copies of blocks, enqueuing; on a CPU the whole forward pass); wait (for the device); commit (storing tokens,"
+        " freeing blocks)",
     ),
     Family(
         "paged_memory_bytes",

@@ -9,8 +9,7 @@ from paged_backend.api.errors import ErrorCode
 from paged_backend.api.guide import GuideError
 from paged_backend.api.limits import InputLimits
 from paged_backend.api.structures import read_structure
-from paged_backend.guided import compiler
-from paged_backend.guided.compiler import GrammarCompiler
+from paged_backend.guided.compiler import GrammarCompiler, GrammarGuide
 from tests.support.grammars import (
     END,
     SLOW,
@@ -44,7 +43,7 @@ def test_tokens_beyond_the_model_vocabulary_are_not_allowed():
 
 
 def test_failure_to_create_guides_affects_only_its_request(monkeypatch):
-    grammars, answers, create_guide = create_compiler(), [SimpleQueue() for _ in range(3)], compiler.GrammarGuide
+    grammars, answers, copy_guide = create_compiler(), [SimpleQueue() for _ in range(3)], GrammarGuide.copy
     compiling, resume, compile = threading.Event(), threading.Event(), grammars._compile
 
     def compile_slowly(key):
@@ -54,13 +53,13 @@ def test_failure_to_create_guides_affects_only_its_request(monkeypatch):
 
     fails = iter([RuntimeError("no memory"), None, None])
 
-    def fail_once(*args):
+    def fail_once(guide, field):
         if error := next(fails):
             raise error
-        return create_guide(*args)
+        return copy_guide(guide, field)
 
     monkeypatch.setattr(grammars, "_compile", compile_slowly)
-    monkeypatch.setattr(compiler, "GrammarGuide", fail_once)
+    monkeypatch.setattr(GrammarGuide, "copy", fail_once)
     for queue in answers:
         grammars.compile(read_structure("regex", "a"), 1, queue.put)
     assert compiling.wait(WAIT)

@@ -16,7 +16,7 @@ EVENTS = (  # each occurs in any long run of the stress test
     "beam output", "adapter output", "session output", "blocks from disk", "blocks to disk",
     "recomputed", "swapped", "cached_tokens", "host_tokens", "evictions", "copies", "moves_out", "moves_in",
     "draft_tokens", "accepted_tokens", "blocks_pinned",
-    "scored prompt", "scores from the cache", "digest",
+    "scored prompt", "scores from the cache", "digest", "masks left out",
 )  # fmt: skip
 
 

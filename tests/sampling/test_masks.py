@@ -1,6 +1,7 @@
 """Token bitmasks of guides and allowed tokens, with any kind of step."""
 
 import random
+import time
 from collections import defaultdict
 
 import numpy as np
@@ -12,6 +13,7 @@ from paged_backend.api.guide import GuideError
 from paged_backend.api.request import FinishReason, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.sampling.masks import Mask, apply_mask, build_mask
+from paged_backend.scheduling.mask_budget import SECONDS
 from paged_backend.scheduling.sequence import Sequence
 from tests.support.in_process import WAIT, running, tiny_assembly
 
@@ -47,6 +49,21 @@ class Stepping:
         bits = np.zeros(VOCAB, dtype=np.uint8)
         bits[self.allowed()] = 1
         words[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class Recording(Stepping):
+    """A guide that notes in `events` that it has computed a mask. seconds: CPU time of each."""
+
+    def __init__(self, events, name, seconds=0.0):
+        super().__init__()
+        self.events, self.name, self.seconds = events, name, seconds
+
+    def advance(self, tokens):
+        super().advance(tokens)
+        self.events.append(self.name)
+        until = time.thread_time() + self.seconds
+        while time.thread_time() < until:
+            pass
 
 
 def submit(engine, prompt, guides, **sampling):
@@ -86,6 +103,22 @@ def test_guided_rows_sample_allowed_tokens_and_others_are_unchanged(tiny, prompt
 
 
 @sync_and_async
+def test_expensive_guides_delay_no_other_request(tiny, prompts):
+    """Each step computes the cheap guide's mask, and one of the expensive ones."""
+    events = []
+    with running(tiny_assembly(tiny[0])) as engine:
+        cheap = submit(engine, prompts[1], [Recording(events, "cheap")], max_tokens=30)
+        costly = [submit(engine, prompt, [Recording(events, "costly", SECONDS)]) for prompt in prompts]
+        outputs = engine.wait(cheap, *costly)
+    for prompt, output in zip([prompts[1], *prompts], outputs, strict=True):
+        assert output.tokens == expected(tiny[1], prompt, len(output.tokens))
+    assert [len(output.tokens) for output in outputs] == [30, 12, 12, 12, 12]
+    masks = " ".join(events)
+    assert masks.count("costly") == 4 * 11
+    assert "costly costly" not in masks[: masks.rindex("cheap")]
+
+
+@sync_and_async
 @pytest.mark.parametrize("min_tokens", [0, 8])
 def test_complete_output_ends_before_min_tokens(tiny, prompts, min_tokens):
     with running(tiny_assembly(tiny[0])) as engine:
@@ -108,6 +141,7 @@ def masked_tokens(allowed, *, min_tokens, generated):
     request = GenerateRequest(
         0, (1,), SamplingParams(min_tokens=min_tokens, max_tokens=9), 0, frozenset([END, 10_000]), guides=(Fixed(),)
     )
+    request.guides[0].advance([2] * generated)
     mask = build_mask([(0, Sequence(request, [1, *[2] * generated], []), 1 + generated)], {})
     (row,) = apply_mask(torch.zeros(1, VOCAB), mask)
     return row.isfinite().nonzero()[:, 0].tolist()

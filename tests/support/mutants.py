@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 ROOT = Path(__file__).parents[2]
+MASKS = "scheduling/mask_budget.py"
 ACCOUNTS, ADMISSION, BEAM_COMMIT, BEAM_SEARCH, BLOCKS, BUILDER, CACHE, COMMIT, CONTENT, DEMAND = (
     f"scheduling/{module}.py"
     for module in (
@@ -279,8 +280,18 @@ MUTANTS = {  # name: (file, source, replacement)
     # a step in flight
     "a sequence computes past its last token": (
         PLANNER,
-        "if not (in_flight and sequence.has_all_tokens):",
-        "if True:",
+        " or (in_flight and sequence.has_all_tokens)",
+        "",
+    ),
+    "a sequence takes part in a step without its mask": (
+        PLANNER,
+        "sequence.needs_mask or ",
+        "",
+    ),
+    "the time for masks has no limit": (
+        MASKS,
+        "if self._left <= 0:",
+        "if False:",
     ),
     "tokens after the end are returned": (
         COMMIT,

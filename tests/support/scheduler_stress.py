@@ -12,11 +12,13 @@ from paged_backend.api.request import Adapter, Fingerprint, GenerateRequest, Tok
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.block_pool import PINNED
+from paged_backend.scheduling.mask_budget import MaskBudget
 from paged_backend.scheduling.plan import Costs, Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup
 from paged_backend.scheduling.step_result import StepResult
 from paged_backend.scheduling.windowed_pool import make_pool
+from tests.support.costly_guides import Clock, CostlyGuide
 from tests.support.pool_state import snapshot
 from tests.support.shadow import (
     ShadowStore,
@@ -45,6 +47,7 @@ CONDITIONS = {  # each run takes one value of each
     "pages": ((1, 0),),
     "stages": (1,),
     "scores": ("", "", "computed", "kept", "kept"),
+    "guides": (False, False, False, True),
 }
 PIPELINED = CONDITIONS | {"overlap": (False,), "stages": (2, 3, 4)}
 WINDOWED = CONDITIONS | {  # the same with sliding windows; pages: base pages and window pages of a block
@@ -54,6 +57,7 @@ WINDOWED = CONDITIONS | {  # the same with sliding windows; pages: base pages an
     "window": (1, 2, 3, 5, 9),
     "pages": ((0, 1), (1, 1), (1, 1), (1, 3)),
 }
+MASK_LIMIT, MASK_COSTS = 10, (0, 0.1, 4, 50)  # seconds
 ADAPTERS = [Adapter(name, name.encode(), 1, {}) for name in "xyz"]
 
 
@@ -80,6 +84,7 @@ def scheduler(
     pages=(1, 0),
     stages=1,
     keeps_scores=False,
+    mask_budget: MaskBudget | None = None,
 ) -> Scheduler:
     layout = BlockLayout(block_size, *pages, window, max_pending=2 * max_num_batched_tokens)
     behind = make_pool(host, layout, caching=caching) if host else None
@@ -97,6 +102,7 @@ def scheduler(
         max_draft_tokens=draft_tokens,
         max_loras=loras,
         fair_tenants=fair,
+        mask_budget=mask_budget,
         stages=stages,
     )
 
@@ -119,16 +125,20 @@ def run_stress(seen: Counter[str] | None = None, **conditions) -> None:
 class StressTest:
     """Prompts of two tokens and two salts, so that many prefixes are equal, with forks, aborts and exhausted pools.
     overlap: plan and run a step before the one before is committed. stages: of a pipeline. scores: whether requests
-    have prompt log probabilities and digests, and whether the former are kept with cached blocks."""
+    have prompt log probabilities and digests, and whether the former are kept with cached blocks. guides: whether
+    requests have guides, with masks of any cost."""
 
     def __init__(self, seen, *, seed, blocks, size, seqs, extra, caching, vocab, host, disk, swap, pinned, overlap,
-                 draft_tokens, loras, fair, window, pages, stages, scores):  # fmt: skip
+                 draft_tokens, loras, fair, window, pages, stages, scores, guides):  # fmt: skip
         self.seen, self.rnd, self.vocab, self.size, self.num_blocks = seen, random.Random(seed), vocab, size, blocks
         self.disk, self.pinned, self.loras = disk and host, pinned, loras
+        self.guides, self.masks = guides, Clock()
+        self.mask_budget = MaskBudget(MASK_LIMIT, self.masks)
         self.sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, session_blocks=pinned,
                                preemption="swap" if swap else "recompute", draft_tokens=draft_tokens, loras=loras,
                                fair=fair, window=window, pages=pages, stages=stages,
-                               keeps_scores=scores == "kept")  # fmt: skip
+                               keeps_scores=scores == "kept",
+                               mask_budget=self.mask_budget)  # fmt: skip
         self.scores = scores
         self.rows_scored: Counter[int] = Counter()  # computed positions by key
         self.prompts_scored: set[int] = set()  # keys of open requests whose prompt was returned
@@ -165,6 +175,9 @@ class StressTest:
         if not longest:
             return
         one = request(25 - self.left, prompt, **self.options(n, longest))
+        if self.guides and one.sampling.beam_width == 1 and one.sampling.max_tokens:
+            costs = [self.rnd.choice(MASK_COSTS) for _ in range(n)]
+            one = replace(one, guides=tuple(CostlyGuide(self.masks, cost) for cost in costs))
         self.requests[one.key] = one
         self.outputs |= {(one.key, index): [] for index in range(one.sampling.n)}
         if self.disk:
@@ -253,11 +266,15 @@ class StressTest:
 
     def step(self) -> bool:
         """Run one step. Return False if nothing is left to do."""
+        before, waits = self.masks.now, self.waits_for_masks()
         plan = self.sched.schedule()
         self.did("step")
+        assert self.masks.now - before <= 2 * (MASK_LIMIT + max(MASK_COSTS))
+        self.seen["masks left out"] += self.waits_for_masks()
         if plan is None:
-            self.nothing_changes()
-            if not self.flights:
+            if not waits:
+                self.nothing_changes()
+            if not (self.flights or waits):
                 assert not self.sched.has_work
                 return self.left > 0
         fails = self.rnd.choice(["at once", "later"]) if plan and self.rnd.random() < 0.02 else None
@@ -275,6 +292,11 @@ class StressTest:
             self.count_blocks()
         return True
 
+    def waits_for_masks(self) -> bool:
+        """Return whether a mask is to be computed that a sequence needs for its next token."""
+        groups = (*self.sched.running, *self.sched.waiting)
+        return any(one.needs_mask for group in groups for one in group.sequences)
+
     def nothing_changes(self) -> None:
         """Assert that a `schedule` without a plan leaves the pool as it is, byte for byte."""
         before = snapshot(self.sched.blocks)
@@ -283,6 +305,8 @@ class StressTest:
         self.seen["no request fits"] += self.sched.has_work
 
     def launch(self, plan: Plan, fails: str | None) -> None:
+        for sequence in (one for chunk in plan.chunks for one in chunk.sampled_sequences if one.request.guides):
+            assert sequence.request.guides[sequence.index].tokens == sequence.output[:-1], "without its mask"
         self.rows_scored.update({chunk.sequence.key: len(chunk.scored) for chunk in plan.chunks if chunk.scored})
         result = None if fails == "at once" else self.store.run(plan)
         if result and result.tokens and self.rnd.random() < 0.01:

@@ -37,6 +37,7 @@ class StatesStressTest(StressTest):
             preemption="swap" if conditions["swap"] else "recompute",
             draft_tokens=draft_tokens,
             keeps_scores=conditions["scores"] == "kept",
+            mask_budget=self.mask_budget,
         )
         self.store = ShadowStates(self.sched, self.vocab, slots, host_slots)
 
@@ -60,6 +61,7 @@ def scheduler_with_states(
     preemption="swap",
     draft_tokens=0,
     keeps_scores=False,
+    mask_budget=None,
 ):
     return Scheduler(
         BlockManager(
@@ -77,6 +79,7 @@ def scheduler_with_states(
         proposer=PromptLookup(shortest=1, longest=3),
         max_draft_tokens=draft_tokens,
         session_blocks=session_blocks,
+        mask_budget=mask_budget,
     )
 
 
