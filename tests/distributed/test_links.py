@@ -47,6 +47,11 @@ def test_ranks_are_found_in_any_order(listener):
         found[2].recv_bytes()
 
 
+def test_other_addresses_of_the_machine_are_not_listened_at(listener):
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", listener.meeting.port))
+
+
 def test_strangers_are_refused_and_delay_nobody(listener, caplog):
     silent = socket.create_connection(listener.meeting)
     guesser = socket.create_connection(listener.meeting)

@@ -25,6 +25,11 @@ def test_one_machine_uses_the_loopback_address_and_a_free_port():
     assert Topology.of(config(), {"MASTER_ADDR": "10.0.0.9"}) == Topology(4, 1, "127.0.0.1", 0)
 
 
+def test_one_machine_listens_at_the_loopback_address_only():
+    with listen(Topology.of(config(), {})) as listening:
+        assert listening.getsockname()[0] == "127.0.0.1"
+
+
 def test_stages_multiply_the_ranks():
     staged = config(pipeline_parallel_size=3, nnodes=6, master_addr="a")
     assert Topology.of(staged, {}) == Topology(12, 6, "a", 29500)
