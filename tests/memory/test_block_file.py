@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import Origin
+from paged_backend.memory import block_file
 from paged_backend.memory.block_file import TOKENS, BlockFormat, BlockSource, CorruptFile
 from paged_backend.memory.disk import DiskTier
 from paged_backend.scheduling.content import Entry
@@ -122,9 +123,17 @@ def test_models_of_equal_sizes_and_times_are_told_apart(source, tmp_path, in_pla
         {"config": EngineConfig(model="m", quantization="int8", quantization_group_size=32)},
         {"config": EngineConfig(model="m", quantization="int8", quantized_activations="none")},
         {"config": EngineConfig(model="m", load_format="dummy", seed=1)},
+        {"config": EngineConfig(model="m", batch_invariant=True)},
     ],
     ids=str,
 )
 def test_fingerprints_depend_on_everything_that_changes_blocks(source, change):
     other = replace(source, **change)
     assert other.fingerprint != source.fingerprint
+
+
+def test_blocks_of_another_format_are_not_found(source, monkeypatch):
+    """Such as those of an earlier version."""
+    fingerprint = source.fingerprint
+    monkeypatch.setattr(block_file, "FORMAT_VERSION", "0")
+    assert replace(source).fingerprint != fingerprint
