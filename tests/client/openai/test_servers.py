@@ -7,6 +7,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import datetime
 
 import openai
 import pytest
@@ -203,6 +204,7 @@ def test_access_log_has_every_request_and_no_key(fakes, tmp_path):
         ("GET", "/made\nup", 404, ""),
     ]
     assert {one["client"] for one in lines} == {"127.0.0.1"}
+    assert all(datetime.fromisoformat(one["time"].replace("Z", "+00:00")) for one in lines)
     for one in lines[:2]:
         spent = values[f'paged_openai_request_seconds_sum{{route="{one["path"]}"}}']
         assert 0 < one["seconds"] == pytest.approx(spent, abs=1e-4)
