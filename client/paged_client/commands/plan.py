@@ -16,24 +16,27 @@ from paged_client.session import UsageError
 
 
 class Gpu(NamedTuple):
-    """A GPU by its data sheet: GiB that programs can use, GB/s, and TFLOPS of dense matrices in 16 bits."""
+    """A GPU: GiB that programs can use, GB/s of its memory, and TFLOPS of dense matrices in 16 bits."""
 
     gib: float
     bandwidth: float
     tflops: float
 
 
+# Memory is the total that CUDA reports, as in PyTorch's errors: less than in the data sheet, by 0.3 GiB more or less
+# with the driver and ECC. The rest is from NVIDIA's data sheets (T4, A10, L4, A100, L40S, H100, H200, HGX B200) and
+# the whitepaper of the Ada architecture (RTX 4090), without sparsity. A100 and H100 are the SXM versions.
 GPUS = {
-    "t4": Gpu(15, 320, 65),
-    "a10": Gpu(22.5, 600, 125),
-    "l4": Gpu(22.5, 300, 121),
-    "rtx4090": Gpu(24, 1008, 165),
-    "a100-40": Gpu(40, 1555, 312),
-    "l40s": Gpu(45, 864, 362),
-    "h100": Gpu(79.6, 3350, 989),
-    "a100": Gpu(80, 2039, 312),
-    "h200": Gpu(140.4, 4800, 989),
-    "b200": Gpu(179, 8000, 2250),
+    "t4": Gpu(14.5, 320, 65),
+    "a10": Gpu(22, 600, 125),
+    "l4": Gpu(22, 300, 121),
+    "rtx4090": Gpu(23.6, 1008, 165),
+    "a100-40": Gpu(39.4, 1555, 312),
+    "l40s": Gpu(44.4, 864, 362),
+    "h100": Gpu(79.1, 3350, 989),
+    "a100": Gpu(79.1, 2039, 312),
+    "h200": Gpu(139.8, 4800, 989),
+    "b200": Gpu(178.3, 8000, 2250),
 }
 _RATE = re.compile(r"([\d.]+)\s*([KMGTP]?)(?:B/s|FLOPS)?", re.IGNORECASE)
 _FACTORS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
