@@ -93,6 +93,15 @@ def refused_body(kind, body):
         return error
 
 
+@pytest.mark.parametrize(("levels", "allowed"), [(201, True), (202, False)])
+def test_depth_of_a_body_is_limited(levels, allowed):
+    value = []
+    for _ in range(levels - 2):
+        value = [value]
+    rejection = refused_body(CompletionRequest, PROMPT | {"user": value})
+    assert rejection is None if allowed else "not valid JSON: recursion limit exceeded" in rejection.message
+
+
 def entries(value):
     return {str(index): value for index in range(200)}
 
