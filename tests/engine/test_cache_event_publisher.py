@@ -193,6 +193,16 @@ def test_an_endpoint_that_cannot_be_bound_is_named(name):
         CacheEventPublisher(config, CacheEvents(), block_size=2)
 
 
+@pytest.mark.parametrize("name", ["endpoint", "replay_endpoint"])
+def test_an_endpoint_of_another_server_ends_the_load(tmp_path, name):
+    taken = endpoints()
+    other = CacheEventPublisher(KvEventsConfig(**OPTIONS, **taken), CacheEvents(), block_size=2)
+    places = endpoints() | {name: taken[name]}
+    with pytest.raises(ConfigError, match=rf"kv_events_config\.{name}=.*Address already in use"):
+        tiny_assembly(tmp_path / "none", kv_events_config=OPTIONS | places, enable_prefix_caching=True)
+    other.close()
+
+
 def test_endpoints_are_bound_before_the_model_is_loaded(tmp_path):
     """And are free after a load that failed."""
     places = endpoints()
