@@ -22,6 +22,7 @@ from paged_backend.files.gguf_header import read_header
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
 QUANTIZATION = "quantization_config"  # field of config.json
+MODULES = "modules.json"  # of sentence-transformers
 WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 SUFFIX, GGUF, TEMPLATE = ".safetensors", ".gguf", ".jinja"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")

@@ -6,31 +6,36 @@ it imports torch. What needs the model's layers is checked by the engine, also b
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.options import invalid_option
+from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES, invalid_option
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.sizes import GIB, MIB
 from paged_backend.files import model_files
-from paged_backend.files.model_files import CONFIG, GGUF, QUANTIZATION
-from paged_backend.utils.machine import available_memory, has_gpu
+from paged_backend.files.model_files import CONFIG, GGUF, MODULES, QUANTIZATION
+from paged_backend.files.model_kinds import ENCODER_DECODER, unknown_type, unsupported_head, unsupported_model
+from paged_backend.files.quantization_fields import check_settings
+from paged_backend.utils.machine import available_memory, gpu_limit, has_gpu
 
 ROOT = Path(__file__).resolve().parents[2]  # the repository, or the directory in which the package is installed
 TIERS = ("disk_cache_dir", "remote_cache_url")
 HEADS = ("num_attention_heads", "num_key_value_heads")
+FULL_ATTENTION = ("llama", "qwen2", "qwen3")  # families whose layers store all keys and values, as their fields say
 TOKENIZER = "tokenizer.json"
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "spm*")  # files that a tokenizer may have
 
 
 def check_start(config: EngineConfig, root: Path = ROOT) -> None:
     """Raise ConfigError for a start that cannot succeed. root: where relative paths of options begin."""
+    _check_gpus(config)
     _check_memory(config)
     check_host_pool(config, on_cpu=_runs_on_cpu(config))
     if config.disk_cache_dir is not None:
@@ -79,6 +84,40 @@ def _runs_on_cpu(config: EngineConfig) -> bool:
     if config.device == "cuda" and not has_gpu():
         raise ConfigError('device="cuda": this machine has no GPU; use "auto" or "cpu"')
     return config.device == "cpu" or not has_gpu()
+
+
+def _check_gpus(config: EngineConfig) -> None:
+    """Raise ConfigError for more ranks or engines than GPUs. Without `nnodes`, the environment may name machines."""
+    gpus = None if _runs_on_cpu(config) else gpu_limit()
+    if gpus is not None and (config.nnodes is not None or "NNODES" not in os.environ):
+        check_ranks(config, gpus)
+        check_replicas(config, gpus)
+
+
+def check_ranks(config: EngineConfig, gpus: int) -> None:
+    """Raise ConfigError if there are more ranks on this machine than GPUs."""
+    if config.num_ranks > 1 and config.ranks_per_node > gpus:
+        nodes = config.nnodes or 1
+        limit = f"{gpus}, the number of visible GPUs" if nodes == 1 else f"{nodes} x {gpus}, the visible GPUs"
+        raise ConfigError(f"{ranks_named(config)} must be at most {limit}")
+
+
+def ranks_named(config: EngineConfig) -> str:
+    """Return the beginning of an error about the number of ranks."""
+    sizes = f"tensor_parallel_size={config.tensor_parallel_size}"
+    if config.pipeline_parallel_size == 1:
+        return f"{sizes}:"
+    return f"{sizes} * pipeline_parallel_size={config.pipeline_parallel_size}:"
+
+
+def check_replicas(config: EngineConfig, gpus: int) -> None:
+    """Raise ConfigError if the engines of data parallelism need more GPUs than there are."""
+    needed = config.ranks_per_node * config.data_parallel_size
+    if config.data_parallel_size > 1 and needed > gpus:
+        raise ConfigError(
+            f"data_parallel_size={config.data_parallel_size}: needs {needed} GPUs, {config.ranks_per_node} for each"
+            f" engine; {gpus} are visible"
+        )
 
 
 def _check_memory(config: EngineConfig) -> None:
@@ -150,12 +189,72 @@ def _check_model(config: EngineConfig, path: Path, option: str) -> None:
     if option == "model":
         text = fields.get("text_config")
         values = text if isinstance(text, dict) else fields
+        _check_kind(path, fields)
+        _check_quantization(config, path, fields.get(QUANTIZATION))
         check_division(config, values.get)
+        _check_pool(config, values)
         check_length(config.max_model_len, values.get("max_position_embeddings"), "the model's own limit")
         if not config.tokenizer:
             _check_tokenizer(config, path)
     if reads_weights:
         model_files.check_weights(path, quantized=fields.get(QUANTIZATION) is not None)
+
+
+def _check_kind(path: Path, fields: Mapping[str, Any]) -> None:
+    if (path / MODULES).exists() or "auto_map" in fields:  # a sentence encoder, named as any model; code of its own
+        return
+    names, is_encoder_decoder = fields.get("architectures"), fields.get("is_encoder_decoder") is True
+    reason = (
+        ENCODER_DECODER if is_encoder_decoder else unsupported_head(names) or unknown_type(fields.get("model_type"))
+    )
+    if reason is not None:
+        raise unsupported_model(path / CONFIG, names, fields.get("model_type"), reason)
+
+
+def _check_quantization(config: EngineConfig, path: Path, settings: Any) -> None:
+    """Raise ConfigError for quantized weights that the device cannot use. With a GPU that CUDA may not find, and the
+    device "auto", only the engine knows the device."""
+    on_cpu = _runs_on_cpu(config)
+    if isinstance(settings, dict) and (on_cpu or config.device == "cuda"):
+        check_settings(settings, path / CONFIG, on_cpu=on_cpu)
+
+
+def _check_pool(config: EngineConfig, fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a KV cache that is certainly too small: with the smallest type that `dtype` may stand for,
+    and without a draft model."""
+    block, blocks = config.block_size * _token_bytes(config, fields), config.num_gpu_blocks_override
+    if not block or (blocks is None and config.kv_cache_memory_bytes is None):
+        return
+    if blocks is None:
+        blocks = (config.kv_cache_memory_bytes or 0) // block
+    if not blocks:
+        raise ConfigError(
+            f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}: one block of {config.block_size} tokens takes at"
+            f" least {block} bytes; give the pool more memory"
+        )
+    tokens = blocks * config.block_size
+    if config.max_model_len is not None and config.max_model_len > tokens:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len}: the KV cache holds at most {tokens} tokens ({blocks} blocks of"
+            f" {config.block_size}); shorten it or give the pool more memory"
+        )
+
+
+def _token_bytes(config: EngineConfig, fields: Mapping[str, Any]) -> int:
+    """Return the least bytes of a token in the KV cache of a rank; 0 if config.json alone does not tell."""
+    if fields.get("model_type") not in FULL_ATTENTION or fields.get("use_sliding_window"):
+        return 0
+    layers, heads, size = (fields.get(name) for name in ("num_hidden_layers", HEADS[0], "head_dim"))
+    kv_heads = fields.get(HEADS[1], heads)
+    if size is None and all(isinstance(value, int) and value for value in (heads, fields.get("hidden_size"))):
+        size = fields["hidden_size"] // heads
+    if not (isinstance(layers, int) and isinstance(kv_heads, int) and isinstance(size, int)):
+        return 0
+    itemsize, scale = (4, 0) if DTYPES[config.dtype] == "float32" else (2, 0)
+    if KV_CACHE_DTYPES[config.kv_cache_dtype] != "auto":
+        itemsize, scale = 1, 4  # which each head of a token has, in float32
+    vectors = 2 * (layers // config.pipeline_parallel_size) * (kv_heads // config.tensor_parallel_size)
+    return vectors * (size * itemsize + scale)
 
 
 def _check_tokenizer(config: EngineConfig, path: Path) -> None:

@@ -3,25 +3,15 @@ their weights are read."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from paged_backend.api.errors import ConfigError
-from paged_backend.files.model_files import CONFIG, GGUF
-from paged_backend.loading.encoders import MODULES, is_encoder
+from paged_backend.files.model_files import CONFIG, GGUF, MODULES
+from paged_backend.files.model_kinds import ENCODER_DECODER, unsupported_head, unsupported_model
+from paged_backend.loading.encoders import is_encoder
 
-ENCODER_DECODER = "an encoder-decoder model; only decoders and sentence encoders are supported"
 ENCODER = "an encoder with a head; only sentence encoders are supported"
-HEADS = {  # what the ends of unsupported classes' names stand for
-    "ForTokenClassification": "token classification is not supported",
-    "ForQuestionAnswering": "question answering is not supported",
-    "ForMaskedLM": "predicting masked tokens is not supported",
-    "ForPreTraining": "the heads of pre-training are not supported",
-    "ForMultipleChoice": "multiple choice is not supported",
-    "ForNextSentencePrediction": "predicting the next sentence is not supported",
-}
 
 
 def check_architecture(path: Path, hf_config: PretrainedConfig) -> None:
@@ -33,9 +23,7 @@ def check_architecture(path: Path, hf_config: PretrainedConfig) -> None:
     reason = None if is_sentence_encoder else _unsupported(hf_config)
     if reason is not None:
         file = path if path.suffix == GGUF else path / CONFIG
-        names = getattr(hf_config, "architectures", None)
-        shown = f"architectures={json.dumps(names)}, " if names else ""
-        raise ConfigError(f"{file}: {shown}model_type={json.dumps(hf_config.model_type)}: {reason}")
+        raise unsupported_model(file, getattr(hf_config, "architectures", None), hf_config.model_type, reason)
 
 
 def _unsupported(hf_config: PretrainedConfig) -> str | None:
@@ -43,12 +31,8 @@ def _unsupported(hf_config: PretrainedConfig) -> str | None:
     if getattr(hf_config, "is_encoder_decoder", False):
         return ENCODER_DECODER
     names = getattr(hf_config, "architectures", None) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return "architectures must be a list of names"
-    for name in names:
-        for end, reason in HEADS.items():
-            if name.endswith(end):
-                return reason
+    if reason := unsupported_head(names):
+        return reason
     if is_encoder(hf_config):
         return None if all(name.endswith("Model") for name in names) else ENCODER
     has_own_code = "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})

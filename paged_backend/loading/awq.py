@@ -15,16 +15,14 @@ from typing import Any
 
 from torch import Tensor
 
-from paged_backend.loading.checkpoint_formats import Format, Layout, Parts, affine, group_size, setting, unpack
+from paged_backend.loading.checkpoint_formats import Format, Layout, Parts, affine, group_size, unpack
 from paged_backend.loading.quantized_blocks import Blocks
 
 POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]  # of each of eight outputs in 32 bits
 
 
 def awq_format(settings: Mapping[str, Any]) -> Format:
-    """Return the format. Raises ConfigError for variants that are not supported."""
-    setting(settings, "bits", (4,), 4)
-    setting(settings, "version" if "version" in settings else "format", ("gemm", "GEMM"), "gemm")
+    """Return the format."""
     return Format("AWQ", [Layout(".qweight", ".weight", (".qzeros", ".scales"), read)])
 
 

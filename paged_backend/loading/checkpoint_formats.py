@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from paged_backend.api.errors import ConfigError
 from paged_backend.loading.quantized_blocks import Blocks
 
-FIELD = "quantization_config"
 Parts = Mapping[str, Tensor]  # the stored tensors of a weight, by the end of their names
 
 
@@ -35,15 +31,6 @@ class Format:
     name: str  # for messages: "AWQ with 4 bits"
     layouts: Sequence[Layout]
     unused: Sequence[str] = ()  # ends of the names of tensors for quantized activations, which stay in the data type
-
-
-def setting(settings: Mapping[str, Any], name: str, allowed: Sequence[Any], default: Any = None) -> Any:
-    """Return a field of quantization_config. Raises ConfigError if it is not one of the allowed values."""
-    value = settings.get(name, default)
-    if not any(value == one and type(value) is type(one) for one in allowed):
-        shown = ", ".join(json.dumps(one) for one in allowed)
-        raise ConfigError(f"{FIELD}.{name}={json.dumps(value, default=str)}: must be {shown} on a CPU")
-    return value
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:

@@ -14,17 +14,15 @@ model. Source: https://github.com/vllm-project/compressed-tensors, src/compresse
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from paged_backend.api.errors import ConfigError
+from paged_backend.files.quantization_fields import config_groups
 from paged_backend.loading import fp8
 from paged_backend.loading.checkpoint_formats import (
-    FIELD,
     Format,
     Layout,
     Parts,
@@ -35,32 +33,13 @@ from paged_backend.loading.checkpoint_formats import (
 )
 from paged_backend.loading.quantized_blocks import Blocks
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 UNUSED = tuple(f".{of}_{kind}" for of in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point"))
 
 
 def compressed_tensors_format(settings: Mapping[str, Any]) -> Format:
-    """Return the format. Raises ConfigError for variants that are not supported."""
-    groups = settings.get("config_groups")
-    groups = groups if isinstance(groups, dict) else {}
-    _check_format(settings.get("format"), f"{FIELD}.format")
-    if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        raise ConfigError(f"{FIELD}.sparsity_config: sparse weights are not supported on a CPU")
-    if settings.get("transform_config"):
-        raise ConfigError(f"{FIELD}.transform_config: transformed weights are not supported on a CPU")
-    block_size = None
-    for name, group in groups.items():
-        field = f"{FIELD}.config_groups.{name}"
-        if (own := group.get("format")) is not None:
-            _check_format(own, f"{field}.format")
-        weights = group.get("weights") or {}
-        if weights.get("num_bits", 8) not in (4, 8):
-            raise ConfigError(f"{field}.weights.num_bits={json.dumps(weights['num_bits'])}: must be 4 or 8 on a CPU")
-        if (size := weights.get("block_structure")) is not None:
-            fp8.check_block_size(size, f"{field}.weights.block_structure")
-            if block_size not in (None, size):
-                raise ConfigError(f"{field}.weights.block_structure={size}: must be that of the other groups")
-            block_size = size
+    """Return the format."""
+    weights = [group.get("weights") or {} for group in config_groups(settings).values()]
+    block_size = next((one["block_structure"] for one in weights if one.get("block_structure") is not None), None)
     layouts = [
         Layout(
             ".weight_packed",
@@ -73,11 +52,6 @@ def compressed_tensors_format(settings: Mapping[str, Any]) -> Format:
         ),
     ]
     return Format("compressed-tensors", layouts, UNUSED)
-
-
-def _check_format(name: Any, field: str) -> None:
-    if name not in FORMATS:
-        raise ConfigError(f"{field}={json.dumps(name)}: must be one of {', '.join(FORMATS)} on a CPU")
 
 
 def read_packed(parts: Parts) -> Blocks:

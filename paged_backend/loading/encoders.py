@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel, PretrainedConfi
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.files import model_files
-from paged_backend.files.model_files import CONFIG
+from paged_backend.files.model_files import CONFIG, MODULES
 from paged_backend.loading import model_sizes
 from paged_backend.loading.load_progress import weights_reported
 from paged_backend.loading.model_source import source_arguments
@@ -24,7 +24,7 @@ from paged_backend.models.encoder import POOLINGS, Encoder
 log = logging.getLogger("paged_llm")
 
 # Files of sentence-transformers.
-MODULES, SETTINGS, PROMPTS = "modules.json", "sentence_*_config.json", "config_sentence_transformers.json"
+SETTINGS, PROMPTS = "sentence_*_config.json", "config_sentence_transformers.json"
 DEFAULT_POOLING = "mean"  # of sentence-transformers for a model without its files
 # Most that an embedding may change with the tokens of the padding, which are masked, relative to its length.
 CONTENT_TOLERANCE = 1e-4

@@ -17,27 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_backend.api.errors import ConfigError
-from paged_backend.loading.checkpoint_formats import FIELD, Format, Layout, Parts
+from paged_backend.loading.checkpoint_formats import Format, Layout, Parts
 from paged_backend.loading.quantized_blocks import Blocks
 
 ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".input_scale_ub")
 
 
 def fp8_format(settings: Mapping[str, Any]) -> Format:
-    """Return the format. Raises ConfigError for an invalid block size."""
+    """Return the format."""
     size = settings.get("weight_block_size")
-    if size is not None:
-        check_block_size(size, f"{FIELD}.weight_block_size")
     layouts = [layout(".weight_scale_inv", size), layout(".weight_scale", size)]
     return Format("FP8", layouts, ACTIVATION_SCALES)
-
-
-def check_block_size(size: Any, field: str) -> None:
-    """Raise ConfigError if this is not the number of outputs and of inputs that share a scale."""
-    is_pair = isinstance(size, list | tuple) and len(size) == 2 and all(type(one) is int and one > 0 for one in size)
-    if not is_pair or size[1] % 8:
-        raise ConfigError(f"{field}={size}: must be two numbers above 0, the second a multiple of 8")
 
 
 def layout(scale: str, block_size: tuple[int, int] | None) -> Layout:

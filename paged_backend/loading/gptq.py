@@ -16,15 +16,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from paged_backend.api.errors import ConfigError
 from paged_backend.loading.checkpoint_formats import (
-    FIELD,
     Format,
     Layout,
     Parts,
     affine,
     group_size,
-    setting,
     sort_inputs,
     unpack,
 )
@@ -32,14 +29,11 @@ from paged_backend.loading.quantized_blocks import Blocks
 
 
 def gptq_format(settings: Mapping[str, Any]) -> Format:
-    """Return the format. Raises ConfigError for variants that are not supported."""
-    bits = setting(settings, "bits", (4, 8))
-    version = setting(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    if settings.get("dynamic"):
-        raise ConfigError(f"{FIELD}.dynamic: other settings for some layers are not supported on a CPU")
+    """Return the format."""
+    zeros_minus_1 = settings.get("checkpoint_format", "gptq") == "gptq"
     layout = Layout(
         ".qweight", ".weight", (".qzeros", ".scales", ".g_idx"),
-        partial(read, bits=bits, zeros_minus_1=version == "gptq"),
+        partial(read, bits=settings["bits"], zeros_minus_1=zeros_minus_1),
     )  # fmt: skip
     return Format("GPTQ", [layout])
 

@@ -17,6 +17,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import ClassificationSpec, EmbeddingSpec, SamplingDefaults
 from paged_backend.files import model_files
 from paged_backend.files.model_files import GGUF
+from paged_backend.files.quantization_fields import method_of
 from paged_backend.loading import encoders
 from paged_backend.loading.classifier import is_classifier, load_classifier
 from paged_backend.loading.description import Description, check_config, describe_files, draft_errors, draft_options
@@ -31,13 +32,7 @@ from paged_backend.loading.model_options import (
     rounds_activations,
 )
 from paged_backend.loading.model_source import find_files
-from paged_backend.loading.quantized_checkpoint import (
-    QuantizedCheckpoint,
-    format_of,
-    is_dequantized,
-    method_of,
-    settings_of,
-)
+from paged_backend.loading.quantized_checkpoint import QuantizedCheckpoint, format_of, is_dequantized, settings_of
 from paged_backend.loading.stored_weights import StoredQuantizer, StoredWeights, log_dequantized
 from paged_backend.loading.tokenizer_loader import load_tokenizer
 from paged_backend.loading.verification import verify_model

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +19,10 @@ from transformers import PretrainedConfig
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.files import model_files
+from paged_backend.files.quantization_fields import check_settings, method_of
 from paged_backend.loading import model_sizes
 from paged_backend.loading.awq import awq_format
-from paged_backend.loading.checkpoint_formats import FIELD, Format, Layout
+from paged_backend.loading.checkpoint_formats import Format, Layout
 from paged_backend.loading.compressed_tensors import compressed_tensors_format
 from paged_backend.loading.fp8 import fp8_format
 from paged_backend.loading.gptq import gptq_format
@@ -41,27 +41,6 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {  # by quant_met
 }
 
 
-PACKAGES: Mapping[str, tuple[str, ...]] = {  # that transformers needs, by quant_method: module or module=package
-    "aqlm": ("aqlm",),
-    "auto-round": ("auto_round=auto-round",),
-    "awq": ("gptqmodel", "accelerate"),
-    "bitsandbytes": ("bitsandbytes", "accelerate"),
-    "compressed-tensors": ("compressed_tensors=compressed-tensors",),
-    "eetq": ("eetq", "accelerate"),
-    "fbgemm_fp8": ("fbgemm_gpu=fbgemm-gpu", "accelerate"),
-    "fp8": ("accelerate",),
-    "fp_quant": ("fp_quant=fp_quant",),
-    "gptq": ("optimum", "gptqmodel"),
-    "hqq": ("hqq",),
-    "mxfp4": ("accelerate",),
-    "quanto": ("optimum.quanto=optimum-quanto", "accelerate"),
-    "quark": ("quark=amd-quark",),
-    "spqr": ("spqr_quant", "accelerate"),
-    "torchao": ("torchao",),
-    "vptq": ("vptq", "accelerate"),
-}
-
-
 def settings_of(hf_config: PretrainedConfig) -> dict[str, Any]:
     """Return the fields of quantization_config; none if the model is not quantized."""
     settings = getattr(hf_config, model_files.QUANTIZATION, None)
@@ -76,12 +55,8 @@ def format_of(hf_config: PretrainedConfig, path: Path, device: torch.device) -> 
     settings = settings_of(hf_config)
     if device.type != "cpu" or path.suffix == model_files.GGUF or settings.get("quant_method") not in FORMATS:
         return None
-    try:
-        return FORMATS[settings["quant_method"]](settings)
-    except ConfigError as error:
-        raise ConfigError(f"{path / model_files.CONFIG}: {error}") from error
-    except (AttributeError, TypeError) as error:  # a value of another type
-        raise ConfigError(f"{path / model_files.CONFIG}: {FIELD} is invalid: {error}") from error
+    _check_settings(settings, path, device)
+    return FORMATS[settings["quant_method"]](settings)
 
 
 def check_method(config: EngineConfig, hf_config: PretrainedConfig, path: Path, device: torch.device) -> None:
@@ -89,23 +64,16 @@ def check_method(config: EngineConfig, hf_config: PretrainedConfig, path: Path, 
     settings = settings_of(hf_config)
     if not settings or path.suffix == model_files.GGUF or format_of(hf_config, path, device):
         return
-    method = method_of(settings)
-    field = f"{path / model_files.CONFIG}: {FIELD}.quant_method={json.dumps(method)}"
-    for requirement in PACKAGES.get(method, ()):
-        module, _, package = requirement.partition("=")
-        if not _is_installed(module):
-            raise ConfigError(f"{field}: requires the package {package or module}, which is not installed")
+    _check_settings(settings, path, device)
     if config.tensor_parallel_size > 1 and not is_dequantized(hf_config, path):
         raise ConfigError(
-            f"tensor_parallel_size={config.tensor_parallel_size}: must be 1 for weights of {json.dumps(method)} on"
-            f" {device.type}"
+            f"tensor_parallel_size={config.tensor_parallel_size}: must be 1 for weights of"
+            f" {json.dumps(method_of(settings))} on {device.type}"
         )
 
 
-def method_of(settings: Mapping[str, Any]) -> str:
-    """Return the method of a quantization_config. Early models of bitsandbytes do not name theirs."""
-    loads_in_bits = settings.get("load_in_4bit") or settings.get("load_in_8bit")
-    return str(settings.get("quant_method") or ("bitsandbytes" if loads_in_bits else "none"))
+def _check_settings(settings: Mapping[str, Any], path: Path, device: torch.device) -> None:
+    check_settings(settings, path / model_files.CONFIG, on_cpu=device.type == "cpu")
 
 
 def is_dequantized(hf_config: PretrainedConfig, path: Path) -> bool:
@@ -115,13 +83,6 @@ def is_dequantized(hf_config: PretrainedConfig, path: Path) -> bool:
     requirement of the engine.
     """
     return path.suffix == model_files.GGUF or settings_of(hf_config).get("quant_method") == "fp8"
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package around it
-        return False
 
 
 class _Weight(NamedTuple):

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.files.start_checks import check_division
+from paged_backend.files.start_checks import check_division, check_ranks, ranks_named
 from paged_backend.models.linear import RowParallelForward
 
 if TYPE_CHECKING:  # imported late, because only ranks need it
@@ -31,23 +31,15 @@ def pick_rank_device(device: torch.device, local_rank: int) -> torch.device:
 
 
 def check_devices(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if there are more ranks on this machine than GPUs."""
+    """Raise ConfigError if there are more ranks on this machine than GPUs, or ranks on a CPU beside a GPU."""
     if config.num_ranks == 1:
         return
-    gpus, nodes, sizes = torch.cuda.device_count(), config.nnodes or 1, _sizes(config)
-    if device.type == "cuda" and config.ranks_per_node > gpus:
-        limit = f"{gpus}, the number of visible GPUs" if nodes == 1 else f"{nodes} x {gpus}, the visible GPUs"
-        raise ConfigError(f"{sizes} must be at most {limit}")
-    if device.type == "cpu" and torch.cuda.is_available():
-        raise ConfigError(f'{sizes} device="cpu" requires that no GPU is visible (CUDA_VISIBLE_DEVICES="")')
-
-
-def _sizes(config: EngineConfig) -> str:
-    """Return the beginning of an error about the number of ranks."""
-    sizes = f"tensor_parallel_size={config.tensor_parallel_size}"
-    if config.pipeline_parallel_size == 1:
-        return f"{sizes}:"
-    return f"{sizes} * pipeline_parallel_size={config.pipeline_parallel_size}:"
+    if device.type == "cuda":
+        check_ranks(config, torch.cuda.device_count())
+    elif torch.cuda.is_available():
+        raise ConfigError(
+            f'{ranks_named(config)} device="cpu" requires that no GPU is visible (CUDA_VISIBLE_DEVICES="")'
+        )
 
 
 def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:

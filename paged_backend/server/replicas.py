@@ -26,6 +26,7 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.remote_engine import RemoteEngine, read_stats
+from paged_backend.files.start_checks import check_replicas
 from paged_backend.loading.model_options import pick_device
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.placement import replica_gpus
@@ -166,12 +167,7 @@ def device_environment(config: EngineConfig, number: int) -> dict[str, str]:
     """Return the environment in which a replica sees its own GPUs; on a CPU it is empty. Raises ConfigError."""
     if pick_device(config).type != "cuda":
         return {}
-    needed, found = config.ranks_per_node * config.data_parallel_size, torch.cuda.device_count()
-    if needed > found:
-        raise ConfigError(
-            f"data_parallel_size={config.data_parallel_size}: needs {needed} GPUs, {config.ranks_per_node} for each"
-            f" engine; {found} are visible"
-        )
+    check_replicas(config, torch.cuda.device_count())
     gpus = replica_gpus(number, config.ranks_per_node, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return {"CUDA_VISIBLE_DEVICES": gpus}
 

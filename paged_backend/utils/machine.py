@@ -41,6 +41,14 @@ def has_gpu() -> bool:
     return any(next(Path("/dev").glob(pattern), None) for pattern in GPU_FILES)
 
 
+def gpu_limit() -> int | None:
+    """Return the most GPUs that CUDA may find, if `has_gpu`; None: not known. Needs no torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    return sum(1 for _ in Path("/dev").glob(GPU_FILES[0])) or None
+
+
 def find_python() -> str:
     """Return the path of a Python interpreter of this version. In Triton's stub process, sys.executable may be another
     program. Raises OSError if there is none."""

@@ -1,6 +1,7 @@
 """`paged plan`: the arithmetic, compared with a model that is loaded."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.engine import sizing
 from paged_backend.engine.model_preparation import prepare_model
 from paged_backend.engine.sizing import Device, plan, table
+from paged_backend.files.start_checks import FULL_ATTENTION, check_start
 from paged_backend.loading import model_loader
 from paged_backend.loading.attention_probe import probe_layers
 from paged_backend.loading.model_sizes import described_model
@@ -49,6 +51,19 @@ def test_plan_reads_no_weights_and_says_what_does_not_fit(tiny, monkeypatch, cap
     assert json.loads(capsys.readouterr().out)["pool_bytes"] == 0
     with pytest.raises(ConfigError, match=r"^context=257: must be at most 256"):
         plan(EngineConfig.from_options(values["options"]), Device("cpu", 10**9), [257])
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("family", FULL_ATTENTION)
+def test_a_start_knows_the_least_kv_cache_without_layers(family, kv_dtype, tmp_path):
+    FAMILIES[family]().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    options = {"model": str(tmp_path), "load_format": "dummy", "device": "cpu", "kv_cache_dtype": kv_dtype} | OPTIONS
+    config = EngineConfig.from_options(options)
+    block = config.block_size * plan(config, Device("cpu", 10**9)).kv_bytes_per_token
+    check_start(replace(config, kv_cache_memory_bytes=block))
+    with pytest.raises(ConfigError, match=f"^kv_cache_memory_bytes={block - 1}: .* takes at least {block} bytes"):
+        check_start(replace(config, kv_cache_memory_bytes=block - 1))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "qwen3_moe", "lfm2", "falcon_h1", "qwen3_next"])

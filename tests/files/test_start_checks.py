@@ -19,7 +19,15 @@ from paged_backend.files import start_checks
 from paged_backend.files.start_checks import check_start, remote_cache_problem
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-FIELDS = {"model_type": "llama", "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 256}
+FIELDS = {
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 2,
+    "hidden_size": 576,
+    "max_position_embeddings": 256,
+}
+BLOCK = 16 * 2 * 2 * 3 * 64 * 2  # bytes: tokens, keys and values, layers, heads, elements, bytes of an element
 
 
 def write_weights(file, nbytes=1 << 20, *, keep=1 << 20):
@@ -58,6 +66,19 @@ def test_a_model_without_mistakes_passes(model, tmp_path):
         ({"max_model_len": 257}, "max_model_len=257: must be at most 256, the model's own limit"),
         ({"tensor_parallel_size": 7}, "tensor_parallel_size=7: must divide 9, the model's num_attention_heads"),
         ({"tensor_parallel_size": 9}, "tensor_parallel_size=9: must divide 3, the model's num_key_value_heads"),
+        (
+            {"kv_cache_memory_bytes": BLOCK - 1},
+            f"kv_cache_memory_bytes={BLOCK - 1}: one block of 16 tokens takes",
+        ),
+        ({"kv_cache_memory_bytes": "10KB", "kv_cache_dtype": "int8"}, "kv_cache_memory_bytes=10000: one block of 16"),
+        (
+            {"kv_cache_memory_bytes": BLOCK, "max_model_len": 17},
+            "max_model_len=17: the KV cache holds at most 16 ",
+        ),
+        (
+            {"num_gpu_blocks_override": 3, "max_model_len": 49},
+            r"max_model_len=49: .* at most 48 tokens \(3 blocks",
+        ),
         ({"disk_cache_dir": "/nowhere/x"}, 'disk_cache_dir="/nowhere/x": needs a host pool; set swap_space as well'),
         ({"remote_cache_url": "redis://h"}, "remote_cache_url=.*: needs a host pool; set swap_space as well"),
         ({"disk_cache_dir": "/proc/x", "swap_space": "1MB"}, 'disk_cache_dir="/proc/x": cannot be written to: '),
@@ -68,6 +89,80 @@ def test_a_model_without_mistakes_passes(model, tmp_path):
 def test_option_is_named(model, options, reason):
     with pytest.raises(ConfigError, match=f"^{reason}"):
         check(model, **options)
+
+
+def test_smallest_pools_pass(model):
+    check(model, kv_cache_memory_bytes=BLOCK, max_model_len=16)
+    check(model, num_gpu_blocks_override=3, max_model_len=48)
+    set_fields(model, model_type="mistral")  # which may have sliding windows
+    check(model, kv_cache_memory_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3: must be at most 2, the number of visible GPUs"),
+        ({"data_parallel_size": 3}, "data_parallel_size=3: needs 3 GPUs, 1 for each engine; 2 are visible"),
+    ],
+)
+def test_too_few_gpus_are_named(model, options, reason, monkeypatch):
+    """The number of machines may come from the environment, which the server may not share."""
+    monkeypatch.setattr(start_checks, "has_gpu", lambda: True)
+    monkeypatch.setattr(start_checks, "gpu_limit", lambda: 2)
+    with pytest.raises(ConfigError, match=f"^{reason}"):
+        check(model, device="auto", **options)
+    monkeypatch.setenv("NNODES", "2")
+    check(model, device="auto", **options)
+
+
+def set_fields(model, **fields):
+    (model / "config.json").write_text(json.dumps(FIELDS | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, r"quantization_config\.bits=3: must be 4, 8 on a CPU"),
+        ({"quant_method": "awq", "bits": [4]}, r"quantization_config\.bits=\[4\]: must be 4 on a CPU"),
+        ({"quant_method": ["awq"]}, "quantization_config is invalid"),
+        (
+            {"quant_method": "aqlm"},
+            r'quantization_config\.quant_method="aqlm": requires the package aqlm, which is',
+        ),
+    ],
+)
+def test_setting_of_quantized_weights_is_named(model, fields, reason):
+    set_fields(model, quantization_config=fields)
+    with pytest.raises(ConfigError, match=f"^{model}/config.json: {reason}"):
+        check(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"is_encoder_decoder": True}, 'model_type="llama": an encoder-decoder model'),
+        ({"architectures": ["XForTokenClassification"]}, r"architectures=\[.*\], .*: token classification is not supp"),
+        ({"model_type": "lama"}, r'model_type="lama": transformers .* has no such type; did you mean "llama"'),
+        ({"architectures": "LlamaForCausalLM"}, "architectures=.*: architectures must be a list of names"),
+    ],
+)
+def test_kind_of_model_is_named(model, fields, reason):
+    set_fields(model, **fields)
+    with pytest.raises(ConfigError, match=f"^{model}/config.json: {reason}"):
+        check(model)
+
+
+def test_sentence_encoders_may_have_names_of_other_models(model):
+    set_fields(model, architectures=["MPNetForMaskedLM"])
+    (model / "modules.json").write_text("[]")
+    check(model)
+
+
+@pytest.mark.parametrize("fields", [{"model_type": "qwen3_vl_text"}, {"model_type": "mine", "auto_map": {}}])
+def test_models_that_only_transformers_can_judge_pass(model, fields):
+    """A type without a directory of its own in transformers, and one whose code is in the model's directory."""
+    set_fields(model, **fields)
+    check(model)
 
 
 def index(**places):

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.loading import quantized_checkpoint, stored_weights
+from paged_backend.files import quantization_fields
+from paged_backend.loading import stored_weights
 from paged_backend.loading.quantized_checkpoint import check_method
 from paged_backend.models.linear import GroupedCopy, JoinedWeight, PermutedWeight
 from paged_kernels.cpu import native
@@ -258,7 +259,7 @@ def test_invalid_mxfp4_is_rejected(family, end, message, tmp_path):
     [("awq", "gptqmodel"), ("gptq", "optimum"), ("compressed-tensors", "compressed-tensors"), ("hqq", "hqq")],
 )
 def test_missing_package_is_named(method, package, tmp_path, monkeypatch):
-    monkeypatch.setattr(quantized_checkpoint, "find_spec", lambda module: None)
+    monkeypatch.setattr(quantization_fields, "find_spec", lambda module: None)
     hf_config = LlamaConfig(quantization_config={"quant_method": method})
     config = EngineConfig.from_options({"model": str(tmp_path)})
     with pytest.raises(ConfigError, match=f'quant_method="{method}": requires the package {package}, which is not'):
@@ -266,7 +267,7 @@ def test_missing_package_is_named(method, package, tmp_path, monkeypatch):
 
 
 def test_tensor_parallelism_is_rejected_for_formats_of_transformers(tmp_path, monkeypatch):
-    monkeypatch.setattr(quantized_checkpoint, "find_spec", lambda module: object())
+    monkeypatch.setattr(quantization_fields, "find_spec", lambda module: object())
     config = EngineConfig.from_options({"model": str(tmp_path), "tensor_parallel_size": 2})
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     for settings, device in (({"load_in_4bit": True}, cpu), ({"quant_method": "awq", "bits": 4}, cuda)):

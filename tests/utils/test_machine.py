@@ -104,6 +104,17 @@ def test_torch_threads_follow_usable_cores_unless_configured(monkeypatch, config
     assert found == threads
 
 
+@pytest.mark.parametrize(("visible", "limit"), [(None, 2), ("0", 1), ("GPU-1,GPU-2, GPU-3", 3)])
+def test_number_of_gpus_is_limited_by_devices_or_names(monkeypatch, tmp_path, visible, limit):
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(machine, "Path", lambda *parts: tmp_path if parts == ("/dev",) else Path(*parts))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.gpu_limit() == limit
+
+
 def test_openmp_teams_of_threads():
     """release_openmp_threads ends the team of the calling thread; a thread of use_single_thread gets none."""
     code = """
