@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from paged_client import grpc_wire
 from paged_client.addresses import grpc_target
+from paged_client.types import PagedError
 from paged_client.wire import Fields, Values
 
 
@@ -24,6 +26,7 @@ class GrpcTransport:
         self._metadata = grpc_wire.metadata(headers)
         self._channel: Any = None
         self._stub: Any = None
+        self.is_closed = False
 
     def open(self, values: Values, request_id: str, timeout: float | None) -> GrpcResponses:
         return GrpcResponses(self, grpc_wire.infer_request(self._model, values, request_id), timeout)
@@ -39,6 +42,7 @@ class GrpcTransport:
             self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     async def close(self) -> None:
+        self.is_closed = True
         if self._channel is not None:
             await self._channel.close()
 
@@ -61,6 +65,10 @@ class GrpcResponses:
             response = await self._call.read()
         except grpc.RpcError as error:
             raise grpc_wire.rpc_error(error, self._transport.target) from None
+        except asyncio.CancelledError:
+            if self._transport.is_closed:  # gRPC raises this for an open call, although its task was not cancelled
+                raise PagedError("CANCELLED", "the client was closed") from None
+            raise
         if response is grpc.aio.EOF:
             return None
         if response.error_message:

@@ -56,6 +56,22 @@ def test_responses_up_to_the_end_an_error_or_a_cancellation():
         assert seen.left.wait(WAIT)
 
 
+def test_closing_the_client_ends_open_responses_with_an_error():
+    """gRPC raises CancelledError in the task that reads, although nobody has cancelled it."""
+
+    async def inside(seen):
+        transport = GrpcTransport(seen.url, "paged_llm", {})
+        responses = transport.open(request_values("x", None, {"say": ["a"], "hold": True}, stream=True), "r", WAIT)
+        await responses.next()
+        reading = asyncio.create_task(responses.next())
+        await asyncio.sleep(0)
+        await transport.close()
+        return await reading
+
+    with SERVERS["grpc"]() as seen, pytest.raises(PagedError, match="the client was closed"):
+        asyncio.run(inside(seen))
+
+
 def test_nothing_is_sent_before_the_first_read():
     """A transport is made before its event loop runs."""
     with SERVERS["grpc"]() as seen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import signal
@@ -30,6 +31,7 @@ from paged_client.sync_client import DEFAULT_URLS
 from paged_client.types import PagedError
 
 SHUTDOWN_SECONDS = 30  # time for open streams to finish, as with `paged serve`
+CUT_SECONDS = 2  # time for streams that are cut to send the error
 
 
 def run(
@@ -235,7 +237,9 @@ class _Server(uvicorn.Server):
         """Also end the application if streams are cut. uvicorn would cancel it, and log that as an error."""
         await super().shutdown(sockets)
         if self.force_exit:
-            await self.lifespan.shutdown()
+            await self.lifespan.shutdown()  # closes the client, which ends the requests that are open
+            if self.server_state.tasks:
+                await asyncio.wait(self.server_state.tasks, timeout=CUT_SECONDS)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit and sig == signal.SIGINT

@@ -28,6 +28,22 @@ def test_ctrl_c_finishes_open_streams_and_rejects_new_ones(fake, says):
         assert front.process.wait(WAIT) == 130
 
 
+def test_second_ctrl_c_cuts_open_streams_without_a_traceback(fake, says, tmp_path):
+    fake.left.clear()
+    log = tmp_path / "log"
+    with log.open("w") as errors, gateway_process(fake.url, errors=errors) as front, says(say=["a"], hold=True):
+        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+        with client.completions.create(**PROMPT, stream=True) as stream:
+            assert next(stream).choices[0].text == "a"
+            front.process.send_signal(signal.SIGINT)
+            until(lambda: refused(front.port), "the end of new connections")
+            front.process.send_signal(signal.SIGINT)
+            with pytest.raises(openai.APIError, match="the client was closed"):
+                next(stream)
+        assert front.process.wait(WAIT) == 130
+    assert "Traceback" not in log.read_text()
+
+
 def refused(port):
     with socket.socket() as connection:
         return connection.connect_ex(("127.0.0.1", port)) != 0
