@@ -123,7 +123,6 @@ class TestRequests:
         [
             ("/v1/completions", "suffix", "x"),
             ("/v1/completions", "prompt_embeds", "x"),
-            ("/v1/completions", "lora_name", "fr"),
             ("/v1/completions", "truncation_side", "right"),
             ("/v1/chat/completions", "chat_template", "{{ messages }}"),
             ("/v1/chat/completions", "functions", [{"name": "f"}]),
@@ -192,6 +191,7 @@ class TestRequests:
                 "use_beam_search=true: not supported; use beam_width instead",
             ),
             ("/v1/chat/completions", {"detokenize": False}, "detokenize=false: not supported; leave it out"),
+            ("/v1/completions", {"lora_name": "fr"}, 'lora_name="fr": not supported; use model instead'),
         ],
     )
     def test_messages_name_the_field_to_use(self, front, path, fields, message):
