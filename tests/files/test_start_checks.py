@@ -250,6 +250,10 @@ def test_paged_serve_checks_before_it_starts_a_server(model, monkeypatch, capsys
     assert main(["serve", str(model), "--device=cpu", "--max-model-len", "257"]) == 2
     assert "--max-model-len=257: must be at most 256" in capsys.readouterr().err
     shutil.rmtree(model)
+    assert main(["serve", str(model)]) == 2
+    assert f"paged serve: MODEL='{model}': must be 'demo', a directory" in capsys.readouterr().err
     model.mkdir()
+    assert main(["plan", str(model)]) == 2
+    assert f'paged plan: model="{model}": no config.json in {model}' in capsys.readouterr().err
     assert main(["serve", str(model)]) == 2
     assert f'paged serve: MODEL="{model}": no config.json in {model}' in capsys.readouterr().err

@@ -15,13 +15,14 @@ from paged_backend.files import start_checks
 from paged_client.serving import demo_model
 from paged_client.serving.server_files import MODEL_REPOSITORY, cache_directory, create_atomically
 
+MODELS = ("model", "speculative_model")  # options that name a model
 MODEL_NAME = "paged_llm"  # of the engine's model in the project's model repository
 _VALID_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def resolve_models(options: Mapping[str, object]) -> dict[str, object]:
     """Return engine options with `resolve_model` applied to the options that name a model."""
-    models = {name: options.get(name) for name in ("model", "speculative_model")}
+    models = {name: options.get(name) for name in MODELS}
     resolved = {name: resolve_model(one, name) for name, one in models.items() if isinstance(one, str | Path)}
     return {**options, **resolved}
 
@@ -138,11 +139,21 @@ def check_options(options: Mapping[str, object]) -> None:
     _engine_config(options)
 
 
+def check_files(options: Mapping[str, object]) -> None:
+    """Raise ConfigError for an option that names a model, but neither its files nor, possibly, one on the hub."""
+    for name in MODELS:
+        given = options.get(name)
+        if isinstance(given, str) and given != "demo":
+            path = Path(resolve_model(given, name))
+            if path.is_dir() and not start_checks.is_model(path):
+                raise start_checks.no_model(name, given, path)
+
+
 def check_model(options: Mapping[str, object]) -> None:
     """Raise ConfigError for options with which the server could not start on this machine, as far as it shows without
     loading the model. The demo model is checked if it is there."""
-    names = ("model", "speculative_model")
-    known = {name: str(demo_model.default_directory()) for name in names if options.get(name) == "demo"}
+    check_files(options)
+    known = {name: str(demo_model.default_directory()) for name in MODELS if options.get(name) == "demo"}
     start_checks.check_start(_engine_config({**options, **known}))
 
 

@@ -130,9 +130,9 @@ def test_sizes_have_units(serve_calls):
 
 
 def test_model_may_be_given_as_an_option(serve_calls, tmp_path):
-    assert main(["serve", "-o", "model=/m"]) == 7
+    assert main(["serve", "-o", "model=owner/m"]) == 7
     ports = {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
-    assert serve_calls == [(("/m", {}), {**ports, "server_args": [], **defaults(tmp_path, 8000)})]
+    assert serve_calls == [(("owner/m", {}), {**ports, "server_args": [], **defaults(tmp_path, 8000)})]
 
 
 @pytest.mark.parametrize(
