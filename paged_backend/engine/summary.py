@@ -70,8 +70,12 @@ def summary(config: EngineConfig, prepared: PreparedModel) -> list[str]:
         lines.append(f"Batch invariance: the same logits in every batch; {_invariance_cost(loaded, device)}")
     if loaded.lora:
         size = loaded.lora.nbytes / GIB
-        lines.append(f"LoRA: {loaded.lora.slots} slots of rank {loaded.lora.rank}, {size:.2f} GiB")
+        lines.append(f"LoRA: {_counted(loaded.lora.slots, 'slot')} of rank {loaded.lora.rank}, {size:.2f} GiB")
     return lines
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _invariance_cost(loaded: LoadedModel, device: torch.device) -> str:
@@ -182,7 +186,7 @@ def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
     length, pages = loaded.spec.max_model_len, prepared.num_blocks
     parts = [pool(pages)]
     if needed := layout.blocks.pages_for([length], [length], 0):
-        parts[0] += f", for {pages // needed} requests of {length} tokens"
+        parts[0] += f", for {_counted(pages // needed, 'request')} of {length} tokens"
     if layout.blocks.window_pages:
         windowed = sum(page >= layout.blocks.base_pages for page, _ in layout.places)
         parts.append(f"{windowed} of {len(layout.places)} layers keep {layout.blocks.window} tokens")
