@@ -1,4 +1,4 @@
-"""What can be checked of a start from the options, the memory, directories and the headers of files.
+"""What can be checked of a start from the options, the machine, directories, config.json and the headers of files.
 
 Needs no torch, whose import takes seconds: `paged serve` checks this before it starts a server, and the engine before
 it imports torch. What needs the model's layers is checked by the engine, also before weights are read.
