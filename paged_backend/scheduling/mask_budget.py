@@ -1,6 +1,6 @@
 """Limits the time that a step spends on the masks of structured outputs.
 
-A mask costs microseconds in ordinary grammars, and up to a tenth of a second in the worst. All masks of a step are
+A mask costs microseconds in ordinary grammars, and tens of milliseconds in the worst. All masks of a step are
 computed before it, so without a limit a few expensive ones would delay every request.
 """
 
