@@ -4,7 +4,9 @@ import pytest
 
 from paged_backend.api.errors import RequestError
 from paged_backend.api.request import FinishReason, Usage
+from paged_backend.server.sample import Sample
 from paged_backend.server.sessions import SessionName, Sessions
+from paged_backend.text.detokenizer import Detokenizer
 from tests.support.in_process import WAIT
 from tests.support.streams import Client, LogprobsClient, step, step_with_logprobs
 
@@ -61,6 +63,18 @@ def test_a_session_is_released_once_when_sending_fails(opened):
     assert len(broken.next_turns) == 1 and aborted.empty()
     with pytest.raises(RequestError, match="still running"):
         sessions.begin(NAME, start=False, end=False)
+
+
+def test_a_response_has_an_element_for_each_sample_in_order():
+    """That of a sample that has ended is empty."""
+    client = Client(1)
+    stream, texts = client.stream, []
+    stream.samples.append(Sample(Detokenizer(client.decode, [120]), False))
+    for sample, text, finish in ((1, "a", FinishReason.LENGTH), (0, "b", None), (0, "c", FinishReason.LENGTH)):
+        stream.take(step(1, text, finish).deltas[0]._replace(sample=sample), 1.0)
+        assert stream.has_new_text()
+        texts.append(stream.take_outputs()["text_output"].tolist())
+    assert texts == [[b"", b"a"], [b"b", b""], [b"c", b""]]
 
 
 def test_a_receipt_excludes_preempted_time_from_every_phase():
