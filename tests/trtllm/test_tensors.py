@@ -29,3 +29,16 @@ def test_text_models_match_tensorrtllm_backend_tensors():
         )
     )
     assert {"output_ids", "sequence_length"} < set(OUTPUTS[CORE])
+
+
+def test_inputs_without_a_counterpart_are_refused():
+    """tests/trtllm/test_rows.py shows how."""
+    known = {name: one for table in INPUTS.values() for name, one in table.items()}
+    names = (
+        "prompt_embedding_table prompt_vocab_size lora_weights lora_config return_context_logits"
+        " return_generation_logits image_input image_bytes_input image_url_input video_bytes_input image_url"
+        " num_draft_tokens use_draft_logits draft_input_ids draft_logits beam_search_diversity_rate"
+        " retention_token_range_starts retention_decode_priority encoder_input_features cross_attention_mask"
+        " lookahead_window_size"
+    )
+    assert [name for name in names.split() if not known[name].unsupported] == []
