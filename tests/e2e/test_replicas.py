@@ -169,7 +169,7 @@ def test_death_of_a_replica_is_reported(replicated):
             return found
 
         until(read_errors, "the error")
-        until(lambda: " ERROR paged_llm.failure: replica 1 has ended" in replicated.log(), "the line for `paged serve`")
+        until(lambda: replicated.engine_failure == "replica 1 has ended", "the line for `paged serve`")
         assert "replica 1 has ended; reload the model" in post(replicated, {"text_input": "x"})[1]
         read_errors()
         assert all("UNAVAILABLE" in str(error) for error in found.values())

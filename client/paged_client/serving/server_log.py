@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import subprocess
 import threading
 from collections.abc import Callable, Iterable
@@ -88,6 +89,7 @@ class ServerLog:
         self._file: LogFile | None = None
         self._lines: list[str] = []
         self._thread: threading.Thread | None = None
+        self.mark = secrets.token_hex(8)  # of the server's own lines about failures; for its environment
         self.engine_failure: str | None = None  # why the engine answers no more requests
 
     def open(self) -> None:
@@ -112,8 +114,8 @@ class ServerLog:
 
     def _add(self, line: str) -> None:
         self._lines.append(line)
-        if found := failure.LINE.search(line):
-            self.engine_failure = found[1]
+        if reason := failure.reported(line, self.mark):
+            self.engine_failure = reason
         if len(self._lines) > self.LIMIT:
             del self._lines[: self.LIMIT // 2]
         if self._echo:

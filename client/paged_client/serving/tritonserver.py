@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from paged_backend.utils import failure
 from paged_client.serving import trampoline
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import resolve_models, served_name, write_repository
@@ -144,7 +145,7 @@ class TritonServer:
         launch = [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid())]
         self._process = subprocess.Popen(
             [*launch, *self._command(models)],
-            env=server_environment(self._files) | self._environment,
+            env=server_environment(self._files) | self._environment | {failure.MARK: self._log.mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -294,10 +294,12 @@ def test_a_server_is_healthy_some_time_after_it_is_ready(monkeypatch):
 
 @pytest.mark.parametrize("policy", [None, RestartPolicy(first_delay=0)])
 def test_a_server_whose_engine_reports_a_failure_is_ended(monkeypatch, policy):
-    """Its log says so. Without a policy it is not started again."""
+    """Its log says so, with the server's mark. Others may write to the log: Triton logs the ids of requests. Without a
+    policy the server is not started again."""
     log = ServerLog()
-    report = "2026-11-27 13:00:00,000 ERROR paged_llm.failure: the engine died: on purpose"
-    with subprocess.Popen([sys.executable, "-c", f"print({report!r})"], stdout=subprocess.PIPE) as process:
+    line = "2026-11-27 13:00:00,000 ERROR paged_llm.failure: "
+    lines = f"{line}[{log.mark}] the engine died: on purpose\n{line}a client says so\n{line}[mark] and so on"
+    with subprocess.Popen([sys.executable, "-c", f"print({lines!r})"], stdout=subprocess.PIPE) as process:
         log.follow(process)
         process.wait()
         log.join()
