@@ -20,6 +20,7 @@ from paged_backend.server.channel import Channel, Received
 from paged_backend.server.local_tensors import read_tensors, write_tensors
 from paged_backend.server.tensors import INPUTS
 from paged_backend.utils import local_socket
+from paged_backend.utils.accepting import connections
 from paged_backend.utils.local_socket import Connection, FrameError, pack
 
 log = logging.getLogger("paged_llm")
@@ -142,11 +143,7 @@ class Listener:
 
     def _accept(self) -> None:
         limits = self._input_limits
-        while True:
-            try:
-                end, _ = self._socket.accept()
-            except OSError:  # the socket was closed
-                return
+        for end, _ in connections(self._socket):
             if not local_socket.is_own(end):
                 log.warning("refused a connection to %s: it belongs to another user", self.name)
                 end.close()
