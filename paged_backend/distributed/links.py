@@ -20,6 +20,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -27,11 +28,13 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from paged_backend.distributed.keep_alive import keep_alive
+from paged_backend.utils.accepting import connections
 
 log = logging.getLogger("paged_llm")
 
 POLL_SECONDS = 0.2
-HELLO_SECONDS = 10  # time for each message with which a connection begins
+HELLO_SECONDS = 10  # time for a connection to prove that it knows the secret
+MAX_STRANGERS = 256  # connections that have not; beyond that, the oldest one is closed
 NONCE_BYTES = 32
 _HELLO = struct.Struct("<I32s32s")
 _START = struct.Struct("<32sI")
@@ -54,6 +57,8 @@ class LinkListener:
         self._socket = socket.create_server((host, 0), backlog=64)
         self.meeting = Meeting(host, self._socket.getsockname()[1])
         self._arrived: SimpleQueue[tuple[int, str, Connection]] = SimpleQueue()
+        self._strangers: deque[socket.socket] = deque()
+        self._lock = threading.Lock()  # guards `_strangers`
         threading.Thread(target=self._listen, name="links", daemon=True).start()
 
     def accept(self, count: int, waiting: Callable[[dict[int, Connection]], None]) -> dict[int, Connection]:
@@ -84,17 +89,22 @@ class LinkListener:
         self._socket.close()
 
     def _listen(self) -> None:
-        while True:
-            try:
-                accepted, (address, *_) = self._socket.accept()
-            except OSError:  # closed
-                return
+        for accepted, (address, *_) in connections(self._socket):
+            with self._lock:
+                self._strangers.append(accepted)
+                if len(self._strangers) > MAX_STRANGERS:
+                    with suppress(OSError):
+                        self._strangers.popleft().shutdown(socket.SHUT_RDWR)  # ends its thread
             # A thread each, because a stranger may send nothing.
             threading.Thread(target=self._meet, args=(accepted, address), name="link", daemon=True).start()
 
     def _meet(self, accepted: socket.socket, address: str) -> None:
         try:
-            rank = self._rank(accepted)
+            try:
+                rank = self._rank(accepted)
+            finally:
+                with self._lock, suppress(ValueError):  # one that was closed is not there
+                    self._strangers.remove(accepted)
             keep_alive(accepted)
         except OSError as error:
             accepted.close()
@@ -104,9 +114,10 @@ class LinkListener:
 
     def _rank(self, accepted: socket.socket) -> int:
         """Return the rank that a connection introduces. Raises OSError if it is not one of ours."""
+        deadline = time.monotonic() + HELLO_SECONDS
         accepted.settimeout(HELLO_SECONDS)
         accepted.sendall(own := secrets.token_bytes(NONCE_BYTES))
-        rank, other, proof = _HELLO.unpack(_receive(accepted, _HELLO.size))
+        rank, other, proof = _HELLO.unpack(_receive(accepted, _HELLO.size, deadline))
         if not hmac.compare_digest(proof, _proof(self._secret, b"rank", rank, own + other)):
             raise ConnectionRefusedError("it does not know the secret of the ranks")
         proof = _proof(self._secret, b"start", rank, own + other + self._start)
@@ -135,13 +146,14 @@ def connect(meeting: Meeting, secret: bytes, rank: int, seconds: float) -> tuple
             time.sleep(POLL_SECONDS)
     try:
         keep_alive(connection)
-        other, own = _receive(connection, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+        deadline = time.monotonic() + max(1.0, seconds)
+        other, own = _receive(connection, NONCE_BYTES, deadline), secrets.token_bytes(NONCE_BYTES)
         connection.sendall(_HELLO.pack(rank, own, _proof(secret, b"rank", rank, other + own)))
         try:
-            proof, length = _START.unpack(_receive(connection, _START.size))
+            proof, length = _START.unpack(_receive(connection, _START.size, deadline))
         except EndOfConnection:
             raise ConnectionRefusedError("rank 0 has refused this rank: their secrets differ") from None
-        start = _receive(connection, min(length, START_LIMIT))
+        start = _receive(connection, min(length, START_LIMIT), deadline)
         if not hmac.compare_digest(proof, _proof(secret, b"start", rank, other + own + start)):
             raise ConnectionRefusedError(f"what listens at {meeting.host}:{meeting.port} does not know the secret")
     except OSError:
@@ -158,9 +170,13 @@ def _proof(secret: bytes, side: bytes, rank: int, message: bytes) -> bytes:
     return hmac.digest(secret, side + rank.to_bytes(4, "little") + message, "sha256")
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """Return `size` bytes. Raises OSError if they do not arrive by the deadline (time.monotonic())."""
     parts = []
     while size:
+        if (left := deadline - time.monotonic()) <= 0:  # a limit for each part would let a slow peer go on for hours
+            raise TimeoutError("it is too slow")
+        connection.settimeout(left)
         if not (part := connection.recv(min(size, 1 << 20))):
             raise EndOfConnection("it has ended")
         parts.append(part)

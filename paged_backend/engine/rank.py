@@ -71,12 +71,25 @@ class Start(NamedTuple):
         return hmac.digest(secret, self.session.encode(), "sha256")
 
 
-def read_invitation(text: str | bytes) -> Invitation:
-    """Return an invitation that was written as JSON. Raises ValueError or TypeError if no server has written it."""
+def write_invitation(invitation: Invitation, secret: bytes) -> str:
+    """Return an invitation as text, with a proof that who has written it knows the secret."""
+    text = json.dumps(invitation)
+    return f"{_proof(text.encode(), secret)} {text}"
+
+
+def read_invitation(sealed: bytes, secret: bytes) -> Invitation:
+    """Return an invitation. Raises ValueError or TypeError if no server that knows the secret has written it."""
+    proof, _, text = sealed.partition(b" ")
+    if not hmac.compare_digest(proof, _proof(text, secret).encode()):
+        raise ValueError("no server that knows the secret of the ranks has written it")
     meeting, size, num_nodes = json.loads(text)
     if not 1 <= num_nodes <= size <= RANK_LIMIT:
         raise ValueError(f"{size} ranks on {num_nodes} machines")
     return Invitation(Meeting(*meeting), size, num_nodes)
+
+
+def _proof(text: bytes, secret: bytes) -> str:
+    return hmac.digest(secret, b"invitation" + text, "sha256").hex()
 
 
 def options_of(config: EngineConfig) -> dict[str, Any]:
@@ -158,8 +171,9 @@ def main(model: str | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     rank, seconds = int(os.environ["RANK"]), timedelta(seconds=CONNECT_SECONDS)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=seconds)
-    meeting, *_ = read_invitation(store.get(START_KEY))
-    link, told = connect(meeting, secret := bytes.fromhex(sys.stdin.readline()), rank, CONNECT_SECONDS)
+    secret = bytes.fromhex(sys.stdin.readline())
+    meeting, *_ = read_invitation(store.get(START_KEY), secret)
+    link, told = connect(meeting, secret, rank, CONNECT_SECONDS)
     start = Start(*json.loads(told))
     config = EngineConfig.from_options(start.options)
     end_with(link)

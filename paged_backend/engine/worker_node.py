@@ -38,7 +38,7 @@ class WorkerNode:
         self._address, self._port = address, port
         self._node_rank, self._secret = node_rank, secret
         self._model = model
-        self._is_unknown = False  # whether the log says that the address cannot be resolved
+        self._warned: set[type[Exception]] = set()  # what the log has said about the address
 
     def run(self) -> None:
         """Serve until the process is ended. Raises ConfigError if the server's options exclude this machine."""
@@ -62,12 +62,19 @@ class WorkerNode:
             store = dist.TCPStore(self._address, self._port, is_master=False, timeout=seconds)
             if not store.check([START_KEY]):  # `get` would wait, and log that it does
                 return None
-            return read_invitation(store.get(START_KEY))
-        except (OSError, RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, socket.gaierror) and not self._is_unknown:
-                self._is_unknown = True
-                log.warning("the address %s cannot be resolved: %s", self._address, error.strerror)
+            return read_invitation(store.get(START_KEY), self._secret)
+        except (OSError, RuntimeError, TypeError, ValueError, MemoryError) as error:
+            if isinstance(error, socket.gaierror):
+                self._warn_once(error, f"the address {self._address} cannot be resolved: {error.strerror}")
+            elif isinstance(error, TypeError | ValueError):
+                where = f"{self._address}:{self._port}"
+                self._warn_once(error, f"an invitation at {where} is ignored: {error}")
             return None
+
+    def _warn_once(self, error: Exception, message: str) -> None:
+        if type(error) not in self._warned:
+            self._warned.add(type(error))
+            log.warning(message)
 
     def _run_ranks(self, invitation: Invitation) -> None:
         topology = Topology(invitation.size, invitation.num_nodes, self._address, self._port)

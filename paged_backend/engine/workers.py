@@ -22,7 +22,16 @@ from paged_backend.distributed.links import LinkListener, hang_up
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.step_channel import StepChannel
 from paged_backend.distributed.topology import Topology, cluster_secret, listen
-from paged_backend.engine.rank import READY, START_KEY, STEP_MESSAGES, Invitation, Start, options_of, start_rank
+from paged_backend.engine.rank import (
+    READY,
+    START_KEY,
+    STEP_MESSAGES,
+    Invitation,
+    Start,
+    options_of,
+    start_rank,
+    write_invitation,
+)
 from paged_backend.engine.rank_facts import Facts, find_difference, rank_facts
 from paged_backend.execution.runner import RunnerDied
 from paged_backend.models.tensor_parallel import pick_rank_device
@@ -120,7 +129,7 @@ class Workers:
         invitation = Invitation(listener.meeting, topology.size, topology.num_nodes)
         environment = topology.environment(port)
         try:
-            store.set(START_KEY, json.dumps(invitation))
+            store.set(START_KEY, write_invitation(invitation, self._secret))
             for rank in list(topology.ranks_of(0))[1:]:
                 try:
                     self.processes[rank] = start_rank(rank, rank, self._secret, environment)

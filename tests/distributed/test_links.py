@@ -3,10 +3,13 @@
 import socket
 import struct
 import threading
+import time
+from contextlib import suppress
 from multiprocessing.connection import wait
 
 import pytest
 
+from paged_backend.distributed import links
 from paged_backend.distributed.links import LinkListener, Meeting, connect, hang_up
 from tests.support.waiting import WAIT, until
 
@@ -66,6 +69,31 @@ def test_strangers_are_refused_and_delay_nobody(listener, caplog):
     assert list(listener.accept(1, lambda found: None)) == [1]
     for end in (silent, guesser, link):
         end.close()
+
+
+def test_many_silent_or_slow_strangers_keep_no_rank_out(listener, monkeypatch):
+    monkeypatch.setattr(links, "MAX_STRANGERS", 4)
+    strangers = [socket.create_connection(listener.meeting, WAIT) for _ in range(6)]
+    for one in strangers:
+        one.recv(64)  # the nonce
+    assert [one.recv(64) for one in strangers[:2]] == [b"", b""]
+    link, _ = join(listener, 1)
+    assert list(listener.accept(1, lambda found: None)) == [1]
+    for end in (*strangers, link):
+        end.close()
+
+
+def test_slow_stranger_is_refused_in_time(monkeypatch, caplog):
+    monkeypatch.setattr(links, "HELLO_SECONDS", 0.5)
+    listener = LinkListener("127.0.0.1", SECRET, b"begin")
+    with socket.create_connection(listener.meeting, WAIT) as slow:
+        slow.recv(64)
+        with suppress(OSError):  # it is closed
+            for _ in range(60):  # each part arrives in time, and all of them would after six seconds
+                slow.sendall(bytes(1))
+                time.sleep(0.1)
+        until(lambda: "it is too slow" in caplog.text or "timed out" in caplog.text, "the refusal")
+    listener.close()
 
 
 def test_nobody_can_play_rank_0():

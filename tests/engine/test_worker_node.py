@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import pytest
 import torch.distributed as dist
@@ -16,10 +17,10 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.distributed.links import Meeting, connect
 from paged_backend.distributed.topology import CLUSTER_SECRET
 from paged_backend.engine import worker_node
-from paged_backend.engine.rank import START_KEY, Invitation, Start
+from paged_backend.engine.rank import START_KEY, Invitation, Start, read_invitation, write_invitation
 from paged_client.serving.ports import choose_ports
 from tests.support.in_process import tiny_assembly
-from tests.support.waiting import WAIT
+from tests.support.waiting import WAIT, until
 
 SECRET = "secret of the ranks"
 
@@ -29,7 +30,8 @@ def test_rank_that_ends_before_the_start_is_started_again():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with socket.create_server(("127.0.0.1", 0)) as meeting:
         meeting.settimeout(WAIT)
-        store.set(START_KEY, json.dumps(Invitation(Meeting(*meeting.getsockname()), 2, 2)))
+        invitation = Invitation(Meeting(*meeting.getsockname()), 2, 2)
+        store.set(START_KEY, write_invitation(invitation, SECRET.encode()))
         command = [sys.executable, "-m", "paged_client", "worker", "--node-rank", "1"]
         environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), CLUSTER_SECRET: SECRET}
         with subprocess.Popen(command, env=environment) as worker:
@@ -38,6 +40,30 @@ def test_rank_that_ends_before_the_start_is_started_again():
                     meeting.accept()[0].close()  # ends the rank
             finally:
                 worker.kill()
+
+
+def test_invitation_of_a_stranger_starts_nothing(monkeypatch, caplog):
+    """Who reaches the store can write to it: it must neither start thousands of ranks nor end the worker."""
+    started = SimpleQueue()
+
+    def start_rank(rank, *arguments):
+        started.put(rank)
+        raise ConfigError("enough")  # ends the worker
+
+    monkeypatch.setattr(worker_node, "start_rank", start_rank)
+    monkeypatch.setattr(worker_node, "RETRY_SECONDS", 0.01)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = Meeting("127.0.0.1", 1)
+    store.set(START_KEY, write_invitation(Invitation(meeting, 4096, 2), b"another secret"))
+    node = worker_node.WorkerNode("127.0.0.1", store.port, 1, SECRET.encode())
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(node.run)
+        until(lambda: running.done() or "no server that knows the secret" in caplog.text)
+        store.set(START_KEY, json.dumps(Invitation(meeting, 1, 1)))
+        store.set(START_KEY, write_invitation(Invitation(meeting, 2, 2), SECRET.encode()))
+        with pytest.raises(ConfigError, match="enough"):
+            running.result(WAIT)
+    assert started.get_nowait() == 1 and started.empty()
 
 
 @pytest.mark.parametrize("model", [pytest.param("other weights", marks=pytest.mark.nightly), "missing"])
@@ -73,9 +99,11 @@ def test_store_has_neither_secret_nor_options(tiny, monkeypatch):
     with ThreadPoolExecutor(1) as thread:
         assembled = thread.submit(tiny_assembly, tiny[0], **options)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        invitation = json.loads(store.get(START_KEY))
-        assert invitation == [["127.0.0.1", invitation[0][1]], 2, 2]
-        link, start = connect(Meeting(*invitation[0]), SECRET.encode(), 1, WAIT)
+        written = store.get(START_KEY)
+        invitation = read_invitation(written, SECRET.encode())
+        assert invitation == (("127.0.0.1", invitation.meeting.port), 2, 2)
+        assert json.loads(written.partition(b" ")[2]) == [["127.0.0.1", invitation.meeting.port], 2, 2]
+        link, start = connect(invitation.meeting, SECRET.encode(), 1, WAIT)
         start = Start(*json.loads(start))
         assert start.options["model"] == str(tiny[0]) and "PASSWORD" not in str(start)
         link.send_bytes(b"enough")
