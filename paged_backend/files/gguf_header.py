@@ -121,9 +121,11 @@ class _Reader:
             item, count = self._read("<IQ")
             if item in SCALARS:
                 self._advance(SCALARS[item] * count)
-            else:
+            elif item == STRING:
                 for _ in range(count):
-                    self._skip(item)
+                    self._skip(STRING)
+            else:  # no writer nests arrays
+                raise ValueError(f"an array of the type {item}: must be numbers or strings")
         elif kind in SCALARS:
             self._advance(SCALARS[kind])
         else:

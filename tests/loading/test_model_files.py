@@ -473,6 +473,14 @@ def test_truncated_gguf_is_named(tmp_path, size):
     assert CONFIG_JSON not in str(caught.value)
 
 
+def test_nested_arrays_of_a_gguf_are_an_error(tmp_path):
+    """Reading them one inside of the other would end with Python's limit of recursion."""
+    file, nested = tmp_path / "nested.gguf", struct.pack("<IQ", 9, 1) * 5000
+    file.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x" + struct.pack("<I", 9) + nested)
+    with pytest.raises(ConfigError, match=rf"^{file}: .*an array of the type 9: must be numbers or strings"):
+        model_files.check_weights(file, quantized=False)
+
+
 @pytest.mark.parametrize(("has_tensor", "reason"), [(True, ".*nonsense"), (False, "contains no tensors")])
 def test_other_errors_of_a_gguf_do_not_name_config_json(tmp_path, has_tensor, reason):
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "nonsense")
