@@ -37,6 +37,8 @@ log = logging.getLogger("paged_llm")
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 REPLAY_SECONDS = 0.1  # time between two looks at requests for past batches while there are no events
+MAX_MESSAGE_BYTES = 4096  # of what subscribers and clients send: topics and numbers
+MAX_REPLAYS = 64  # clients that wait for past batches
 LINGER_MILLIS = 1000  # time to send the last batches when the engine stops
 HASH_BITS = 64  # vLLM's events have the low 64 bits of a block's hash
 WARN_SECONDS = 60.0  # time between two warnings of dropped batches
@@ -62,9 +64,11 @@ class CacheEventPublisher:
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(config.hwm)
+        self._pub.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._replay = self._context.socket(zmq.ROUTER) if config.replay_endpoint else None
         if self._replay:  # a full queue or a client that has left is an error, and nothing is lost without one
             self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._replay.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._non_blocking, self._error = zmq.NOBLOCK, zmq.ZMQError
         # What clients have asked for and not got yet, since the queue of a slow one is full.
         self._replays: dict[bytes, deque[tuple[bytes, bytes]]] = {}
@@ -139,6 +143,9 @@ class CacheEventPublisher:
                 log.warning(
                     "a request for past KV cache events has %d parts; must be an empty one and 8 bytes", len(parts)
                 )
+                continue
+            if parts[0] not in self._replays and len(self._replays) >= MAX_REPLAYS:
+                log.warning("%d clients wait for past KV cache events, the limit; one more is ignored", MAX_REPLAYS)
                 continue
             wanted, first = self._replays.setdefault(parts[0], deque()), int.from_bytes(parts[2], "big")
             if len(wanted) > len(self._sent):

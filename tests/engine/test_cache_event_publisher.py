@@ -27,7 +27,7 @@ class Subscriber:
     """A router's side of the sockets."""
 
     def __init__(self, endpoint, replay_endpoint, topic=b"kv"):
-        self.context, self.replay_endpoint = zmq.Context(), replay_endpoint
+        self.context, self.endpoint, self.replay_endpoint = zmq.Context(), endpoint, replay_endpoint
         self.sub = self.context.socket(zmq.SUB)
         self.sub.setsockopt(zmq.SUBSCRIBE, topic)
         self.sub.setsockopt(zmq.RCVTIMEO, 1000 * WAIT)
@@ -130,6 +130,21 @@ def test_a_slow_client_gets_all_past_batches(published):
         numbers.append(int.from_bytes(number, "big"))
     assert len(numbers) > count
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+def test_a_client_cannot_fill_memory(published):
+    """Neither with a request of megabytes, which is read whole, nor with topics."""
+    _, _, subscriber = published
+    first = subscriber.replay(0)
+    for kind, endpoint in ((zmq.DEALER, subscriber.replay_endpoint), (zmq.XSUB, subscriber.endpoint)):
+        stranger = subscriber.context.socket(kind)
+        ended = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        ended.setsockopt(zmq.RCVTIMEO, 1000 * WAIT)
+        stranger.connect(endpoint)
+        stranger.send(b"\1" + bytes(10_000))
+        assert ended.recv_multipart()
+        stranger.close(linger=0)
+    assert subscriber.replay(0) == first
 
 
 def test_the_numbers_of_a_restarted_publisher_are_higher(published):
