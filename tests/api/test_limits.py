@@ -76,6 +76,7 @@ TESTED_ELSEWHERE = {
     "max_open_rows": "trtllm/test_relay.test_rows_beyond_max_open_rows_are_rejected",
     "max_biases": "trtllm/test_requests.test_biases_beyond_max_biases_are_rejected",
     "(--max-open-requests)": "client/openai/test_servers.test_max_open_requests",
+    "(--max-open-bytes)": "client/openai/test_servers.test_max_open_bytes",
     "(--max-request-bytes)": "client/openai/test_app.test_oversized_body_is_rejected",
     "(--max-prompts)": "client/openai/test_engine_calls.test_too_many_prompts_are_rejected",
     "(--max-inputs)": "client/openai/test_embeddings.test_invalid_requests_are_rejected",
@@ -97,7 +98,7 @@ CONSTANTS = {
     "MAX_CONTEXT", "MAX_FREE_BLOCKS", "MAX_LOAD", "MAX_NUM_BATCHED_TOKENS", "MAX_NUM_SEQS", "MAX_PROMPTS", "MAX_TURNS",
     "MAX_REASON_CHARS", "MAX_RELATIVE_TIME", "MAX_ROWS", "MAX_SAMPLED_ROWS", "MAX_SCORED", "MAX_SHARING_ROWS",
     "MAX_SHOWN_NAMES", "MAX_STRING", "MAX_TEMPLATE_CHARS", "MAX_TOKENS", "MAX_UNSENT_BYTES", "MAX_UNSTORED_BYTES",
-    "MAX_DIMENSIONS", "_MAX_SHOWN", "_MAX_WARNINGS",
+    "MAX_DIMENSIONS", "MAX_MESSAGE_BYTES", "MAX_REPLAYS", "MAX_STRANGERS", "_MAX_SHOWN", "_MAX_WARNINGS",
 }  # fmt: skip
 
 

@@ -67,6 +67,14 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         f" (default: {LIMITS.max_request_bytes >> 20}MiB)",
     )
     add(
+        "--max-open-bytes",
+        type=size,
+        default=LIMITS.max_open_bytes,
+        metavar="SIZE",
+        help="maximum size of the bodies of all open requests together, without the first 64 KiB of each"
+        f" (default: {LIMITS.max_open_bytes >> 20}MiB)",
+    )
+    add(
         "--max-prompts",
         type=positive_int,
         default=LIMITS.max_prompts,
@@ -175,6 +183,7 @@ def openai(args: argparse.Namespace) -> int:
         chat_template_timeout=args.chat_template_timeout,
         max_open_requests=args.max_open_requests,
         max_request_bytes=args.max_request_bytes,
+        max_open_bytes=args.max_open_bytes,
         max_prompts=args.max_prompts,
         max_inputs=args.max_inputs,
         body_timeout=args.body_timeout,

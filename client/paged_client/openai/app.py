@@ -361,7 +361,8 @@ def create_app(settings: Settings) -> FastAPI:
     gateway = Gateway(settings)
     # No OpenAPI schema of our own: the API is specified by OpenAI.
     app = FastAPI(lifespan=gateway.lifespan, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(ConcurrencyLimiter, limit=settings.limits.max_open_requests)
+    limits = settings.limits
+    app.add_middleware(ConcurrencyLimiter, limit=limits.max_open_requests, max_bytes=limits.max_open_bytes)
     app.add_middleware(FramingCheck)
     if settings.allowed_origins:
         app.add_middleware(

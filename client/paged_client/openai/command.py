@@ -46,6 +46,7 @@ def run(
     chat_template_timeout: float,
     max_open_requests: int,
     max_request_bytes: int,
+    max_open_bytes: int,
     max_prompts: int,
     max_inputs: int,
     body_timeout: float,
@@ -103,7 +104,9 @@ def run(
         is_model_fixed=model is not None,
         template=template,
         api_keys=all_keys,
-        limits=GatewayLimits(max_open_requests, max_request_bytes, max_prompts, max_inputs, body_timeout),
+        limits=GatewayLimits(
+            max_open_requests, max_request_bytes, max_open_bytes, max_prompts, max_inputs, body_timeout
+        ),
         tool_format=tool_format,
         access_log=_log_line if access_log else None,
         retry_seconds=retry_seconds,

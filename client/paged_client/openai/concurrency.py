@@ -7,22 +7,24 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paged_client.openai.errors import ApiError
-from paged_client.openai.limits import flag
+from paged_client.openai.limits import SMALL_BYTES, flag
 
 T = TypeVar("T")
 READ = ["GET", "HEAD"]  # methods that need no limit; some load balancers use HEAD
 
 
 class ConcurrencyLimiter:
-    """ASGI middleware that limits concurrent POST requests, and with them the memory for request bodies."""
+    """ASGI middleware that limits concurrent POST requests, and the bytes of their bodies."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, max_bytes: int) -> None:
         self._app = app
         self._limit = limit
+        self._max_bytes = max_bytes
         self._num_open = 0
+        self._num_bytes = 0  # beyond the first SMALL_BYTES of each body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in READ:
@@ -31,11 +33,28 @@ class ConcurrencyLimiter:
             message = f"{self._num_open} requests are open, the limit ({flag('max_open_requests')}); retry later"
             error = ApiError(503, message, code="unavailable")
             return await JSONResponse(error.body, error.status)(scope, receive, send)
+        size = 0
+
+        async def receive_and_count() -> Message:
+            nonlocal size
+            message = await receive()
+            before, size = size, size + len(message.get("body", b""))
+            self._num_bytes += _beyond(size) - _beyond(before)
+            if _beyond(size) > _beyond(before) and self._num_bytes > self._max_bytes:
+                message = f"the bodies of open requests have {self._max_bytes} bytes, the limit"
+                raise ApiError(503, f"{message} ({flag('max_open_bytes')}); retry later", code="unavailable")
+            return message
+
         self._num_open += 1
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive_and_count, send)
         finally:
             self._num_open -= 1
+            self._num_bytes -= _beyond(size)
+
+
+def _beyond(size: int) -> int:
+    return max(0, size - SMALL_BYTES)
 
 
 class ClientDisconnected(Exception):

@@ -229,6 +229,23 @@ def test_max_open_requests(fakes):
         assert front.ask("/v1/completions", PROMPT)[0] == 200
 
 
+def test_max_open_bytes(fakes):
+    """Large bodies that are received or whose requests are open keep large ones out, and no small ones."""
+    large = 100_000
+    with gateway(fakes[0].url, "--max-open-bytes", "50000") as front:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {large}\r\n\r\n".encode()
+        with socket.create_connection(("127.0.0.1", front.port), WAIT) as first:
+            first.sendall(head + b" " * (large - 1))
+            until(lambda: front.ask("/v1/completions", PROMPT | {"user": "x" * large})[0] == 503, "the limit")
+            status, answer = front.ask("/v1/completions", PROMPT | {"user": "x" * large})
+            assert (status, answer["error"]["code"]) == (503, "unavailable")
+            assert (
+                "bodies of open requests have 50000 bytes, the limit (--max-open-bytes)" in answer["error"]["message"]
+            )
+            assert front.ask("/v1/completions", PROMPT | {"user": "x" * 60_000})[0] == 200
+        until(lambda: front.ask("/v1/completions", PROMPT | {"user": "x" * large})[0] == 200, "room")
+
+
 def test_body_timeout_frees_the_slot(fakes):
     """The timeout applies to a body that stops and to one that arrives byte by byte."""
     with gateway(fakes[0].url, "--max-open-requests", "2", "--body-timeout", "2") as front, ExitStack() as stack:
