@@ -77,7 +77,7 @@ class LongPrompts:
                 arrival = self._prompts.read(arrival)
                 tokenized = self._builder.build(arrival, encode(arrival))
         except RequestError as failure:
-            error = failure
+            error = failure.with_traceback(None)  # which has this frame, and would keep the text in memory with it
         except Exception as failure:
             log.exception("a long prompt could not be tokenized")
             error = internal_error(failure)

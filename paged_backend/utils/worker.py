@@ -46,6 +46,7 @@ class BackgroundWorker:
                 call()
             except Exception:
                 log.exception("%s: a call failed", self._thread.name)
+            del call  # its arguments may be large, and the next one may be long in coming
 
 
 def call_with_timeout(call: Callable[[], Result], seconds: float, name: str) -> Result:

@@ -1,16 +1,20 @@
 """Long prompts, which are tokenized in the background; and tokenizer failures in a service."""
 
+import gc
 import json
 import threading
 import time
+import weakref
 from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
 from tokenizers import decoders
 
+from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.server import admission, long_prompts, prompts, responder
 from paged_backend.server.metrics import Metrics
+from paged_backend.server.prompts import PromptEncoder
 from paged_backend.server.wire import read
 from paged_backend.text import tokenizing
 from paged_backend.text.tokenizing import PromptTokenizer
@@ -79,6 +83,23 @@ def test_other_requests_are_served_while_a_long_prompt_is_tokenized(serve, slow)
     assert long.empty()
     slow.go_on.set()
     assert long.all()
+
+
+def test_text_of_a_rejected_prompt_is_freed(serve, monkeypatch):
+    """At once, not when Python looks for cycles: texts of megabytes would fill memory until then."""
+    seen = []
+
+    def read(self, arrival):
+        seen.append(weakref.ref(arrival))
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, "wrong")
+
+    monkeypatch.setattr(PromptEncoder, "read", read)
+    gc.disable()
+    try:
+        assert "wrong" in serve.call(text_input=LONG, sampling_parameters='{"max_tokens": 1}').rejection()
+        until(lambda: seen[0]() is None, "the end of the request")
+    finally:
+        gc.enable()
 
 
 def test_long_prompts_count_as_waiting(serve, slow):
