@@ -7,6 +7,7 @@ fork and exec, because that is unsafe in a process with threads. It imports only
 import ctypes
 import os
 import platform
+import resource
 import signal
 import struct
 import sys
@@ -19,6 +20,7 @@ _LOAD, _JUMP_UNLESS, _RETURN = 0x20, 0x15, 0x06
 _DO_NOTHING, _ALLOW = 0x00050000, 0x7FFF0000
 _NUMBER, _SECOND_ARGUMENT = 0, 24  # offsets in what a filter reads
 _PUBLIC = 0o644
+OPEN_FILES = 65536
 
 
 def keep_files_private() -> None:
@@ -49,12 +51,24 @@ def keep_files_private() -> None:
             libc.syscall(*set_filter)
 
 
+def raise_descriptor_limit() -> None:
+    """Allow as many file descriptors as the hard limit does, but no more than OPEN_FILES, unless more are allowed.
+
+    Each connection takes one, and without free ones the Python backend ends.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
 def main() -> None:
     launcher, *command = sys.argv[1:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # also when the launcher dies of SIGKILL
     if os.getppid() != int(launcher):  # it has died before
         sys.exit(1)
     keep_files_private()
+    raise_descriptor_limit()
     os.execv(command[0], command)
 
 

@@ -50,3 +50,12 @@ def test_nor_can_that_of_an_unprivileged_user():
 def test_a_program_is_not_started_without_its_launcher(tmp_path):
     assert run(tmp_path, 1).returncode == 1
     assert not (tmp_path / "file").exists()
+
+
+def test_file_descriptors_are_allowed_up_to_the_hard_limit():
+    """The usual soft limit is 1,024, and each connection takes one."""
+    limits = 'ulimit -Sn 100; ulimit -Hn 300; exec "$0" "$@"'
+    program = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    command = [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), sys.executable, "-c", program]
+    result = subprocess.run(["bash", "-c", limits, *command], capture_output=True, text=True)
+    assert result.stdout.split() == ["300", "300"], result.stderr
