@@ -30,8 +30,8 @@ class ConcurrencyLimiter:
         if scope["type"] != "http" or scope["method"] in READ:
             return await self._app(scope, receive, send)
         if self._num_open >= self._limit:
-            message = f"{self._num_open} requests are open, the limit ({flag('max_open_requests')}); retry later"
-            error = ApiError(503, message, code="unavailable")
+            problem = f"{self._num_open} requests are open, the limit ({flag('max_open_requests')}); retry later"
+            error = ApiError(503, problem, code="unavailable")
             return await JSONResponse(error.body, error.status)(scope, receive, send)
         size = 0
 
@@ -41,8 +41,8 @@ class ConcurrencyLimiter:
             before, size = size, size + len(message.get("body", b""))
             self._num_bytes += _beyond(size) - _beyond(before)
             if _beyond(size) > _beyond(before) and self._num_bytes > self._max_bytes:
-                message = f"the bodies of open requests have {self._max_bytes} bytes, the limit"
-                raise ApiError(503, f"{message} ({flag('max_open_bytes')}); retry later", code="unavailable")
+                problem = f"the bodies of open requests have {self._max_bytes} bytes, the limit"
+                raise ApiError(503, f"{problem} ({flag('max_open_bytes')}); retry later", code="unavailable")
             return message
 
         self._num_open += 1
