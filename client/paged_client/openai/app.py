@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from paged_client.openai.errors import ApiError
 from paged_client.openai.framing import FramingCheck
 from paged_client.openai.health import Health
 from paged_client.openai.kv_index import KvIndex
-from paged_client.openai.limits import GatewayLimits, flag
+from paged_client.openai.limits import SMALL_BYTES, GatewayLimits, flag
 from paged_client.openai.models import ServedModels
 from paged_client.openai.pooling import PoolingBody, ask_all
 from paged_client.openai.pooling_routes import POOLING_ROUTES
@@ -104,6 +105,7 @@ class Gateway:
         self._models = ServedModels(self._servers)
         self._health = Health(lambda: self._with_current_name(lambda: self._servers.pool_map(timeout=HEALTH_TIMEOUT)))
         self.metrics = metrics.Metrics()
+        self._parsing = asyncio.Lock()  # held while a large body is parsed
         self._prefill = None
         if settings.prefill:
             self._prefill = PrefillServers(
@@ -116,7 +118,7 @@ class Gateway:
             yield
 
     async def completions(self, request: Request) -> Response:
-        body = schema.parse(schema.CompletionRequest, await self._read(request))
+        body = await self._parse(request, partial(schema.parse, schema.CompletionRequest))
         self._settings.limits.check("max_prompts", "prompt", len(body.prompts), "prompts")
         builder = CompletionResponseBuilder(body, _request_id(request))
 
@@ -128,7 +130,7 @@ class Gateway:
         return await self._with_current_name(respond)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = schema.parse(ChatRequest, await self._read(request))
+        body = await self._parse(request, partial(schema.parse, ChatRequest))
         settings = self._settings
         use = tool_use(body, settings.tool_format)
         builder = ChatResponseBuilder(body, _request_id(request), use)
@@ -194,7 +196,7 @@ class Gateway:
 
     async def pooling(self, request: Request, kind: type[PoolingBody[Any]]) -> Response:
         """Answer a request for embeddings, classes, scores or a ranking: one engine request for each input."""
-        body = schema.parse(kind, await self._read(request))
+        body = await self._parse(request, partial(schema.parse, kind))
         request_id = _request_id(request)
         self._settings.limits.check("max_inputs", body.list_field, len(body.calls), "inputs")
 
@@ -229,12 +231,7 @@ class Gateway:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a prompt or a conversation. The server computes the prompt, too."""
-        values = schema.read_object(await self._read(request))
-        body: schema.CompletionRequest | ChatRequest
-        if "messages" in values:
-            body = schema.validate(tokenization.TokenizeChat, values)
-        else:
-            body = schema.validate(tokenization.TokenizeText, values)
+        body = await self._parse(request, tokenization.parse)
 
         async def ask() -> Response:
             adapter = self._adapter(body.model)
@@ -252,7 +249,7 @@ class Gateway:
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
-        body = schema.parse(tokenization.DetokenizeRequest, await self._read(request))
+        body = await self._parse(request, partial(schema.parse, tokenization.DetokenizeRequest))
 
         async def ask() -> Response:
             sampling = tokenization.detokenize_sampling(self._adapter(body.model))
@@ -296,6 +293,15 @@ class Gateway:
             return
         if not keys.is_authorized(request.headers.get("Authorization", ""), self._settings.api_keys):
             raise ApiError(401, "Authorization: must be 'Bearer' and a valid API key", code="invalid_api_key")
+
+    async def _parse(self, request: Request, parse: Callable[[bytes], T]) -> T:
+        """Read and parse the body. A large one is parsed on a thread, so that other requests go on meanwhile, and one
+        after the other, because parsed messages take many times the memory of their text."""
+        body = await self._read(request)
+        if len(body) <= SMALL_BYTES:
+            return parse(body)
+        async with self._parsing:
+            return await asyncio.to_thread(parse, body)
 
     async def _read(self, request: Request) -> bytes:
         """Read the body. A body that its headers show to be invalid is rejected without reading it."""

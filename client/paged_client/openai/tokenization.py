@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from paged_client.openai.chat_schema import ChatRequest
 from paged_client.openai.errors import ApiError
-from paged_client.openai.schema import Body, CompletionRequest, ListOf
+from paged_client.openai.schema import Body, CompletionRequest, ListOf, read_object, validate
 from paged_client.openai.translation import EngineRequest, Sampling
 
 _NO_STRINGS = {"return_token_strs": (None, False)}  # they are the vocabulary's, which the server does not send
@@ -25,6 +25,12 @@ class TokenizeText(CompletionRequest):
 
 class TokenizeChat(ChatRequest):
     unsupported_fields: ClassVar = {**ChatRequest.unsupported_fields, **_NO_STRINGS}
+
+
+def parse(body: bytes) -> TokenizeText | TokenizeChat:
+    """Parse the body of /tokenize. Raises ApiError."""
+    values = read_object(body)
+    return validate(TokenizeChat, values) if "messages" in values else validate(TokenizeText, values)
 
 
 class DetokenizeRequest(Body):

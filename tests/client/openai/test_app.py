@@ -3,14 +3,16 @@
 import http.client
 import json
 import socket
+import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
 import openai
 import pytest
 
 from paged_client import cli
-from paged_client.openai import translation
+from paged_client.openai import app, schema, translation
 from tests.support.gateway import BODIES, CHAT, PROMPT, WAIT, error_of, gateway
 from tests.support.map_views import pool_of, sent
 from tests.support.openai_tools import TOOLS
@@ -79,6 +81,24 @@ def test_cards_name_the_model_whose_weights_they_have(front, fake):
         ("paged_llm", None),
         ("paged_llm", "paged_llm"),
     }
+
+
+def test_other_requests_go_on_while_a_large_body_is_parsed(front, monkeypatch):
+    validate, parsing, may_end = schema.validate, threading.Event(), threading.Event()
+
+    def slow(kind, values):
+        parsing.set()
+        assert may_end.wait(WAIT)
+        return validate(kind, values)
+
+    monkeypatch.setattr(schema, "validate", slow)
+    monkeypatch.setattr(app, "SMALL_BYTES", 1000)
+    with ThreadPoolExecutor() as pool:
+        large = pool.submit(front.ask, "/v1/completions", PROMPT | {"prompt": "a" * 2000})
+        assert parsing.wait(WAIT)
+        assert front.ask("/live")[0] == 200
+        may_end.set()
+        assert large.result()[0] == 200
 
 
 def test_version_and_load(front):
