@@ -34,3 +34,10 @@ def test_a_key_that_is_there_twice_is_rejected():
     assert parse_json("tools", '[{"a": {"b": 1}}, {"a": 1}]') == [{"a": {"b": 1}}, {"a": 1}]
     with pytest.raises(RequestError, match='tools: not valid JSON: the key "b" is there twice'):
         parse_json("tools", '[{"a": {"b": 1, "b": 1}}]')
+
+
+def test_a_duplicate_behind_many_keys_is_found():
+    """In linear time: a quadratic search takes more than an hour here, on the thread that admits requests."""
+    keys = ", ".join(f'"{number}": 0' for number in range(500_000))
+    with pytest.raises(RequestError, match='the key "x" is there twice'):
+        parse_json("tools", f'{{{keys}, "x": 1, "x": 2}}')
