@@ -1,6 +1,6 @@
 """Sets up an environment: `python3 bootstrap.py serve`, `test` or `modern`. make calls it.
 
-Installs the packages that serving needs, those of the tests too, or the newest of all without the server in the wheel.
+Installs a set of packages: for serving, for serving and tests, or the newest versions without the server in the wheel.
 Compiles the C++ kernels for this processor meanwhile. What exists is kept. Needs only the standard library.
 """
 

@@ -250,7 +250,7 @@ def _token_bytes(config: EngineConfig, fields: Mapping[str, Any]) -> int:
         size = fields["hidden_size"] // heads
     if not (isinstance(layers, int) and isinstance(kv_heads, int) and isinstance(size, int)):
         return 0
-    itemsize, scale = (4, 0) if DTYPES[config.dtype] == "float32" else (2, 0)
+    itemsize, scale = (4 if DTYPES[config.dtype] == "float32" else 2), 0
     if KV_CACHE_DTYPES[config.kv_cache_dtype] != "auto":
         itemsize, scale = 1, 4  # which each head of a token has, in float32
     vectors = 2 * (layers // config.pipeline_parallel_size) * (kv_heads // config.tensor_parallel_size)

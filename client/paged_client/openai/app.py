@@ -212,7 +212,7 @@ class Gateway:
         return JSONResponse(body.response(computed, request_id, self._name(body.model)))
 
     def _name(self, model: str | None) -> str:
-        """Return the name of the model that a request gives, or without one that of the servers' model."""
+        """Return the model's name in a request; without one, the name of the model that the servers have."""
         return self._servers.names[0] if model is None else model
 
     def _adapter(self, model: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Whether the servers behind the gateway can serve."""
+"""Checks whether the servers behind the gateway answer requests."""
 
 from __future__ import annotations
 

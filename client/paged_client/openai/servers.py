@@ -122,7 +122,7 @@ class Servers:
         return await self._call(lambda client: client.classify(**keywords))
 
     async def pool_map(self, *, timeout: float) -> PoolMap:
-        """Return the block pool of the server that answers first, if it is awake; if none is, that of one that sleeps.
+        """Return the block pool of the first server that answers and is awake. If all sleep, return one of theirs.
 
         All are asked once, at the same time.
         """

@@ -168,7 +168,8 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call: of a text that was cut, those that are there; another text is one argument.
+    """Return the arguments of a call. A text that was cut gives the arguments before the cut; any other text is one
+    argument.
 
     A model may have written anything, and the conversation should go on nevertheless.
     """

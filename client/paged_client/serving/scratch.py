@@ -32,7 +32,7 @@ class Scratch:
         return _shm_prefix(self._token)
 
     def create(self) -> None:
-        """Make the folder, and remove those that are left from killed processes of this user. Raises OSError."""
+        """Make the folder. Also removes folders that killed processes of this user have left. Raises OSError."""
         for folder in self.path.parent.glob("paged-server-*"):
             with suppress(OSError):  # its process lives, or it belongs to another user
                 _remove_abandoned(folder)
