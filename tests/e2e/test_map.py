@@ -28,13 +28,18 @@ def finished(server):
     return {name: value for name, value in metrics(server).items() if name.startswith("paged_requests_finished")}
 
 
+def counts(pool):
+    """Return how many requests run and wait."""
+    return pool.running, pool.waiting
+
+
 def test_blocks_are_owned_while_running_and_cached_afterwards(server, client):
     idle(server)
     before = finished(server)
     with raw_stream(server) as stream:
         begin(stream)
         pool = client.pool_map()
-        assert (pool.running, pool.waiting) == (1, 0)
+        assert counts(pool) == (1, 0)
         assert pool.owned == pool.used > 0
         assert 0 < pool.tokens <= pool.used * pool.block_size < pool.tokens + pool.block_size
         assert finished(server) == before  # a pool map is not counted as a request
@@ -70,8 +75,7 @@ def test_a_pool_map_is_answered_while_the_pool_is_full(server, client):
     with raw_stream(server) as first, raw_stream(server) as second:
         for stream in (first, second):
             stream.send(text_input="word " * 7000, stream=True, sampling_parameters=LONG)
-        until(lambda: client.pool_map().waiting == 1, "a prompt in the queue")
-        assert client.pool_map().running == 1
+        until(lambda: counts(client.pool_map()) == (1, 1), "one prompt running and one in the queue")
         first.cancel()
         second.cancel()
     idle(server)
