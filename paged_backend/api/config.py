@@ -305,7 +305,7 @@ class EngineConfig:
         above_zero, "Maximum seconds for rendering a chat template, which delays other requests.", 2.0
     )
     tokenize_timeout: float = option(
-        above_zero, "Maximum seconds for tokenizing a long prompt, which runs beside short ones.", 10
+        above_zero, "Maximum seconds for parsing and tokenizing a long prompt, in a separate process.", 10
     )
     structured_outputs_timeout: float = option(
         above_zero, "Maximum seconds for compiling a JSON schema, a regular expression or a grammar.", 10

@@ -59,6 +59,10 @@ class RequestError(Exception):
         self.verbatim = verbatim
         self.outcome = _OUTCOMES.get(code, "refused")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the text, whatever the arguments were that it was made of."""
+        return Exception.__new__, (type(self), str(self)), self.__dict__
+
 
 class TenantLimitReached(RequestError):
     """The tenant has `max_tenant_requests` open requests."""

@@ -67,7 +67,7 @@ _GROUPS: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
         },
     ),
     (
-        "long prompts are tokenized on a thread of their own; set tokenize_timeout for its time limit",
+        "long prompts are tokenized in a separate process; set tokenize_timeout for its time limit",
         {"tokenizer_pool_size": (0,), "tokenizer_pool_type": ("ray",), "tokenizer_pool_extra_config": _EMPTY},
     ),
     (

@@ -106,7 +106,10 @@ def start_rank(
     # LOCAL_RANK selects the GPU in transformers.
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
     return start_module(
-        "paged_backend.engine.rank", *arguments, line=secret.hex().encode(), environment={**environment, **ranks}
+        "paged_backend.engine.rank",
+        *arguments,
+        first=f"{secret.hex()}\n".encode(),
+        environment={**environment, **ranks},
     )
 
 

@@ -34,6 +34,7 @@ from paged_backend.api.errors import (
 )
 from paged_backend.api.limits import SamplingDefaults
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.trace import recorded
 from paged_backend.engine.assembly import Assembly
 from paged_backend.engine.engine import Engine
 from paged_backend.guided.compiler import GrammarCompiler
@@ -98,7 +99,6 @@ class Admission:
             loaded.tokenizer,
             limits,
             max_chars=config.limits.max_prompt_chars,
-            tokenize_timeout=config.tokenize_timeout,
             template_timeout=config.chat_template_timeout,
             typed_tokens=config.special_tokens_in_messages,
         )
@@ -113,7 +113,15 @@ class Admission:
         self._replicas = replicas
         self._submission = Submission(engine, grammars, replicas.place)
         self._control = ControlRequests(engine, responder, assembly.adapters, assembly.scheduler.slots)
-        self.long_prompts = LongPrompts(self._lock, self._prompts, self._builder, engine, responder, self._submission)
+        self.long_prompts = LongPrompts(
+            self._lock,
+            self._prompts,
+            self._builder,
+            engine,
+            responder,
+            self._submission,
+            seconds=config.tokenize_timeout,
+        )
 
     def stop(self, seconds: float) -> None:
         """Stop tokenizing long prompts, waiting at most this many seconds."""
@@ -132,10 +140,12 @@ class Admission:
                         self._check_capacity(arrival.sampling)
                         self.long_prompts.submit(arrival)
                 else:
-                    self._queue(self._prompts.read(arrival))
+                    self._queue(arrival)
 
     def _queue(self, arrival: Arrival) -> None:
-        stream = self._builder.build(arrival, self._prompts.encode(arrival))
+        with recorded(arrival.trace, "tokenize"):
+            prompt = self._prompts.encode(arrival.prompt())
+        stream = self._builder.build(arrival, prompt)
         with self._lock:
             self._check_capacity(arrival.sampling)
             self._engine.announce(stream.request.key)

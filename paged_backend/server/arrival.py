@@ -1,4 +1,4 @@
-"""A request between admission checks and tokenization."""
+"""A request between admission checks and the encoding of its prompt."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.trace import RequestTrace
 from paged_backend.server.channel import Channel
+from paged_backend.server.prompts import Earlier, Prompt
 from paged_backend.server.sessions import Turn
 from paged_backend.server.wire.call import Call
-from paged_backend.text.conversation import Message
 
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """A request that passed the admission checks and whose prompt is still to be tokenized."""
+    """A request that passed the admission checks and whose prompt is still to be encoded."""
 
     key: int  # the engine's name for the request, unique
     call: Call
@@ -22,10 +22,14 @@ class Arrival:
     arrived: float  # time.monotonic()
     sampling: SamplingParams
     turn: Turn | None
-    messages: list[Message] | None = None  # the session's earlier messages, then the new ones; set by `read`
     trace: RequestTrace | None = None  # None: not traced
 
     @property
     def num_chars(self) -> int:
         """Characters of the text, or of the conversation as JSON."""
         return self.call.num_chars + (self.turn.session.num_chars if self.turn else 0)
+
+    def prompt(self) -> Prompt:
+        """Return what is to be encoded. Raises RequestError if the session has a prompt of another kind."""
+        earlier = self.turn.earlier(chat=self.call.is_chat) if self.turn else Earlier()
+        return Prompt(self.call, self.sampling, earlier)

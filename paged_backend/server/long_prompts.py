@@ -1,4 +1,4 @@
-"""Reads and tokenizes long prompts in the background, so that other requests are admitted meanwhile."""
+"""Encodes long prompts in the background, so that other requests are admitted meanwhile."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 
 from paged_backend.api.errors import RequestError, internal_error
+from paged_backend.api.trace import recorded
 from paged_backend.engine.engine import Engine
 from paged_backend.server.arrival import Arrival
-from paged_backend.server.prompts import PromptEncoder
+from paged_backend.server.prompt_process import PromptProcess
+from paged_backend.server.prompts import EncodedPrompt, Prompt, PromptEncoder
 from paged_backend.server.responder import Responder
 from paged_backend.server.stream import Stream
 from paged_backend.server.stream_builder import StreamBuilder
@@ -22,8 +24,8 @@ log = logging.getLogger("paged_llm")
 
 
 class LongPrompts:
-    """The requests whose prompts are being tokenized, or wait for it: those up to LONG_CHARS one after the other, and
-    beside them those above it.
+    """The requests whose prompts are being encoded, or wait for it: those up to LONG_CHARS one after the other, and
+    beside them those above it, in a process of their own.
 
     Their streams are open already: a timeout, a cancellation or a stop_request can end them. A request whose stream has
     ended counts as waiting until the tokenizer has processed it, because its text stays in memory.
@@ -37,8 +39,11 @@ class LongPrompts:
         engine: Engine,
         responder: Responder,
         submission: Submission,
+        *,
+        seconds: float,
     ):
-        """admission_lock: guards `pending`; its holder admits one request at a time."""
+        """admission_lock: guards `pending`; its holder admits one request at a time.
+        seconds: time limit for a prompt above LONG_CHARS."""
         self.pending: list[Stream] = []
         self._admission_lock = admission_lock
         self._prompts = prompts
@@ -46,6 +51,7 @@ class LongPrompts:
         self._engine = engine
         self._responder = responder
         self._submission = submission
+        self._process = PromptProcess(prompts, seconds)
         self._worker, self._long_worker = BackgroundWorker("prompts"), BackgroundWorker("long prompts")
 
     def ended_tenants(self) -> list[str]:
@@ -53,33 +59,35 @@ class LongPrompts:
         return [stream.tenant for stream in self.pending if stream.ended]
 
     def submit(self, arrival: Arrival) -> None:
-        """Open the request's stream and tokenize its prompt later. The caller holds the admission lock."""
+        """Open the request's stream and encode its prompt later. The caller holds the admission lock."""
         stream = self._builder.build_untokenized(arrival)
         self._engine.announce(stream.request.key)
         self._responder.open(stream)
         self._engine.emit_stats()
         self.pending.append(stream)
         if arrival.num_chars > LONG_CHARS:
-            self._long_worker.submit(self._tokenize, arrival, stream, self._prompts.encode_long)
+            self._long_worker.submit(self._encode, arrival, stream, self._process.encode)
         else:
-            self._worker.submit(self._tokenize, arrival, stream, self._prompts.encode)
+            self._worker.submit(self._encode, arrival, stream, self._prompts.encode)
 
     def stop(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         for worker in (self._worker, self._long_worker):
             worker.stop(deadline - time.monotonic())
+        self._process.stop()
 
-    def _tokenize(self, arrival: Arrival, opened: Stream, encode: Callable[[Arrival], list[int]]) -> None:
+    def _encode(self, arrival: Arrival, opened: Stream, encode: Callable[[Prompt], EncodedPrompt]) -> None:
         tokenized: Stream | None = None
         error: RequestError | None = None
         try:
             if not opened.ended:
-                arrival = self._prompts.read(arrival)
-                tokenized = self._builder.build(arrival, encode(arrival))
+                with recorded(arrival.trace, "tokenize"):
+                    prompt = encode(arrival.prompt())
+                tokenized = self._builder.build(arrival, prompt)
         except RequestError as failure:
             error = failure.with_traceback(None)  # which has this frame, and would keep the text in memory with it
         except Exception as failure:
-            log.exception("a long prompt could not be tokenized")
+            log.exception("a long prompt could not be encoded")
             error = internal_error(failure)
         with self._admission_lock:  # counted before the client gets a response and may send its next request
             self.pending.remove(opened)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -14,20 +15,52 @@ from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.limits import EngineLimits
 from paged_backend.api.request import check_prompt_length
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.api.trace import recorded
-from paged_backend.server.arrival import Arrival
+from paged_backend.server.pooling import PoolingCall
+from paged_backend.server.wire.call import Call
 from paged_backend.server.wire.read import read_prompt
-from paged_backend.text.conversation import MESSAGE_KEYS, check_count, check_keys
+from paged_backend.text.conversation import MESSAGE_KEYS, Message, check_count, check_keys
 from paged_backend.text.templates import render
 from paged_backend.text.tokenizing import PromptTokenizer
 from paged_backend.text.typed_tokens import TypedTokens
 
 Tokens = TypeVar("Tokens", list[int], np.ndarray)
-Encode = Callable[..., list[int]]  # PromptTokenizer.encode or encode_long
+
+
+class Earlier(NamedTuple):
+    """The text of a session before a turn: token ids, or JSON lists of messages."""
+
+    tokens: Sequence[int] = ()
+    messages: Sequence[bytes] = ()
+    num_chars: int = 0  # of the messages
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """All that a prompt is made of. It can be sent to another process."""
+
+    call: Call
+    sampling: SamplingParams
+    earlier: Earlier
+
+
+class EncodedPrompt(NamedTuple):
+    """What the request needs of its prompt from now on."""
+
+    tokens: list[int]  # with those of the session's earlier turns
+    pooling: PoolingCall | None = None  # without its input
+    messages: str | None = None  # those of this turn of a session, as JSON
+
+
+def messages_text(messages: list[Message]) -> str:
+    """Return messages as the JSON that a session stores."""
+    return json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
 
 
 class PromptEncoder:
-    """Encodes with the model's tokenizer and chat template, within the limits of the model and of the options."""
+    """Encodes with the model's tokenizer and chat template, within the limits of the model and of the options.
+
+    It can be sent to another process.
+    """
 
     def __init__(
         self,
@@ -35,12 +68,11 @@ class PromptEncoder:
         limits: EngineLimits,
         *,
         max_chars: int | None,
-        tokenize_timeout: float,
         template_timeout: float,
         typed_tokens: bool = False,
     ):
         """max_chars: maximum length of a prompt text; None: the maximum for a prompt within max_model_len.
-        tokenize_timeout, template_timeout: seconds for a long prompt, and for rendering the chat template.
+        template_timeout: seconds for rendering the chat template.
         typed_tokens: whether special tokens that a client types into a conversation count as such, not as text."""
         self._tokenizer = tokenizer
         self._limits = limits
@@ -49,38 +81,32 @@ class PromptEncoder:
         longest = limits.max_model_len * max(map(len, tokenizer.get_vocab()))
         self._max_chars = min(longest, max_chars or longest)
         self._template_timeout = template_timeout
-        self._prompt_tokenizer = PromptTokenizer(tokenizer, tokenize_timeout)
+        self._prompt_tokenizer = PromptTokenizer(tokenizer)
         template = tokenizer.chat_template
         texts = template.values() if isinstance(template, dict) else [template or ""]
         self._message_keys = MESSAGE_KEYS.union(*(re.findall(r"[a-z]\w*", text) for text in texts))
         self._typed_tokens = None if typed_tokens else TypedTokens(tokenizer)
 
-    def read(self, arrival: Arrival) -> Arrival:
-        """Return the request with its JSON read, and its conversation. Raises RequestError for one that is invalid."""
-        call, turn, limits = read_prompt(arrival.call, self._limits.input_limits), arrival.turn, self._limits
-        if call.pooling:
-            checked = call.pooling.checked(limits)
-            call = replace(call, pooling=checked, input_ids=checked.ids)
-        messages = turn.conversation(call.messages) if turn and call.messages else call.messages
-        if call.messages is not None:
+    def encode(self, prompt: Prompt) -> EncodedPrompt:
+        """Read the JSON of a prompt, and tokenize it. Raises RequestError for a prompt that is invalid or too long."""
+        limits, earlier, sampling = self._limits, prompt.earlier, prompt.sampling
+        call = read_prompt(prompt.call, limits.input_limits)
+        pooling = call.pooling and call.pooling.checked(limits)
+        if pooling:
+            call = replace(call, input_ids=pooling.ids)
+        if call.messages is None:
+            tokens, text = self._encode_plain(call, sampling, list(earlier.tokens)), None
+        else:
             check_keys(call.messages, self._message_keys)
-        if messages is not None:
+            text = messages_text(call.messages) if call.sequence else None
+            if text is not None:
+                num_chars = earlier.num_chars + len(text)
+                limits.input_limits.check("max_json_chars", "messages", num_chars, "characters")
+            messages = [*(message for part in earlier.messages for message in json.loads(part)), *call.messages]
             check_count(messages, limits.input_limits)
-        if turn:
-            limits.input_limits.check("max_json_chars", "messages", turn.num_chars, "characters")
-        if call.prompt is not None:
-            self.check_length(call.prompt_field, call.prompt)
-        return replace(arrival, call=call, messages=messages)
-
-    def encode(self, arrival: Arrival) -> list[int]:
-        """Return the token ids of the prompt, after those of the session's earlier turns."""
-        with recorded(arrival.trace, "tokenize"):
-            return self._encode_prompt(arrival, self._prompt_tokenizer.encode)
-
-    def encode_long(self, arrival: Arrival) -> list[int]:
-        """Like `encode`, with a time limit. For one thread at a time."""
-        with recorded(arrival.trace, "tokenize"):
-            return self._encode_prompt(arrival, self._prompt_tokenizer.encode_long)
+            tokens = self._cut(self._encode_chat(call, messages), sampling)
+        check_prompt_length(len(tokens), sampling.max_tokens, limits)
+        return EncodedPrompt(tokens, pooling and replace(pooling, input=None, messages=None), text)
 
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of text that is not a prompt, without special tokens."""
@@ -120,34 +146,32 @@ class PromptEncoder:
         possible = (sequence for sequence in sequences if max(sequence) < self._limits.vocab_size)
         return (*possible, *sampling.bad_words_token_ids)
 
-    def _encode_prompt(self, arrival: Arrival, encode: Encode) -> list[int]:
-        call, sampling, turn = arrival.call, arrival.sampling, arrival.turn
-        earlier = turn.earlier_tokens() if turn and call.messages is None else []
+    def _encode_plain(self, call: Call, sampling: SamplingParams, earlier: list[int]) -> list[int]:
+        """Return the token ids of a prompt that is text or token ids, after the earlier ones."""
         if call.input_ids is not None:
             return earlier + self._check_token_ids(self._cut(call.input_ids, sampling), sampling)
-        if call.prompt is None:
-            return earlier + self._cut(self._encode_chat(arrival, encode), sampling)
+        assert call.prompt is not None
+        self.check_length(call.prompt_field, call.prompt)
         special = sampling.add_special_tokens and not earlier  # they only start a prompt
-        tokens = encode(call.prompt_field, call.prompt, special=special)
+        tokens = self._prompt_tokenizer.encode(call.prompt_field, call.prompt, special=special)
         kept = self._cut(tokens, sampling)
         if special and self._keeps_first and len(kept) < len(tokens) and tokens[-1] in self._tokenizer.all_special_ids:
             kept[-1] = tokens[-1]  # what ends a sequence
         return earlier + kept
 
-    def _encode_chat(self, arrival: Arrival, encode: Encode) -> list[int]:
+    def _encode_chat(self, call: Call, messages: list[Message]) -> list[int]:
         """Return the token ids of a conversation. Special tokens are those of the chat template."""
-        call = arrival.call
-        assert arrival.messages is not None
-        messages, tools, variables, marks = arrival.messages, call.tools, call.template_variables, None
+        encode, field, marks = self._prompt_tokenizer.encode, call.prompt_field, None
+        tools, variables = call.tools, call.template_variables
         if self._typed_tokens:
             (messages, tools, variables), marks = self._typed_tokens.hide([messages, tools, variables])
         text = render(self._tokenizer, messages, tools, self._template_timeout, variables)
         if marks is None:
-            self.check_length(call.prompt_field, text)
-            return encode(call.prompt_field, text, special=False)
+            self.check_length(field, text)
+            return encode(field, text)
         pieces = list(marks.pieces(text))
-        self.check_length(call.prompt_field, "".join(piece for piece, _ in pieces))
-        found = [encode(call.prompt_field, piece, special=False, literal=literal) for piece, literal in pieces]
+        self.check_length(field, "".join(piece for piece, _ in pieces))
+        found = [encode(field, piece, literal=literal) for piece, literal in pieces]
         return [token for tokens in found for token in tokens]
 
     def _cut(self, tokens: Tokens, sampling: SamplingParams) -> Tokens:

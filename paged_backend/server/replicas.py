@@ -74,9 +74,9 @@ class Replicas:
         }
         try:
             for number in range(1, count):
-                line = json.dumps(start | {"number": number}).encode()
+                first = json.dumps(start | {"number": number}).encode() + b"\n"
                 environment = device_environment(config, number)
-                process = start_module(MODULE, line=line, environment=environment, stdout=subprocess.PIPE)
+                process = start_module(MODULE, first=first, environment=environment, stdout=subprocess.PIPE)
                 self._processes.append(process)
         except BaseException as error:
             self.stop()

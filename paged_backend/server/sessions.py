@@ -12,18 +12,16 @@ sessions are forgotten. So no tenant can keep others out.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
-
-Message = dict[str, Any]
+from paged_backend.server.prompts import Earlier, EncodedPrompt, messages_text
 
 
 class SessionName(NamedTuple):
@@ -70,37 +68,29 @@ class Turn:
     def name(self) -> SessionName:
         return self.session.name
 
-    def earlier_tokens(self) -> list[int]:
-        """Return the token ids before this turn's. Raises RequestError if the session consists of messages."""
-        if self.session.messages is not None:
-            raise invalid_argument(
-                "sequence_id", self.name.sequence_id, "was begun with messages; continue with messages"
-            )
-        return list(self.session.tokens or ())
+    def earlier(self, *, chat: bool) -> Earlier:
+        """Return the text before this turn's. Raises RequestError unless it consists of messages, too, for a `chat`, or
+        of token ids otherwise."""
+        session = self.session
+        if (session.tokens if chat else session.messages) is not None:
+            begun = "text_input" if chat else "messages"
+            reason = f"was begun with {begun}; continue with {begun}"
+            raise invalid_argument("sequence_id", self.name.sequence_id, reason)
+        return Earlier(session.tokens or (), session.messages or (), session.num_chars)
 
-    def reserve(self, num_tokens: int) -> None:
-        """Count the prompt, which has this many tokens with those before it. Raises RequestError beyond the limit."""
-        if not self.messages:
-            self.sessions.reserve(self, num_tokens * array("i").itemsize)
-
-    def conversation(self, messages: list[Message]) -> list[Message]:
-        """Return all messages, ending with these new ones, and count their bytes.
-
-        Raises RequestError if the session consists of plain text, or beyond the limit.
-        """
-        if self.session.tokens is not None:
-            raise invalid_argument(
-                "sequence_id", self.name.sequence_id, "was begun with text_input; continue with text_input"
-            )
-        earlier = self.session.messages or []
-        self._append(earlier, self.session.num_chars, messages)
-        self.sessions.reserve(self, sum(map(len, self.messages)))
-        return [*(message for part in earlier for message in json.loads(part)), *messages]
+    def add_prompt(self, prompt: EncodedPrompt) -> None:
+        """Count the turn's prompt, and keep its messages. Raises RequestError beyond the limit."""
+        if prompt.messages is None:
+            nbytes = len(prompt.tokens) * array("i").itemsize
+        else:
+            self._append(self.session.messages or [], self.session.num_chars, prompt.messages)
+            nbytes = sum(map(len, self.messages))
+        self.sessions.reserve(self, nbytes)
 
     def finish(self, tokens: list[int], text: str) -> None:
         """Store the turn. tokens: all token ids so far, including the output. text: the output."""
         if self.messages:
-            self._append(self.messages, self.num_chars, [{"role": "assistant", "content": text}])
+            self._append(self.messages, self.num_chars, messages_text([{"role": "assistant", "content": text}]))
             self.session.messages, self.session.num_chars = self.messages, self.num_chars
         else:
             self.session.tokens = array("i", tokens)
@@ -110,9 +100,8 @@ class Turn:
         """Restore the session to its state before the turn, which failed or was cancelled."""
         self.sessions.close(self, forget=self.is_first, put_back=self.replaced)
 
-    def _append(self, earlier: list[bytes], num_chars: int, messages: list[Message]) -> None:
-        text = json.dumps(messages, ensure_ascii=False, separators=(",", ":"))
-        self.messages, self.num_chars = [*earlier, text.encode()], num_chars + len(text)
+    def _append(self, earlier: list[bytes], num_chars: int, messages: str) -> None:
+        self.messages, self.num_chars = [*earlier, messages.encode()], num_chars + len(messages)
 
 
 class Sessions:

@@ -15,7 +15,7 @@ from paged_backend.api.limits import EngineLimits
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.server.arrival import Arrival
-from paged_backend.server.prompts import PromptEncoder
+from paged_backend.server.prompts import EncodedPrompt, PromptEncoder
 from paged_backend.server.sample import Sample
 from paged_backend.server.stream import Stream
 from paged_backend.server.wire.call import Call
@@ -50,11 +50,12 @@ class StreamBuilder:
         self._max_seconds = max_seconds
         self._token_text = _token_texts(tokenizer)
 
-    def build(self, arrival: Arrival, tokens: list[int]) -> Stream:
+    def build(self, arrival: Arrival, prompt: EncodedPrompt) -> Stream:
         """Return the stream of a request that may be queued. Raises RequestError if the request cannot run."""
-        request = self._request(arrival, tokens)
+        arrival = replace(arrival, call=replace(arrival.call, unread={}, pooling=prompt.pooling))
+        request = self._request(arrival, prompt.tokens)
         if arrival.turn:
-            arrival.turn.reserve(len(tokens))
+            arrival.turn.add_prompt(prompt)
         return self._stream(arrival, request)
 
     def build_untokenized(self, arrival: Arrival) -> Stream:

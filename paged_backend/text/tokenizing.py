@@ -2,20 +2,16 @@
 
 A panic in the tokenizers library is not an `Exception` and would end the calling thread. This module turns it into one.
 
-The library releases the GIL, so tokenizing does not delay steps or responses, but it cannot be interrupted. Long texts
-are therefore tokenized on a thread of their own, with a time limit for the caller.
+The library releases the GIL, so tokenizing does not delay steps or responses.
 
-Text above SHORT_CHARS is tokenized in the background, text above LONG_CHARS apart from shorter ones.
+A prompt above SHORT_CHARS is encoded in the background, one above LONG_CHARS in a process of its own.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -53,15 +49,10 @@ def decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Ca
 
 
 class PromptTokenizer:
-    """Tokenizes text, with a time limit for long text."""
+    """Tokenizes text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, seconds: float):
-        """seconds: the time limit of `encode_long`."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        self._seconds = seconds
-        self._overdue: threading.Thread | None = None  # thread that exceeded the time limit
-        self._literal: PreTrainedTokenizerBase | None = None  # created when first needed
-        self._lock = threading.Lock()  # guards its creation
 
     def encode(self, field: str, text: str, *, special: bool = False, literal: bool = False) -> list[int]:
         """Return the token ids of the text. Raises RequestError, which names `field`, if the tokenizer fails.
@@ -70,7 +61,7 @@ class PromptTokenizer:
         literal: whether the text of a special token is encoded like other text.
         """
         try:
-            tokenizer = self._literal_tokenizer() if literal else self._tokenizer
+            tokenizer = self._literal_tokenizer if literal else self._tokenizer
             return list(tokenizer.encode(text, add_special_tokens=special))
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -78,36 +69,9 @@ class PromptTokenizer:
             reason = f"{type(error).__name__}: {error}"
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{field}: the tokenizer fails on it: {reason}") from error
 
-    def encode_long(self, field: str, text: str, *, special: bool = False, literal: bool = False) -> list[int]:
-        """Like `encode`, with a time limit. May be called by one thread at a time.
-
-        Raises RequestError if tokenizing exceeds the time limit, or if an earlier text that exceeded it is still being
-        tokenized: at most one thread is ever overdue.
-        """
-        if self._overdue and self._overdue.is_alive():
-            reason = f"another prompt is still being tokenized after tokenize_timeout={self._seconds:g} seconds"
-            raise RequestError(ErrorCode.UNAVAILABLE, f"{field}: {reason}; retry later")
-        done: Future[list[int]] = Future()
-        work = (done, lambda: self.encode(field, text, special=special, literal=literal))
-        thread = threading.Thread(target=self._work, args=work, name="tokenizer", daemon=True)
-        thread.start()
-        try:
-            return done.result(self._seconds)
-        except FutureTimeout:
-            self._overdue = thread
-            reason = f"tokenizing its {len(text)} characters takes more than {self._seconds:g} s (tokenize_timeout)"
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{field}: {reason}") from None
-
+    @functools.cached_property
     def _literal_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return a tokenizer of its own: the setting is part of the tokenizer, which several threads use."""
-        with self._lock:
-            if self._literal is None:
-                self._literal = copy.deepcopy(self._tokenizer)
-                self._literal.split_special_tokens = True
-            return self._literal
-
-    def _work(self, done: Future[list[int]], encode: Callable[[], list[int]]) -> None:
-        try:
-            done.set_result(encode())
-        except RequestError as error:
-            done.set_exception(error)
+        """A tokenizer of its own: the setting is part of the tokenizer, which several threads use."""
+        made = copy.deepcopy(self._tokenizer)
+        made.split_special_tokens = True
+        return made

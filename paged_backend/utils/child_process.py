@@ -12,13 +12,13 @@ from paged_backend.utils.machine import find_python
 
 
 def start_module(
-    module: str, *arguments: str, line: bytes, environment: Mapping[str, str], stdout: int | None = None
+    module: str, *arguments: str, first: bytes, environment: Mapping[str, str], stdout: int | None = None
 ) -> subprocess.Popen[bytes]:
     """Run a module in a new process, which finds the modules that this process finds, and whose standard input is a
     pipe: it is closed when this process ends.
 
-    line: the first line in the pipe. It may be secret: other users can read arguments, but no pipe. environment:
-    changes to that of this process. stdout: as in `subprocess.Popen`. Raises OSError.
+    first: what is written to the pipe first. It may be secret: other users can read arguments, but no pipe.
+    environment: changes to that of this process. stdout: as in `subprocess.Popen`. Raises OSError.
     """
     process = subprocess.Popen(
         [find_python(), "-m", module, *arguments],
@@ -29,7 +29,7 @@ def start_module(
     )
     assert process.stdin
     with suppress(BrokenPipeError):  # it has ended, which its caller notices
-        process.stdin.write(line + b"\n")
+        process.stdin.write(first)
         process.stdin.flush()
     return process
 

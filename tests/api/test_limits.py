@@ -71,7 +71,7 @@ TESTED_ELSEWHERE = {
     "max_tenant_sessions": "server/test_sessions.test_max_tenant_sessions_applies_per_tenant",
     "max_sessions_mib": "server/test_sessions.test_max_sessions_mib_limits_all_sessions",
     "chat_template_timeout": "text/test_chat_templates.test_a_template_that_does_not_terminate_is_stopped",
-    "tokenize_timeout": "text/test_tokenizing.test_slow_tokenization_times_out_and_never_runs_twice",
+    "tokenize_timeout": "server/test_prompt_process.test_a_prompt_that_takes_too_long_is_rejected",
     "structured_outputs_timeout": ("guided/test_sandbox.test_compile_timeout_does_not_block_other_grammars"),
     "max_open_rows": "trtllm/test_relay.test_rows_beyond_max_open_rows_are_rejected",
     "max_biases": "trtllm/test_requests.test_biases_beyond_max_biases_are_rejected",

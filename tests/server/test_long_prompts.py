@@ -1,4 +1,4 @@
-"""Long prompts, which are tokenized in the background; and tokenizer failures in a service."""
+"""Long prompts, which are encoded in the background; and tokenizer failures in a service."""
 
 import gc
 import json
@@ -14,10 +14,10 @@ from tokenizers import decoders
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.server import admission, long_prompts, prompts, responder
 from paged_backend.server.metrics import Metrics
-from paged_backend.server.prompts import PromptEncoder
+from paged_backend.server.prompt_process import PromptProcess
+from paged_backend.server.prompts import EncodedPrompt
 from paged_backend.server.wire import read
 from paged_backend.text import tokenizing
-from paged_backend.text.tokenizing import PromptTokenizer
 from tests.support.callers import Caller, serving
 from tests.support.in_process import WAIT, byte_tokenizer
 from tests.support.tokenizers import SlowTokenizer
@@ -58,7 +58,8 @@ def serve(tiny, slow, monkeypatch):
     """A service with a slow tokenizer for long prompts, and the outcomes that it counts."""
     monkeypatch.setattr(admission, "SHORT_CHARS", 200)
     monkeypatch.setattr(long_prompts, "LONG_CHARS", 200)
-    monkeypatch.setattr(PromptTokenizer, "encode_long", lambda self, field, text, special: slow.encode(text, special))
+    encode = lambda self, prompt: EncodedPrompt(slow.encode(prompt.call.prompt, False))  # noqa: E731
+    monkeypatch.setattr(PromptProcess, "encode", encode)
     outcomes = SimpleQueue()
     monkeypatch.setattr(Metrics, "count_finished", lambda self, reason: outcomes.put(reason))
     with serving(tiny[0], max_queue_size=2) as server:
@@ -89,11 +90,11 @@ def test_text_of_a_rejected_prompt_is_freed(serve, monkeypatch):
     """At once, not when Python looks for cycles: texts of megabytes would fill memory until then."""
     seen = []
 
-    def read(self, arrival):
-        seen.append(weakref.ref(arrival))
+    def encode(self, prompt):
+        seen.append(weakref.ref(prompt))
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "wrong")
 
-    monkeypatch.setattr(PromptEncoder, "read", read)
+    monkeypatch.setattr(PromptProcess, "encode", encode)
     gc.disable()
     try:
         assert "wrong" in serve.call(text_input=LONG, sampling_parameters='{"max_tokens": 1}').rejection()
@@ -202,6 +203,7 @@ def test_a_response_that_is_slow_to_send_delays_no_other(serve):
 def test_a_long_conversation_is_parsed_while_the_next_requests_are_admitted(serve, monkeypatch):
     """On the thread that the server passes requests on."""
     serve.service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"
+    monkeypatch.setattr(long_prompts, "LONG_CHARS", 1000)
     blocked = Blocked(read.parse_json, lambda name, text: name == "messages")
     monkeypatch.setattr(read, "parse_json", blocked)
     long = serve.call(messages=json.dumps([{"role": "user", "content": "a", "name": "b" * 300}]))
@@ -316,7 +318,7 @@ def test_a_failed_long_prompt_restores_its_session(serve, slow, monkeypatch):
     serve.service.submit(first)
     assert first.all()
     with monkeypatch.context() as patch:
-        patch.setattr(PromptTokenizer, "encode_long", lambda self, field, text, special: 1 / 0)
+        patch.setattr(PromptProcess, "encode", lambda self, prompt: 1 / 0)
         failing = turn(LONG)
         serve.service.submit(failing)
         assert "ZeroDivisionError" in failing.rejection()
@@ -326,7 +328,7 @@ def test_a_failed_long_prompt_restores_its_session(serve, slow, monkeypatch):
 
 
 @pytest.mark.parametrize("texts", [{"text_input": LONG}, {"messages": json.dumps([{"role": "user", "content": LONG}])}])
-def test_a_long_prompt_is_tokenized_like_a_short_one(tiny, texts, monkeypatch):
+def test_a_long_prompt_is_encoded_like_a_short_one(tiny, texts, monkeypatch):
     """The error for too many tokens shows that all of its text was tokenized."""
     monkeypatch.setattr(admission, "SHORT_CHARS", 200)
     monkeypatch.setattr(long_prompts, "LONG_CHARS", 200)
@@ -350,7 +352,7 @@ def latencies(server, arrivals, seconds):
 def test_small_requests_beside_conversations_of_megabytes(tiny, figures):
     """50 clients send 8 MB each, on the one thread that the server has for requests. While they were parsed there, a
     small request took 16 seconds."""
-    turns = json.dumps([{"role": "user", "content": "hello world " * 320}] * 2040)
+    turns = json.dumps([{"role": "user", "content": "hello world " * 320}] * 2040).encode()
     arrivals, over = SimpleQueue(), threading.Event()
     with serving(tiny[0]) as server:
         server.service._assembly.loaded.tokenizer.chat_template = (

@@ -8,7 +8,7 @@ import pytest
 from paged_backend.api.errors import RequestError
 from paged_backend.api.limits import InputLimits
 from paged_backend.api.sampling_params import SamplingParams
-from tests.support.prompts import LIMITS, arrival, encoder, ids
+from tests.support.prompts import LIMITS, arrival, encoder, ids, tokens_of
 from tests.support.wire_requests import read, text
 
 
@@ -40,20 +40,20 @@ def test_the_biases_of_words_count_for_the_limit():
 
 def test_token_ids_are_truncated_before_they_are_checked():
     given = arrival(read(input_ids=np.array([999, 5, 6], np.int32)), truncate_prompt_tokens=2)
-    assert encoder().encode(given) == [5, 6]
+    assert tokens_of(encoder(), given) == [5, 6]
     with pytest.raises(RequestError, match=r"input_ids\[0\]=999: must be 0\.\.319"):
-        encoder().encode(arrival(given.call))
+        tokens_of(encoder(), arrival(given.call))
 
 
 def test_a_truncated_text_keeps_its_last_tokens():
-    assert encoder().encode(arrival(read(text_input=text("abcd")), truncate_prompt_tokens=3)) == ids("bcd")
+    assert tokens_of(encoder(), arrival(read(text_input=text("abcd")), truncate_prompt_tokens=3)) == ids("bcd")
 
 
 @pytest.mark.parametrize(("max_tokens", "kept"), [(0, LIMITS.max_model_len), (5, LIMITS.max_model_len - 1)])
 def test_truncation_to_the_context_length_leaves_a_token_to_generate(max_tokens, kept):
     prompt = np.arange(300, dtype=np.int32)
     sampling = {"truncate_prompt_tokens": LIMITS.max_model_len, "max_tokens": max_tokens}
-    assert encoder().encode(arrival(read(input_ids=prompt), **sampling)) == prompt[-kept:].tolist()
+    assert tokens_of(encoder(), arrival(read(input_ids=prompt), **sampling)) == prompt[-kept:].tolist()
 
 
 def test_a_text_longer_than_any_prompt_is_rejected_before_it_is_tokenized():

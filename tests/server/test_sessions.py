@@ -6,6 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from paged_backend.api.errors import RequestError
+from paged_backend.server.prompts import EncodedPrompt
 from paged_backend.server.sessions import SessionName, Sessions
 from tests.support.callers import Caller, serving
 from tests.support.families import HYBRID_FAMILIES
@@ -13,6 +14,7 @@ from tests.support.in_process import byte_tokenizer, save_tiny
 
 NAME = SessionName("", 7)
 MANY = (1,) * 200_000  # tokens: 0.76 MiB
+HELLO = EncodedPrompt([1], messages='[{"role":"user","content":"hello"}]')
 
 
 class Clock:
@@ -51,29 +53,30 @@ def rejection(sessions, name=NAME, **flags):
 
 def test_a_turn_continues_the_previous_one(sessions):
     begun(sessions)
-    assert sessions.begin(NAME, start=False, end=False).earlier_tokens() == [1, 2, 3]
+    assert sessions.begin(NAME, start=False, end=False).earlier(chat=False).tokens.tolist() == [1, 2, 3]
 
 
 def test_messages_and_replies_are_remembered(sessions):
     turn = sessions.begin(NAME, start=True, end=False)
-    turn.conversation([{"role": "user", "content": "hello"}])
+    turn.add_prompt(HELLO)
     turn.finish([], "hi")
-    said = sessions.begin(NAME, start=False, end=False).conversation([{"role": "user", "content": "how are you"}])
-    assert [one["content"] for one in said] == ["hello", "hi", "how are you"]
-    assert [one["role"] for one in said] == ["user", "assistant", "user"]
+    earlier = sessions.begin(NAME, start=False, end=False).earlier(chat=True)
+    said = [message for part in earlier.messages for message in json.loads(part)]
+    assert said == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    assert earlier.num_chars == sum(map(len, earlier.messages))
 
 
 def test_a_session_cannot_mix_text_and_messages(sessions):
     begun(sessions)
     turn = sessions.begin(NAME, start=False, end=False)
     with pytest.raises(RequestError, match="sequence_id=7: was begun with text_input"):
-        turn.conversation([{"role": "user", "content": "hello"}])
+        turn.earlier(chat=True)
     turn.undo()
     other = sessions.begin(SessionName("", 8), start=True, end=False)
-    other.conversation([{"role": "user", "content": "hello"}])
+    other.add_prompt(HELLO)
     other.finish([], "hi")
     with pytest.raises(RequestError, match="sequence_id=8: was begun with messages"):
-        sessions.begin(SessionName("", 8), start=False, end=False).earlier_tokens()
+        sessions.begin(SessionName("", 8), start=False, end=False).earlier(chat=False)
 
 
 def test_an_unknown_session_is_rejected(sessions):
@@ -131,7 +134,7 @@ def test_a_failed_turn_restores_the_session(sessions, unpinned):
     for flags in ({}, {"end": True}):
         sessions.begin(NAME, **{"start": False, "end": False} | flags).undo()
     assert unpinned == []
-    assert sessions.begin(NAME, start=False, end=False).earlier_tokens() == [1, 2, 3]
+    assert sessions.begin(NAME, start=False, end=False).earlier(chat=False).tokens.tolist() == [1, 2, 3]
 
 
 def test_a_failed_first_turn_removes_the_session(sessions, unpinned):
@@ -142,7 +145,7 @@ def test_a_failed_first_turn_removes_the_session(sessions, unpinned):
 
 def test_sequence_start_replaces_the_session(sessions, unpinned):
     begun(sessions)
-    assert sessions.begin(NAME, start=True, end=False).earlier_tokens() == []
+    assert sessions.begin(NAME, start=True, end=False).earlier(chat=False).tokens == ()
     assert unpinned == [NAME]
 
 
@@ -161,14 +164,14 @@ def test_a_failed_start_restores_the_replaced_session(sessions, clock):
     sessions.begin(NAME, start=True, end=False).undo()
     assert len(sessions) == 1
     assert sessions.seconds_left() == 10
-    assert sessions.begin(NAME, start=False, end=False).earlier_tokens() == [1, 2, 3]
+    assert sessions.begin(NAME, start=False, end=False).earlier(chat=False).tokens.tolist() == [1, 2, 3]
 
 
 def full(sessions):
     """Return whether another large session is rejected."""
     turn = sessions.begin(SessionName("", 8), start=True, end=False)
     try:
-        turn.reserve(len(MANY))
+        turn.add_prompt(EncodedPrompt(MANY))
     except RequestError as error:
         return "UNAVAILABLE: sequence_id=8: its 800000 bytes" in str(error)
     finally:
@@ -192,14 +195,14 @@ def test_stored_bytes_are_counted_until_the_session_is_removed(sessions, clock):
 
 def test_a_turn_reserves_bytes_once_its_size_is_known(sessions):
     turn = sessions.begin(NAME, start=True, end=False)
-    turn.reserve(len(MANY))
+    turn.add_prompt(EncodedPrompt(MANY))
     assert full(sessions)
     turn.undo()
     assert not full(sessions)
-    turn.reserve(len(MANY))  # it was cancelled while its prompt was tokenized
+    turn.add_prompt(EncodedPrompt(MANY))  # it was cancelled while its prompt was tokenized
     assert not full(sessions)
     ending = sessions.begin(NAME, start=True, end=True)
-    ending.reserve(len(MANY))
+    ending.add_prompt(EncodedPrompt(MANY))
     assert not full(sessions)
 
 
@@ -260,12 +263,12 @@ def test_a_tenant_cannot_take_all_memory_of_sessions(sessions, unpinned):
     greedy, other = SessionName("greedy", 0), SessionName("other", 0)
     begun(sessions, greedy, tokens=MANY)
     turn = sessions.begin(other, start=True, end=False)
-    turn.reserve(len(MANY) // 2)
+    turn.add_prompt(EncodedPrompt(MANY[::2]))
     assert unpinned == [greedy]
     turn.finish(MANY[: len(MANY) // 2], "")
     turn = sessions.begin(greedy, start=True, end=False)
     with pytest.raises(RequestError, match="max_sessions_mib=1"):
-        turn.reserve(len(MANY))
+        turn.add_prompt(EncodedPrompt(MANY))
 
 
 def test_max_sessions_mib_limits_all_sessions(served):

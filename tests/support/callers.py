@@ -60,7 +60,9 @@ class Caller(SimpleQueue):
 def _array(value: Any) -> np.ndarray:
     if isinstance(value, list):
         return np.array(value, np.int32)
-    return np.array([value.encode() if isinstance(value, str) else value])
+    if isinstance(value, str | bytes):
+        return np.array([value.encode() if isinstance(value, str) else value], np.object_)
+    return np.array([value])
 
 
 class Serving:

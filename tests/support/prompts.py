@@ -4,7 +4,7 @@ from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.limits import EngineLimits
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.server.arrival import Arrival
-from paged_backend.server.prompts import PromptEncoder
+from paged_backend.server.prompts import EncodedPrompt, PromptEncoder
 from tests.support.in_process import WAIT
 from tests.support.streams import TOKENIZER
 
@@ -12,8 +12,7 @@ LIMITS = EngineLimits(max_model_len=64, vocab_size=320, num_blocks=256, layout=B
 
 
 def encoder(limits=LIMITS, max_chars=None, **options):
-    times = {"tokenize_timeout": WAIT, "template_timeout": WAIT}
-    return PromptEncoder(TOKENIZER, limits, max_chars=max_chars, **times, **options)
+    return PromptEncoder(TOKENIZER, limits, max_chars=max_chars, template_timeout=WAIT, **options)
 
 
 def ids(text):
@@ -23,3 +22,13 @@ def ids(text):
 def arrival(call, **sampling):
     """Return the request of a call, as it is before tokenization."""
     return Arrival(1, call, None, 0.0, SamplingParams(**sampling), None)
+
+
+def tokens_of(made, given):
+    """Return the token ids that an encoder makes of an arrival's prompt."""
+    return made.encode(given.prompt()).tokens
+
+
+def encoded(string):
+    """Return the prompt that a text is encoded to."""
+    return EncodedPrompt(ids(string))

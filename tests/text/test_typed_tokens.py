@@ -1,11 +1,12 @@
 """Special tokens that a client types into a conversation are text, unless an option says otherwise."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from tests.support.in_process import byte_tokenizer
-from tests.support.prompts import arrival, encoder
+from tests.support.prompts import LIMITS, arrival, encoder, tokens_of
 from tests.support.wire_requests import read, text
 
 TEMPLATE = "{% for one in messages %}{{ one.role }}:{{ one.content | trim }}<|end|>{% endfor %}{{ tools | tojson }}"
@@ -28,8 +29,7 @@ def conversation(*contents, **more):
 
 
 def encoded(given, **options):
-    made = encoder(**options)
-    return made.encode(made.read(given))
+    return tokens_of(encoder(replace(LIMITS, max_model_len=256), **options), given)
 
 
 def test_a_typed_special_token_is_text(tokenizer):

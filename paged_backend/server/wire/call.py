@@ -24,7 +24,7 @@ class Call:
     """A request after `read_call`: types are checked, the model's limits are not.
 
     Of `prompt`, `messages` and `input_ids` at most one is set; none is set where the request only ends a session.
-    JSON that may be long is text in `unread`, until `read_prompt` sets the fields that it is for.
+    JSON that may be long is in `unread`, as it came, until `read_prompt` sets the fields that it is for.
     """
 
     prompt: str | None
@@ -50,22 +50,18 @@ class Call:
     return_stop_reason: bool = False
     template_variables: dict[str, Any] | None = None  # `chat_template_kwargs`; allowed with `messages` only
     trace_context: Mapping[str, str] = field(default_factory=dict)  # `traceparent` and `tracestate` of W3C
-    unread: Mapping[str, str] = field(default_factory=dict)  # JSON texts by the name of their input
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether the prompt came as `messages`."""
-        return self.messages is not None or "messages" in self.unread
+    is_chat: bool = False  # whether the prompt came as `messages`
+    unread: Mapping[str, bytes | str] = field(default_factory=dict)  # JSON by the name of its input
 
     @property
     def num_chars(self) -> int:
-        """Characters of the prompt and of unread JSON."""
+        """Characters of the prompt, and bytes of unread JSON."""
         return len(self.prompt or "") + sum(map(len, self.unread.values()))
 
     @property
     def only_ends_session(self) -> bool:
         """Whether the request ends a session without a prompt."""
-        return not (self.unread or self.prompt or self.messages) and self.input_ids is None
+        return not (self.is_chat or self.unread or self.prompt) and self.input_ids is None
 
     @property
     def prompt_field(self) -> str:

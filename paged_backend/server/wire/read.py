@@ -86,13 +86,14 @@ def read_call(
         pooling_type=pooling,
         return_stop_reason=boolean(tensors, "return_stop_reason"),
         trace_context=read_trace_context(parameters),
-        unread=_json_texts(tensors, input_limits, chat=chat),
+        is_chat=chat,
+        unread=_unread_json(tensors, input_limits, chat=chat),
     )
 
 
 def read_prompt(call: Call, input_limits: InputLimits) -> Call:
     """Return the call with its unread JSON parsed and checked. Takes up to a second for `max_json_chars`."""
-    values = {name: parse_json(name, text) for name, text in call.unread.items()}
+    values = {name: parse_json(name, decode(name, value)) for name, value in call.unread.items()}
     call = replace(call, unread={})
     if call.pooling_type:
         pooling = call.pooling_type.parse(values[call.pooling_type.field], input_limits)
@@ -125,16 +126,18 @@ def _prompt(tensors: Tensors, *, may_omit: bool) -> tuple[str | None, np.ndarray
     return prompt, ids
 
 
-def _json_texts(tensors: Tensors, input_limits: InputLimits, *, chat: bool) -> dict[str, str]:
-    """Return the JSON inputs that make a prompt, as text by name. Raises RequestError for one that needs messages."""
-    found: dict[str, str] = {}
+def _unread_json(tensors: Tensors, input_limits: InputLimits, *, chat: bool) -> dict[str, bytes | str]:
+    """Return the JSON inputs that make a prompt, by name. Raises RequestError for one that needs messages."""
+    found: dict[str, bytes | str] = {}
     for name in ("messages", "tools", "chat_template_kwargs", *_POOLING):
-        value = text(tensors, name)
+        value = scalar(tensors, name)
         if value is None:
             continue
         if name not in _POOLING and not chat:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: only supported together with messages")
-        input_limits.check("max_json_chars", name, len(value), "characters")
+        if len(value) > input_limits.max_json_chars:  # otherwise it is not decoded here: that takes milliseconds
+            value = decode(name, value)
+            input_limits.check("max_json_chars", name, len(value), "characters")
         found[name] = value
     return found
 
