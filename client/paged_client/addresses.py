@@ -1,4 +1,4 @@
-"""Server addresses and headers: checked before they reach a library, which takes many wrong names for host names."""
+"""Checks server addresses and headers before they reach a library, which takes many invalid ones for host names."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class AsyncGenerator(Protocol):
 
 
 class AsyncConversation(ConversationBase):
-    """A session, as `Conversation` is one: an asynchronous context manager that ends it on exit."""
+    """A session, like `Conversation`: an asynchronous context manager that ends the session on exit."""
 
     def __init__(self, client: AsyncGenerator, sampling: Mapping[str, Any]) -> None:
         super().__init__(sampling)

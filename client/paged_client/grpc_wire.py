@@ -44,7 +44,7 @@ _DATATYPES = {"TYPE_STRING": "BYTES", "TYPE_BOOL": "BOOL", "TYPE_INT32": "INT32"
 
 
 def metadata(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return headers as gRPC takes them, whose names are in lower case."""
+    """Return headers as gRPC metadata, with names in lower case."""
     return tuple((name.lower(), value) for name, value in headers.items())
 
 

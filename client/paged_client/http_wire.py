@@ -63,7 +63,7 @@ def _parse(data: str) -> dict[str, Any]:
 
 
 def http_error(status: int, reason: str, body: bytes) -> PagedError:
-    """Return the PagedError of a reply with another status than 200: the class in its body, or one for the status.
+    """Return the PagedError of a reply whose status is not 200: the class in its body, or one for the status.
 
     Errors of the server are a JSON object. Errors of the model are an event with one, also with status 400.
     """

@@ -48,7 +48,7 @@ def byte_limit(default: int, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class InputLimits:
-    """The engine option `limits`: maximum sizes of client input, and of what is queued or cached of it.
+    """The engine option `limits`: maximum sizes of client input, and of queued and cached input.
 
     A value above its limit is rejected with an error that names the limit.
     """
@@ -125,7 +125,7 @@ class InputLimits:
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Defaults of sampling parameters that a model sets, in place of those of SamplingParams."""
+    """The model's defaults of sampling parameters, which replace those of SamplingParams."""
 
     values: Mapping[str, Any] = field(default_factory=dict)  # by name, parsed
     # The default of `max_tokens`, whose entry in `values` is UNBOUNDED_MAX_TOKENS: `fit_max_tokens` applies it, because

@@ -1,4 +1,4 @@
-"""Numbers and flags of requests, which may be strings: Triton's request parameters often are.
+"""Reads numbers and flags of requests. They may be strings, as Triton's request parameters often are.
 
 Each function returns a value that is not one unchanged, for the caller to reject.
 """
@@ -11,7 +11,7 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def to_integer(value: Any) -> Any:
-    """Return the integer that a string like "12" or a number like 12.0 stands for."""
+    """Return the integer for a string like "12" or a number like 12.0."""
     if isinstance(value, str) and _is_plain(value):
         try:
             return int(value)
@@ -21,7 +21,7 @@ def to_integer(value: Any) -> Any:
 
 
 def to_number(value: Any) -> Any:
-    """Return the number that a string like "0.5" stands for."""
+    """Return the number for a string like "0.5"."""
     if isinstance(value, str) and _is_plain(value):
         try:
             return float(value)
@@ -31,7 +31,7 @@ def to_number(value: Any) -> Any:
 
 
 def to_flag(value: Any) -> Any:
-    """Return the flag that 0, 1, or a string of these, "true" or "false" stands for."""
+    """Return the flag for 0 or 1, or for the string "0", "1", "true" or "false"."""
     return _FLAGS.get(str(value).lower(), value) if isinstance(value, str | int) else value
 
 

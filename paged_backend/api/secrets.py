@@ -1,4 +1,4 @@
-"""Secrets, which are read from the environment or from files, so that no configuration file or command has them."""
+"""Reads secrets from the environment or from files, so that they are not in configuration files or commands."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""JSON of clients. Unlike Python's parser, which takes the last one, it rejects a key that an object has twice: a proxy
-that checks a request may take the first.
+"""Parses JSON from clients. Rejects an object that has a key twice: Python's parser would take the last value, and a
+proxy that checks a request may take the first.
 """
 
 from __future__ import annotations

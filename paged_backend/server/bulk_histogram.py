@@ -1,4 +1,4 @@
-"""Histograms of values of which every step has many, such as the time between two tokens."""
+"""Histograms of frequent values, such as the time between two tokens: every step observes many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handles the responder's messages: adds new tokens to streams, opens streams, collects those to send to."""
+"""Handles the responder's messages: opens streams, adds tokens to them, collects the streams that need a response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values of gauges and counters in the scheduler's statistics. Their descriptions are in metric_definitions.py."""
+"""Gauges and counters that show the scheduler's statistics. Their descriptions are in metric_definitions.py."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def visible_gpus(kind: str, device: int, wanted: str, processes: int, visible: s
 
 
 def replica_gpus(number: int, size: int, visible: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES for an engine of data parallelism. number: that of the engine. size: GPUs of each.
+    """Return CUDA_VISIBLE_DEVICES for one data parallel engine. number: the engine's. size: GPUs for each engine.
     Raises ConfigError if there are too few."""
     return ",".join(_name(one, visible) for one in range(number * size, (number + 1) * size))
 

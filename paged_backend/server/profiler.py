@@ -1,4 +1,4 @@
-"""Records a running engine for some seconds: steps, Python threads, GPU kernels, and the server's threads.
+"""Profiles a running engine for some seconds: steps, Python threads, GPU kernels, and the server's threads.
 
 The result of `paged profile`: a trace in the format of Chrome (chrome://tracing, https://ui.perfetto.dev) and figures.
 """

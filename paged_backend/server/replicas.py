@@ -43,7 +43,7 @@ STOP_SECONDS = 10  # time for a replica to end by itself
 
 
 def options_of(config: EngineConfig) -> dict[str, object]:
-    """Return the options of a replica: those of the model, without what the first process does for all of them."""
+    """Return a replica's options: the model's, except options that the first process applies for all replicas."""
     own = {"data_parallel_size": 1, "disable_log_stats": True, "otlp_traces_endpoint": None}
     return asdict(config) | own
 
@@ -173,7 +173,7 @@ def device_environment(config: EngineConfig, number: int) -> dict[str, str]:
 
 
 def share_cores(count: int) -> None:
-    """Give each of `count` processes its part of the cores, this one included."""
+    """Divide the cores among `count` processes, including this one."""
     threads = max(1, min(omp_num_threads() or usable_cores(), usable_cores() // count))
     os.environ["OMP_NUM_THREADS"] = str(threads)
 
