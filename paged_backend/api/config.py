@@ -79,9 +79,9 @@ class EngineConfig:
     )
     special_tokens_in_messages: bool = option(
         flag,
-        "What a special token such as `<|im_end|>` is that a client types into `messages`, `tools` or"
-        " `chat_template_kwargs`. `false`: text. `true`: the token, with which a user can begin a turn of the system."
-        " In `text_input` it is always the token.",
+        "How to read the text of a special token, such as `<|im_end|>`, in `messages`, `tools` and"
+        " `chat_template_kwargs`. `false`: as ordinary text. `true`: as the token, which lets users forge a system"
+        " message. In `text_input` it is always the token.",
         False,
     )
     classifier_from_token: Sequence[str] | None = option(
@@ -103,14 +103,14 @@ class EngineConfig:
     trust_remote_code: bool = option(flag, "Run Python code found in the model directory.", False)
     skip_verification: bool = option(
         flag,
-        "Load the model without comparing its logits with those of transformers. Wrong outputs are not noticed then, so"
+        "Load the model without comparing its logits with those of transformers. Wrong outputs are then not detected:"
         " set it only for a model that you have verified yourself.",
         False,
     )
     reuse_verification: bool = option(
         flag,
-        "Do not repeat the comparison at a start like an earlier one: the same model by content, the same code,"
-        " libraries, options and processor, and one rank. See"
+        "Do not repeat the comparison if an earlier start made it with the same model files (by content), code,"
+        " libraries, options and processor. It is always repeated with several ranks. See"
         " [verification](../guides/add_a_model.md#verification-at-load).",
         True,
     )
@@ -182,7 +182,7 @@ class EngineConfig:
         integer(1, 64),
         "Number of engines behind one Triton model, each with the whole model, its own KV cache and its own GPUs of"
         " this machine. A request runs in the engine that has computed most of its"
-        " prompt's beginning, unless that one has more than its share of the requests.",
+        " prompt's beginning, unless this engine has more than its share of the requests.",
         1,
     )
     nnodes: int | None = option(
@@ -422,11 +422,11 @@ class EngineConfig:
     )
     cache_salt_from: str = option(
         one_of("sampling_parameters", "parameter"),
-        "Where requests have their `cache_salt`; one that is elsewhere is rejected. `sampling_parameters`: in that"
-        " input, where any text arrives whole. `parameter`: as a request parameter, over HTTP a field of the body."
-        " Choose it if a proxy sets the field: what clients write into `sampling_parameters` then does not override it."
-        " Triton cuts request parameters at a NUL character, so such a proxy sets them, and does not only compare them."
-        " The models of tensorrtllm_backend have no other place and need `parameter`.",
+        "Where requests have their `cache_salt`; a salt in another place is rejected. `sampling_parameters`: in that"
+        " input, which may have any text. `parameter`: in a request parameter, which over HTTP is a field of the body."
+        " Use `parameter` if a proxy sets the salt, because clients cannot override it then. The proxy must set the"
+        " value, not only check it, because Triton cuts request parameters at a NUL character. The models of"
+        " tensorrtllm_backend require `parameter`.",
         "sampling_parameters",
         section="Tenants",
     )
@@ -435,8 +435,8 @@ class EngineConfig:
     )
     max_sessions: int = option(
         integer(1),
-        "Maximum number of open sessions. At this limit, and at that of `max_sessions_mib`, a tenant (`cache_salt`)"
-        " that has fewer gets the room of the oldest idle session of the tenant that has the most.",
+        "Maximum number of open sessions. When this limit or `max_sessions_mib` is reached, the oldest idle session of"
+        " the tenant (`cache_salt`) with the most sessions is removed for a tenant with fewer.",
         1024,
     )
     max_tenant_sessions: int = option(

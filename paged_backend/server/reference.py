@@ -47,7 +47,7 @@ with `-o limits.max_tools=8`, or several with `-o limits='{"max_tools": 8, "max_
 line are merged with those of `model.json`. The name of a limit alone (`"max_tools": 8`) is an alias; setting a limit
 twice is an error. Errors of requests name the limit that they exceed."""
 KV_EVENTS = """\
-The option `kv_events_config` is an object with vLLM's fields. [Deploy](../guides/cache.md#kv-cache-events)
+The option `kv_events_config` is an object with vLLM's fields. [Cache](../guides/cache.md#kv-cache-events)
 describes the events."""
 VLLM_OPTIONS = """\
 These engine arguments of vLLM are accepted only with values that change nothing here, so that `model.json` files of
