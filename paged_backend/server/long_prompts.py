@@ -24,8 +24,8 @@ log = logging.getLogger("paged_llm")
 
 
 class LongPrompts:
-    """Requests whose long prompts are encoded in the background, one after the other, on two threads: one for prompts of
-    up to LONG_CHARS characters, and one for longer ones, which a separate process encodes.
+    """Requests whose long prompts are encoded in the background, one after the other, on two threads: one for prompts
+    of up to LONG_CHARS characters, and one for longer ones, which a separate process encodes.
 
     Their streams are open already: a timeout, a cancellation or a stop_request can end them. A request whose stream has
     ended counts as waiting until the tokenizer has processed it, because its text stays in memory.

@@ -244,6 +244,33 @@ def test_return_token_ids(client, engine, stream):
     assert [token for choice in choices for token in choice.token_ids] == list(expected.token_ids)
 
 
+def named(choice, ids):
+    """Check that the tokens of a completion's log probabilities are named by their ids."""
+    assert choice.logprobs.tokens == [f"token_id:{token}" for token in ids]
+    assert all(
+        name in top for name, top in zip(choice.logprobs.tokens, choice.logprobs.top_logprobs, strict=True) if top
+    )
+
+
+def test_tokens_are_named_by_their_ids(client, engine):
+    """Not only those of the output: RL trainers compare the ids of an echoed prompt."""
+    asked = {"temperature": 0, "max_tokens": 5}
+    expected = engine.generate("The sea is", return_token_ids=True, **asked)
+    more = {"extra_body": {"return_tokens_as_token_ids": True}}
+    (choice,) = client.completions.create(model=MODEL, prompt="The sea is", logprobs=1, **asked, **more).choices
+    assert choice.text == expected.text and not hasattr(choice, "token_ids")
+    named(choice, expected.token_ids)
+    echoed = {"echo": True, "logprobs": 1}
+    (choice,) = client.completions.create(model=MODEL, prompt="The sea is", **echoed, **asked, **more).choices
+    named(choice, [*expected.prompt_token_ids, *expected.token_ids])
+    chunks = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, logprobs=True, top_logprobs=2, max_tokens=3, stream=True, **more
+    )
+    tokens = [one for chunk in chunks for choice in chunk.choices if choice.logprobs for one in choice.logprobs.content]
+    names = [entry.token for one in tokens for entry in (one, *one.top_logprobs)]
+    assert len(names) == 9 and all(name.startswith("token_id:") for name in names)
+
+
 def test_prompt_logprobs_match_vllm(client, engine):
     expected = engine.generate("The sea is", max_tokens=0, prompt_logprobs=1).prompt_logprobs
     more = {"extra_body": {"prompt_logprobs": 1, "return_token_ids": True}}

@@ -12,6 +12,7 @@ from typing import Any
 
 from paged_client.openai import logprobs
 from paged_client.openai.chat_schema import ChatRequest
+from paged_client.openai.logprobs import Part
 from paged_client.openai.schema import CompletionRequest, GenerateBody
 from paged_client.openai.tool_calls import ArgumentsDelta, CallStart, Content, OutputParser, ParserEvent
 from paged_client.openai.tools import ToolUse
@@ -30,21 +31,30 @@ class ResponseBuilder(ABC):
         self.model = request.model  # name in the response; the gateway sets it if the request has none
         self._created = int(time.time())
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
+        self._names_ids = bool(request.return_tokens_as_token_ids)
+        self._wants_ids = bool(request.return_token_ids)
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for one in completions:
+            one = replace(self._shown(one), others=tuple(map(self._shown, one.others)))
             choices += self._choices(len(choices), one)
         body = self._body(self.whole_object, choices) | self._top_level_fields(completions[0])
         return body | {"usage": usage(completions)} | _digests(completions)
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         """Return the chunk of a delta, or None if it has no content for the client."""
-        choice = self._chunk_choice(delta)
+        choice = self._chunk_choice(self._shown(delta))
         return None if choice is None else self._body(self.chunk_object, [choice]) | self._top_level_fields(delta)
 
     def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
         return self._body(self.chunk_object, []) | {"usage": usage(completions)} | _digests(completions)
+
+    def _shown(self, part: Part) -> Part:
+        """Return the output with the token ids that the client asked for, and where it asked for them."""
+        if self._names_ids:
+            part = logprobs.named_by_id(part)
+        return part if self._wants_ids else replace(part, token_ids=None, prompt_token_ids=None)
 
     def _prompt_fields(self, info: PromptInfo) -> dict[str, Any]:
         """Return the requested fields about the prompt.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from paged_client.types import Completion, Logprobs, TokenLogprob
+from paged_client.types import Completion, Delta, Logprobs, TokenLogprob
+
+Part = TypeVar("Part", Completion, Delta)
 
 REPLACEMENT_CHARACTER = "\ufffd"  # text of a token that has a part of a character's bytes
 
@@ -60,6 +63,23 @@ def chat_logprobs(tokens: Sequence[Logprobs], count: int) -> dict[str, Any]:
         ],
         "refusal": None,
     }
+
+
+def named_by_id(part: Part) -> Part:
+    """Return the output with `token_id:5` instead of the text of each token that has a log probability.
+
+    The texts of tokens need not be unique, nor valid UTF-8. As in vLLM.
+    """
+    part = replace(part, logprobs=part.logprobs and tuple(map(_named, part.logprobs)))
+    if part.first_prompt_token is None or not part.prompt_token_ids:
+        return part
+    first, known = f"token_id:{part.prompt_token_ids[0]}", part.prompt_logprobs or ()
+    prompt = tuple(entries and _named(entries) for entries in known)
+    return replace(part, first_prompt_token=first, prompt_logprobs=prompt)  # which `echo` shows
+
+
+def _named(entries: Logprobs) -> Logprobs:
+    return tuple(replace(one, decoded_token=f"token_id:{one.token_id}") for one in entries)
 
 
 def prompt_logprobs_by_id(entries: Logprobs | None) -> dict[str, dict[str, Any]] | None:

@@ -220,7 +220,6 @@ ENGINE_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **{name: (None, *values) for name, values in UNSUPPORTED.items()},
     "logprob_token_ids": (None, []),
     "lora_name": (None,),  # an adapter is given as `model`
-    "return_tokens_as_token_ids": (None, False),
     "truncation_side": (None, "left"),
 }
 
@@ -230,6 +229,7 @@ class GenerateBody(SamplingFields, GuidedFields, Body):
     stream: Flag | None = None
     prompt_cache_key: str | None = None  # requests with the same key go to the same server
     return_token_ids: Flag | None = None
+    return_tokens_as_token_ids: Flag | None = None  # in logprobs; as in vLLM
     stream_options: StreamOptions | None = None
 
     def check(self) -> None:

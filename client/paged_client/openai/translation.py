@@ -116,7 +116,7 @@ def _sampling(
     """
     values = {name: getattr(request, name) for name in SamplingFields.model_fields}
     sampling = {name: value for name, value in values.items() if value is not None}
-    if request.return_token_ids:
+    if request.return_token_ids or request.return_tokens_as_token_ids:  # the latter: for the prompt of an `echo`
         sampling["return_token_ids"] = True
     names: dict[str, str] = {}
     if adapter is not None:
