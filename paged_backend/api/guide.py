@@ -19,7 +19,10 @@ class Guide(Protocol):
     The mask of the first token is computed before that, so that `fill` takes no time."""
 
     num_words: int
-    seen: int  # output tokens consumed so far
+
+    @property
+    def seen(self) -> int:
+        """The number of output tokens consumed so far."""
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Consume the next output tokens, and compute which tokens may follow. `fill` reports errors."""

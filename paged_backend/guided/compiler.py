@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -40,35 +41,55 @@ log = logging.getLogger("paged_llm")
 
 WORKERS = 2  # more than one, so that a grammar that runs into the time limit does not block the next
 
+# An output gets a new matcher on the engine's thread, if its grammar has been compiled within this CPU time.
+RENEWAL_SECONDS = 0.1
+
 Callback = Callable[["tuple[Guide, ...] | RequestError"], None]
 # (kind, text, tenant): with a cache per tenant, compile times do not reveal the structures of other tenants.
 Key = tuple[str, str, str]
 
 
 class GrammarGuide:
-    """The guide of one output, over an llguidance matcher."""
+    """The guide of one output, over an llguidance matcher.
 
-    def __init__(self, matcher: Any, field: str, vocab_size: int, tokenizer_size: int) -> None:
-        """Compute the first mask. `tokenizer_size` is the number of tokens of the tokenizer and so the number of bits
-        that llguidance fills."""
-        self.seen = 0
-        self._matcher = matcher
+    Copies of a guide share the states of its lexer, whose masks are computed once, and their maximum. An output for
+    which none are left goes on with states of its own: others may have used them up.
+    """
+
+    def __init__(self, create: Callable[[], Any], field: str, vocab_size: int, tokenizer_size: int) -> None:
+        """Compute the first mask. `create` returns a new matcher. `tokenizer_size` is the number of tokens of the
+        tokenizer and so the number of bits that llguidance fills."""
+        self.spent = False  # whether a copy has failed, so that later ones would fail as well
+        began = time.thread_time()
+        self._matcher = create()
+        self._create = create if time.thread_time() - began < RENEWAL_SECONDS else None
+        self._shared: GrammarGuide | None = None  # the guide whose states this one uses
+        self._tokens: list[int] = []
         self._field = field
         self._vocab_size = vocab_size
         self._filled = np.zeros(-(-tokenizer_size // BITS), dtype=np.int32)
         self.num_words = -(-vocab_size // BITS)
         self._compute_mask()
 
+    @property
+    def seen(self) -> int:
+        return len(self._tokens)
+
     def copy(self, field: str) -> GrammarGuide:
         """Return a guide at the same position of another output, whose errors name `field`."""
         other = copy(self)
         other._matcher, other._field, other._filled = self._matcher.deep_copy(), field, self._filled.copy()
+        other._tokens, other._shared = self._tokens.copy(), self
         return other
 
     def advance(self, tokens: Sequence[int]) -> None:
-        self.seen += len(tokens)
-        if self._matcher.consume_tokens(list(tokens)):
-            self._compute_mask()
+        self._tokens += tokens
+        self._consume(tokens)
+        if self._matcher.is_error() and self._shared:
+            self._shared.spent, self._shared = True, None
+            if self._create:
+                self._matcher = self._create()
+                self._consume(self._tokens)
 
     def fill(self, words: np.ndarray) -> None:
         filled = self._filled
@@ -80,6 +101,10 @@ class GrammarGuide:
             words.view(np.uint32)[-1] &= np.uint32((1 << used_bits) - 1)
         if not words.any():
             raise GuideError(f"{self._field}: none of the model's tokens can come next")
+
+    def _consume(self, tokens: Sequence[int]) -> None:
+        if self._matcher.consume_tokens(list(tokens)):
+            self._compute_mask()
 
     def _compute_mask(self) -> None:
         self._matcher.unsafe_compute_mask_ptr(self._filled.ctypes.data, self._filled.nbytes)
@@ -119,11 +144,12 @@ class _ResultCache:
         self._nbytes = 0
 
     def get(self, key: Key) -> GrammarGuide | GrammarError | None:
-        """Return the guide or GrammarError of a structure, or None if it is not cached."""
+        """Return the guide or GrammarError of a structure, or None if it is not cached, expired or spent."""
         entry = self._entries.get(key)
         if entry is None:
             return None
-        if time.monotonic() >= entry.expires_at:
+        spent = isinstance(entry.result, GrammarGuide) and entry.result.spent
+        if spent or time.monotonic() >= entry.expires_at:
             self._evict(key)
             return None
         self._entries.move_to_end(key)
@@ -253,10 +279,10 @@ class GrammarCompiler:
             with self._lock:
                 self._idle.append(sandbox)
         try:
-            matcher = grammar.create_matcher(tokenizer, text)
+            create = partial(grammar.create_matcher, tokenizer, text)
+            return GrammarGuide(create, "", self._vocab_size, tokenizer.vocab_size)
         except ValueError as error:
             raise GrammarError(str(error)) from error
-        return GrammarGuide(matcher, "", self._vocab_size, tokenizer.vocab_size)
 
     def _still_wanted(self, key: Key) -> bool:
         return any(waiter.still_wanted() for waiter in tuple(self._queued[key]))

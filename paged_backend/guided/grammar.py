@@ -15,7 +15,7 @@ import llguidance
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 # Limits for the mask of one step. With the library's defaults a mask took up to 0.7 s.
 STEP_ITEMS, STEP_FUEL = 5_000, 100_000
-LEXER_STATES = 50_000  # maximum states per output, of one or two kilobytes each
+LEXER_STATES = 50_000  # maximum states that the outputs of a compiled grammar share, of 0.3 to 2 KB each
 MAX_REASON_CHARS = 300  # maximum length of an error message of the library
 _TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
 _LISTED = re.compile(r"; following special tokens are available: \S*")  # the list is incomplete and does not give names

@@ -1,5 +1,6 @@
 """The grammar compiler: guides, queueing and the cache."""
 
+import random
 import threading
 from queue import SimpleQueue
 
@@ -9,6 +10,7 @@ from paged_backend.api.errors import ErrorCode
 from paged_backend.api.guide import GuideError
 from paged_backend.api.limits import InputLimits
 from paged_backend.api.structures import read_structure
+from paged_backend.guided import compiler, grammar
 from paged_backend.guided.compiler import GrammarCompiler, GrammarGuide
 from tests.support.grammars import (
     END,
@@ -67,6 +69,33 @@ def test_failure_to_create_guides_affects_only_its_request(monkeypatch):
     first, *others = [queue.get(timeout=WAIT) for queue in answers]
     assert str(first) == "INTERNAL: RuntimeError: no memory"
     assert all(accepts(guides, "a") for guides in others)
+    grammars.stop()
+
+
+@pytest.mark.parametrize("renewed", [True, False])
+def test_output_that_uses_up_the_lexer_states_fails_alone(monkeypatch, renewed):
+    """They are shared by all outputs of a grammar. One that takes long to compile is not compiled again in a step."""
+    monkeypatch.setattr(grammar, "LEXER_STATES", 2_000)
+    if not renewed:
+        monkeypatch.setattr(compiler, "RENEWAL_SECONDS", 0)
+    expression, letters = r"(.*(a|b).{16}(c|d).{9})+Z", random.Random(1)
+    grammars = create_compiler()
+    greedy, modest = compile_guides(grammars, "regex", expression, count=2)
+    modest.advance([token("x")])
+    for _ in range(500):
+        greedy.advance([token(letters.choice("abcdx"))])
+    with pytest.raises(GuideError, match=r"regex: cannot continue: .*too many"):
+        allowed_tokens(greedy)
+    modest.advance([token("x")])
+    if renewed:
+        modest.advance([token("Z")])
+        assert token("Z") in allowed_tokens(modest)
+    else:
+        with pytest.raises(GuideError, match="too many states"):
+            allowed_tokens(modest)
+    (later,) = compile_guides(grammars, "regex", expression)
+    later.advance([token("x")])
+    assert token("x") in allowed_tokens(later)
     grammars.stop()
 
 
