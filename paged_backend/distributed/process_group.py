@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paged_backend.distributed.keep_alive import new_connections_kept_alive
+from paged_backend.distributed.group_sockets import group_sockets
 from paged_backend.distributed.topology import LOOPBACK, interface_to
 
 _chosen: set[str] = set()  # environment variables that name the network interface, set by `join`
@@ -38,7 +38,7 @@ class ProcessGroup:
         gpu = self.device.type == "cuda"
         if gpu:
             torch.cuda.set_device(self.device)
-        with new_connections_kept_alive():
+        with group_sockets(gloo=not gpu):
             dist.init_process_group(
                 "nccl" if gpu else "gloo",
                 store=store,

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paged_backend.distributed.keep_alive import new_connections_kept_alive
+from paged_backend.distributed.group_sockets import group_sockets
 from paged_backend.distributed.messages import Messages
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.step_channel import content_of, frame_and_content
@@ -42,7 +42,7 @@ class StageLinks:
         self._hidden_size, self._dtype, self._stages = hidden_size, dtype, stages
         self._messages = Messages(group.key, "results", result)
         self._last = group.size - self._width  # the rank that sends the results
-        with new_connections_kept_alive():
+        with group_sockets(gloo=True):
             self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # tensors are kept until they have been sent
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paged_backend.distributed.keep_alive import new_connections_kept_alive
+from paged_backend.distributed.group_sockets import group_sockets
 from paged_backend.distributed.messages import Messages
 
 IDLE_TIMEOUT = timedelta(days=365)  # time between two steps
@@ -26,7 +26,7 @@ class StepChannel:
     def __init__(self, key: bytes, *kinds: type) -> None:
         """key: a secret of the ranks. kinds: the types of the messages; see `Messages`."""
         self._messages = Messages(key, "steps", *kinds)
-        with new_connections_kept_alive():
+        with group_sockets(gloo=True):
             self._group = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
 
     def send(self, message: Any) -> None:

@@ -8,8 +8,8 @@ With a pipeline, consecutive ranks form a stage: rank i is rank i % tensor_paral
 i // tensor_parallel_size.
 
 Rank 0 runs in the server's process, and `paged worker` runs the ranks of the other machines. All meet at the TCPStore
-of rank 0, at `master_addr` and `master_port`. Whoever reaches the store can read and change it, so a rank believes
-nothing but what arrives over its link (links.py), where both sides prove that they know a secret.
+of rank 0, at `master_addr` and `master_port`. Whoever reaches the store while ranks join can read and change it, so a
+rank believes nothing but what arrives over its link (links.py), where both sides prove that they know a secret.
 """
 
 from __future__ import annotations

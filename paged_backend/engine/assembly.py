@@ -124,7 +124,9 @@ def assemble(config: EngineConfig, adapter_list: Path | None = None) -> Assembly
     model_loader.check_model(config, ROOT)  # checks before it starts processes
     workers = Workers(config, device, topology)
     try:
-        return _assemble(config, adapter_list, workers.group, workers)
+        assembly = _assemble(config, adapter_list, workers.group, workers)
+        workers.close_store()
+        return assembly
     except Exception as error:
         reason = workers.failure_reason()
         workers.stop(at_once=True)

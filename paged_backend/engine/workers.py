@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.secrets import MIN_KEY_BYTES
+from paged_backend.distributed.group_sockets import close_port
 from paged_backend.distributed.links import LinkListener, hang_up
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.step_channel import StepChannel
@@ -61,6 +64,7 @@ class Workers:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank, on this machine
         self._links: dict[int, Connection] = {}
         self._steps: StepChannel | None = None
+        self._store_port: socket.socket | None = None
         self._secret = cluster_secret() if topology.num_nodes > 1 else secrets.token_bytes(MIN_KEY_BYTES)
         self._told = Start(options_of(config), secrets.token_hex())
         self.group = ProcessGroup(pick_rank_device(device, 0), 0, topology.size, self._told.key(self._secret))
@@ -70,6 +74,14 @@ class Workers:
         except BaseException:
             self.stop(at_once=True)
             raise
+
+    def close_store(self) -> None:
+        """Let nobody else reach the store. To be called when all groups of the ranks exist."""
+        if self._store_port:
+            with suppress(OSError):
+                close_port(self._store_port)
+            self._store_port.close()
+            self._store_port = None
 
     def on_rank_failure(self, callback: Callable[[str], None]) -> None:
         """Register a callback that another thread calls with the reason when a rank ends."""
@@ -95,6 +107,7 @@ class Workers:
     def stop(self, *, at_once: bool = False) -> None:
         """End the ranks. They end by themselves unless one has failed or at_once is set."""
         self._stopping = True
+        self.close_store()
         if self._watcher.is_alive() and self.reason is None and not at_once and self._steps:
             try:
                 self._steps.send(None)
@@ -118,6 +131,7 @@ class Workers:
         topology = self._topology
         with listen(topology) as listening:
             port = listening.getsockname()[1]
+            self._store_port = listening.dup()
             store = dist.TCPStore(
                 topology.master_addr,
                 port,

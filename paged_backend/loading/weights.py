@@ -15,7 +15,7 @@ from transformers.utils import is_accelerate_available
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.distributed.keep_alive import new_connections_kept_alive
+from paged_backend.distributed.group_sockets import group_sockets
 from paged_backend.files import model_files
 from paged_backend.files.model_files import GGUF
 from paged_backend.loading import model_sizes
@@ -40,7 +40,7 @@ def load_weights(
     checkpoint: the quantized weights of the files, which are converted to `dtype`; None: transformers reads the files.
     """
     if config.load_format == "dummy":
-        with _several_ranks(config):
+        with _several_ranks(config, device):
             return _random_weights(config, hf_config, dtype, device)
     common = {
         "dtype": dtype,
@@ -50,7 +50,7 @@ def load_weights(
     } | distributed_arguments(config)
     with load_errors_named(config, path):
         model_config = as_decoder(hf_config) if is_classifier(hf_config) else hf_config
-        with weights_reported(), _several_ranks(config):
+        with weights_reported(), _several_ranks(config, device):
             if checkpoint is not None:
                 model, info = _from_checkpoint(config, model_config, path, checkpoint, dtype, common)
             else:
@@ -82,11 +82,11 @@ def load_errors_named(config: EngineConfig, path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _several_ranks(config: EngineConfig) -> Iterator[None]:
+def _several_ranks(config: EngineConfig, device: torch.device) -> Iterator[None]:
     """Inside the context, transformers loads this rank's part of the model, and connects the ranks that share it."""
     with ExitStack() as stack:
         if config.num_ranks > 1:
-            stack.enter_context(new_connections_kept_alive())
+            stack.enter_context(group_sockets(gloo=device.type == "cpu"))
         if config.pipeline_parallel_size > 1:
             stack.enter_context(plans_of_stage())
         yield

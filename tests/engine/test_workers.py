@@ -1,7 +1,11 @@
 """Tensor parallelism: two ranks generate the same tokens as one process, and end together."""
 
+import errno
+import os
 import signal
+import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from paged_backend.execution import runner
 from paged_backend.utils import child_process
 from tests.support.beams import beams
 from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
+from tests.support.processes import listening_ports
 
 pytestmark = pytest.mark.ranks
 
@@ -158,6 +163,18 @@ def test_all_ranks_swap_preempted_requests(alone, shared):
 
     one, two, ahead = both(alone, shared, run)
     assert one == two == ahead
+
+
+def test_ranks_that_have_met_accept_nobody_else(shared):
+    """A stranger could read and fill the store of the ranks, and use up their file descriptors."""
+    rank = shared.workers.processes[1].pid
+    variables = dict(item.split("=", 1) for item in Path(f"/proc/{rank}/environ").read_text().split("\0") if item)
+    ports = {int(variables["MASTER_PORT"]), *listening_ports(rank), *listening_ports(os.getpid())}
+    assert len(ports) > 2
+    for port in ports:
+        with socket.socket() as stranger:
+            stranger.settimeout(0.1)
+            assert stranger.connect_ex(("127.0.0.1", port)) == errno.EAGAIN, port  # no answer within this time
 
 
 @pytest.mark.parametrize("shared", [{"load_format": "dummy", "num_speculative_tokens": 3}], indirect=True)

@@ -1,5 +1,6 @@
 """Servers and processes on this machine."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,6 +35,16 @@ def children(pid: int) -> list[int]:
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             found += map(int, file.read_text().split())
     return found
+
+
+def listening_ports(pid: int) -> set[int]:
+    """Return the IPv4 ports at which a process listens."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            inodes.add(os.readlink(entry))
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(line[1].split(":")[1], 16) for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes}
 
 
 def rank_processes(variable: str, value: object) -> list[int]:
