@@ -41,7 +41,7 @@ MAX_MESSAGE_BYTES = 4096  # of what subscribers and clients send: topics and num
 MAX_REPLAYS = 64  # clients that wait for past batches
 LINGER_MILLIS = 1000  # time to send the last batches when the engine stops
 HASH_BITS = 64  # vLLM's events have the low 64 bits of a block's hash
-WARN_SECONDS = 60.0  # time between two warnings of dropped batches
+WARN_SECONDS = 60.0  # time between two equal warnings
 
 
 class CacheEventPublisher:
@@ -82,7 +82,7 @@ class CacheEventPublisher:
         self._batches: Queue[tuple[float, list[CacheEvent]] | None] = Queue(config.max_queue_size)
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._sequence = time.time_ns() // 1000
-        self._next_warning = 0.0
+        self._next_warnings: dict[str, float] = {}  # when a message may be logged again
         self._thread = threading.Thread(target=self._run, name="cache events", daemon=True)
         self._thread.start()
 
@@ -95,9 +95,7 @@ class CacheEventPublisher:
         try:
             self._batches.put_nowait((time.time(), events))
         except Full:
-            if time.monotonic() >= self._next_warning:
-                self._next_warning = time.monotonic() + WARN_SECONDS
-                log.warning("KV cache events were dropped: max_queue_size of kv_events_config is too small")
+            self._warn("KV cache events were dropped: max_queue_size of kv_events_config is too small")
 
     def close(self) -> None:
         """Send the queued batches and end."""
@@ -140,16 +138,16 @@ class CacheEventPublisher:
             except self._again:
                 return
             if len(parts) != 3 or len(parts[2]) != 8:
-                log.warning(
+                self._warn(
                     "a request for past KV cache events has %d parts; must be an empty one and 8 bytes", len(parts)
                 )
                 continue
             if parts[0] not in self._replays and len(self._replays) >= MAX_REPLAYS:
-                log.warning("%d clients wait for past KV cache events, the limit; one more is ignored", MAX_REPLAYS)
+                self._warn("%d clients wait for past KV cache events, the limit; one more is ignored", MAX_REPLAYS)
                 continue
             wanted, first = self._replays.setdefault(parts[0], deque()), int.from_bytes(parts[2], "big")
             if len(wanted) > len(self._sent):
-                log.warning("a client that does not read past KV cache events asks for more of them; it is ignored")
+                self._warn("a client that does not read past KV cache events asks for more of them; it is ignored")
                 continue
             wanted += [(number.to_bytes(8, "big"), payload) for number, payload in self._sent if number >= first]
             wanted.append((END_OF_REPLAY, b""))
@@ -165,8 +163,14 @@ class CacheEventPublisher:
             except self._again:  # its queue is full
                 continue
             except self._error as error:
-                log.warning("a client that asked for past KV cache events has left: %s", error)
+                self._warn("a client that asked for past KV cache events has left: %s", error)
             del self._replays[client]
+
+    def _warn(self, message: str, *arguments: object) -> None:
+        """Log a warning that clients can cause as often as they like, once in a while."""
+        if (now := time.monotonic()) >= self._next_warnings.get(message, 0.0):
+            self._next_warnings[message] = now + WARN_SECONDS
+            log.warning(message, *arguments)
 
 
 def _bind(socket: Any, name: str, endpoint: str, error_class: type[Exception]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +12,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.utils.worker import CallTimeout, call_with_timeout
 
+MAX_REASON_CHARS = 300
 CONNECT_SECONDS = 2.0  # limit of `connect`, which looks up the host's name and exchanges certificates
 
 Result = TypeVar("Result")
@@ -105,4 +107,13 @@ class RedisStore:
             self.close()  # which ends the call
             raise StoreError(f"a call {error}") from None
         except Exception as error:  # of redis, of the network, or of TLS
-            raise StoreError(f"{type(error).__name__}: {error}") from None
+            raise StoreError(f"{type(error).__name__}: {_readable(str(error))}") from None
+
+
+def _readable(text: str) -> str:
+    """Return a text that the store may have chosen as one that can be logged."""
+    return textwrap.shorten(
+        "".join(char if char.isprintable() else " " for char in text[: 2 * MAX_REASON_CHARS]),
+        MAX_REASON_CHARS,
+        placeholder=" ...",
+    )

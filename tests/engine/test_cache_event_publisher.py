@@ -147,6 +147,18 @@ def test_a_client_cannot_fill_memory(published):
     assert subscriber.replay(0) == first
 
 
+def test_a_client_cannot_fill_the_log(published, caplog):
+    _, _, subscriber = published
+    stranger = subscriber.context.socket(zmq.DEALER)
+    stranger.connect(subscriber.replay_endpoint)
+    for _ in range(50):
+        stranger.send_multipart([b"", b"no number"])
+    stranger.send_multipart([b"", bytes(8)])
+    assert stranger.poll(1000 * WAIT)  # all requests have been read
+    assert caplog.text.count("a request for past KV cache events has 3 parts") == 1
+    stranger.close(linger=0)
+
+
 def test_the_numbers_of_a_restarted_publisher_are_higher(published):
     _, publisher, subscriber = published
     before = max(subscriber.replay(0))
