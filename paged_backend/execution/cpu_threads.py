@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
 from paged_backend.utils.machine import busy_seconds, omp_num_threads, usable_cores, use_single_thread
@@ -103,7 +104,8 @@ class CpuThreads:
             return
         taken, has_paused = self._load.measure(), now - self._last_end > PAUSE
         self._next = now + (FIRST_INTERVAL if has_paused else INTERVAL)
-        native.set_threads(count_threads(self._processes, 0.0 if has_paused else taken))
+        with suppress(OSError):  # no file descriptor is left; the number stays
+            native.set_threads(count_threads(self._processes, 0.0 if has_paused else taken))
 
     def end_step(self) -> None:
         """Note that a step has ended: a pause begins, unless the next step follows."""

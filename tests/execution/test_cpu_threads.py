@@ -1,5 +1,6 @@
 """The number of threads of the CPU kernels."""
 
+import resource
 import threading
 from functools import partial
 
@@ -181,3 +182,14 @@ def test_pytorch_is_limited_in_each_thread_that_runs_native_models(cores, calls,
         worker.start()
         worker.join()
     assert calls == ["single", 2, "single", "single"]
+
+
+def test_a_step_without_file_descriptors_keeps_the_number_of_threads(calls):
+    """Limits are read from files; clients can use up descriptors with connections."""
+    threads, (soft, hard) = CpuThreads(1, is_native=False), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        threads.start_step()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert calls == []
