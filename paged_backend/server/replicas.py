@@ -149,7 +149,7 @@ class Replicas:
 
     def _report_end(self, name: str) -> None:
         if not self._stopping:
-            failure.report(f"{name} has ended")
+            failure.report(f"{name} has ended{failure.OTHERS_GO_ON}")
 
     def stop(self) -> None:
         """End the processes."""

@@ -12,6 +12,7 @@ import re
 
 MARK = "PAGED_FAILURE_MARK"  # environment variable of the server
 _log = logging.getLogger("paged_llm.failure")
+OTHERS_GO_ON = "; the other engines finish their requests"  # the end of a reason after which some requests can end
 LAST_WORDS_SECONDS = 0.5  # after a line, for the errors of open requests to reach their clients
 
 

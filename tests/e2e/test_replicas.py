@@ -169,7 +169,8 @@ def test_death_of_a_replica_is_reported(replicated):
             return found
 
         until(read_errors, "the error")
-        until(lambda: replicated.engine_failure == "replica 1 has ended", "the line for `paged serve`")
+        reason = "replica 1 has ended; the other engines finish their requests"
+        until(lambda: replicated.engine_failure == reason, "the line for `paged serve`")
         assert "replica 1 has ended; reload the model" in post(replicated, {"text_input": "x"})[1]
         read_errors()
         assert all("UNAVAILABLE" in str(error) for error in found.values())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paged_backend.utils import restarts
-from paged_backend.utils.failure import LAST_WORDS_SECONDS
+from paged_backend.utils.failure import LAST_WORDS_SECONDS, OTHERS_GO_ON
 from paged_client.connection_errors import UnreachableError
 from paged_client.probe import probe
 from paged_client.serving.console import Console
@@ -54,6 +54,7 @@ class Failure:
     reason: str  # one of restarts.REASONS
     message: str
     log_tail: str = ""  # the end of the server's log, if that may explain it
+    has_requests: bool = False  # whether it can still answer some of its open requests
     was_healthy: bool = False  # whether the server had been ready for RestartPolicy.healthy
 
     def __str__(self) -> str:
@@ -138,7 +139,7 @@ class Supervisor:
         if self._stopping.is_set():  # a signal has ended the server
             failure = None
         was_healthy = self._policy is not None and time.monotonic() - ready >= self._policy.healthy
-        self._end_server(kill=failure is not None)
+        self._end_server(kill=failure is not None and not failure.has_requests)
         return failure and replace(failure, was_healthy=was_healthy)
 
     def _end_server(self, *, kill: bool) -> None:
@@ -166,7 +167,8 @@ class Supervisor:
                     return Failure("stub_died", f"The engine's process {ended[0]} {how}.")
                 if reason := server.engine_failure:
                     self._stopping.wait(LAST_WORDS_SECONDS)
-                    return Failure("engine_failed", f"The engine has failed: {reason}.")
+                    has_requests = reason.endswith(OTHERS_GO_ON)
+                    return Failure("engine_failed", f"The engine has failed: {reason}.", has_requests=has_requests)
                 if prober and prober.failure:
                     return prober.failure
         return None

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from paged_backend.utils.failure import OTHERS_GO_ON
 from paged_client.serving import supervisor
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.server_log import ServerLog
@@ -290,6 +291,20 @@ def test_a_server_is_healthy_some_time_after_it_is_ready(monkeypatch):
     tested._watch = watch
     tested.run()
     assert delays == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_killed"), [("the engine died", True), (f"replica 1 has ended{OTHERS_GO_ON}", False)]
+)
+def test_a_server_that_can_answer_requests_finishes_them(monkeypatch, failure, is_killed):
+    monkeypatch.setattr(supervisor, "stubs", lambda pid: [])
+    monkeypatch.setattr(supervisor, "LAST_WORDS_SECONDS", 0)
+    server = Mock(engine_failure=failure)
+    server.wait.side_effect = subprocess.TimeoutExpired("", 0)
+    with pytest.raises(ServerError, match=f"The engine has failed: {failure}"):
+        Supervisor(lambda environment, append: server, Mock(), None, threading.Event(), str).run()
+    assert server.kill.called is is_killed
+    server.stop.assert_called()
 
 
 @pytest.mark.parametrize("policy", [None, RestartPolicy(first_delay=0)])
