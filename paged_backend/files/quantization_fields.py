@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,16 +34,36 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {  # that transformers needs, by quant
 }
 
 
+def check_known(settings: Any, file: Path, methods: Collection[str]) -> None:
+    """Raise ConfigError for a method that transformers does not know, and whose weights it would load as plain ones.
+
+    file: config.json. methods: those that it knows.
+    """
+    with _errors_named(file):
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"{FIELD}={json.dumps(settings, default=str)}: must be an object")
+        method = settings.get("quant_method")
+        if method not in methods and not _loads_in_bits(settings):
+            raise ConfigError(f"{FIELD}.quant_method={json.dumps(method, default=str)}: unknown")
+
+
 def check_settings(settings: Mapping[str, Any], file: Path, *, on_cpu: bool) -> None:
     """Raise ConfigError for settings of quantized weights that are not supported, or need a package that is missing.
 
     file: config.json. on_cpu: whether the engine reads the formats that it knows; transformers reads all others.
     """
-    try:
+    with _errors_named(file):
         if on_cpu and settings.get("quant_method") in CHECKS:
             CHECKS[settings["quant_method"]](settings)
         else:
             _check_packages(settings)
+
+
+@contextmanager
+def _errors_named(file: Path) -> Iterator[None]:
+    """Make errors inside the context name config.json."""
+    try:
+        yield
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     except (AttributeError, TypeError) as error:  # a value of another type
@@ -62,8 +83,11 @@ def _check_packages(settings: Mapping[str, Any]) -> None:
 
 def method_of(settings: Mapping[str, Any]) -> str:
     """Return the method of a quantization_config. Early models of bitsandbytes do not name theirs."""
-    loads_in_bits = settings.get("load_in_4bit") or settings.get("load_in_8bit")
-    return str(settings.get("quant_method") or ("bitsandbytes" if loads_in_bits else "none"))
+    return str(settings.get("quant_method") or ("bitsandbytes" if _loads_in_bits(settings) else "none"))
+
+
+def _loads_in_bits(settings: Mapping[str, Any]) -> bool:
+    return bool(settings.get("load_in_4bit") or settings.get("load_in_8bit"))
 
 
 def _check_awq(settings: Mapping[str, Any]) -> None:

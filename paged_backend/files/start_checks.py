@@ -6,11 +6,13 @@ it imports torch. What needs the model's layers is checked by the engine, also b
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,10 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES, invalid_option
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.sizes import GIB, MIB
-from paged_backend.files import model_files
+from paged_backend.files import model_files, transformers_tables
 from paged_backend.files.model_files import CONFIG, GGUF, MODULES, QUANTIZATION
-from paged_backend.files.model_kinds import ENCODER_DECODER, unknown_type, unsupported_head, unsupported_model
-from paged_backend.files.quantization_fields import check_settings
+from paged_backend.files.model_kinds import unsupported_fields, unsupported_model
+from paged_backend.files.quantization_fields import check_known, check_settings
 from paged_backend.utils.machine import available_memory, gpu_limit, has_gpu
 
 ROOT = Path(__file__).resolve().parents[2]  # the repository, or the directory in which the package is installed
@@ -42,9 +44,36 @@ def check_start(config: EngineConfig, root: Path = ROOT) -> None:
         check_disk_cache(config)
     if config.chat_template is not None:
         find_template(config.chat_template, root)
-    for name in ("model", "speculative_model", "tokenizer"):
-        if (given := getattr(config, name)) and (path := find_local(given, root)):
-            _check_tokenizer(config, path) if name == "tokenizer" else _check_model(config, path, name)
+    check_models(config, root, on_cpu=True if _runs_on_cpu(config) else False if config.device == "cuda" else None)
+    if config.tokenizer and (path := find_local(config.tokenizer, root)):
+        _check_tokenizer(config, path)
+    if (path := find_local(config.model, root)) and path.suffix != GGUF:
+        _check_pool(config, _text_fields(model_files.read_object(path / CONFIG)))
+        if not config.tokenizer:
+            _check_tokenizer(config, path)
+
+
+def check_models(config: EngineConfig, root: Path = ROOT, *, on_cpu: bool | None) -> None:
+    """Raise ConfigError for the files of a model or draft model that is not supported, or not with these options.
+
+    on_cpu: whether it runs on a CPU. None: with a GPU that CUDA may not find, and the device "auto", only the engine
+    knows.
+    """
+    for option in ("model", "speculative_model"):
+        if (given := getattr(config, option)) and (path := find_local(given, root)):
+            if not is_model(path):
+                raise no_model(option, given, path)
+            with nullcontext() if option == "model" else draft_errors(config):
+                _check_model(config, path, on_cpu)
+
+
+@contextmanager
+def draft_errors(config: EngineConfig) -> Iterator[None]:
+    """Make errors inside the context name the draft model."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"speculative_model={json.dumps(config.speculative_model)}: {error}") from error
 
 
 def possible_paths(name: str, root: Path) -> list[Path]:
@@ -176,46 +205,44 @@ def remote_cache_problem(config: EngineConfig) -> str | None:
     return None
 
 
-def _check_model(config: EngineConfig, path: Path, option: str) -> None:
+def _check_model(config: EngineConfig, path: Path, on_cpu: bool | None) -> None:
     reads_weights = config.load_format != "dummy"
-    if not is_model(path):
-        raise no_model(option, getattr(config, option), path)
     if path.suffix == GGUF:
         if reads_weights:
             model_files.check_gguf(path)
         return
     model_files.check_text_files(path)
     fields = model_files.read_object(path / CONFIG)
-    if option == "model":
-        text = fields.get("text_config")
-        values = text if isinstance(text, dict) else fields
-        _check_kind(path, fields)
-        _check_quantization(config, path, fields.get(QUANTIZATION))
-        check_division(config, values.get)
-        _check_pool(config, values)
-        check_length(config.max_model_len, values.get("max_position_embeddings"), "the model's own limit")
-        if not config.tokenizer:
-            _check_tokenizer(config, path)
+    _check_kind(path, fields)
+    _check_quantization(path, fields, on_cpu)
+    values = _text_fields(fields)
+    check_division(config, values.get)
+    check_length(config.max_model_len, values.get("max_position_embeddings"), "the model's own limit")
     if reads_weights:
         model_files.check_weights(path, quantized=fields.get(QUANTIZATION) is not None)
 
 
+def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of the decoder of text, which a model of several kinds of input has in an object."""
+    text = fields.get("text_config")
+    return text if isinstance(text, dict) else fields
+
+
 def _check_kind(path: Path, fields: Mapping[str, Any]) -> None:
-    if (path / MODULES).exists() or "auto_map" in fields:  # a sentence encoder, named as any model; code of its own
-        return
-    names, is_encoder_decoder = fields.get("architectures"), fields.get("is_encoder_decoder") is True
-    reason = (
-        ENCODER_DECODER if is_encoder_decoder else unsupported_head(names) or unknown_type(fields.get("model_type"))
-    )
+    reason = unsupported_fields(fields, has_modules=(path / MODULES).exists())
     if reason is not None:
-        raise unsupported_model(path / CONFIG, names, fields.get("model_type"), reason)
+        raise unsupported_model(path / CONFIG, fields.get("architectures"), fields.get("model_type"), reason)
 
 
-def _check_quantization(config: EngineConfig, path: Path, settings: Any) -> None:
-    """Raise ConfigError for quantized weights that the device cannot use. With a GPU that CUDA may not find, and the
-    device "auto", only the engine knows the device."""
-    on_cpu = _runs_on_cpu(config)
-    if isinstance(settings, dict) and (on_cpu or config.device == "cuda"):
+def _check_quantization(path: Path, fields: Mapping[str, Any], on_cpu: bool | None) -> None:
+    """Raise ConfigError for quantized weights that cannot be read, or not on the device. A model's own code may add
+    methods to those of transformers."""
+    settings, methods = fields.get(QUANTIZATION), transformers_tables.quantization_methods()
+    if settings is None:
+        return
+    if methods and "auto_map" not in fields:
+        check_known(settings, path / CONFIG, methods)
+    if isinstance(settings, dict) and on_cpu is not None:
         check_settings(settings, path / CONFIG, on_cpu=on_cpu)
 
 

@@ -8,10 +8,8 @@ from pathlib import Path
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from paged_backend.files.model_files import CONFIG, GGUF, MODULES
-from paged_backend.files.model_kinds import ENCODER_DECODER, unsupported_head, unsupported_model
+from paged_backend.files.model_kinds import unsupported, unsupported_model
 from paged_backend.loading.encoders import is_encoder
-
-ENCODER = "an encoder with a head; only sentence encoders are supported"
 
 
 def check_architecture(path: Path, hf_config: PretrainedConfig) -> None:
@@ -19,23 +17,16 @@ def check_architecture(path: Path, hf_config: PretrainedConfig) -> None:
 
     path: the model's directory or GGUF file.
     """
-    is_sentence_encoder = is_encoder(hf_config) and (path / MODULES).exists()
-    reason = None if is_sentence_encoder else _unsupported(hf_config)
+    if is_encoder(hf_config) and (path / MODULES).exists():
+        return
+    names = getattr(hf_config, "architectures", None)
+    has_own_code = "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
+    reason = unsupported(
+        names,
+        is_encoder_decoder=bool(getattr(hf_config, "is_encoder_decoder", False)),
+        is_encoder=is_encoder(hf_config),
+        is_decoder=type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING or has_own_code,
+    )
     if reason is not None:
         file = path if path.suffix == GGUF else path / CONFIG
-        raise unsupported_model(file, getattr(hf_config, "architectures", None), hf_config.model_type, reason)
-
-
-def _unsupported(hf_config: PretrainedConfig) -> str | None:
-    """Return why the model is not supported, or None if it may be."""
-    if getattr(hf_config, "is_encoder_decoder", False):
-        return ENCODER_DECODER
-    names = getattr(hf_config, "architectures", None) or []
-    if reason := unsupported_head(names):
-        return reason
-    if is_encoder(hf_config):
-        return None if all(name.endswith("Model") for name in names) else ENCODER
-    has_own_code = "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
-    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_own_code:
-        return "transformers has no decoder of text for this type"
-    return None
+        raise unsupported_model(file, names, hf_config.model_type, reason)

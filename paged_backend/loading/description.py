@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import BUILT_IN
 from paged_backend.files import model_files
 from paged_backend.files.model_files import GGUF, WeightTotals
+from paged_backend.files.start_checks import draft_errors
 from paged_backend.loading import encoders, model_sizes, stages
 from paged_backend.loading.architectures import check_architecture
 from paged_backend.loading.attention_probe import probe_layers
@@ -74,7 +72,6 @@ def describe_files(config: EngineConfig, root: Path, device: torch.device, path:
     progress = Progress("reading the configuration", 2)
     hf_config = check_config(config, path)
     progress.advance()
-    model_sizes.check_config(path, hf_config)
     if encoders.is_encoder(hf_config):
         dtype = pick_dtype(config.dtype, hf_config.dtype, device)
         model, totals = _model_of(config, hf_config, path, AutoModel)
@@ -133,15 +130,6 @@ def draft_options(config: EngineConfig, dtype: torch.dtype, max_model_len: int) 
         enable_lora=False,
         batch_invariant=False,  # drafts change no tokens
     )
-
-
-@contextmanager
-def draft_errors(config: EngineConfig) -> Iterator[None]:
-    """Make errors inside the context name the draft model."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"speculative_model={json.dumps(config.speculative_model)}: {error}") from error
 
 
 def _model_of(

@@ -13,7 +13,6 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from paged_backend.api.errors import ConfigError
 from paged_backend.files.model_files import CONFIG, GGUF, INDEX, WEIGHTS, WeightTotals, files_with_tensors
@@ -38,19 +37,6 @@ def read_tensor(model_path: Path, name: str) -> torch.Tensor | None:
 def open_weights(model_path: Path) -> dict[Path, Any]:
     """Return the weight files that `check_weights` has checked, opened by safetensors."""
     return {path: safe_open(path, framework="pt").__enter__() for path, _ in files_with_tensors(model_path)}
-
-
-def check_config(model_path: Path, config: PretrainedConfig) -> None:
-    """Raise ConfigError for an unknown quantization method, which transformers would load as plain weights."""
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is None or model_path.suffix == GGUF:
-        return
-    is_dict = isinstance(quantization, dict)
-    method = quantization.get("quant_method") if is_dict else getattr(quantization, "quant_method", None)
-    loads_in_bits = is_dict and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit"))
-    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING and not loads_in_bits:
-        shown = json.dumps(method, default=str)
-        raise ConfigError(f"{model_path / CONFIG}: quantization_config.quant_method={shown}: unknown")
 
 
 def check_sizes(

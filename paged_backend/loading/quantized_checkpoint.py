@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.files import model_files
-from paged_backend.files.quantization_fields import check_settings, method_of
+from paged_backend.files.quantization_fields import check_known, check_settings, method_of
 from paged_backend.loading import model_sizes
 from paged_backend.loading.awq import awq_format
 from paged_backend.loading.checkpoint_formats import Format, Layout
@@ -61,8 +62,12 @@ def format_of(hf_config: PretrainedConfig, path: Path, device: torch.device) -> 
 
 def check_method(config: EngineConfig, hf_config: PretrainedConfig, path: Path, device: torch.device) -> None:
     """Raise ConfigError if transformers cannot load the quantized weights, or not with these options."""
-    settings = settings_of(hf_config)
-    if not settings or path.suffix == model_files.GGUF or format_of(hf_config, path, device):
+    given = getattr(hf_config, model_files.QUANTIZATION, None)
+    if given is None or path.suffix == model_files.GGUF:
+        return
+    settings = given.to_dict() if hasattr(given, "to_dict") else given
+    check_known(settings, path / model_files.CONFIG, AUTO_QUANTIZATION_CONFIG_MAPPING)
+    if format_of(hf_config, path, device):
         return
     _check_settings(settings, path, device)
     if config.tensor_parallel_size > 1 and not is_dequantized(hf_config, path):

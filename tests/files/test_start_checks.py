@@ -125,6 +125,9 @@ def set_fields(model, **fields):
         ({"quant_method": "gptq", "bits": 3}, r"quantization_config\.bits=3: must be 4, 8 on a CPU"),
         ({"quant_method": "awq", "bits": [4]}, r"quantization_config\.bits=\[4\]: must be 4 on a CPU"),
         ({"quant_method": ["awq"]}, "quantization_config is invalid"),
+        ({"quant_method": "nonsense"}, r'quantization_config\.quant_method="nonsense": unknown'),
+        ({}, r"quantization_config\.quant_method=null: unknown"),
+        ("awq", 'quantization_config="awq": must be an object'),
         (
             {"quant_method": "aqlm"},
             r'quantization_config\.quant_method="aqlm": requires the package aqlm, which is',
@@ -144,6 +147,16 @@ def test_setting_of_quantized_weights_is_named(model, fields, reason):
         ({"architectures": ["XForTokenClassification"]}, r"architectures=\[.*\], .*: token classification is not supp"),
         ({"model_type": "lama"}, r'model_type="lama": transformers .* has no such type; did you mean "llama"'),
         ({"architectures": "LlamaForCausalLM"}, "architectures=.*: architectures must be a list of names"),
+        ({"model_type": None}, 'model_type=null: must be the name of a type, such as "llama"'),
+        (
+            {"model_type": "vit", "architectures": ["ViTModel"]},
+            r'architectures=\["ViTModel"\], model_type="vit": transformers has no decoder of text for this type',
+        ),
+        (
+            {"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
+            'architectures=.*, model_type="bert": an encoder with a head; only sentence encoders',
+        ),
+        ({"model_type": "bart"}, 'model_type="bart": an encoder-decoder model'),  # as its configuration's class says
     ],
 )
 def test_kind_of_model_is_named(model, fields, reason):
@@ -153,14 +166,35 @@ def test_kind_of_model_is_named(model, fields, reason):
 
 
 def test_sentence_encoders_may_have_names_of_other_models(model):
-    set_fields(model, architectures=["MPNetForMaskedLM"])
+    set_fields(model, model_type="mpnet", architectures=["MPNetForMaskedLM"])
     (model / "modules.json").write_text("[]")
     check(model)
 
 
-@pytest.mark.parametrize("fields", [{"model_type": "qwen3_vl_text"}, {"model_type": "mine", "auto_map": {}}])
+def test_decoders_of_types_that_have_encoders_pass(model):
+    set_fields(model, model_type="bert", is_decoder=True, architectures=["BertLMHeadModel"])
+    check(model)
+
+
+def test_draft_model_is_checked_and_named(model, tmp_path):
+    draft = tmp_path / "draft"
+    shutil.copytree(model, draft)
+    set_fields(draft, model_type="vit")
+    options = {"speculative_model": str(draft), "num_speculative_tokens": 2}
+    with pytest.raises(ConfigError, match=f'^speculative_model="{draft}": {draft}/config.json: model_type="vit": '):
+        check(model, **options)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "gemma3_text"},
+        {"model_type": "gpt-sw3"},
+        {"model_type": "mine", "auto_map": {}, "quantization_config": {"quant_method": "mine"}},
+    ],
+)
 def test_models_that_only_transformers_can_judge_pass(model, fields):
-    """A type without a directory of its own in transformers, and one whose code is in the model's directory."""
+    """Types without a directory of their own in transformers, and one whose code is in the model's directory."""
     set_fields(model, **fields)
     check(model)
 
@@ -257,3 +291,29 @@ def test_paged_serve_checks_before_it_starts_a_server(model, monkeypatch, capsys
     assert f'paged plan: model="{model}": no config.json in {model}' in capsys.readouterr().err
     assert main(["serve", str(model)]) == 2
     assert f'paged serve: MODEL="{model}": no config.json in {model}' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (remove("config.json"), 'model="{model}": no config.json in {model}; give'),
+        (write("config.json", "{nope"), "{model}/config.json: not valid JSON: "),
+        (lambda model: write_weights(model / WEIGHTS, keep=9), "{model}/model.safetensors: "),
+        (lambda model: set_fields(model, quantization_config={}), "{model}/config.json: quantization_config.quant_met"),
+        (lambda model: set_fields(model, model_type="vit"), '{model}/config.json: model_type="vit": '),
+    ],
+)
+def test_paged_plan_checks_before_it_imports_torch(model, change, reason, monkeypatch, capsys):
+    """What only excludes this machine, such as a missing tokenizer, does not matter."""
+    from paged_client.cli import main
+    from paged_client.commands import plan
+
+    planned = []
+    monkeypatch.setattr(plan.os, "execve", lambda *arguments: planned.append(arguments))
+    (model / "tokenizer.json").unlink()
+    main(["plan", str(model), "--swap-space", "500000"])
+    assert len(planned) == 1
+    change(model)
+    assert main(["plan", str(model)]) == 2
+    assert f"paged plan: {reason.format(model=model)}" in capsys.readouterr().err
+    assert len(planned) == 1

@@ -66,7 +66,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def plan(args: argparse.Namespace) -> int:
     """Replace this process by the one that plans, which imports torch."""
     from paged_backend.api.errors import ConfigError
-    from paged_client.serving.repository import check_files, check_options, resolve_models
+    from paged_client.serving.repository import check_options, check_plan, resolve_models
 
     options: dict[str, object] = {**parse_pairs("-o", args.option), **args.engine_options, "model": args.model}
     gpu = GPUS.get(args.gpu)
@@ -80,7 +80,7 @@ def plan(args: argparse.Namespace) -> int:
         raise UsageError("--flops: needs --bandwidth as well")
     try:
         check_options(options)
-        check_files(options)
+        check_plan(options, on_cpu=gpu is None)
         resolved = resolve_models(options)
     except ConfigError as error:
         raise UsageError(str(error)) from None

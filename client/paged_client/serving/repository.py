@@ -139,7 +139,7 @@ def check_options(options: Mapping[str, object]) -> None:
     _engine_config(options)
 
 
-def check_files(options: Mapping[str, object]) -> None:
+def _check_files(options: Mapping[str, object]) -> None:
     """Raise ConfigError for an option that names a model, but neither its files nor, possibly, one on the hub."""
     for name in MODELS:
         given = options.get(name)
@@ -152,9 +152,21 @@ def check_files(options: Mapping[str, object]) -> None:
 def check_model(options: Mapping[str, object]) -> None:
     """Raise ConfigError for options with which the server could not start on this machine, as far as it shows without
     loading the model. The demo model is checked if it is there."""
-    check_files(options)
+    _check_files(options)
+    start_checks.check_start(_engine_config(_with_demo(options)))
+
+
+def check_plan(options: Mapping[str, object], *, on_cpu: bool) -> None:
+    """Raise ConfigError for options with which no machine could serve the model, as `check_model` does. on_cpu: whether
+    the plan is for a CPU."""
+    _check_files(options)
+    start_checks.check_models(_engine_config(_with_demo(options)), on_cpu=on_cpu)
+
+
+def _with_demo(options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options with the directory of the demo model, which may be missing."""
     known = {name: str(demo_model.default_directory()) for name in MODELS if options.get(name) == "demo"}
-    start_checks.check_start(_engine_config({**options, **known}))
+    return {**options, **known}
 
 
 def _engine_config(options: Mapping[str, object]) -> EngineConfig:

@@ -1,0 +1,38 @@
+"""The tables that are read from the source files of transformers, compared with those that it has when imported."""
+
+import pytest
+
+from paged_backend.files import transformers_tables
+
+
+@pytest.fixture(scope="module")
+def configs():
+    """The classes of configurations by `model_type`."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+    return {name: CONFIG_MAPPING[name] for name in CONFIG_MAPPING_NAMES}
+
+
+def test_configurations_are_those_of_transformers(configs):
+    assert transformers_tables.config_classes() == {name: kind.__name__ for name, kind in configs.items()}
+
+
+@pytest.mark.parametrize(
+    ("table", "types"),
+    [
+        ("MODEL_FOR_CAUSAL_LM_MAPPING", transformers_tables.decoder_types),
+        ("MODEL_FOR_MASKED_LM_MAPPING", transformers_tables.masked_types),
+        ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", transformers_tables.translating_types),
+    ],
+)
+def test_types_are_those_of_transformers(configs, table, types):
+    import transformers
+
+    classes = getattr(transformers, table)
+    assert set(types()) == {name for name, kind in configs.items() if kind in classes}
+
+
+def test_quantization_methods_are_those_of_transformers():
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    assert set(transformers_tables.quantization_methods()) == set(AUTO_QUANTIZATION_CONFIG_MAPPING)
