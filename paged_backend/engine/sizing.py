@@ -26,7 +26,6 @@ from paged_backend.files.start_checks import ROOT, find_local
 from paged_backend.loading.description import Description, describe
 from paged_backend.memory.cache_layout import CacheSpec
 from paged_backend.memory.kv_cache import bytes_per_block, pool_bytes
-from paged_backend.utils.lean_import import import_transformers
 from paged_backend.utils.machine import available_memory
 
 CONTEXTS = tuple(2**power for power in range(10, 22, 2))  # 1,024 to 1,048,576 tokens
@@ -162,8 +161,3 @@ def main(arguments: Mapping[str, Any]) -> int:
     with suppress(BrokenPipeError):  # the reader has exited
         print(json.dumps(asdict(planned), indent=2) if arguments["json"] else table(planned), flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    import_transformers()
-    sys.exit(main(json.loads(sys.argv[1])))

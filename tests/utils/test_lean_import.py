@@ -39,3 +39,19 @@ def test_processes_import_less_and_compute_the_same(tiny):
     torch.testing.assert_close(torch.tensor(logits), expected.detach())
     assert mask == [[[[kv <= q or kv == 3 for kv in range(4)] for q in range(4)]]]
     assert compiled == [2.0]
+
+
+def test_a_plan_imports_less(tiny, monkeypatch):
+    from paged_client.cli import main
+    from paged_client.commands import plan
+
+    started = []
+    monkeypatch.setattr(plan.os, "execve", lambda *arguments: started.append(arguments))
+    main(["plan", str(tiny[0])])
+    program, (_, *arguments), environment = started[0]
+    command = [program, "-X", "importtime", *arguments]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "requests that fit" in run.stdout
+    imported = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines()}
+    assert "torch" in imported
+    assert not imported & set(HEAVY)

@@ -38,6 +38,14 @@ GPUS = {
     "h200": Gpu(139.8, 4800, 989),
     "b200": Gpu(178.3, 8000, 2250),
 }
+# Without the parts of torch that a plan does not use; the first import decides.
+_PROCESS = """
+import json, sys
+from paged_backend.utils.lean_import import import_transformers
+import_transformers()
+from paged_backend.engine.sizing import main
+sys.exit(main(json.loads(sys.argv[1])))
+"""
 _RATE = re.compile(r"([\d.]+)\s*([KMGTP]?)(?:B/s|FLOPS)?", re.IGNORECASE)
 _FACTORS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
@@ -86,7 +94,7 @@ def plan(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
     values = {"options": resolved, "device": device, "contexts": args.context, "json": args.json}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [find_python(), "-m", "paged_backend.engine.sizing", json.dumps(values)]
+    command = [find_python(), "-c", _PROCESS, json.dumps(values)]
     sys.stdout.flush()
     os.execve(command[0], command, environment)
 
