@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +22,7 @@ from transformers.utils import is_gguf_available
 
 from paged_backend.files.model_files import GGUF
 from paged_backend.loading.gguf_blocks import FORMATS, decode
+from paged_backend.loading.load_progress import make_bar
 from paged_backend.loading.quantized_blocks import Blocks
 
 # Arrays of a tokenizer, which transformers converts to lists also where it reads only the weights.
@@ -90,6 +91,7 @@ def read_quickly(path: Path) -> Iterator[None]:
         stack.enter_context(mock.patch.object(metadata, "_read_metadata", read_metadata))
         stack.enter_context(mock.patch.object(legacy, "_gguf_parse_value", parse))
         stack.enter_context(mock.patch.object(legacy, "load_gguf_checkpoint", load))
+        stack.enter_context(mock.patch.object(legacy, "tqdm", partial(make_bar, legacy.tqdm)))
         yield
 
 

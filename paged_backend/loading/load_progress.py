@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,8 @@ from transformers.utils import logging as transformers_logging
 
 from paged_backend.utils.startup import Progress
 
-WEIGHT_BARS = ("Loading weights", "Converting")  # beginnings of the descriptions of bars that count tensors
+# The phases of bars that count tensors, by the beginning of their description.
+WEIGHT_BARS = {"Loading weights": "loading weights", "Converting": "converting weights"}
 
 
 def download_bar(name: str) -> type[tqdm]:
@@ -54,21 +55,24 @@ def weights_reported() -> Iterator[None]:
     if set_hook is None:
         yield
         return
-    previous = set_hook(_count_tensors)
+    previous = set_hook(lambda factory, args, kwargs: make_bar(factory, *args, **kwargs))
     try:
         yield
     finally:
         set_hook(previous)
 
 
-def _count_tensors(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if args and hasattr(args[0], "__len__") and str(kwargs.get("desc")).startswith(WEIGHT_BARS):
-        return _counted(args[0])
+def make_bar(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what `factory` makes, or for a bar that counts tensors, an iterator that reports them."""
+    description = str(kwargs.get("desc"))
+    phase = next((phase for begin, phase in WEIGHT_BARS.items() if description.startswith(begin)), None)
+    if phase and args and hasattr(args[0], "__len__"):
+        return _counted(phase, args[0])
     return factory(*args, **kwargs)
 
 
-def _counted(items: Iterable[Any]) -> Iterator[Any]:
-    progress = Progress("loading weights", len(items), "tensors")  # type: ignore[arg-type]
+def _counted(phase: str, items: Collection[Any]) -> Iterator[Any]:
+    progress = Progress(phase, len(items), "tensors")
     for item in items:
         yield item
         progress.advance()

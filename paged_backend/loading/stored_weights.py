@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from paged_backend.api.sizes import MIB
 from paged_backend.files.model_files import SUFFIX
 from paged_backend.loading.quantized_blocks import Blocks, pack_joined
-from paged_backend.models.linear import JoinedWeight, Weight, WeightPacker
+from paged_backend.models.linear import JoinedWeight, Weight, WeightPacker, linear_sizes
+from paged_backend.utils.startup import Progress
 
 log = logging.getLogger("paged_llm")
 
@@ -94,6 +95,12 @@ class StoredQuantizer:
 
         A weight that is not stored in quantized form is packed as it is.
         """
+        progress = self._progress
+        packed = self._pack(weight)
+        progress.advance(weight.numel())
+        return packed
+
+    def _pack(self, weight: Tensor) -> Weight:
         found = self._find_linears(weight) or self._find_expert(weight)
         stored = [one for one in found if isinstance(one, Found)]
         if not stored:
@@ -131,6 +138,11 @@ class StoredQuantizer:
             " in all ranks together" if self._ranks > 1 else "", ", ".join(names[:NUM_SHOWN]), more,
         )  # fmt: skip
         return self._stored.format if len(names) < len(self._stored.sizes) else None
+
+    @cached_property
+    def _progress(self) -> Progress:
+        """Begins with the first weight."""
+        return Progress("packing weights", sum(linear_sizes(self._model)), "weights")
 
     @cached_property
     def _linears(self) -> dict[int, list[tuple[str, nn.Linear]]]:

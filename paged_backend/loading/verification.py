@@ -118,7 +118,7 @@ def verify_model(
     variant passes. With `skip` a variant passes if it computes finite logits.
     """
     outcome = earlier.find() if earlier else None
-    progress = Progress("verifying", 1 if outcome else 4)
+    progress = Progress("verifying", 1 if outcome else 7)
     options = Options(block_size, kv_dtype, batch_invariant)
     name = type(model).__name__
     try:
@@ -134,10 +134,10 @@ def verify_model(
         prompts = _prompts(model, text)
         if skip:
             expected = Expected(prompts)
+            progress.advance(4)
         else:
             with _range_checked(model, trained_dtype):
-                expected = _expect(model, prompts)
-        progress.advance()
+                expected = _expect(model, prompts, progress.advance)
         layers = _install(model, probed, options, partial(_latent_failure, model, expected, options))
         rejected: list[tuple[UnsupportedModel, float | None]] = []  # with the seconds of a forward pass
         for variant in model_variants(model, probed.specs, quantizer=quantizer, batch_invariant=batch_invariant):
@@ -299,7 +299,7 @@ class Proof:
     def _failure_of(self, names: Set[str], dtype: torch.dtype, depth: int) -> UnsupportedModel | None:
         model = shallow_copy(self._model, range(depth), dtype)
         probed = probe_layers(model)
-        expected = _expect(model, _prompts(model, ()))
+        expected = _expect(model, _prompts(model, ()), lambda: None)
         options = self._options._replace(kv_dtype=dtype)
         layers = _install(model, probed, options, partial(_latent_failure, model, expected, options))
         for variant in model_variants(model, probed.specs, None, batch_invariant=options.batch_invariant):
@@ -408,14 +408,20 @@ def _prompts(model: PreTrainedModel, text: Sequence[int]) -> tuple[list[int], li
 
 
 @torch.inference_mode()
-def _expect(model: PreTrainedModel, prompts: tuple[list[int], list[int]]) -> Expected:
-    """Compute the logits of both prompts with eager attention."""
+def _expect(model: PreTrainedModel, prompts: tuple[list[int], list[int]], advance: Callable[[], None]) -> Expected:
+    """Compute the logits of both prompts with eager attention. advance: called after each of four forward passes."""
+
+    def compute(ids: list[int]) -> Tensor:
+        logits = _eager_logits(model, ids)
+        advance()
+        return logits
+
     model.set_attn_implementation("eager")
-    logits = [_eager_logits(model, ids) for ids in prompts]
+    logits = [compute(ids) for ids in prompts]
     if any(one.isnan().any() for one in logits):
         raise UnsupportedModel(f"its own logits contain NaN{_describe_non_finite(model)}")
     with _rounded_differently(model):
-        others = [_eager_logits(model, ids) for ids in prompts]
+        others = [compute(ids) for ids in prompts]
     changes = [
         [_relative_error(*rows) for rows in zip(other, one, strict=True)]
         for other, one in zip(others, logits, strict=True)

@@ -247,11 +247,9 @@ class WeightQuantizer:
         self._num_weights = self._num_rounded = 0
         # The layer that computes logits keeps 8 bits: it is the most sensitive.
         self._output_layer = None if output_weight is None else output_weight.data_ptr()
-        sizes = [module.weight.numel() for module in model.modules() if type(module) is nn.Linear]
-        for parameter in model.parameters():
-            if parameter.dim() == 3:  # the weights of all experts of a layer
-                sizes += [parameter[0].numel()] * len(parameter)
-        self._progress = Progress("quantizing", sum(size for size in sizes if size >= MIN_ELEMENTS), "weights")
+        self._progress = Progress(
+            "quantizing", sum(size for size in linear_sizes(model) if size >= MIN_ELEMENTS), "weights"
+        )
 
     def __call__(self, weight: Tensor) -> Weight:
         """Return the quantized weight. A small weight, for example a router of a mixture of experts, keeps its type."""
@@ -282,6 +280,15 @@ class WeightQuantizer:
             count, self._num_weights, name, MIN_ELEMENTS,
         )  # fmt: skip
         return name
+
+
+def linear_sizes(model: PreTrainedModel) -> list[int]:
+    """Return the number of elements of each weight that is multiplied."""
+    sizes = [module.weight.numel() for module in model.modules() if type(module) is nn.Linear]
+    for parameter in model.parameters():
+        if parameter.dim() == 3:  # the weights of all experts of a layer
+            sizes += [parameter[0].numel()] * len(parameter)
+    return sizes
 
 
 def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> Callable[[], None]:

@@ -1,6 +1,7 @@
 """Models with quantized weights generate the same tokens as in transformers."""
 
 import json
+import re
 
 import gguf
 import pytest
@@ -64,6 +65,9 @@ def test_gguf_file_loads(tmp_path, format, caplog, monkeypatch):
     assert len(read) == 1, "its metadata are read once"
     stays_quantized = format != "F16" and bool(native.levels())
     assert ("with the GGUF weights of the files" in caplog.text) == stays_quantized
+    phases = ("converting weights", "loading weights", *(("packing weights",) if native.levels() else ()))
+    for phase in phases:
+        assert re.search(rf"progress: {phase} ([1-9]\d*)/\1 ", caplog.text), f"{phase} is reported up to its end"
 
 
 @pytest.mark.parametrize("endianess", gguf.GGUFEndian)
