@@ -119,8 +119,9 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
         ids = [operator.index(token) for token in prompt]  # accepts NumPy integers, too
     except TypeError:
         raise ValueError(f"prompt={prompt!r}: must be a string, or a list of token ids") from None
-    if not all(0 <= token < 2**31 for token in ids):
-        raise ValueError(f"prompt: token ids must be in 0..{2**31 - 1}")
+    wrong = next((index for index, token in enumerate(ids) if not 0 <= token < 2**31), None)
+    if wrong is not None:
+        raise ValueError(f"prompt[{wrong}]={ids[wrong]}: must be a token id, 0..{2**31 - 1}")
     return ids
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from paged_backend.api.errors import cut
 
 
-def parse(text: str) -> Any:
+def parse(text: str | bytes) -> Any:
     """Parse JSON. Raises ValueError if it is invalid, has a key twice, or is nested too deep."""
     try:
         return json.loads(text, object_pairs_hook=_unique)

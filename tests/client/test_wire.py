@@ -46,7 +46,7 @@ def test_messages_replace_the_prompt():
         ("a", [], {}, "exactly one of prompt and messages"),
         (5, None, {}, "prompt=5: must be a string, or a list of token ids"),
         ([1, "2"], None, {}, "prompt=.*must be a string, or a list of token ids"),
-        ([-1], None, {}, "prompt: token ids must be in 0"),
+        ([5, -1], None, {}, r"prompt\[1\]=-1: must be a token id, 0\.\.2147483647"),
         ("a", None, {"return_token_ids": 1}, "return_token_ids=1: must be True or False"),
         ("a\ud800", None, {}, "prompt: character 1"),
         (None, [{"role": "user", "content": "\ud800"}], {}, "messages: character"),

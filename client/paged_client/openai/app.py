@@ -253,7 +253,7 @@ class Gateway:
 
         async def ask() -> Response:
             sampling = tokenization.detokenize_sampling(self._adapter(body.model))
-            names = dict.fromkeys(("input_ids", "prompt_tokens"), "tokens")
+            names = dict.fromkeys(translation.PROMPT_FIELDS, "tokens")
             completion = await self._echo(request, EngineRequest(body.tokens, None, sampling, names))
             return JSONResponse({"prompt": completion.text})
 

@@ -67,7 +67,10 @@ def from_engine(error: PagedError, names: Mapping[str, str]) -> ApiError:
         return ApiError(400, f"model: {ONLY_EMBEDS}; use /v1/embeddings", param="model")
     if status == 400 and field:
         param = names.get(field[0], field[0])
-        message = message if param == field[0] else f"{param}: {message}"
+        if message[field.end()] == "[":  # an element of the field
+            message = param + message[field.end() :]
+        elif param != field[0]:
+            message = f"{param}: {message}"
     code = error.code.lower()
     if status == 400 and (length := _CONTEXT_LENGTH.search(message)):
         # Clients look for this code or these words, to shorten a conversation or to choose another model.

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import ErrorDetails, from_json
 
+from paged_backend.api import strict_json
 from paged_backend.api.numbers import to_flag, to_integer, to_number
 from paged_backend.api.parameter_names import replacement, suggestion
 from paged_backend.api.parameter_parsers import UNSUPPORTED
@@ -284,8 +285,9 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Return the fields of a request body. Raises ApiError if it is no JSON object."""
+    """Return the fields of a request body. Raises ApiError if it is no JSON object, or an object has a key twice."""
     try:
+        strict_json.parse(body)  # finds such a key, but allows more than JSON
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None

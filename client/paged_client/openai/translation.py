@@ -19,7 +19,8 @@ from paged_client.openai.tools import ToolUse
 
 Sampling = dict[str, Any]
 CHARS_PER_TOKEN = 4  # characters of a token, on average, in English text; used for estimates only
-_PROMPT_FIELDS = ("text_input", "input_ids", "prompt_tokens")  # names of the prompt in the engine's errors
+# Names of the prompt in the errors of the engine and of the client library.
+PROMPT_FIELDS = ("text_input", "input_ids", "prompt_tokens", "prompt")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def from_completion(request: CompletionRequest, adapter: str | None) -> list[Eng
             prompt,
             None,
             sampling,
-            names | dict.fromkeys(_PROMPT_FIELDS, field),
+            names | dict.fromkeys(PROMPT_FIELDS, field),
             prompt_key(prompt),
             num_new_tokens=len(prompt) // CHARS_PER_TOKEN if isinstance(prompt, str) else len(prompt),
         )
@@ -74,7 +75,7 @@ async def from_chat(
 ) -> EngineRequest:
     """Return the engine request of a chat request. Without `template`, the engine applies the model's."""
     sampling, names = _sampling(request, adapter, use.schema)
-    names |= dict.fromkeys(_PROMPT_FIELDS, "messages")
+    names |= dict.fromkeys(PROMPT_FIELDS, "messages")
     if request.max_completion_tokens is not None:
         sampling["max_tokens"] = request.max_completion_tokens
         names["max_tokens"] = "max_completion_tokens"

@@ -218,6 +218,15 @@ class TestTokens:
         status, answer = front.ask(path, body)
         assert (status, error_of(status, answer)["param"]) == (400, named)
 
+    def test_wrong_token_is_named(self, front, says):
+        status, answer = front.ask("/detokenize", {"tokens": [5, -1]})
+        error = error_of(status, answer)
+        assert (status, error["param"]) == (400, "tokens")
+        assert error["message"] == "tokens[1]=-1: must be a token id, 0..2147483647"
+        with says(fail="INVALID_ARGUMENT: input_ids[0]=999: must be 0..319"):
+            status, answer = front.ask("/detokenize", {"tokens": [999]})
+        assert error_of(status, answer)["message"] == "tokens[0]=999: must be 0..319"
+
 
 def test_unknown_path_lists_the_paths(front):
     status, answer = front.ask("/v1/chat/completion", PROMPT)

@@ -97,7 +97,7 @@ def test_base64_encoding(front):
         ({"input": []}, "input", "input=[]: must be text"),
         ({"input": ["bad"]}, "input[0]", "input[0]: prompt_tokens=9: must be 1..8"),
         ({"input": ["a", "bad", "c"]}, "input[1]", "input[1]: prompt_tokens=9: must be 1..8"),
-        ({"input": [[5], [7]]}, "input[1]", "input[1]: input[0]=7: must be a token id"),
+        ({"input": [[5], [7]]}, "input[1]", "input[1][0]=7: must be a token id"),
         ({"input": "a", "dimensions": 2}, "dimensions", "dimensions=[2]: leave it out"),
     ],
 )
