@@ -41,6 +41,11 @@ class WeightTotals(NamedTuple):
     is_quantized: bool = False  # of a GGUF file: whether it has quantized weights
 
 
+def possible_paths(name: str, root: Path) -> list[Path]:
+    """Return where a path in the options may be: relative to `root`, or to the working directory."""
+    return [base / Path(name).expanduser() for base in (root, Path.cwd())]
+
+
 def check_text_files(directory: Path) -> None:
     """Raise ConfigError if a text file of a model or tokenizer is not a regular file, too large, or invalid JSON."""
     for path in sorted(directory.iterdir()):

@@ -22,7 +22,8 @@ from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES, invalid_option
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.sizes import GIB, MIB
 from paged_backend.files import model_files, transformers_tables
-from paged_backend.files.model_files import CONFIG, GGUF, MODULES, QUANTIZATION
+from paged_backend.files.generation_config import check_defaults
+from paged_backend.files.model_files import CONFIG, GGUF, MODULES, QUANTIZATION, possible_paths
 from paged_backend.files.model_kinds import unsupported_fields, unsupported_model
 from paged_backend.files.quantization_fields import check_known, check_settings
 from paged_backend.utils.machine import available_memory, gpu_limit, has_gpu
@@ -47,7 +48,9 @@ def check_start(config: EngineConfig, root: Path = ROOT) -> None:
     check_models(config, root, on_cpu=True if _runs_on_cpu(config) else False if config.device == "cuda" else None)
     if config.tokenizer and (path := find_local(config.tokenizer, root)):
         _check_tokenizer(config, path)
-    if (path := find_local(config.model, root)) and path.suffix != GGUF:
+    if path := find_local(config.model, root):
+        check_defaults(config, root, path)
+    if path and path.suffix != GGUF:
         _check_pool(config, _text_fields(model_files.read_object(path / CONFIG)))
         if not config.tokenizer:
             _check_tokenizer(config, path)
@@ -74,11 +77,6 @@ def draft_errors(config: EngineConfig) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"speculative_model={json.dumps(config.speculative_model)}: {error}") from error
-
-
-def possible_paths(name: str, root: Path) -> list[Path]:
-    """Return where a path in the options may be: relative to `root`, or to the working directory."""
-    return [base / Path(name).expanduser() for base in (root, Path.cwd())]
 
 
 def find_local(name: str, root: Path) -> Path | None:
@@ -217,6 +215,7 @@ def _check_model(config: EngineConfig, path: Path, on_cpu: bool | None) -> None:
     _check_quantization(path, fields, on_cpu)
     values = _text_fields(fields)
     check_division(config, values.get)
+    check_layers(config, values.get("num_hidden_layers"))
     check_length(config.max_model_len, values.get("max_position_embeddings"), "the model's own limit")
     if reads_weights:
         model_files.check_weights(path, quantized=fields.get(QUANTIZATION) is not None)
@@ -305,3 +304,12 @@ def check_division(config: EngineConfig, value_of: Callable[[str], Any]) -> None
         heads = value_of(name) or value_of(HEADS[0])
         if isinstance(heads, int) and heads % size:
             raise ConfigError(f"tensor_parallel_size={size}: must divide {heads}, the model's {name}")
+
+
+def check_layers(config: EngineConfig, layers: Any) -> None:
+    """Raise ConfigError if there are more stages of a pipeline than layers. layers: not an integer if not known."""
+    if isinstance(layers, int) and layers < config.pipeline_parallel_size:
+        raise ConfigError(
+            f"pipeline_parallel_size={config.pipeline_parallel_size}: must be at most {layers}, the model's"
+            " num_hidden_layers"
+        )

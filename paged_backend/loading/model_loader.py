@@ -16,6 +16,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import ClassificationSpec, EmbeddingSpec, SamplingDefaults
 from paged_backend.files import model_files
+from paged_backend.files.generation_config import read_sampling_defaults
 from paged_backend.files.model_files import GGUF
 from paged_backend.files.quantization_fields import method_of
 from paged_backend.files.start_checks import draft_errors
@@ -23,7 +24,6 @@ from paged_backend.loading import encoders
 from paged_backend.loading.classifier import is_classifier, load_classifier
 from paged_backend.loading.description import Description, check_config, describe_files, draft_options
 from paged_backend.loading.earlier_starts import EarlierStarts, OutdatedOutcome
-from paged_backend.loading.generation_config import read_sampling_defaults
 from paged_backend.loading.gguf_weights import GgufWeights, read_quickly
 from paged_backend.loading.model_options import (
     pick_embedding,

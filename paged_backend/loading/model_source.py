@@ -12,8 +12,8 @@ from transformers import AutoConfig, PretrainedConfig
 from paged_backend.api.config import HUB_NAME, EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.files import model_files
-from paged_backend.files.model_files import GGUF
-from paged_backend.files.start_checks import TOKENIZER, find_local, is_model, no_model, possible_paths
+from paged_backend.files.model_files import GGUF, possible_paths
+from paged_backend.files.start_checks import TOKENIZER, find_local, is_model, no_model
 from paged_backend.loading import load_progress
 
 

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.files.start_checks import check_layers
 from paged_backend.loading.classifier import is_classifier
 from paged_backend.loading.model_sizes import described_model
 from paged_backend.loading.shallow_copy import SHARED_LAYERS
@@ -27,9 +28,7 @@ def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:
     field, text = f"pipeline_parallel_size={stages}", hf_config.get_text_config()
     if find_spec("transformers.distributed.pipeline_parallel") is None:
         raise ConfigError(f"{field}: must be 1 with this version of transformers, which loads no stages")
-    layers = getattr(text, "num_hidden_layers", None)
-    if isinstance(layers, int) and layers < stages:
-        raise ConfigError(f"{field}: must be at most {layers}, the model's num_hidden_layers")
+    check_layers(config, getattr(text, "num_hidden_layers", None))
     if is_classifier(hf_config) or config.classifier_from_token:
         raise ConfigError(f"{field}: must be 1 for a model that classifies")
     if getattr(hf_config, "quantization_config", None) is not None:

@@ -66,6 +66,7 @@ def test_a_model_without_mistakes_passes(model, tmp_path):
         ({"max_model_len": 257}, "max_model_len=257: must be at most 256, the model's own limit"),
         ({"tensor_parallel_size": 7}, "tensor_parallel_size=7: must divide 9, the model's num_attention_heads"),
         ({"tensor_parallel_size": 9}, "tensor_parallel_size=9: must divide 3, the model's num_key_value_heads"),
+        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3: must be at most 2, the model's num_hidden_layers"),
         (
             {"kv_cache_memory_bytes": BLOCK - 1},
             f"kv_cache_memory_bytes={BLOCK - 1}: one block of 16 tokens takes",
@@ -84,6 +85,7 @@ def test_a_model_without_mistakes_passes(model, tmp_path):
         ({"disk_cache_dir": "/proc/x", "swap_space": "1MB"}, 'disk_cache_dir="/proc/x": cannot be written to: '),
         ({"chat_template": "x.jinja"}, 'chat_template="x.jinja": neither a template, which contains {, nor a file in'),
         ({"tokenizer": "/dev"}, "tokenizer: no tokenizer in /dev"),
+        ({"generation_config": "/dev"}, 'generation_config="/dev": no generation_config.json in /dev; give "auto"'),
     ],
 )
 def test_option_is_named(model, options, reason):
@@ -216,6 +218,10 @@ def write(name, text):
     [
         ([remove("config.json")], "no config.json in {model}; give a Hugging Face model directory"),
         ([write("config.json", "{nope")], "{model}/config.json: not valid JSON"),
+        (
+            [write("generation_config.json", '{"temperature": "hot"}')],
+            '{model}/generation_config.json: temperature="hot": must be a number; correct it, or',
+        ),
         ([remove("tokenizer.json")], "tokenizer: no tokenizer in {model}: neither tokenizer.json nor a vocabulary"),
         ([lambda model: write_weights(model / WEIGHTS, keep=9)], "{model}/model.safetensors: .*file not fully covered"),
         ([remove(WEIGHTS)], "{model}: no weights: neither model.safetensors nor model.safetensors.index.json exists"),

@@ -31,7 +31,7 @@ TESTS = (
     *("client/test_grpc_wire.py", "client/test_sync_client.py", "client/test_async_client.py"),
     *("client/test_sync_grpc.py", "client/test_async_grpc.py", "client/openai/test_streaming.py"),
     # what is loaded with transformers
-    *("loading/test_weights.py", "loading/test_architectures.py", "loading/test_generation_config.py"),
+    *("loading/test_weights.py", "loading/test_architectures.py", "files/test_generation_config.py"),
     *("loading/test_gguf_blocks.py", "text/test_tokenizing.py", "text/test_chat_templates.py"),
     # the engine, with the compiled kernels
     *("engine/test_assembly.py", "execution/test_batch.py", "sampling/test_masks.py", "models/test_rotary_table.py"),

@@ -7,7 +7,7 @@ import pytest
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.loading.generation_config import read_sampling_defaults
+from paged_backend.files.generation_config import read_sampling_defaults
 
 FILE = "generation_config.json"
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2], "bos_token_id": 1}

@@ -14,7 +14,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import AUTO, BUILT_IN, KEYS, SAMPLING_KEYS, parse_default, to_defaults
 from paged_backend.api.limits import SamplingDefaults
 from paged_backend.files import model_files
-from paged_backend.files.start_checks import possible_paths
+from paged_backend.files.model_files import possible_paths
 from paged_backend.utils.startup import startup_log
 
 
@@ -35,6 +35,12 @@ def read_sampling_defaults(config: EngineConfig, root: Path, model_path: Path) -
         listed = ", ".join(f"{name}={json.dumps(value)}" for name, value in shown.items())
         startup_log.info("default sampling parameters from %s: %s", " and ".join(sources), listed)
     return defaults
+
+
+def check_defaults(config: EngineConfig, root: Path, model_path: Path) -> None:
+    """Raise ConfigError where `read_sampling_defaults` does."""
+    if file := _find_file(config.generation_config, root, model_path):
+        _read_keys(file)
 
 
 def _find_file(option: str, root: Path, model_path: Path) -> Path | None:
@@ -58,13 +64,19 @@ def _find_file(option: str, root: Path, model_path: Path) -> Path | None:
 def _read_file(file: Path) -> dict[str, Any]:
     """Return the values that set a default. With `do_sample: false` the model is not meant to be sampled from with
     these parameters, which have no effect in transformers then."""
+    values, do_sample = _read_keys(file)
+    unused = [key for key in SAMPLING_KEYS if key in values] if do_sample is False else []
+    if unused:
+        startup_log.info("%s has do_sample=false: its %s is not used", file.name, ", ".join(unused))
+    return {key: value for key, value in values.items() if key not in unused}
+
+
+def _read_keys(file: Path) -> tuple[dict[str, Any], Any]:
+    """Return the values of `KEYS`, and that of `do_sample`. Raises ConfigError."""
     found = model_files.read_object(file)
     values = {key: found[key] for key in KEYS if found.get(key) is not None}
     for key, value in values.items():
         if problem := parse_default(key, value)[1]:
             hint = f'; correct it, or set generation_config to "{BUILT_IN}"'
             raise ConfigError(f"{file}: {key}={json.dumps(value)}: {problem}{hint}")
-    unused = [key for key in SAMPLING_KEYS if key in values] if found.get("do_sample") is False else []
-    if unused:
-        startup_log.info("%s has do_sample=false: its %s is not used", file.name, ", ".join(unused))
-    return {key: value for key, value in values.items() if key not in unused}
+    return values, found.get("do_sample")
