@@ -260,9 +260,13 @@ def test_tokens_are_named_by_their_ids(client, engine):
     (choice,) = client.completions.create(model=MODEL, prompt="The sea is", logprobs=1, **asked, **more).choices
     assert choice.text == expected.text and not hasattr(choice, "token_ids")
     named(choice, expected.token_ids)
+    more["extra_body"]["prompt_logprobs"] = 3
     echoed = {"echo": True, "logprobs": 1}
     (choice,) = client.completions.create(model=MODEL, prompt="The sea is", **echoed, **asked, **more).choices
     named(choice, [*expected.prompt_token_ids, *expected.token_ids])
+    assert {len(top) for top in choice.logprobs.top_logprobs if top} <= {1, 2}
+    assert {len(top) for top in choice.prompt_logprobs if top} <= {3, 4}
+    del more["extra_body"]["prompt_logprobs"]
     chunks = client.chat.completions.create(
         model=MODEL, messages=QUESTION, logprobs=True, top_logprobs=2, max_tokens=3, stream=True, **more
     )

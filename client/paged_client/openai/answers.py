@@ -8,15 +8,16 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from paged_client.openai import logprobs
 from paged_client.openai.chat_schema import ChatRequest
-from paged_client.openai.logprobs import Part
 from paged_client.openai.schema import CompletionRequest, GenerateBody
 from paged_client.openai.tool_calls import ArgumentsDelta, CallStart, Content, OutputParser, ParserEvent
 from paged_client.openai.tools import ToolUse
 from paged_client.types import Completion, Delta, Logprobs, PromptInfo
+
+Part = TypeVar("Part", Completion, Delta)
 
 
 class ResponseBuilder(ABC):
@@ -30,7 +31,7 @@ class ResponseBuilder(ABC):
         self.id = f"{self.prefix}-{request_id}"
         self.model = request.model  # name in the response; the gateway sets it if the request has none
         self._created = int(time.time())
-        self._wants_prompt_logprobs = request.prompt_logprobs is not None
+        self._prompt_logprobs = request.prompt_logprobs
         self._names_ids = bool(request.return_tokens_as_token_ids)
         self._wants_ids = bool(request.return_token_ids)
 
@@ -51,10 +52,10 @@ class ResponseBuilder(ABC):
         return self._body(self.chunk_object, []) | {"usage": usage(completions)} | _digests(completions)
 
     def _shown(self, part: Part) -> Part:
-        """Return the output with the token ids that the client asked for, and where it asked for them."""
-        if self._names_ids:
-            part = logprobs.named_by_id(part)
-        return part if self._wants_ids else replace(part, token_ids=None, prompt_token_ids=None)
+        """Return the output with its token ids where the client asked for them."""
+        if self._names_ids and part.logprobs:
+            part = replace(part, logprobs=logprobs.named_by_id(part.logprobs))
+        return part if self._wants_ids else replace(part, token_ids=None)
 
     def _prompt_fields(self, info: PromptInfo) -> dict[str, Any]:
         """Return the requested fields about the prompt.
@@ -62,10 +63,11 @@ class ResponseBuilder(ABC):
         As in vLLM, they are part of each choice of a completion, and at the top level of a chat completion.
         """
         fields: dict[str, Any] = {}
-        if info.prompt_token_ids is not None:
+        if self._wants_ids and info.prompt_token_ids is not None:
             fields["prompt_token_ids"] = info.prompt_token_ids
-        if self._wants_prompt_logprobs and info.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = [logprobs.prompt_logprobs_by_id(one) for one in info.prompt_logprobs]
+        if self._prompt_logprobs is not None and info.prompt_logprobs is not None:
+            known = logprobs.most_likely(info.prompt_logprobs, self._prompt_logprobs)
+            fields["prompt_logprobs"] = [logprobs.prompt_logprobs_by_id(one) for one in known]
         return fields
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -91,12 +93,12 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     def __init__(self, request: CompletionRequest, request_id: str) -> None:
         super().__init__(request, request_id)
-        self._echo_logprobs = bool(request.echo) and request.logprobs is not None
+        self._echo_logprobs = request.logprobs if request.echo else None
 
     def _choices(self, start: int, completion: Completion) -> list[dict[str, Any]]:
         choices = [one | self._prompt_fields(completion) for one in super()._choices(start, completion)]
-        if self._echo_logprobs:
-            echoed = logprobs.echo_logprobs(completion)
+        if self._echo_logprobs is not None:
+            echoed = logprobs.echo_logprobs(completion, self._echo_logprobs, by_id=self._names_ids)
             for choice in choices:
                 choice["logprobs"] = {name: echoed[name] + values for name, values in choice["logprobs"].items()}
         return choices

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-from paged_client.types import Completion, Delta, Logprobs, TokenLogprob
-
-Part = TypeVar("Part", Completion, Delta)
+from paged_client.types import Completion, Logprobs, TokenLogprob
 
 REPLACEMENT_CHARACTER = "\ufffd"  # text of a token that has a part of a character's bytes
 
@@ -28,21 +26,26 @@ def completion_logprobs(tokens: Sequence[Logprobs], offsets: Sequence[int]) -> d
     }
 
 
-def echo_logprobs(first: Completion) -> dict[str, Any]:
+def echo_logprobs(first: Completion, count: int, *, by_id: bool) -> dict[str, Any]:
     """Return the `logprobs` of the prompt for a completion with `echo`.
 
     The first prompt token has no log probability; no token has one if the request ended before its prefill.
 
     Args:
         first: the first sample, which has the prompt's fields.
+        count: the most likely tokens in each place, besides the prompt's.
+        by_id: whether tokens are named by their ids, as by `named_by_id`.
     """
-    offsets, known = first.prompt_text_offsets or (), first.prompt_logprobs or ()
+    offsets = first.prompt_text_offsets or ()
+    known = [entries for entries in most_likely(first.prompt_logprobs or (), count) if entries]
     ends = [*offsets[1:], (first.text_offsets or (len(first.text),))[0]]
-    rest = completion_logprobs([entries for entries in known if entries], offsets[1:])
+    rest = completion_logprobs(named_by_id(known) if by_id else known, offsets[1:])
     missing = [None] * (len(offsets) - len(rest["tokens"]))
     tokens = [first.text[slice(*both)] for both in zip(offsets, ends, strict=False)][: len(missing)]
     if first.first_prompt_token is not None:
         tokens[:1] = [first.first_prompt_token]
+    if by_id and first.prompt_token_ids:
+        tokens = [f"token_id:{token}" for token in first.prompt_token_ids[: len(missing)]]
     return {
         "tokens": tokens + rest["tokens"],
         "token_logprobs": missing + rest["token_logprobs"],
@@ -65,21 +68,17 @@ def chat_logprobs(tokens: Sequence[Logprobs], count: int) -> dict[str, Any]:
     }
 
 
-def named_by_id(part: Part) -> Part:
-    """Return the output with `token_id:5` instead of the text of each token that has a log probability.
+def named_by_id(tokens: Sequence[Logprobs]) -> tuple[Logprobs, ...]:
+    """Return log probabilities with `token_id:5` instead of the text of each token, as in vLLM.
 
-    The texts of tokens need not be unique, nor valid UTF-8. As in vLLM.
+    The texts of tokens need not be unique, nor valid UTF-8.
     """
-    part = replace(part, logprobs=part.logprobs and tuple(map(_named, part.logprobs)))
-    if part.first_prompt_token is None or not part.prompt_token_ids:
-        return part
-    first, known = f"token_id:{part.prompt_token_ids[0]}", part.prompt_logprobs or ()
-    prompt = tuple(entries and _named(entries) for entries in known)
-    return replace(part, first_prompt_token=first, prompt_logprobs=prompt)  # which `echo` shows
+    return tuple(tuple(replace(one, decoded_token=f"token_id:{one.token_id}") for one in entries) for entries in tokens)
 
 
-def _named(entries: Logprobs) -> Logprobs:
-    return tuple(replace(one, decoded_token=f"token_id:{one.token_id}") for one in entries)
+def most_likely(tokens: Sequence[Logprobs | None], count: int) -> list[Logprobs | None]:
+    """Return each prompt token, and the `count` most likely in its place."""
+    return [entries and (entries[0], *(one for one in entries[1:] if one.rank <= count)) for entries in tokens]
 
 
 def prompt_logprobs_by_id(entries: Logprobs | None) -> dict[str, dict[str, Any]] | None:

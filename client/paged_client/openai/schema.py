@@ -259,12 +259,8 @@ class CompletionRequest(GenerateBody):
 
     def check(self) -> None:
         super().check()
-        if self.echo and self.logprobs is not None:
-            if self.stream:
-                raise ApiError(400, "echo: cannot be combined with logprobs and stream=true", param="echo")
-            if self.prompt_logprobs is not None:
-                reason = "cannot be combined with echo and logprobs, which return them already; leave it out"
-                raise ApiError(400, f"prompt_logprobs: {reason}", param="prompt_logprobs")
+        if self.echo and self.logprobs is not None and self.stream:
+            raise ApiError(400, "echo: cannot be combined with logprobs and stream=true", param="echo")
 
 
 def split_inputs(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

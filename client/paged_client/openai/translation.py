@@ -50,7 +50,7 @@ def from_completion(request: CompletionRequest, adapter: str | None) -> list[Eng
     if request.echo:
         sampling["echo"] = True
         if request.logprobs is not None:
-            sampling["prompt_logprobs"] = request.logprobs
+            sampling["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     prompts = request.prompts
     fields = ["prompt"] if len(prompts) == 1 else [f"prompt.{index}" for index in range(len(prompts))]
     return [

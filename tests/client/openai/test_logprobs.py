@@ -30,7 +30,7 @@ def test_tokens_with_the_same_text_keep_the_most_likely():
 def test_echo_without_prefill_has_no_logprobs():
     """The deadline passed before the prefill."""
     answer = Completion("The sea", "timeout", 3, 0, prompt_text_offsets=(0, 3, 5))
-    result = logprobs.echo_logprobs(answer)
+    result = logprobs.echo_logprobs(answer, 1, by_id=False)
     assert result["tokens"] == ["The", " s", "ea"]
     assert result["token_logprobs"] == result["top_logprobs"] == [None] * 3
     assert result["text_offset"] == [0, 3, 5]
@@ -42,7 +42,7 @@ def test_echo_includes_the_text_of_a_special_first_token():
     answer = Completion(
         "The", "length", 3, 0, prompt_text_offsets=(0, 0, 3), prompt_logprobs=known, first_prompt_token="<begin>"
     )
-    result = logprobs.echo_logprobs(answer)
+    result = logprobs.echo_logprobs(answer, 1, by_id=False)
     assert result["tokens"] == ["<begin>", "The", "<end>"]
     assert result["text_offset"] == [0, 0, 3]
 
@@ -50,6 +50,6 @@ def test_echo_includes_the_text_of_a_special_first_token():
 def test_only_the_first_prompt_token_has_no_logprob():
     known = (None, (entry(" s", -1.0),), (entry("ea", -2.0),))
     answer = Completion("The sea", "length", 3, 0, prompt_text_offsets=(0, 3, 5), prompt_logprobs=known)
-    result = logprobs.echo_logprobs(answer)
+    result = logprobs.echo_logprobs(answer, 1, by_id=False)
     assert result["tokens"] == ["The", " s", "ea"]
     assert result["token_logprobs"] == [None, -1.0, -2.0]

@@ -173,7 +173,6 @@ class TestRequests:
             ),
             ("/v1/completions", {"logprobs": True}, "logprobs"),
             ("/v1/completions", {"logprobs": 1, "echo": True, "stream": True}, "echo"),
-            ("/v1/completions", {"logprobs": 1, "echo": True, "prompt_logprobs": 1}, "prompt_logprobs"),
             ("/v1/chat/completions", {"logprobs": 2}, "logprobs"),
             ("/v1/chat/completions", {"top_logprobs": 1}, "top_logprobs"),
             ("/v1/chat/completions", {"messages": "x"}, "messages"),
