@@ -22,6 +22,7 @@ from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES, invalid_option
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.sizes import GIB, MIB
 from paged_backend.files import model_files, transformers_tables
+from paged_backend.files.config_values import check_values
 from paged_backend.files.generation_config import check_defaults
 from paged_backend.files.model_files import CONFIG, GGUF, MODULES, QUANTIZATION, possible_paths
 from paged_backend.files.model_kinds import unsupported_fields, unsupported_model
@@ -211,9 +212,11 @@ def _check_model(config: EngineConfig, path: Path, on_cpu: bool | None) -> None:
         return
     model_files.check_text_files(path)
     fields = model_files.read_object(path / CONFIG)
+    _check_code(config, path, fields)
     _check_kind(path, fields)
     _check_quantization(path, fields, on_cpu)
     values = _text_fields(fields)
+    check_values(path / CONFIG, values)
     check_division(config, values.get)
     check_layers(config, values.get("num_hidden_layers"))
     check_length(config.max_model_len, values.get("max_position_embeddings"), "the model's own limit")
@@ -225,6 +228,16 @@ def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of the decoder of text, which a model of several kinds of input has in an object."""
     text = fields.get("text_config")
     return text if isinstance(text, dict) else fields
+
+
+def _check_code(config: EngineConfig, path: Path, fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a model that only code in its directory describes, unless it may run."""
+    known = transformers_tables.config_classes()
+    if "auto_map" in fields and known and fields.get("model_type") not in known and not config.trust_remote_code:
+        shown = json.dumps(fields.get("model_type"))
+        raise ConfigError(
+            f"{path / CONFIG}: model_type={shown}: needs Python code of its own; set trust_remote_code if you trust it"
+        )
 
 
 def _check_kind(path: Path, fields: Mapping[str, Any]) -> None:

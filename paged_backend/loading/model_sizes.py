@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from paged_backend.api.errors import ConfigError
+from paged_backend.files.config_values import MAX_LAYERS, check_counts, check_layer_sizes
 from paged_backend.files.model_files import CONFIG, GGUF, INDEX, WEIGHTS, WeightTotals, files_with_tensors
 from paged_backend.models import rope
 
-MAX_LAYERS = 1024  # limit without weight files, which imply a limit otherwise
-MAX_POSITIONS = 2**31 - 1
 # Factor by which config.json may exceed the weights in the files; `check_loading_info` then names the missing ones.
 SLACK = 2
-_SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 def read_tensor(model_path: Path, name: str) -> torch.Tensor | None:
@@ -58,11 +57,9 @@ def check_sizes(
     )  # quantized weights hold several elements in one
     limit = 2**31 - 1 if totals is None else 8 * totals.num_bytes if packed else totals.num_elements
     layers = MAX_LAYERS if totals is None else totals.num_tensors
-    _check_number(name, text, "num_hidden_layers", layers)
-    _check_number(name, text, "max_position_embeddings", MAX_POSITIONS, minimum=2)  # one prompt, one output token
+    check_counts(name, partial(_field, text), max_layers=layers)
     for layer in _layer_configs(text):
-        for field in _SIZES:
-            _check_number(name, layer, field, limit)
+        check_layer_sizes(name, partial(_field, layer), limit)
     _check_rope(name, text)
     try:
         model = described_model(config, trust_remote_code, kind)
@@ -74,16 +71,13 @@ def check_sizes(
     return model
 
 
+def _field(config: PretrainedConfig, name: str) -> Any:
+    return getattr(config, name, None)
+
+
 def _layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
     """Return the configuration of each layer if sizes differ between layers, as in Gemma 4, else the model's."""
     return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
-
-
-def _check_number(file: Path, config: PretrainedConfig, field: str, maximum: int, *, minimum: int = 1) -> None:
-    values = getattr(config, field, None)
-    for value in values if isinstance(values, list) else [values]:  # some models have one value per layer
-        if isinstance(value, int) and not minimum <= value <= maximum:
-            raise ConfigError(f"{file}: {field}={value}: must be {minimum}..{maximum}")
 
 
 def _check_rope(file: Path, config: PretrainedConfig) -> None:

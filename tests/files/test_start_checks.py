@@ -167,6 +167,26 @@ def test_kind_of_model_is_named(model, fields, reason):
         check(model)
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be 1..1024"),
+        ({"hidden_size": -1}, r"hidden_size=-1: must be 1\.\."),
+        ({"text_config": FIELDS | {"head_dim": 0}}, "head_dim=0: must be 1"),
+        ({"max_position_embeddings": 1}, "max_position_embeddings=1: must be 2"),
+        ({"dtype": "floaty"}, 'dtype="floaty": must be the name of a data type of torch, such as "bfloat16"'),
+        (
+            {"model_type": "mine", "auto_map": {}},
+            'model_type="mine": needs Python code of its own; set trust_remote_co',
+        ),
+    ],
+)
+def test_values_that_no_model_has_are_named(model, fields, reason):
+    set_fields(model, **fields)
+    with pytest.raises(ConfigError, match=f"^{model}/config.json: {reason}"):
+        check(model)
+
+
 def test_sentence_encoders_may_have_names_of_other_models(model):
     set_fields(model, model_type="mpnet", architectures=["MPNetForMaskedLM"])
     (model / "modules.json").write_text("[]")
@@ -198,7 +218,7 @@ def test_draft_model_is_checked_and_named(model, tmp_path):
 def test_models_that_only_transformers_can_judge_pass(model, fields):
     """Types without a directory of their own in transformers, and one whose code is in the model's directory."""
     set_fields(model, **fields)
-    check(model)
+    check(model, trust_remote_code=True)
 
 
 def index(**places):
