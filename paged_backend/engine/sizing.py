@@ -144,6 +144,8 @@ def table(planned: Plan) -> str:
         times = [f"{'-' if ms is None else format(ms, '.3g')}" for ms in (row.step_ms, row.prefill_ms)]
         lines.append(f"{row.context:>9}{row.requests:>20}{row.batch:>14}{times[0]:>10}{times[1]:>12}")
     lines += ["", "Times are lower bounds by arithmetic, without launches, activations and communication."]
+    if planned.rows and planned.rows[0].step_ms is None:
+        lines[-1] = "Times need --gpu, or --bandwidth and --flops."
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,26 @@ def check_models(config: EngineConfig, root: Path = ROOT, *, on_cpu: bool | None
     on_cpu: whether it runs on a CPU. None: with a GPU that CUDA may not find, and the device "auto", only the engine
     knows.
     """
+    sizes: list[Any] = []
     for option in ("model", "speculative_model"):
         if (given := getattr(config, option)) and (path := find_local(given, root)):
             if not is_model(path):
                 raise no_model(option, given, path)
             with nullcontext() if option == "model" else draft_errors(config):
                 _check_model(config, path, on_cpu)
+                sizes.append(_vocabulary(path))
+                _check_vocabularies(sizes)
+
+
+def _check_vocabularies(sizes: Sequence[Any]) -> None:
+    """Raise ConfigError for a draft model with another vocabulary. sizes: of the model and the draft model."""
+    if len(sizes) == 2 and all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
+        raise ConfigError(f"has {sizes[1]} tokens; must have the model's {sizes[0]}")
+
+
+def _vocabulary(path: Path) -> Any:
+    """Return the model's `vocab_size`; None if its files do not tell."""
+    return None if path.suffix == GGUF else _text_fields(model_files.read_object(path / CONFIG)).get("vocab_size")
 
 
 @contextmanager

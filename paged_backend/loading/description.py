@@ -169,7 +169,10 @@ def _num_read(model: PreTrainedModel) -> tuple[int, int]:
     counts = [getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")]
     num_experts = next((count for count in counts if isinstance(count, int) and count), 0)
     chosen = getattr(text, "num_experts_per_tok", None) or num_experts
-    table = model.get_input_embeddings()
+    try:
+        table = model.get_input_embeddings()
+    except NotImplementedError:  # it has none
+        table = None
     read = active = 0
     for name, parameter in model.named_parameters():
         if table is not None and parameter is table.weight and table.weight is not _output_weight(model):

@@ -140,7 +140,8 @@ def _stat(file: Path) -> tuple[int, int, int]:
             raise AdapterError(
                 f"{PICKLE}: pickle files can execute code and are not read; save the adapter as {WEIGHTS}"
             ) from error
-        raise AdapterError(f"{file.name}: {error.strerror}") from error
+        name = file.name if file.parent.is_dir() else "its directory"
+        raise AdapterError(f"{name}: {error.strerror}") from error
     if not stat.S_ISREG(found.st_mode):
         raise AdapterError(f"{file.name}: not a regular file")
     return found.st_mtime_ns, found.st_size, found.st_ino

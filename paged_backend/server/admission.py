@@ -121,6 +121,7 @@ class Admission:
             responder,
             self._submission,
             seconds=config.tokenize_timeout,
+            context=limits.max_model_len,
         )
 
     def stop(self, seconds: float) -> None:

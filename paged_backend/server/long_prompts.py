@@ -22,6 +22,8 @@ from paged_backend.utils.worker import BackgroundWorker
 
 log = logging.getLogger("paged_llm")
 
+TOKEN_CHARS = 4  # characters of a token of English text
+
 
 class LongPrompts:
     """Requests whose long prompts are encoded in the background, one after the other, on two threads: one for prompts
@@ -41,9 +43,11 @@ class LongPrompts:
         submission: Submission,
         *,
         seconds: float,
+        context: int,
     ):
         """admission_lock: guards `pending`; its holder admits one request at a time.
-        seconds: time limit for a prompt above LONG_CHARS."""
+        seconds: time limit for a prompt above LONG_CHARS.
+        context: `max_model_len`. If such prompts fit into it, their process starts at once."""
         self.pending: list[Stream] = []
         self._admission_lock = admission_lock
         self._prompts = prompts
@@ -53,6 +57,8 @@ class LongPrompts:
         self._submission = submission
         self._process = PromptProcess(prompts, seconds)
         self._worker, self._long_worker = BackgroundWorker("prompts"), BackgroundWorker("long prompts")
+        if context * TOKEN_CHARS > LONG_CHARS:
+            self._long_worker.submit(self._process.start)
 
     def ended_tenants(self) -> list[str]:
         """Return the tenant of each pending request whose stream has ended."""

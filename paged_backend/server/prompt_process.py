@@ -22,14 +22,18 @@ from paged_backend.utils.child_process import end_process, start_module
 
 
 class PromptProcess:
-    """Encodes prompts in another process, one at a time. It starts with the first prompt, which takes about 2 seconds
-    more, and starts again if it has ended."""
+    """Encodes prompts in another process, one at a time. It starts with the first prompt, unless `start` was called,
+    which takes about 2 seconds, and starts again if it has ended."""
 
     def __init__(self, encoder: PromptEncoder, seconds: float):
         """seconds: the time limit for a prompt (`tokenize_timeout`)."""
         self._encoder = encoder
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process before the first prompt. For the thread that encodes."""
+        self._process = self._process or self._start()
 
     def encode(self, prompt: Prompt) -> EncodedPrompt:
         """Like `PromptEncoder.encode`. Raises RequestError as well if it takes too long, or if the process is killed,

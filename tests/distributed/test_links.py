@@ -73,6 +73,7 @@ def test_strangers_are_refused_and_delay_nobody(listener, caplog):
 
 def test_many_silent_or_slow_strangers_keep_no_rank_out(listener, monkeypatch):
     monkeypatch.setattr(links, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(links, "HELLO_SECONDS", 2 * WAIT)  # too long for this test: only their number closes them
     strangers = [socket.create_connection(listener.meeting, WAIT) for _ in range(6)]
     for one in strangers:
         one.recv(64)  # the nonce

@@ -73,3 +73,7 @@ def test_pool_size_follows_available_memory(tiny, monkeypatch):
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 4_000_000)
     large = tiny_assembly(tiny[0], num_gpu_blocks_override=None).scheduler.blocks.num_blocks
     assert (small, large) == (1_000_000 // 3072, 2_000_000 // 3072)
+    monkeypatch.setattr(kv_cache, "CPU_POOL_LIMIT", kv_cache.CPU_POOL_LIMIT >> 12)  # a pool of 4 GiB takes seconds
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 1 << 40)
+    largest = tiny_assembly(tiny[0], num_gpu_blocks_override=None).scheduler.blocks.num_blocks
+    assert largest == (1 << 20) // 3072, "4 GiB is the most that is taken without being asked for"

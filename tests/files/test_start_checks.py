@@ -205,6 +205,10 @@ def test_draft_model_is_checked_and_named(model, tmp_path):
     options = {"speculative_model": str(draft), "num_speculative_tokens": 2}
     with pytest.raises(ConfigError, match=f'^speculative_model="{draft}": {draft}/config.json: model_type="vit": '):
         check(model, **options)
+    set_fields(model, vocab_size=320)
+    set_fields(draft, vocab_size=300)
+    with pytest.raises(ConfigError, match=f'^speculative_model="{draft}": has 300 tokens; must have the model.s 320$'):
+        check(model, **options)
 
 
 @pytest.mark.parametrize(

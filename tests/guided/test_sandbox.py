@@ -1,6 +1,7 @@
 """The sandbox process: time limits, replacement of a dead process, stopping."""
 
 import os
+import resource
 import time
 from pathlib import Path
 from queue import SimpleQueue
@@ -51,6 +52,14 @@ def test_dead_sandbox_process_is_replaced():
     assert accepts(compile_guides(grammars, "regex", "b"), "b")
     assert "too deep" in str(compile_guides(grammars, "grammar", DEEP))
     assert accepts(compile_guides(grammars, "regex", "c"), "c")
+    grammars.stop()
+
+
+def test_memory_of_a_sandbox_is_limited():
+    grammars = create_compiler()
+    assert accepts(compile_guides(grammars, "regex", "a"), "a")
+    (process,) = (sandbox._process for sandbox in grammars._sandboxes if sandbox._process)
+    assert resource.prlimit(process.pid, resource.RLIMIT_AS) == (1 << 30, 1 << 30)
     grammars.stop()
 
 

@@ -174,7 +174,7 @@ def test_invalid_adapter_fails_only_its_own_requests(
     names = {str(index): directory for index, directory in enumerate(directories.values())}
     names |= {"missing": tmp_path / "missing", "all": adapter_files["all"]}
     with running(tiny_assembly(tiny[0], adapters=write_adapter_list(tmp_path, names), **LORA)) as engine:
-        assert f"adapter missing in {tmp_path}/missing cannot be used: adapter_config.json: No such" in caplog.text
+        assert f"adapter missing in {tmp_path}/missing cannot be used: its directory: No such" in caplog.text
         good = [engine.submit(lora_prompts[1], max_tokens=MAX_TOKENS, lora_name=name) for name in ("all", None)]
         for index, reason in enumerate(INVALID):
             error = error_of(engine, lora_prompts[1], str(index))

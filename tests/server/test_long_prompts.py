@@ -60,6 +60,7 @@ def serve(tiny, slow, monkeypatch):
     monkeypatch.setattr(long_prompts, "LONG_CHARS", 200)
     encode = lambda self, prompt: EncodedPrompt(slow.encode(prompt.call.prompt, False))  # noqa: E731
     monkeypatch.setattr(PromptProcess, "encode", encode)
+    monkeypatch.setattr(PromptProcess, "start", lambda self: None)
     outcomes = SimpleQueue()
     monkeypatch.setattr(Metrics, "count_finished", lambda self, reason: outcomes.put(reason))
     with serving(tiny[0], max_queue_size=2) as server:
@@ -332,9 +333,40 @@ def test_a_long_prompt_is_encoded_like_a_short_one(tiny, texts, monkeypatch):
     """The error for too many tokens shows that all of its text was tokenized."""
     monkeypatch.setattr(admission, "SHORT_CHARS", 200)
     monkeypatch.setattr(long_prompts, "LONG_CHARS", 200)
+    monkeypatch.setattr(PromptProcess, "start", lambda self: None)  # it would miss the template
     with serving(tiny[0]) as server:
         server.service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"
         assert f"prompt_tokens={len(byte_tokenizer().encode(LONG))}: must be" in server.call(**texts).rejection()
+
+
+def test_prompts_above_65536_characters_are_encoded_in_another_process(tiny, monkeypatch):
+    lengths = []
+
+    def encode(self, prompt):
+        lengths.append(len(prompt.call.unread["messages"]))
+        return EncodedPrompt([1])
+
+    monkeypatch.setattr(PromptProcess, "encode", encode)
+    empty = len(json.dumps([{"role": "user", "content": ""}]))
+    with serving(tiny[0]) as server:
+        server.service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"
+        for length in (65_536, 65_537):
+            turns = json.dumps([{"role": "user", "content": "a" * (length - empty)}])
+            caller = server.call(messages=turns, sampling_parameters='{"max_tokens": 1}')
+            assert caller.all() if length == 65_537 else caller.rejection()
+    assert lengths == [65_537]
+
+
+@pytest.mark.parametrize("chars", [200, 5000])
+def test_the_process_starts_before_the_first_prompt_if_long_prompts_fit(tiny, monkeypatch, chars):
+    starts = SimpleQueue()
+    monkeypatch.setattr(long_prompts, "LONG_CHARS", chars)
+    monkeypatch.setattr(PromptProcess, "start", lambda self: starts.put(True))
+    with serving(tiny[0]) as server:
+        assert server.ask(text_input="a", sampling_parameters='{"max_tokens": 1}')
+        if chars == 200:  # the context has 256 tokens
+            assert starts.get(timeout=WAIT)
+    assert starts.empty()
 
 
 def latencies(server, arrivals, seconds):

@@ -15,6 +15,14 @@ def choose_ports(**wanted: int) -> list[int]:
     Raises ValueError that names every port that is in use, requested twice or out of range.
     """
     problems = []
+    names: dict[int, list[str]] = {}
+    for name, port in wanted.items():
+        names.setdefault(port, []).append(name)
+    for port, same in names.items():
+        if port and len(same) > 1:
+            problems.append(f"{'='.join(same)}={port}: must differ")
+    if problems:
+        raise ValueError("; ".join(problems))
     with contextlib.ExitStack() as stack:  # keeps all ports bound until all are chosen, so that they differ
         ports = []
         for name, port in wanted.items():

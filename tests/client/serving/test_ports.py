@@ -19,7 +19,7 @@ def test_all_ports_in_use_are_reported():
 
 def test_same_port_twice_is_rejected():
     (port,) = choose_ports(any=0)
-    with pytest.raises(ValueError, match=f"grpc_port={port}"):
+    with pytest.raises(ValueError, match=f"http_port=grpc_port={port}: must differ"):
         choose_ports(http_port=port, grpc_port=port)
 
 
