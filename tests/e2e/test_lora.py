@@ -74,8 +74,8 @@ def test_list_adapters(client, place):
     first, broken = client.adapters()
     assert (first.name, first.rank, first.resident, first.error) == ("a", 4, True, None)
     assert (broken.name, broken.rank, broken.resident) == ("broken", None, False)
-    assert broken.error == "adapter_config.json: No such file or directory"
-    with pytest.raises(PagedError, match=r'lora_name="broken": cannot be used: adapter_config.json: No such file'):
+    assert broken.error == "its directory: No such file or directory"
+    with pytest.raises(PagedError, match=r'lora_name="broken": cannot be used: its directory: No such file'):
         client.generate(PROMPT, lora_name="broken", **GREEDY)
     write_adapter_list(place, {"a": "a", "b": "b"})
 

@@ -1,7 +1,6 @@
 """Tensor parallelism: two ranks generate the same tokens as one process, and end together."""
 
 import errno
-import os
 import signal
 import socket
 from dataclasses import replace
@@ -169,8 +168,8 @@ def test_ranks_that_have_met_accept_nobody_else(shared):
     """A stranger could read and fill the store of the ranks, and use up their file descriptors."""
     rank = shared.workers.processes[1].pid
     variables = dict(item.split("=", 1) for item in Path(f"/proc/{rank}/environ").read_text().split("\0") if item)
-    ports = {int(variables["MASTER_PORT"]), *listening_ports(rank), *listening_ports(os.getpid())}
-    assert len(ports) > 2
+    ports = {int(variables["MASTER_PORT"]), *listening_ports(rank)}  # not all of this process: it has other tests
+    assert len(ports) > 1
     for port in ports:
         with socket.socket() as stranger:
             stranger.settimeout(0.1)

@@ -10,7 +10,7 @@ from tests.support.waiting import WAIT
 def start(monkeypatch, tmp_path, code):
     (tmp_path / "child.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    return start_module("child", "argument", line=b"secret", environment={"NAME": "value"}, stdout=subprocess.PIPE)
+    return start_module("child", "argument", first=b"secret\n", environment={"NAME": "value"}, stdout=subprocess.PIPE)
 
 
 def test_process_finds_modules_and_ends_with_its_input(monkeypatch, tmp_path):

@@ -283,8 +283,8 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
 def read_object(body: bytes) -> dict[str, Any]:
     """Return the fields of a request body. Raises ApiError if it is no JSON object, or an object has a key twice."""
     try:
-        strict_json.parse(body)  # finds such a key, but allows more than JSON
         values = from_json(body, allow_inf_nan=False)
+        strict_json.parse(body)  # finds such a key
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(values, dict):
