@@ -130,7 +130,10 @@ def pool_threads():
     """The threads of the pool, by thread id."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        fields = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines())
+        try:
+            fields = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines())
+        except (FileNotFoundError, ProcessLookupError):  # another thread, which has ended
+            continue
         if fields["Name"] == "paged_cpu":
             found[task.name] = PoolThread(fields["State"][0], int(fields["voluntary_ctxt_switches"]))
     return found
