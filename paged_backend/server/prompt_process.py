@@ -31,16 +31,19 @@ class PromptProcess:
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Start the process before the first prompt. For the thread that encodes."""
-        self._process = self._process or self._start()
+    def start(self) -> subprocess.Popen[bytes]:
+        """Return the process, which starts if it is not running. For the thread that encodes."""
+        if self._process and self._process.poll() is not None:
+            self.stop()
+        if self._process is None:
+            first = pickle.dumps((self._encoder, self._seconds), pickle.HIGHEST_PROTOCOL)
+            self._process = start_module(__name__, first=first, environment={}, stdout=subprocess.PIPE)
+        return self._process
 
     def encode(self, prompt: Prompt) -> EncodedPrompt:
         """Like `PromptEncoder.encode`. Raises RequestError as well if it takes too long, or if the process is killed,
         for example because memory is used up. For one thread at a time."""
-        if self._process and self._process.poll() is not None:
-            self.stop()
-        process = self._process = self._process or self._start()
+        process = self.start()
         assert process.stdin and process.stdout
         try:
             pickle.dump(prompt, process.stdin, pickle.HIGHEST_PROTOCOL)
@@ -63,10 +66,6 @@ class PromptProcess:
         if process:
             process.kill()
             end_process(process, 0)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        first = pickle.dumps((self._encoder, self._seconds), pickle.HIGHEST_PROTOCOL)
-        return start_module(__name__, first=first, environment={}, stdout=subprocess.PIPE)
 
     def _failure(self, prompt: Prompt, status: int) -> RequestError:
         if status == -signal.SIGALRM:

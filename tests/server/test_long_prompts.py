@@ -333,7 +333,7 @@ def test_a_long_prompt_is_encoded_like_a_short_one(tiny, texts, monkeypatch):
     """The error for too many tokens shows that all of its text was tokenized."""
     monkeypatch.setattr(admission, "SHORT_CHARS", 200)
     monkeypatch.setattr(long_prompts, "LONG_CHARS", 200)
-    monkeypatch.setattr(PromptProcess, "start", lambda self: None)  # it would miss the template
+    monkeypatch.setattr(long_prompts, "TOKEN_CHARS", 0)  # a process that starts before would miss the template
     with serving(tiny[0]) as server:
         server.service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"
         assert f"prompt_tokens={len(byte_tokenizer().encode(LONG))}: must be" in server.call(**texts).rejection()
