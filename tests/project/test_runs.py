@@ -67,11 +67,18 @@ def costs(pytestconfig, monkeypatch):
 
 
 def test_a_package_over_its_budget_is_named(costs):
-    costs.measured.update({"tests/api/test_a.py": 20.0, "tests/api/test_b.py": 4.0 * MARGIN, "tests/test_c.py": 2.0})
+    costs.measured.update({"tests/api/test_a.py": 20.0, "tests/api/test_b.py": 4.0 * MARGIN, "tests/test_c.py": 1.0})
     assert costs.exceeded() == []
     costs.measured["tests/api/test_new.py"] = 24 * MARGIN + SLACK
     (line,) = costs.exceeded()
     assert line.startswith("tests/api: 72 CPU seconds, recorded: 24, limit: 46. ")
+
+
+def test_budgets_grow_on_a_slow_machine(costs):
+    costs.measured.update({"tests/api/test_a.py": 60.0, "tests/api/test_b.py": 12.0, "tests/test_c.py": 3.0})
+    assert costs.exceeded() == []
+    costs.measured["tests/api/test_new.py"] = 24 * 3 * (MARGIN - 1) + SLACK + 1
+    assert len(costs.exceeded()) == 1
 
 
 def test_only_modules_that_ran_are_in_the_budget(costs):
