@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from paged_backend.api.errors import ConfigError
+from paged_backend.files import transformers_tables
 
 SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+ACTIVATIONS = ("hidden_act", "hidden_activation")  # names of functions
 MAX_LAYERS = 1024  # limit without weight files, which imply a limit otherwise
 MAX_POSITIONS = 2**31 - 1
 _DTYPE = re.compile(r"(torch\.)?((b?float|u?int|complex)\d*(_\w+)?|half|double|bool|auto)")  # names in torch
@@ -24,6 +26,36 @@ def check_values(file: Path, fields: Mapping[str, Any]) -> None:
         if (value := fields.get(name)) is not None and not (isinstance(value, str) and _DTYPE.fullmatch(value)):
             shown = json.dumps(value)
             raise ConfigError(f'{file}: {name}={shown}: must be the name of a data type of torch, such as "bfloat16"')
+    for name in ACTIVATIONS:
+        value, known = fields.get(name), transformers_tables.activations()
+        if isinstance(value, str) and known and value not in known:
+            raise ConfigError(f"{file}: {name}={json.dumps(value)}: must be one of {', '.join(sorted(known))}")
+
+
+def llama_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights that a model like Llama has in each layer, by the ends of their names.
+
+    Without those that a field's default decides.
+    """
+    hidden, vocabulary, inner = (_size(fields, name) for name in ("hidden_size", "vocab_size", "intermediate_size"))
+    heads, kv_heads = (_size(fields, name) for name in ("num_attention_heads", "num_key_value_heads"))
+    head = _size(fields, "head_dim") or (hidden // heads if heads and fields.get("head_dim") is None else 0)
+    shapes = {
+        "embed_tokens.weight": (vocabulary, hidden),
+        "q_proj.weight": (heads * head, hidden),
+        "k_proj.weight": (kv_heads * head, hidden),
+        "v_proj.weight": (kv_heads * head, hidden),
+        "o_proj.weight": (hidden, heads * head),
+        "gate_proj.weight": (inner, hidden),
+        "down_proj.weight": (hidden, inner),
+    }
+    return {name: shape for name, shape in shapes.items() if all(shape)}
+
+
+def _size(fields: Mapping[str, Any], name: str) -> int:
+    """Return a field's value; 0 if it is none that a shape can have."""
+    value = fields.get(name)
+    return value if isinstance(value, int) else 0
 
 
 def check_counts(file: Path, value_of: Callable[[str], Any], *, max_layers: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,10 +81,15 @@ def read_object(path: Path) -> dict[str, Any]:
     return values
 
 
-def check_weights(model_path: Path, *, quantized: bool) -> WeightTotals:
+def check_weights(
+    model_path: Path, *, quantized: bool, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> WeightTotals:
     """Return the totals of the weight files in a directory, or of a GGUF file.
 
-    Raises ConfigError for files that are truncated, do not match their index, or contain dtypes that are not weights.
+    shapes: what the configuration implies, by the last parts of a tensor's name.
+
+    Raises ConfigError for files that are truncated, do not match their index, contain dtypes that are not weights, or
+    have tensors of other shapes.
     """
     if model_path.suffix == GGUF:
         return check_gguf(model_path)
@@ -95,15 +100,25 @@ def check_weights(model_path: Path, *, quantized: bool) -> WeightTotals:
     totals = WeightTotals(0, 0, 0)
     for path, expected in files_with_tensors(model_path):
         found = dict(_header(path, quantized))
+        _check_shapes(model_path / CONFIG, path, found, shapes or {})
         if expected is not None and (difference := sorted(expected ^ found.keys())):
             where = f"is in {INDEX} but not in the file" if difference[0] in expected else f"is not in {INDEX}"
             raise ConfigError(f"{path}: {difference[0]} {where}")
         totals = WeightTotals(
             totals.num_tensors + len(found),
-            totals.num_elements + sum(found.values()),
+            totals.num_elements + sum(math.prod(shape) for shape in found.values()),
             totals.num_bytes + path.stat().st_size,
         )
     return totals
+
+
+def _check_shapes(
+    config: Path, path: Path, found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
+) -> None:  # fmt: skip
+    for name, shape in found.items():
+        implied = shapes.get(".".join(name.split(".")[-2:]), shape)
+        if implied != shape:
+            raise ConfigError(f"{path}: {name}: has shape {[*shape]}; the sizes in {config} imply {[*implied]}")
 
 
 def files_with_tensors(model_path: Path) -> list[tuple[Path, set[str] | None]]:
@@ -188,8 +203,8 @@ def _regular(path: Path) -> Path:
     return path
 
 
-def _header(path: Path, quantized: bool) -> Iterator[tuple[str, int]]:
-    """Yield each tensor of a safetensors file with its number of elements."""
+def _header(path: Path, quantized: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield each tensor of a safetensors file with its shape."""
     try:
         with safe_open(path, framework="np") as file:  # reads the header only, without torch
             if (form := (file.metadata() or {}).get("format", "pt")) != "pt":
@@ -202,7 +217,7 @@ def _header(path: Path, quantized: bool) -> Iterator[tuple[str, int]]:
                         f"{path}: {name}: has dtype {kind}; must be one of {', '.join(_FLOAT_DTYPES)}, because"
                         f" {CONFIG} has no quantization_config"
                     )
-                yield name, math.prod(shape)
+                yield name, tuple(shape)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: {error}") from error
 

@@ -16,25 +16,25 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from paged_backend.api.config import EngineConfig
+from paged_backend.api.config import HUB_NAME, EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES, invalid_option
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.sizes import GIB, MIB
-from paged_backend.files import model_files, transformers_tables
-from paged_backend.files.config_values import check_values
+from paged_backend.files import hub, model_files, transformers_tables
+from paged_backend.files.config_values import check_values, llama_shapes
 from paged_backend.files.generation_config import check_defaults
 from paged_backend.files.model_files import CONFIG, GGUF, MODULES, QUANTIZATION, possible_paths
 from paged_backend.files.model_kinds import unsupported_fields, unsupported_model
 from paged_backend.files.quantization_fields import check_known, check_settings
+from paged_backend.files.tokenizer_files import FAST, check_template, check_tokenizer
 from paged_backend.utils.machine import available_memory, gpu_limit, has_gpu
 
 ROOT = Path(__file__).resolve().parents[2]  # the repository, or the directory in which the package is installed
 TIERS = ("disk_cache_dir", "remote_cache_url")
 HEADS = ("num_attention_heads", "num_key_value_heads")
+ALREADY_QUANTIZED = "the model's weights are quantized already; leave it out"
 FULL_ATTENTION = ("llama", "qwen2", "qwen3")  # families whose layers store all keys and values, as their fields say
-TOKENIZER = "tokenizer.json"
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "spm*")  # files that a tokenizer may have
 
 
 def check_start(config: EngineConfig, root: Path = ROOT) -> None:
@@ -44,45 +44,62 @@ def check_start(config: EngineConfig, root: Path = ROOT) -> None:
     check_host_pool(config, on_cpu=_runs_on_cpu(config))
     if config.disk_cache_dir is not None:
         check_disk_cache(config)
+    template = None
     if config.chat_template is not None:
-        find_template(config.chat_template, root)
-    check_models(config, root, on_cpu=True if _runs_on_cpu(config) else False if config.device == "cuda" else None)
-    if config.tokenizer and (path := find_local(config.tokenizer, root)):
-        _check_tokenizer(config, path)
-    if path := find_local(config.model, root):
+        file = find_template(config.chat_template, root)
+        template = file.read_text() if file else config.chat_template
+    on_cpu = True if _runs_on_cpu(config) else False if config.device == "cuda" else None
+    _check_pool(config, check_models(config, root, on_cpu=on_cpu))
+    _check_hub(config, root, on_cpu)
+    path = find_local(config.model, root)
+    if path:
         check_defaults(config, root, path)
-    if path and path.suffix != GGUF:
-        _check_pool(config, _text_fields(model_files.read_object(path / CONFIG)))
-        if not config.tokenizer:
-            _check_tokenizer(config, path)
+    tokenizer = find_local(config.tokenizer, root) if config.tokenizer else path
+    if tokenizer and tokenizer.suffix != GGUF and not config.trust_remote_code:
+        check_tokenizer(tokenizer)
+    if tokenizer or template:
+        check_template(tokenizer, template)
 
 
-def check_models(config: EngineConfig, root: Path = ROOT, *, on_cpu: bool | None) -> None:
-    """Raise ConfigError for the files of a model or draft model that is not supported, or not with these options.
+def check_models(config: EngineConfig, root: Path = ROOT, *, on_cpu: bool | None) -> Mapping[str, Any]:
+    """Return the fields of the model's config.json that describe its decoder of text; none if they are not known.
+
+    Raises ConfigError for the files of a model or draft model that is not supported, or not with these options.
 
     on_cpu: whether it runs on a CPU. None: with a GPU that CUDA may not find, and the device "auto", only the engine
     knows.
     """
-    sizes: list[Any] = []
+    found: dict[str, Mapping[str, Any]] = {}
     for option in ("model", "speculative_model"):
         if (given := getattr(config, option)) and (path := find_local(given, root)):
             if not is_model(path):
                 raise no_model(option, given, path)
             with nullcontext() if option == "model" else draft_errors(config):
-                _check_model(config, path, on_cpu)
-                sizes.append(_vocabulary(path))
-                _check_vocabularies(sizes)
+                found[option] = _check_model(config, path, on_cpu)
+                _check_vocabularies([fields.get("vocab_size") for fields in found.values()])
+    return found.get("model", {})
+
+
+def _check_hub(config: EngineConfig, root: Path, on_cpu: bool | None) -> None:
+    """Raise ConfigError for a name of a repository that cannot be fetched, or whose config.json is not supported."""
+    revisions = {"model": config.revision, "speculative_model": None, "tokenizer": config.tokenizer_revision}
+    for option, revision in revisions.items():
+        name = getattr(config, option)
+        if name and is_on_hub(name) and not find_local(name, root):
+            path = hub.fetch(name, config, revision, [CONFIG], option=option)
+            if option == "model" and (path / CONFIG).exists():
+                _check_config(config, path, model_files.read_object(path / CONFIG), on_cpu)
+
+
+def is_on_hub(name: str) -> bool:
+    """Return whether a name that is no path may be that of a repository on the hub."""
+    return HUB_NAME.fullmatch(name) is not None and not name.endswith(GGUF)
 
 
 def _check_vocabularies(sizes: Sequence[Any]) -> None:
     """Raise ConfigError for a draft model with another vocabulary. sizes: of the model and the draft model."""
     if len(sizes) == 2 and all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
         raise ConfigError(f"has {sizes[1]} tokens; must have the model's {sizes[0]}")
-
-
-def _vocabulary(path: Path) -> Any:
-    """Return the model's `vocab_size`; None if its files do not tell."""
-    return None if path.suffix == GGUF else _text_fields(model_files.read_object(path / CONFIG)).get("vocab_size")
 
 
 @contextmanager
@@ -97,7 +114,7 @@ def draft_errors(config: EngineConfig) -> Iterator[None]:
 def find_local(name: str, root: Path) -> Path | None:
     """Return the existing path of a model or tokenizer; None without one."""
     paths = possible_paths(name, root)
-    usable = (path for path in paths if is_model(path) or (path / TOKENIZER).is_file())
+    usable = (path for path in paths if is_model(path) or (path / FAST).is_file())
     return next(usable, next((path for path in paths if path.exists()), None))
 
 
@@ -218,14 +235,25 @@ def remote_cache_problem(config: EngineConfig) -> str | None:
     return None
 
 
-def _check_model(config: EngineConfig, path: Path, on_cpu: bool | None) -> None:
+def _check_model(config: EngineConfig, path: Path, on_cpu: bool | None) -> Mapping[str, Any]:
+    """Return the fields of the decoder of text; none for a GGUF file. Raises ConfigError."""
     reads_weights = config.load_format != "dummy"
     if path.suffix == GGUF:
-        if reads_weights:
-            model_files.check_gguf(path)
-        return
+        if reads_weights and model_files.check_gguf(path).is_quantized and config.quantization:
+            raise invalid_option("quantization", config.quantization, ALREADY_QUANTIZED)
+        return {}
     model_files.check_text_files(path)
     fields = model_files.read_object(path / CONFIG)
+    _check_config(config, path, fields, on_cpu)
+    if reads_weights:
+        quantized, like_llama = fields.get(QUANTIZATION) is not None, fields.get("model_type") in FULL_ATTENTION
+        shapes = llama_shapes(fields) if like_llama and not quantized else None
+        model_files.check_weights(path, quantized=quantized, shapes=shapes)
+    return _text_fields(fields)
+
+
+def _check_config(config: EngineConfig, path: Path, fields: Mapping[str, Any], on_cpu: bool | None) -> None:
+    """Raise ConfigError for a config.json that is not supported, or not with these options."""
     _check_code(config, path, fields)
     _check_kind(path, fields)
     _check_quantization(path, fields, on_cpu)
@@ -234,8 +262,6 @@ def _check_model(config: EngineConfig, path: Path, on_cpu: bool | None) -> None:
     check_division(config, values.get)
     check_layers(config, values.get("num_hidden_layers"))
     check_length(config.max_model_len, values.get("max_position_embeddings"), "the model's own limit")
-    if reads_weights:
-        model_files.check_weights(path, quantized=fields.get(QUANTIZATION) is not None)
 
 
 def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -308,13 +334,6 @@ def _token_bytes(config: EngineConfig, fields: Mapping[str, Any]) -> int:
         itemsize, scale = 1, 4  # which each head of a token has, in float32
     vectors = 2 * (layers // config.pipeline_parallel_size) * (kv_heads // config.tensor_parallel_size)
     return vectors * (size * itemsize + scale)
-
-
-def _check_tokenizer(config: EngineConfig, path: Path) -> None:
-    if path.suffix == GGUF or config.trust_remote_code:
-        return
-    if not any(next(path.glob(pattern), None) for pattern in TOKENIZERS):
-        raise ConfigError(f"tokenizer: no tokenizer in {path}: neither tokenizer.json nor a vocabulary exists")
 
 
 def check_length(requested: int | None, limit: Any, reason: str) -> None:

@@ -42,6 +42,11 @@ def quantization_methods() -> Collection[str]:
     return _table("AUTO_QUANTIZATION_CONFIG_MAPPING", _QUANTIZERS).keys()
 
 
+def activations() -> Collection[str]:
+    """Return the names of activation functions."""
+    return _table("ACT2CLS", "activations.py").keys()
+
+
 @cache
 def _types(name: str) -> Collection[str]:
     """Return the types of a table of models. Those that share a configuration's class are all of the same kind."""

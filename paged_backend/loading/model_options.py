@@ -13,7 +13,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EmbeddingSpec
 from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES
 from paged_backend.files.model_files import GGUF, check_gguf
-from paged_backend.files.start_checks import check_length
+from paged_backend.files.start_checks import ALREADY_QUANTIZED, check_length
 from paged_backend.loading.quantized_checkpoint import is_dequantized
 from paged_backend.models import rope
 from paged_backend.models.quantization import QuantizationSpec
@@ -84,7 +84,7 @@ def check_quantization(config: EngineConfig, hf_config: PretrainedConfig, path: 
     elif not native.levels():
         reason = "requires the CPU kernels, which have not been compiled; run: python -m paged_kernels.cpu.build"
     elif _has_quantized_weights(config, hf_config, path):
-        reason = "the model's weights are quantized already; leave it out"
+        reason = ALREADY_QUANTIZED
     if reason:
         raise ConfigError(f"quantization={json.dumps(config.quantization)}: {reason}")
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
 from transformers import AutoConfig, PretrainedConfig
 
-from paged_backend.api.config import HUB_NAME, EngineConfig
+from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.files import model_files
+from paged_backend.files import hub, model_files
 from paged_backend.files.model_files import GGUF, possible_paths
-from paged_backend.files.start_checks import TOKENIZER, find_local, is_model, no_model
+from paged_backend.files.start_checks import find_local, is_model, is_on_hub, no_model
+from paged_backend.files.tokenizer_files import FAST
 from paged_backend.loading import load_progress
 
 
@@ -25,9 +24,9 @@ def find_files(name: str, root: Path, config: EngineConfig, revision: str | None
     GGUF file.
     """
     found = find_local(name, root)
-    if found and (is_model(found) or (found / TOKENIZER).is_file()):
+    if found and (is_model(found) or (found / FAST).is_file()):
         return found
-    if found is None and HUB_NAME.fullmatch(name) and not name.endswith(GGUF):
+    if found is None and is_on_hub(name):
         return _download(name, config, revision)
     raise no_model("model", name, found or possible_paths(name, root)[0])
 
@@ -36,24 +35,7 @@ def _download(name: str, config: EngineConfig, revision: str | None) -> Path:
     patterns = ["*.json", "*.model", "*.txt", "*.jinja"]
     patterns += ["*.safetensors"] if config.load_format != "dummy" else []
     patterns += ["*.py"] if config.trust_remote_code else []
-    try:
-        path = snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=config.download_dir,
-            allow_patterns=patterns,
-            tqdm_class=load_progress.download_bar(name),
-        )
-        return Path(path)
-    except Exception as error:  # e.g. no network, unknown name, no permission; the types differ
-        reason = str(error).strip().partition("\n")[0]
-        if isinstance(error, RepositoryNotFoundError):
-            problem = "neither a directory nor on the hub, or private"
-        elif isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError):
-            problem = "not a directory, not in the cache of the hub, and the hub cannot be reached"
-        else:
-            problem = "not a directory, and not downloaded from the hub"
-        raise ConfigError(f"model={json.dumps(name)}: {problem}: {reason}") from error
+    return hub.fetch(name, config, revision, patterns, bar=load_progress.download_bar(name))
 
 
 def source_arguments(path: Path) -> dict[str, str]:

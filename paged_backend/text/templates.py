@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.files.tokenizer_files import syntax_problem
 from paged_backend.text import chat_templates
 from paged_backend.text.chat_templates import TemplateRefusal, TemplateTimeout
 from paged_backend.text.conversation import Message, Tool
@@ -25,18 +26,16 @@ def check_template(tokenizer: PreTrainedTokenizerBase, seconds: float) -> None:
 
     A template that rejects the short prompt is accepted: some need two turns, or a system message.
     """
-    from jinja2 import TemplateSyntaxError  # imported here because transformers imports it late as well
-
     template = tokenizer.chat_template
     for text in template.values() if isinstance(template, dict) else [template] if template else []:
         if not isinstance(text, str) or len(text) > MAX_TEMPLATE_CHARS:
             raise ValueError(f"must be a text of at most {MAX_TEMPLATE_CHARS} characters")
+        if problem := syntax_problem(text):
+            raise ValueError(problem)
     if not template:
         return
     try:
         chat_templates.apply(tokenizer, [{"role": "user", "content": "Hello"}], None, seconds=seconds)
-    except TemplateSyntaxError as error:
-        raise ValueError(f"is not valid Jinja: line {error.lineno}: {error.message}") from error
     except TemplateTimeout as error:
         raise ValueError(f"{error} (chat_template_timeout)") from error
     except Exception:

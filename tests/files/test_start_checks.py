@@ -4,6 +4,7 @@ The model's files have a header and no weights, so a check that read them would 
 """
 
 import json
+import math
 import shutil
 import struct
 import subprocess
@@ -30,9 +31,11 @@ FIELDS = {
 BLOCK = 16 * 2 * 2 * 3 * 64 * 2  # bytes: tokens, keys and values, layers, heads, elements, bytes of an element
 
 
-def write_weights(file, nbytes=1 << 20, *, keep=1 << 20):
-    """Write a header for one tensor, and a hole of `keep` bytes."""
-    header = json.dumps({"w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
+def write_weights(file, name="w", shape=(1 << 20,), *, keep=None):
+    """Write a header for one tensor of bytes, and a hole of `keep` bytes, by default the tensor's."""
+    nbytes = math.prod(shape)
+    keep = nbytes if keep is None else keep
+    header = json.dumps({name: {"dtype": "F8_E5M2", "shape": shape, "data_offsets": [0, nbytes]}}).encode()
     with file.open("wb") as opened:
         opened.write(struct.pack("<Q", len(header)) + header)
         opened.truncate(8 + len(header) + keep)
@@ -43,7 +46,7 @@ def model(tmp_path):
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(FIELDS))
-    (directory / "tokenizer.json").write_text("{}")
+    (directory / "tokenizer.json").write_text('{"model": {}}')
     write_weights(directory / WEIGHTS)
     return directory
 
@@ -84,6 +87,7 @@ def test_a_model_without_mistakes_passes(model, tmp_path):
         ({"remote_cache_url": "redis://h"}, "remote_cache_url=.*: needs a host pool; set swap_space as well"),
         ({"disk_cache_dir": "/proc/x", "swap_space": "1MB"}, 'disk_cache_dir="/proc/x": cannot be written to: '),
         ({"chat_template": "x.jinja"}, 'chat_template="x.jinja": neither a template, which contains {, nor a file in'),
+        ({"chat_template": "{% for %}"}, "chat_template: is not valid Jinja: line 1: "),
         ({"tokenizer": "/dev"}, "tokenizer: no tokenizer in /dev"),
         ({"generation_config": "/dev"}, 'generation_config="/dev": no generation_config.json in /dev; give "auto"'),
     ],
@@ -174,6 +178,7 @@ def test_kind_of_model_is_named(model, fields, reason):
         ({"hidden_size": -1}, r"hidden_size=-1: must be 1\.\."),
         ({"text_config": FIELDS | {"head_dim": 0}}, "head_dim=0: must be 1"),
         ({"max_position_embeddings": 1}, "max_position_embeddings=1: must be 2"),
+        ({"hidden_act": "silo"}, 'hidden_act="silo": must be one of .*, silu, '),
         ({"dtype": "floaty"}, 'dtype="floaty": must be the name of a data type of torch, such as "bfloat16"'),
         (
             {"model_type": "mine", "auto_map": {}},
@@ -247,6 +252,32 @@ def write(name, text):
             '{model}/generation_config.json: temperature="hot": must be a number; correct it, or',
         ),
         ([remove("tokenizer.json")], "tokenizer: no tokenizer in {model}: neither tokenizer.json nor a vocabulary"),
+        (
+            [remove("tokenizer.json"), write("tokenizer_config.json", "{}")],
+            "tokenizer: no tokenizer in {model}: neither tokenizer.json",
+        ),
+        (
+            [write("tokenizer.json", "{}")],
+            'tokenizer: {model}/tokenizer.json cannot be loaded: .* no JSON object with "',
+        ),
+        ([write("tokenizer.json", "")], "tokenizer: {model}/tokenizer.json cannot be loaded: it has 0 bytes"),
+        (
+            [write("tokenizer.json", '{"model": {"vocab": "' + 100 * "a")],
+            "tokenizer: {model}/tokenizer.json cannot be loaded: it is truncated",
+        ),
+        (
+            [write("chat_template.jinja", "\n{{ messages | }}")],
+            "tokenizer: the chat template in {model} is not valid Jinja: line 2: ",
+        ),
+        (
+            [write("tokenizer_config.json", '{"chat_template": [{"name": "a", "template": "{% fi %}"}]}')],
+            "tokenizer: the chat template in {model} is not valid Jinja: line 1: ",
+        ),
+        (
+            [lambda model: write_weights(model / WEIGHTS, "model.layers.0.self_attn.q_proj.weight", (512, 576))],
+            r"{model}/{WEIGHTS}: model.layers.0.self_attn.q_proj.weight: has shape \[512, 576\]; the sizes in "
+            r"{model}/config.json imply \[576, 576\]",
+        ),
         ([lambda model: write_weights(model / WEIGHTS, keep=9)], "{model}/model.safetensors: .*file not fully covered"),
         ([remove(WEIGHTS)], "{model}: no weights: neither model.safetensors nor model.safetensors.index.json exists"),
         ([remove(WEIGHTS), write("pytorch_model.bin", "x")], "{model}: no weights: .* pickle file"),
@@ -256,8 +287,70 @@ def write(name, text):
 def test_file_is_named(model, changes, reason):
     for change in changes:
         change(model)
-    with pytest.raises(ConfigError, match=reason.format(model=model)):
+    with pytest.raises(ConfigError, match=reason.format(model=model, WEIGHTS=WEIGHTS)):
         check(model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: set_tokenizer(model, {"tokenizer_class": "ByT5Tokenizer"}),
+        lambda model: set_tokenizer(model, {}, "spiece.model"),
+        lambda model: set_tokenizer(model, {}, "vocab.json"),
+        write("chat_template.jinja", "{% generation %}{% for m in x %}{% break %}{% endfor %}{% endgeneration %}"),
+        lambda model: write_weights(model / WEIGHTS, "model.layers.1.self_attn.k_proj.weight", (192, 576)),
+    ],
+)
+def test_ordinary_files_pass(model, change):
+    change(model)
+    check(model)
+
+
+def set_tokenizer(model, settings, *names):
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name in names:
+        (model / name).write_text("")
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """The cache of the hub, with the config.json of owner/model, on a machine without a network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "models--owner--model"
+    (repository / "snapshots/abc").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    (repository / "snapshots/abc/config.json").write_text(json.dumps(FIELDS))
+    return repository / "snapshots/abc"
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "reason"),
+    [
+        ({}, {"model": "owner/other"}, 'model="owner/other": .* the hub cannot be reached: '),
+        ({}, {"speculative_model": "owner/draft"}, 'speculative_model="owner/draft": .* the hub cannot be reached: '),
+        ({}, {"tokenizer": "owner/other"}, 'tokenizer="owner/other": .* the hub cannot be reached: '),
+        ({"model_type": "vit"}, {}, '{path}/config.json: model_type="vit": '),
+        ({}, {"max_model_len": 257}, "max_model_len=257: must be at most 256"),
+    ],
+)
+def test_repository_of_the_hub_is_named(cached, fields, options, reason, tmp_path):
+    check("owner/model", download_dir=str(tmp_path))
+    (cached / "config.json").write_text(json.dumps(FIELDS | fields))
+    draft = {"num_speculative_tokens": 2} if "speculative_model" in options else {}
+    with pytest.raises(ConfigError, match=f"^{reason.format(path=cached)}"):
+        check(options.pop("model", "owner/model"), download_dir=str(tmp_path), **draft, **options)
+
+
+def test_quantization_of_quantized_weights_is_named(tmp_path):
+    name, file = b"output.weight", tmp_path / "model.gguf"
+    info = struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 32, 8, 0)  # one block of Q8_0: 34 bytes
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + info
+    file.write_bytes(head + bytes(-len(head) % 32 + 34))
+    check(file)
+    with pytest.raises(ConfigError, match=r'^quantization="int8": the model.s weights are quantized already; leave it'):
+        check(file, quantization="int8")
 
 
 def test_truncated_gguf_is_named(tmp_path):

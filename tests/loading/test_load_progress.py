@@ -9,6 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.files import hub
 from paged_backend.loading import model_source
 from paged_backend.loading.load_progress import weights_reported
 
@@ -35,7 +36,7 @@ def test_download_reports_the_bytes_of_all_files(lines, monkeypatch, tmp_path):
             files.update(2)
         return tmp_path
 
-    monkeypatch.setattr(model_source, "snapshot_download", download)
+    monkeypatch.setattr(hub, "snapshot_download", download)
     config = EngineConfig(model="owner/model")
     assert model_source.find_files("owner/model", tmp_path, config) == tmp_path
     assert all(re.fullmatch(r"progress: downloading owner/model \d+/\d+ B", line) for line in lines())

@@ -9,6 +9,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.files import hub
 from paged_backend.loading import model_loader, model_source
 from paged_backend.loading.tokenizer_loader import load_tokenizer
 
@@ -78,6 +79,6 @@ def test_unknown_name_is_told_from_a_missing_network(tmp_path, monkeypatch):
     def fail(*arguments, **options):
         raise RepositoryNotFoundError.__new__(RepositoryNotFoundError, "404")
 
-    monkeypatch.setattr(model_source, "snapshot_download", fail)
+    monkeypatch.setattr(hub, "snapshot_download", fail)
     with pytest.raises(ConfigError, match='model="owner/other": neither a directory nor on the hub, or private: '):
         model_source.find_files("owner/other", tmp_path, EngineConfig(model="owner/other"))

@@ -44,7 +44,11 @@ LAYERS = (
         "model files, their content and directories; no torch",
         ("paged_backend.utils", "paged_backend.api"),
     ),
-    Layer("paged_backend.text", "tokenization, detokenization, chat templates, stop strings", ("paged_backend.api",)),
+    Layer(
+        "paged_backend.text",
+        "tokenization, detokenization, chat templates, stop strings",
+        ("paged_backend.api", "paged_backend.files"),
+    ),
     Layer("paged_backend.scheduling", "scheduler, block manager, prefix cache; no tensors", ("paged_backend.api",)),
     Layer(
         "paged_backend.distributed",

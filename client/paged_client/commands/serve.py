@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+from paged_backend.files.model_files import ADAPTER
 from paged_client.commands.arguments import EXIT_ERROR, address, parse_pairs, port, seconds
 from paged_client.commands.engine_flags import is_engine_flag
 from paged_client.session import UsageError
@@ -154,7 +155,10 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _check_adapters(listing: Path) -> None:
-    """Raises UsageError unless the file has a JSON object of names and directories, as the server requires."""
+    """Raise UsageError unless the file has a JSON object of names and directories, as the server requires.
+
+    Prints a warning for a directory without an adapter, which may be added later.
+    """
     try:
         adapters = json.loads(listing.read_text())
     except FileNotFoundError:
@@ -168,6 +172,10 @@ def _check_adapters(listing: Path) -> None:
         raise UsageError(
             f'--multi-lora {listing}: must have a JSON object of names and directories, like {{"name": "directory"}}'
         )
+    for name, directory in adapters.items():
+        settings = listing.resolve().parent / directory / ADAPTER
+        if not settings.is_file():
+            print(f"warning: --multi-lora {listing}: {name}: {settings} does not exist", file=sys.stderr)
 
 
 def _log_file(named: Path | None, default: Path) -> Path | None:

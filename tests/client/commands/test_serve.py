@@ -110,11 +110,18 @@ def test_list_of_adapters_is_checked_before_the_server_starts(serve_calls, capsy
     assert serve_calls == []
 
 
-def test_valid_list_of_adapters(serve_calls, tmp_path):
-    listing = tmp_path / "adapters.json"
+def test_valid_list_of_adapters(serve_calls, tmp_path, capsys):
+    """A directory may be filled later, so that a missing one gets a warning."""
+    listing, directory = tmp_path / "adapters.json", tmp_path / "directory"
     listing.write_text('{"a": "directory"}')
     assert main(["serve", "demo", "--multi-lora", str(listing)]) == 7
     assert serve_calls[0][1]["multi_lora"] == listing
+    missing = f"warning: --multi-lora {listing}: a: {directory / 'adapter_config.json'} does not exist\n"
+    assert missing in capsys.readouterr().err
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text("{}")
+    assert main(["serve", "demo", "--multi-lora", str(listing)]) == 7
+    assert "does not exist" not in capsys.readouterr().err
 
 
 def test_sizes_have_units(serve_calls):
@@ -130,9 +137,9 @@ def test_sizes_have_units(serve_calls):
 
 
 def test_model_may_be_given_as_an_option(serve_calls, tmp_path):
-    assert main(["serve", "-o", "model=owner/m"]) == 7
+    assert main(["serve", "-o", "model=demo"]) == 7
     ports = {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
-    assert serve_calls == [(("owner/m", {}), {**ports, "server_args": [], **defaults(tmp_path, 8000)})]
+    assert serve_calls == [(("demo", {}), {**ports, "server_args": [], **defaults(tmp_path, 8000)})]
 
 
 @pytest.mark.parametrize(
