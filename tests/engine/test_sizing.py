@@ -57,7 +57,7 @@ def test_plan_reads_no_weights_and_says_what_does_not_fit(tiny, monkeypatch, cap
 @pytest.mark.parametrize("family", FULL_ATTENTION)
 def test_a_start_knows_the_least_kv_cache_without_layers(family, kv_dtype, tmp_path):
     FAMILIES[family]().save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     options = {"model": str(tmp_path), "load_format": "dummy", "device": "cpu", "kv_cache_dtype": kv_dtype} | OPTIONS
     config = EngineConfig.from_options(options)
     block = config.block_size * plan(config, Device("cpu", 10**9)).kv_bytes_per_token
