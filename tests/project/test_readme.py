@@ -13,7 +13,10 @@ import pytest
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
+from paged_backend.distributed import links
 from paged_backend.server.metric_definitions import FAMILIES
+from paged_client.openai import routing
+from tests.support import runs
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
@@ -268,3 +271,20 @@ def test_pre_commit_runs_the_linters_of_make_lint():
     linters = [line for line in done.stdout.splitlines() if line.startswith(".venv/bin/")]
     hooks = re.findall(r"(?m)^ +entry: (.+)$", (ROOT / ".pre-commit-config.yaml").read_text())
     assert hooks == linters and len(linters) == 3
+
+
+STATED = [
+    (routing.PROMPT_CHARS, "guides/clients.md", "it is the first {} characters or ids"),
+    (routing.MESSAGE_CHARS, "guides/clients.md", "at most the last {} characters of this"),
+    (routing.LOAD_FACTOR, "guides/clients.md", "more than {} times the mean of all servers"),
+    (routing.LOAD_SLACK, "guides/clients.md", "more than {} above this mean"),
+    (routing.AVOID_SECONDS, "guides/clients.md", "is tried last for {} s"),
+    (links.HELLO_SECONDS, "guides/secure.md", "the connection is closed after {} s"),
+    (links.MAX_STRANGERS, "guides/secure.md", "the oldest of more than {}"),
+    (runs.SLACK, "guides/test.md", "by more than half and {} s"),
+]
+
+
+@pytest.mark.parametrize(("value", "page", "sentence"), STATED)
+def test_numbers_of_constants_are_as_stated(value, page, sentence):
+    assert sentence.format(f"{value:,g}") in (ROOT / "docs" / page).read_text()
