@@ -12,6 +12,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,41 +54,60 @@ def read(url: str, query: str, *, end: float, seconds: float, step: float) -> li
         return json.load(reply)["data"]["result"]
 
 
+@dataclass(frozen=True)
+class Line:
+    """A series: seconds relative to now, and a value for each."""
+
+    name: str
+    times: list[float]
+    values: list[float]
+
+
 def draw(dashboard: Dashboard, url: str, *, seconds: float, step: float, window: str) -> plt.Figure:
-    """Draw one dashboard. window: the time over which rates are computed, such as "20s"."""
-    rows = -(-len(dashboard.panels) // COLUMNS)
+    """Draw one dashboard, without panels that have no data. window: the time over which rates are computed ("20s")."""
+    now = time.time()
+    found = [(panel, _lines(panel, url, now, seconds, step, window)) for panel in dashboard.panels]
+    drawn = [(panel, lines) for panel, lines in found if any(any(line.values) for line in lines)]
+    rows = -(-len(drawn) // COLUMNS)
     figure, axes = plt.subplots(rows, COLUMNS, figsize=(13, 2.6 * rows), squeeze=False, layout="constrained")
     figure.suptitle(dashboard.title)
-    now = time.time()
-    for panel, ax in zip(dashboard.panels, axes.flat, strict=False):
-        series: list[tuple[str, list[float], list[float]]] = []
-        for legend, query in panel.queries.items():
-            for one in read(url, filled_in(query, window), end=now, seconds=seconds, step=step):
-                name = re.sub(r"{{(\w+)}}", lambda label, one=one: one["metric"].get(label[1], ""), legend)
-                points = [(float(at) - now, float(value)) for at, value in one["values"]]
-                series.append((name, [at for at, _ in points], [value for _, value in points]))
-        _draw_panel(ax, panel, series)
-    for ax in list(axes.flat)[len(dashboard.panels) :]:
+    for (panel, lines), ax in zip(drawn, axes.flat, strict=False):
+        _draw_panel(ax, panel, lines)
+        ax.set_xlim(-seconds, 0)
+    for ax in list(axes.flat)[len(drawn) :]:
         ax.set_visible(False)
     return figure
 
 
-def _draw_panel(ax: Axes, panel: Panel, series: list[tuple[str, list[float], list[float]]]) -> None:
+def _lines(panel: Panel, url: str, now: float, seconds: float, step: float, window: str) -> list[Line]:
+    lines = []
+    for legend, query in panel.queries.items():
+        for one in read(url, filled_in(query, window), end=now, seconds=seconds, step=step):
+            name = re.sub(r"{{(\w+)}}", lambda label, one=one: one["metric"].get(label[1], ""), legend)
+            points = [(float(at) - now, float(value)) for at, value in one["values"] if value != "NaN"]
+            lines.append(Line(name, [at for at, _ in points], [value for _, value in points]))
+    return lines
+
+
+def _draw_panel(ax: Axes, panel: Panel, lines: list[Line]) -> None:
     ax.set_title(panel.title, fontsize=10, loc="left")
-    if panel.stacked and series:
-        times = sorted({at for _, points, _ in series for at in points})
-        rows = [[dict(zip(points, values, strict=True)).get(at, 0.0) for at in times] for _, points, values in series]
-        ax.stackplot(times, rows, labels=[name for name, _, _ in series], alpha=0.7)
+    if panel.stacked:
+        lines = [line for line in lines if any(line.values)]
+        times = sorted({at for line in lines for at in line.times})
+        rows = [[dict(zip(line.times, line.values, strict=True)).get(at, 0.0) for at in times] for line in lines]
+        ax.stackplot(times, rows, labels=[line.name for line in lines], alpha=0.7)
+        highest = max(map(sum, zip(*rows, strict=True)))
     else:
-        for name, times, values in series:
-            ax.plot(times, values, label=name)
+        for line in lines:
+            ax.plot(line.times, line.values, label=line.name)
+        highest = max(value for line in lines for value in line.values)
     format_value = UNITS[panel.unit]
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value)))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} s"))
-    ax.set_ylim(bottom=0)
+    columns = min(4, len(lines))
+    ax.set_ylim(0, highest * (1 + 0.16 * (1 + -(-len(lines) // columns))))  # with room for the legend
     ax.grid(alpha=0.3)
-    if series:
-        ax.legend(fontsize=7, loc="upper left", ncols=min(4, len(series)))
+    ax.legend(fontsize=7, loc="upper left", ncols=columns)
 
 
 def main() -> None:
