@@ -28,6 +28,7 @@ SUFFIX, GGUF, TEMPLATE = ".safetensors", ".gguf", ".jinja"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 MAX_BYTES = {".json": 256 << 20, ".model": 256 << 20, ".txt": 256 << 20, TEMPLATE: 1 << 20}  # limits by file suffix
 _SHARD = re.compile(r"(.+)-\d+-of-\d+\.safetensors")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # dtypes of weights that are not quantized
 _GGUF_FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 
@@ -82,14 +83,15 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_weights(
-    model_path: Path, *, quantized: bool, shapes: Mapping[str, tuple[int, ...]] | None = None
+    model_path: Path, *, quantized: bool, shapes: Mapping[str, tuple[int, ...]] | None = None, layers: object = None
 ) -> WeightTotals:
     """Return the totals of the weight files in a directory, or of a GGUF file.
 
-    shapes: what the configuration implies, by the last parts of a tensor's name.
+    shapes: what the configuration implies, by the last parts of a tensor's name. layers: how many layers it has, if
+    that is known and they are numbered as in Llama.
 
     Raises ConfigError for files that are truncated, do not match their index, contain dtypes that are not weights, or
-    have tensors of other shapes.
+    have other shapes or layers.
     """
     if model_path.suffix == GGUF:
         return check_gguf(model_path)
@@ -97,10 +99,11 @@ def check_weights(
         raise ConfigError(
             f"{model_path / ADAPTER}: adapters belong in multi_lora.json and not in a model; merge or remove it"
         )
-    totals = WeightTotals(0, 0, 0)
+    totals, numbered = WeightTotals(0, 0, 0), 0
     for path, expected in files_with_tensors(model_path):
         found = dict(_header(path, quantized))
         _check_shapes(model_path / CONFIG, path, found, shapes or {})
+        numbered = max(numbered, *(int(number[1]) + 1 for name in found if (number := _LAYER.search(name))), 0)
         if expected is not None and (difference := sorted(expected ^ found.keys())):
             where = f"is in {INDEX} but not in the file" if difference[0] in expected else f"is not in {INDEX}"
             raise ConfigError(f"{path}: {difference[0]} {where}")
@@ -109,6 +112,8 @@ def check_weights(
             totals.num_elements + sum(math.prod(shape) for shape in found.values()),
             totals.num_bytes + path.stat().st_size,
         )
+    if isinstance(layers, int) and numbered not in (0, layers):
+        raise ConfigError(f"{model_path / CONFIG}: num_hidden_layers={layers}: the weights have {numbered} layers")
     return totals
 
 

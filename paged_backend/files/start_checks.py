@@ -248,7 +248,8 @@ def _check_model(config: EngineConfig, path: Path, on_cpu: bool | None) -> Mappi
     if reads_weights:
         quantized, like_llama = fields.get(QUANTIZATION) is not None, fields.get("model_type") in FULL_ATTENTION
         shapes = llama_shapes(fields) if like_llama and not quantized else None
-        model_files.check_weights(path, quantized=quantized, shapes=shapes)
+        layers = fields.get("num_hidden_layers") if like_llama else None
+        model_files.check_weights(path, quantized=quantized, shapes=shapes, layers=layers)
     return _text_fields(fields)
 
 

@@ -23,7 +23,7 @@ def check_tokenizer(path: Path) -> None:
     elif not any(file.name != TOKENIZER for pattern in VOCABULARIES for file in path.glob(pattern)):
         settings = read_object(path / TOKENIZER) if (path / TOKENIZER).exists() else {}
         if not str(settings.get("tokenizer_class")).startswith(BYTES):
-            raise ConfigError(f"tokenizer: no tokenizer in {path}: neither {FAST} nor a vocabulary exists")
+            raise ConfigError(f"{path}: no tokenizer: neither {FAST} nor a vocabulary exists")
 
 
 def _check_fast(file: Path) -> None:
@@ -31,7 +31,7 @@ def _check_fast(file: Path) -> None:
     data = file.read_bytes().strip()
     if not (data.startswith(b"{") and data.endswith(b"}") and b'"model"' in data):
         found = f"has {len(data)} bytes and" if len(data) < 100 else "is truncated or"
-        raise ConfigError(f'tokenizer: {file} cannot be loaded: it {found} is no JSON object with "model"')
+        raise ConfigError(f'{file}: {found} is no JSON object with "model"')
 
 
 def check_template(path: Path | None, given: str | None) -> None:
@@ -39,7 +39,7 @@ def check_template(path: Path | None, given: str | None) -> None:
 
     path: of the tokenizer; its templates are not used if one is given.
     """
-    where = "chat_template:" if given else f"tokenizer: the chat template in {path}"
+    where = "chat_template:" if given else f"{path}: the chat template"
     for text in [given] if given else _templates(path) if path and path.is_dir() else []:
         if isinstance(text, str) and (problem := syntax_problem(text)):
             raise ConfigError(f"{where} {problem}")

@@ -44,7 +44,8 @@ def quantization_methods() -> Collection[str]:
 
 def activations() -> Collection[str]:
     """Return the names of activation functions."""
-    return _table("ACT2CLS", "activations.py").keys()
+    values = (getattr(one, "value", None) for one in _statements("activations.py") if _target(one) == "ACT2CLS")
+    return [_text(key) for value in values if isinstance(value, ast.Dict) for key in value.keys]
 
 
 @cache

@@ -88,7 +88,7 @@ def test_a_model_without_mistakes_passes(model, tmp_path):
         ({"disk_cache_dir": "/proc/x", "swap_space": "1MB"}, 'disk_cache_dir="/proc/x": cannot be written to: '),
         ({"chat_template": "x.jinja"}, 'chat_template="x.jinja": neither a template, which contains {, nor a file in'),
         ({"chat_template": "{% for %}"}, "chat_template: is not valid Jinja: line 1: "),
-        ({"tokenizer": "/dev"}, "tokenizer: no tokenizer in /dev"),
+        ({"tokenizer": "/dev"}, "/dev: no tokenizer: neither "),
         ({"generation_config": "/dev"}, 'generation_config="/dev": no generation_config.json in /dev; give "auto"'),
     ],
 )
@@ -251,32 +251,36 @@ def write(name, text):
             [write("generation_config.json", '{"temperature": "hot"}')],
             '{model}/generation_config.json: temperature="hot": must be a number; correct it, or',
         ),
-        ([remove("tokenizer.json")], "tokenizer: no tokenizer in {model}: neither tokenizer.json nor a vocabulary"),
+        ([remove("tokenizer.json")], "{model}: no tokenizer: neither tokenizer.json nor a vocabulary"),
         (
             [remove("tokenizer.json"), write("tokenizer_config.json", "{}")],
-            "tokenizer: no tokenizer in {model}: neither tokenizer.json",
+            "{model}: no tokenizer: neither tokenizer.json",
         ),
         (
             [write("tokenizer.json", "{}")],
-            'tokenizer: {model}/tokenizer.json cannot be loaded: .* no JSON object with "',
+            "{model}/tokenizer.json: has 2 bytes and is no JSON object",
         ),
-        ([write("tokenizer.json", "")], "tokenizer: {model}/tokenizer.json cannot be loaded: it has 0 bytes"),
+        ([write("tokenizer.json", "")], "{model}/tokenizer.json: has 0 bytes"),
         (
             [write("tokenizer.json", '{"model": {"vocab": "' + 100 * "a")],
-            "tokenizer: {model}/tokenizer.json cannot be loaded: it is truncated",
+            "{model}/tokenizer.json: is truncated or ",
         ),
         (
             [write("chat_template.jinja", "\n{{ messages | }}")],
-            "tokenizer: the chat template in {model} is not valid Jinja: line 2: ",
+            "{model}: the chat template is not valid Jinja: line 2: ",
         ),
         (
             [write("tokenizer_config.json", '{"chat_template": [{"name": "a", "template": "{% fi %}"}]}')],
-            "tokenizer: the chat template in {model} is not valid Jinja: line 1: ",
+            "{model}: the chat template is not valid Jinja: line 1: ",
         ),
         (
             [lambda model: write_weights(model / WEIGHTS, "model.layers.0.self_attn.q_proj.weight", (512, 576))],
             r"{model}/{WEIGHTS}: model.layers.0.self_attn.q_proj.weight: has shape \[512, 576\]; the sizes in "
             r"{model}/config.json imply \[576, 576\]",
+        ),
+        (
+            [lambda model: write_weights(model / WEIGHTS, "model.layers.2.mlp.up_proj.weight", (6, 576))],
+            r"{model}/config.json: num_hidden_layers=2: the weights have 3 layers",
         ),
         ([lambda model: write_weights(model / WEIGHTS, keep=9)], "{model}/model.safetensors: .*file not fully covered"),
         ([remove(WEIGHTS)], "{model}: no weights: neither model.safetensors nor model.safetensors.index.json exists"),
