@@ -64,10 +64,13 @@ class Line:
 
 
 def draw(dashboard: Dashboard, url: str, *, seconds: float, step: float, window: str) -> plt.Figure:
-    """Draw one dashboard, without panels that have no data. window: the time over which rates are computed ("20s")."""
+    """Draw one dashboard, without lines that are always 0, and panels without lines.
+
+    window: the time over which rates are computed, such as "20s".
+    """
     now = time.time()
     found = [(panel, _lines(panel, url, now, seconds, step, window)) for panel in dashboard.panels]
-    drawn = [(panel, lines) for panel, lines in found if any(any(line.values) for line in lines)]
+    drawn = [(panel, lines) for panel, lines in found if lines]
     rows = -(-len(drawn) // COLUMNS)
     figure, axes = plt.subplots(rows, COLUMNS, figsize=(13, 2.6 * rows), squeeze=False, layout="constrained")
     figure.suptitle(dashboard.title)
@@ -85,14 +88,14 @@ def _lines(panel: Panel, url: str, now: float, seconds: float, step: float, wind
         for one in read(url, filled_in(query, window), end=now, seconds=seconds, step=step):
             name = re.sub(r"{{(\w+)}}", lambda label, one=one: one["metric"].get(label[1], ""), legend)
             points = [(float(at) - now, float(value)) for at, value in one["values"] if value != "NaN"]
-            lines.append(Line(name, [at for at, _ in points], [value for _, value in points]))
+            if any(value for _, value in points):
+                lines.append(Line(name, [at for at, _ in points], [value for _, value in points]))
     return lines
 
 
 def _draw_panel(ax: Axes, panel: Panel, lines: list[Line]) -> None:
     ax.set_title(panel.title, fontsize=10, loc="left")
     if panel.stacked:
-        lines = [line for line in lines if any(line.values)]
         times = sorted({at for line in lines for at in line.times})
         rows = [[dict(zip(line.times, line.values, strict=True)).get(at, 0.0) for at in times] for line in lines]
         ax.stackplot(times, rows, labels=[line.name for line in lines], alpha=0.7)
