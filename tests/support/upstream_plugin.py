@@ -1,4 +1,5 @@
-"""A pytest plugin for test files of vLLM: what they import of vLLM, and its server, which is a gateway here.
+"""A pytest plugin for test files of vLLM and of Triton's OpenAI frontend: what they import of these projects, and
+their server, which is a gateway here.
 
 They run in a process of their own (upstream_suites.py), with the variables below.
 """
@@ -10,13 +11,14 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from types import ModuleType
+from contextlib import ExitStack, contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import openai
 import pytest
+import requests
 
 from tests.support.gateway import gateway
 
@@ -78,6 +80,75 @@ def get_tokenizer(*arguments: Any, **options: Any) -> Any:
     return AutoTokenizer.from_pretrained(os.environ[TOKENIZER])
 
 
+# Of Triton's frontend: its conftest.py and utils.py. Tests that make an application of their own give it a tokenizer.
+
+
+def setup_server(*arguments: Any, **options: Any) -> Any:
+    return SimpleNamespace(stop=lambda: None)
+
+
+def setup_fastapi_app(*, tokenizer: str = "", **options: Any) -> list[str]:
+    return ["--tokenizer", tokenizer] if tokenizer else []
+
+
+class _Session(requests.Session):
+    """Takes the place of FastAPI's client: URLs are relative to the gateway's."""
+
+    base = ""
+
+    def request(self, method: str, url: str, **options: Any) -> requests.Response:  # type: ignore[override]
+        return super().request(method, self.base + url, timeout=SECONDS, **options)
+
+
+@contextmanager
+def open_client(flags: list[str]) -> Iterator[_Session]:
+    with gateway(os.environ[SERVER], *flags) as front, _Session() as client:
+        client.base = front.url
+        yield client
+
+
+@pytest.fixture(scope="class")
+def fastapi_client_class_scope() -> Iterator[_Session]:
+    with open_client([]) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RemoteOpenAIServer]:
+    with RemoteOpenAIServer("", []) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def backend() -> str:
+    return "vllm"
+
+
+@pytest.fixture(scope="session")
+def model() -> str:
+    return os.environ[MODEL]
+
+
+@pytest.fixture(scope="session")
+def model_repository() -> str:
+    return os.devnull
+
+
+@pytest.fixture(scope="session")
+def tokenizer_model() -> str:
+    return os.environ[TOKENIZER]
+
+
+@pytest.fixture(scope="session")
+def prompt() -> str:
+    return "What is machine learning?"
+
+
+@pytest.fixture(scope="session")
+def messages(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
 def _fixture(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Return a fixture, like pytest_asyncio.fixture, of an asynchronous generator."""
     if function is None:
@@ -102,8 +173,12 @@ def _module(name: str, **members: Any) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "asyncio: an asynchronous test")
     config.addinivalue_line("markers", "skip_global_cleanup: of vLLM")
+    config.addinivalue_line("markers", "openai: of Triton")
     huggingface_hub.snapshot_download = lambda *arguments, **options: os.devnull  # adapters, which are not served here
     _module("pytest_asyncio", fixture=_fixture)
+    _module("fastapi")
+    _module("fastapi.testclient", TestClient=open_client)
+    _module("tritonserver", Server=None)
     _module("vllm")
     _module("vllm.config", ModelConfig=ModelConfig)
     _module("vllm.tokenizers", get_tokenizer=get_tokenizer)

@@ -11,6 +11,8 @@ import os
 import re
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -22,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 DIRECTORY = "PAGED_SUITES"
 SECONDS = 1800  # for all files
 _FETCH_SECONDS = 600
+_REQUEST_SECONDS = 30
 
 
 class NotFetched(Exception):
@@ -41,7 +44,7 @@ class Suite:
     project: str
     version: str
     folder: str
-    files: tuple[str, ...]
+    files: Collection[str]
 
     def sources(self) -> Path:
         """Return the directory of the sources. Raises NotFetched."""
@@ -94,12 +97,13 @@ class Suite:
         for folder in (package, *list(package.parents)[:2]):
             (folder / "__init__.py").touch()
         (place / "upstream" / "utils.py").write_text(
-            "from tests.support.upstream_plugin import RemoteOpenAIServer as RemoteOpenAIServer\n"
+            "from tests.support.upstream_plugin import RemoteOpenAIServer, setup_fastapi_app, setup_server\n"
         )
         for name in self.files:
             text = (self.sources() / self.folder / name).read_text()
             for theirs in re.findall(r'^MODEL_NAME = ("[^"]+")', text, re.MULTILINE):
                 text = text.replace(theirs, json.dumps(model))
+            text = text.replace("from tests.utils import", "from upstream.utils import")
             (package / name).write_text(text)
         report = place / "report.xml"
         path = os.pathsep.join(map(str, (place, ROOT, ROOT / "kernels", ROOT / "client")))
@@ -118,6 +122,30 @@ class Suite:
         )
         assert report.exists(), done.stdout[-4000:] + done.stderr[-4000:]
         return dict(map(_outcome, ElementTree.parse(report).iter("testcase")))
+
+
+@dataclass(frozen=True)
+class RepositorySuite(Suite):
+    """Test files of a repository on GitHub.
+
+    Args:
+        version: a name for this set of commits.
+        files: the commit of each file.
+        repository: as in owner/name.
+    """
+
+    files: dict[str, str]
+    repository: str
+
+    def _fetch(self, target: Path) -> None:
+        (target / self.folder).mkdir(parents=True)
+        for name, commit in self.files.items():
+            url = f"https://raw.githubusercontent.com/{self.repository}/{commit}/{self.folder}/{name}"
+            try:
+                with urllib.request.urlopen(url, timeout=_REQUEST_SECONDS) as reply:
+                    (target / self.folder / name).write_bytes(reply.read())
+            except OSError as error:
+                raise NotFetched(f"{url}: {error}") from None
 
 
 def _outcome(case: ElementTree.Element) -> tuple[str, str]:
