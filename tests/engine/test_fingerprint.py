@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from tokenizers import Tokenizer
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.fingerprint import fingerprint
@@ -24,6 +25,17 @@ def test_fingerprint_depends_on_what_changes_tokens(tiny, tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"@")
     assert same != fingerprint_of(tmp_path)
+
+
+def test_fingerprint_depends_on_the_tokenizer_and_its_vocabulary(tiny, tmp_path):
+    shutil.copytree(tiny[0], tmp_path, dirs_exist_ok=True)
+    same = fingerprint_of(tiny[0], tokenizer=str(tmp_path))
+    assert same != fingerprint_of(tiny[0])
+    file = tmp_path / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_tokens(["another"])
+    tokenizer.save(str(file))
+    assert same != fingerprint_of(tiny[0], tokenizer=str(tmp_path))
 
 
 @pytest.mark.parametrize("options", [{"quantized_activations": "none"}])

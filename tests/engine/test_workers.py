@@ -166,6 +166,7 @@ def test_all_ranks_swap_preempted_requests(alone, shared):
 
 def test_ranks_that_have_met_accept_nobody_else(shared):
     """A stranger could read and fill the store of the ranks, and use up their file descriptors."""
+    assert len(set(shared.workers._secret)) > 8  # random bytes, which only the ranks of this start know
     rank = shared.workers.processes[1].pid
     variables = dict(item.split("=", 1) for item in Path(f"/proc/{rank}/environ").read_text().split("\0") if item)
     ports = {int(variables["MASTER_PORT"]), *listening_ports(rank)}  # not all of this process: it has other tests

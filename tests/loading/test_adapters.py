@@ -151,6 +151,9 @@ INVALID = {  # error -> what makes the adapter invalid
     "self_attn.q_proj: contains values that are not finite": lambda directory: change_tensors(
         directory, lambda tensors: tensors[A].fill_(torch.inf)
     ),
+    "q_proj: contains values that are not finite in": lambda directory: change_tensors(
+        directory, lambda tensors: tensors[A.replace("lora_A", "lora_B")].fill_(torch.nan)
+    ),
     f"adapter_model.safetensors: {EMBEDDING}: not supported; must be lora_A": lambda directory: change_tensors(
         directory, lambda tensors: tensors.update({EMBEDDING: torch.zeros(4, 320)})
     ),

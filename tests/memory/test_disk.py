@@ -153,7 +153,7 @@ def test_any_write_error_disables_the_tier(tmp_path, monkeypatch, caplog):
 def test_only_the_user_can_read_folders(tmp_path, caplog):
     """An existing directory stays as it is, and a warning names its mode."""
     (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o755)
+    (tmp_path / "open").chmod(0o750)
     for name, warned in (("own", False), ("open", True)):
         caplog.clear()
         tier = DiskTier(tmp_path / name, "ab12", 10**6, LAYOUT)
@@ -162,4 +162,4 @@ def test_only_the_user_can_read_folders(tmp_path, caplog):
         folders = [path for path in (tmp_path / name).rglob("*") if path.is_dir()]
         assert len(folders) == 2
         assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
-        assert ("has mode 0755" in caplog.text) == warned
+        assert ("has mode 0750" in caplog.text) == warned

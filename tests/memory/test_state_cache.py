@@ -1,10 +1,14 @@
 """Slots of the states of recurrent layers are copied, read and written whole, and do not affect each other."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from paged_backend.execution.runner import Runner
 from paged_backend.memory import kv_cache
 from paged_backend.memory.state_cache import StateCache, StateShape, TensorShape, bytes_per_slot
+from paged_backend.scheduling.state_slots import StateCopy
 
 SHAPES = [
     StateShape(TensorShape((6, 4), torch.bfloat16), TensorShape((2, 3, 5), torch.float32)),
@@ -77,3 +81,18 @@ def test_slot_on_the_host_is_a_copy_and_can_be_restored_elsewhere(cache):
     after = snapshot(cache)
     for slot, source in enumerate((0, 3, 2, 0, 4)):
         assert equal(after[slot], before[source])
+
+
+def test_a_step_moves_states_to_the_host_before_it_copies_and_from_the_host_last(cache):
+    """A slot whose state moves away is the target of a copy, whose source is then overwritten by one of the host's."""
+    host = StateCache.allocate(SHAPES, num_slots=2, device=torch.device("cpu"))
+    for tensor in host.tensors:
+        tensor.copy_(torch.randn(tensor.shape))
+    device_before, host_before = snapshot(cache), snapshot(host)
+    plan = SimpleNamespace(
+        state_moves_out=[(0, 0)], state_copies=[StateCopy(1, 1, from_host=True), StateCopy(source=1, target=0)]
+    )
+    Runner._move_states(SimpleNamespace(states=cache, host_states=host), plan)
+    assert equal(host.read_slot(0), device_before[0])
+    assert equal(cache.read_slot(0), device_before[1])
+    assert equal(cache.read_slot(1), host_before[1])

@@ -14,6 +14,8 @@ import pytest
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
 from paged_backend.distributed import links
+from paged_backend.memory import block_file
+from paged_backend.server import engine_monitor, service
 from paged_backend.server.metric_definitions import FAMILIES
 from paged_client.openai import routing
 from tests.support import runs
@@ -281,6 +283,9 @@ STATED = [
     (routing.AVOID_SECONDS, "guides/clients.md", "is tried last for {} s"),
     (links.HELLO_SECONDS, "guides/secure.md", "the connection is closed after {} s"),
     (links.MAX_STRANGERS, "guides/secure.md", "the oldest of more than {}"),
+    (engine_monitor.AUDIT_SECONDS, "design/streaming.md", "asks the engine every {} s"),
+    (block_file.READ_SECONDS, "design/block-manager.md", "| a slow answer | {} s |"),
+    (100 * service.DRAIN_SHARE, "guides/deploy.md", "`stop_timeout`: {}% for requests"),
     (runs.SLACK, "guides/test.md", "by more than half and {} s"),
 ]
 

@@ -290,3 +290,16 @@ def test_drafts_of_a_model_without_states_need_no_slots():
 
 def sequence(key, prompt=(1, 2)):
     return Group(request(key, prompt)).leader
+
+
+def test_a_sequence_keeps_one_checkpoint_of_its_output():
+    """However many slots are to spare."""
+    sched = scheduler_with_states(64, 4, 4, 8, 30, caching=True)
+    store = ShadowStates(sched, 5, 30)
+    sched.add(request(0, range(5), max_tokens=30))
+    kept = []
+    while sched.has_work:
+        plan = sched.schedule()
+        sched.commit(plan, store.run(plan))
+        kept.append(sched.states.num_checkpoints)
+    assert max(kept) == 2  # with that of the prompt's last block

@@ -113,6 +113,19 @@ def test_swap_out_does_not_use_a_block_of_the_host_without_window_pages(is_trimm
     blocks.check([])
 
 
+def test_evicted_blocks_without_window_pages_have_none_in_the_host_pool():
+    blocks = manager(host=60)
+    table = cached_table(blocks, range(12), start=3)
+    evict_windows(blocks)
+    blocks.free(table, start=3)
+    evicting = blocks.pool.allocate(blocks.pool.num_available // 3)
+    blocks.offload.finish_moves_out(blocks.offload.take_moves_out())
+    assert len(blocks.host.trimmed) == 3
+    assert match(blocks, range(12)).blocks == ()  # a query after them sees window pages, which were not moved
+    blocks.free(evicting)
+    blocks.check([])
+
+
 def test_swap_in_does_not_use_a_cached_block_without_window_pages():
     blocks = manager(host=60)
     other = cached_table(blocks, range(4))

@@ -22,6 +22,7 @@ def test_messages_and_tools_are_passed_through():
     call = read(**sent(TURNS, tools=[WEATHER]))
     assert (call.messages, call.tools, call.template_variables) == (TURNS, [WEATHER], None)
     assert read(**sent(TURNS)).tools is None
+    assert read(**sent([{"role": "r" * 64, "content": "a"}])).messages[0]["role"] == "r" * 64
     assert read(**sent(TURNS, chat_template_kwargs={"a": [1]})).template_variables == {"a": [1]}
 
 
@@ -123,6 +124,7 @@ def test_invalid_tool_calls_are_rejected(turn, reason):
     [
         ({"role": "<|im_end|>"}, 'messages[0].role="<|im_end|>": must be 1..64 letters, digits, _ and -'),
         ({"role": "user\n"}, "messages[0].role="),
+        ({"role": "r" * 65}, "messages[0].role="),
         ({"role": ""}, "messages[0].role="),
         ({"role": "user", "name": [1]}, "messages[0].name=[1]: must be a string"),
         ({"role": "user", "tool_call_id": 1}, "messages[0].tool_call_id=1: must be a string"),

@@ -25,9 +25,10 @@ def test_an_oversized_frame_is_neither_sent_nor_read():
 
 def test_a_directory_accessible_to_others_is_rejected(socket_directory, monkeypatch):
     socket_directory.mkdir(mode=0o700)
-    socket_directory.chmod(0o755)
-    with pytest.raises(PermissionError, match="must belong to user"):
-        local_socket.listen("engine")
+    for mode in (0o755, 0o750, 0o701):
+        socket_directory.chmod(mode)
+        with pytest.raises(PermissionError, match="must belong to user"):
+            local_socket.listen("engine")
     socket_directory.rmdir()
     socket_directory.symlink_to(socket_directory.parent)
     with pytest.raises(OSError, match="Not a directory"):
@@ -45,6 +46,9 @@ def test_another_users_process_is_rejected(engine, monkeypatch):
     with ours, theirs:
         monkeypatch.undo()
         assert local_socket.is_own(ours)
+        someone = os.getuid() + 1
+        monkeypatch.setattr(local_socket.os, "getuid", lambda: someone)
+        assert not local_socket.is_own(ours)
 
 
 def test_sockets_of_dead_engines_are_removed(engine, socket_directory):

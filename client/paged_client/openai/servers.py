@@ -27,6 +27,8 @@ _FAILOVER_CODE = "UNAVAILABLE"  # the error class for which the next server is t
 # Texts of other errors for which it is, because the server has failed, not the request: of the engine, and of
 # tritonserver, whose process for the engine has ended or hangs.
 _FAILOVER_TEXTS = ("the engine died", "is not healthy")
+# Limits that errors of this class name. A server that is at the first has not failed, and no server exceeds the second.
+TENANT_LIMIT, OUTPUT_LIMIT = "(max_tenant_requests)", "max_response_mib"
 PAUSE_SECONDS = 0.5  # time after which servers that have all failed are tried again
 FIND_SECONDS = 3.0  # for a server to name its model
 
@@ -165,7 +167,7 @@ class Servers:
                 try:
                     return await method(attempts.client)
                 except PagedError as error:
-                    if not (_can_fail_over(error) and await attempts.advance()):
+                    if not await attempts.advance(error):
                         raise
         finally:
             attempts.close()
@@ -195,9 +197,14 @@ class Attempts:
         assert self._server is not None
         return self._clients[self._server]
 
-    async def advance(self) -> bool:
-        """Go to the next server, after a pause if all have been tried. Return whether there is time for that."""
-        self.close(failed=True)
+    async def advance(self, error: PagedError) -> bool:
+        """Go to the next server, after a pause if all have been tried. error: of the last attempt.
+
+        Return whether another server may run the request, and there is time for that.
+        """
+        if not _can_fail_over(error):
+            return False
+        self.close(failed=TENANT_LIMIT not in str(error))
         if not self._order:
             if time.monotonic() + PAUSE_SECONDS > self._deadline:
                 return False
@@ -216,6 +223,8 @@ class Attempts:
 
 def _can_fail_over(error: PagedError) -> bool:
     """Return whether another server, or the same one after a restart, may be able to run the request."""
+    if OUTPUT_LIMIT in str(error):
+        return False
     return error.code == _FAILOVER_CODE or any(text in str(error) for text in _FAILOVER_TEXTS)
 
 
@@ -262,8 +271,8 @@ class FailoverStream:
             try:
                 delta = await self._stream.__anext__()
             except PagedError as error:
-                can_retry = not (self._has_output or self._cancelled) and _can_fail_over(error)
-                if not (can_retry and await self._attempts.advance()) or self._cancelled:
+                can_retry = not (self._has_output or self._cancelled)
+                if not (can_retry and await self._attempts.advance(error)) or self._cancelled:
                     self._attempts.close()
                     raise
                 self._stream = self._create(self._attempts.client)

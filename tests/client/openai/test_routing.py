@@ -11,6 +11,7 @@ from paged_client.openai.routing import (
     AVOID_SECONDS,
     LEAST_LOADED,
     LOAD_SLACK,
+    MESSAGE_CHARS,
     PROMPT_CHARS,
     HashRing,
     Route,
@@ -105,6 +106,8 @@ def test_key_of_a_conversation_is_its_first_turn():
     assert conversation_key([SYSTEM, user("Two")]) != first
     assert conversation_key([{"role": "system", "content": "Other."}, user("One")]) != first
     assert conversation_key([SYSTEM]) != conversation_key([user("One")])
+    long = {"role": "system", "content": "x" * (MESSAGE_CHARS + 1000)}  # the last characters differ
+    assert conversation_key([long, user("One")]) != conversation_key([long, user("Two")])
 
 
 def test_key_of_a_text_is_its_beginning():

@@ -12,6 +12,7 @@ from datetime import datetime
 import openai
 import pytest
 
+from paged_backend.api.errors import QueueFull, TenantLimitReached
 from tests.support.client_calls import pool_of
 from tests.support.gateway import (
     BODIES,
@@ -128,6 +129,26 @@ class TestServers:
             statuses = {front.ask("/v1/completions", PROMPT)[0] for _ in range(3)}
         assert statuses <= {400, 500}
         assert sum(counts(fakes)) == before + 3
+
+    def test_an_output_that_is_too_large_is_not_computed_again(self, front, fakes):
+        large = {"say": [], "fail": "UNAVAILABLE: its answer is larger than max_response_mib=1; ask for fewer tokens"}
+        before = sum(counts(fakes))
+        with respond_with(fakes[0], **large), respond_with(fakes[1], **large):
+            assert front.ask("/v1/completions", PROMPT)[0] == 503
+        assert sum(counts(fakes)) == before + 1
+
+    @pytest.mark.parametrize("error", [TenantLimitReached(3), QueueFull(1)], ids=lambda error: error.outcome)
+    def test_the_limit_of_a_tenant_is_no_failure_of_the_server(self, fakes, error):
+        """Conversations of other tenants stay at their server, which has cached their beginning."""
+        with gateway(fakes[0].url, "--url", fakes[1].url) as front:
+            before = counts(fakes)
+            assert front.ask("/v1/completions", PROMPT)[0] == 200
+            (home,) = (fake for fake, count in zip(fakes, before, strict=True) if len(fake.requests) > count)
+            with respond_with(home, say=[], fail=str(error)):
+                assert front.ask("/v1/completions", PROMPT)[0] == 200  # by the other server
+            before = len(home.requests)
+            front.ask("/v1/completions", PROMPT)
+            assert (len(home.requests) > before) == isinstance(error, TenantLimitReached)
 
     @pytest.mark.parametrize("path", [*BODIES, "/v1/embeddings"])
     def test_timed_out_request_does_not_fail_over(self, front, fakes, path):

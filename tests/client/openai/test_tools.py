@@ -10,6 +10,7 @@ from paged_client.openai.tool_calls import ANY, FORMATS
 from paged_client.openai.tools import detect_format, tool_use
 from tests.support.gateway import BODIES, CHAT, PROMPT, error_of, gateway
 from tests.support.openai_tools import ARGUMENTS, CALLS, CITY, PATH, TOOLS
+from tests.support.tokenizers import TEMPLATE, write_tokenizer
 
 
 class TestRequests:
@@ -113,6 +114,15 @@ def test_required_call_schema():
 )
 def test_format_is_detected_from_the_template(template, name):
     assert detect_format(template) is FORMATS[name]
+
+
+def test_a_gateway_detects_the_format_from_its_tokenizers_template(fake, says, tmp_path):
+    """A call in another format is text."""
+    directory = write_tokenizer(tmp_path, TEMPLATE + "{# [TOOL_CALLS] #}")
+    with gateway(fake.url, "--tokenizer", str(directory)) as front, says(say=CALLS):
+        message = front.ask(PATH, CHAT | {"tools": TOOLS})[1]["choices"][0]["message"]
+    assert message["content"] == "".join(CALLS)
+    assert not message.get("tool_calls")
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages }}"])
