@@ -247,7 +247,7 @@ def draw(
     left.set_ylabel("slots that hold no token, %")
     left.legend(frameon=False)
     by_name = {record.name: record for record in records}
-    bars = {"pages of 16": by_name["waste ShareGPT block_size=16"].value} | dict(
+    bars = {"blocks of 16": by_name["waste ShareGPT block_size=16"].value} | dict(
         by_name["waste ShareGPT block_size=16"].peers
     )
     drawn = middle.bar(
