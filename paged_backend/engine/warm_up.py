@@ -110,7 +110,7 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
 def _largest_plan(config: EngineConfig, blocks: BlockManager, count: int, length: int, *, has_states: bool) -> Plan:
     scheduler = Scheduler(
         blocks,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=count,
         max_num_batched_tokens=count * length,
         preemption="recompute",
         state_slots=config.max_num_seqs if has_states else 0,

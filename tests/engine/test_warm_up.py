@@ -268,3 +268,8 @@ def test_time_of_a_decode_step_is_measured(tiny):
     made = tiny_assembly(tiny[0])
     config = EngineConfig.from_options({"model": "x", "block_size": made.scheduler.blocks.block_size})
     assert 0 < warm_up.measure_decode(config, made.loaded, made.runner) < 60
+
+
+def test_a_cpu_loads_with_more_sequences_than_the_tokens_of_its_warm_up(tiny, monkeypatch):
+    monkeypatch.setattr(warm_up, "MOST_CPU_TOKENS", 4)
+    assert tiny_assembly(tiny[0], max_num_seqs=8).scheduler.max_num_seqs == 8
