@@ -17,7 +17,7 @@ from paged_backend.distributed import links
 from paged_backend.memory import block_file
 from paged_backend.server import engine_monitor, service
 from paged_backend.server.metric_definitions import FAMILIES
-from paged_client.openai import routing
+from paged_client.openai import routing, schema
 from tests.support import runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -281,6 +281,7 @@ STATED = [
     (routing.LOAD_FACTOR, "guides/clients.md", "more than {} times the mean of all servers"),
     (routing.LOAD_SLACK, "guides/clients.md", "more than {} above this mean"),
     (routing.AVOID_SECONDS, "guides/clients.md", "is tried last for {} s"),
+    (schema.MAX_CONTAINERS, "guides/secure.md", "with more than {} lists and objects"),
     (links.HELLO_SECONDS, "guides/secure.md", "the connection is closed after {} s"),
     (links.MAX_STRANGERS, "guides/secure.md", "the oldest of more than {}"),
     (engine_monitor.AUDIT_SECONDS, "design/streaming.md", "asks the engine every {} s"),
@@ -292,4 +293,4 @@ STATED = [
 
 @pytest.mark.parametrize(("value", "page", "sentence"), STATED)
 def test_numbers_of_constants_are_as_stated(value, page, sentence):
-    assert sentence.format(f"{value:,g}") in (ROOT / "docs" / page).read_text()
+    assert sentence.format(f"{value:,.10g}") in (ROOT / "docs" / page).read_text()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from itertools import islice
@@ -25,6 +26,8 @@ from paged_client.openai.errors import ApiError
 _DEPTH = {"messages": 3, "stream_options": 2, "tools": 4, "response_format": 3}
 _MAX_SHOWN = 80  # characters of a value or a path in an error message
 _CHUNK = 32  # entries of an object that are validated at a time
+MAX_CONTAINERS = 1 << 17  # lists and objects of a body: while millions are parsed, the gateway does nothing else
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _MAX_WARNINGS = 256  # names of unknown fields that are logged; clients choose them
 
 log = logging.getLogger("paged_client")
@@ -282,6 +285,8 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
 
 def read_object(body: bytes) -> dict[str, Any]:
     """Return the fields of a request body. Raises ApiError if it is no JSON object, or an object has a key twice."""
+    if _num_containers(body) > MAX_CONTAINERS:
+        raise ApiError(400, f"the body has more than {MAX_CONTAINERS} lists and objects")
     try:
         values = from_json(body, allow_inf_nan=False)
         strict_json.parse(body)  # finds such a key
@@ -290,6 +295,12 @@ def read_object(body: bytes) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object")
     return values
+
+
+def _num_containers(body: bytes) -> int:
+    """Return the number of lists and objects in a body; where they are few, brackets in strings count as well."""
+    count = sum(map(body.count, (b"[", b"{")))
+    return count if count <= MAX_CONTAINERS else sum(map(_STRING.sub(b"", body).count, (b"[", b"{")))
 
 
 def validate(kind: type[RequestT], values: dict[str, Any]) -> RequestT:

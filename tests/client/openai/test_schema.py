@@ -13,7 +13,7 @@ from paged_client.openai import schema
 from paged_client.openai.chat_schema import ChatRequest
 from paged_client.openai.embeddings import EmbeddingRequest
 from paged_client.openai.errors import ApiError
-from paged_client.openai.schema import CompletionRequest, SamplingFields, parse, read_object, validate
+from paged_client.openai.schema import MAX_CONTAINERS, CompletionRequest, SamplingFields, parse, read_object, validate
 from tests.support.gateway import BODIES, CHAT, PROMPT, error_of
 
 # Sampling parameters that have a word of OpenAI's, and prefill_only, which the gateway sets itself.
@@ -97,6 +97,16 @@ def test_depth_of_a_body_is_limited(levels, allowed):
         value = [value]
     rejection = refused_body(CompletionRequest, PROMPT | {"user": value})
     assert rejection is None if allowed else "not valid JSON: recursion limit exceeded" in rejection.message
+
+
+def test_number_of_lists_of_a_body_is_limited():
+    """Brackets in strings do not count, whatever they contain."""
+    lists = [[]] * (MAX_CONTAINERS - 2)  # beside the outer one and the body
+    assert refused_body(CompletionRequest, PROMPT | {"user": lists}) is None
+    rejection = refused_body(CompletionRequest, PROMPT | {"user": [*lists, []]})
+    assert rejection.message == f"the body has more than {MAX_CONTAINERS} lists and objects"
+    text = '[{"' + '\\["{' * MAX_CONTAINERS
+    assert refused_body(CompletionRequest, PROMPT | {"user": text}) is None
 
 
 @pytest.mark.parametrize(
