@@ -8,6 +8,7 @@ import ctypes
 import os
 import platform
 import resource
+import select
 import signal
 import struct
 import sys
@@ -21,6 +22,7 @@ _DO_NOTHING, _ALLOW = 0x00050000, 0x7FFF0000
 _NUMBER, _SECOND_ARGUMENT = 0, 24  # offsets in what a filter reads
 _PUBLIC = 0o644
 OPEN_FILES = 65536
+ORPHAN_SECONDS = 60.0  # for a server whose launcher has died to end by itself
 
 
 def keep_files_private() -> None:
@@ -62,11 +64,49 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
+def guard(launcher: int) -> None:
+    """Start a process that kills this one if it runs ORPHAN_SECONDS after its launcher has died.
+
+    The server gets SIGTERM when its launcher dies, but open streams and connections can keep it running. The engine's
+    processes end with it. Without pidfd_open, which some containers do not permit, nothing is started.
+    """
+    with suppress(OSError, AttributeError):
+        ends = [os.pidfd_open(pid) for pid in (launcher, os.getpid())]
+        if (child := os.fork()) == 0:
+            if os.fork() == 0:  # no child of the server, which looks after its own
+                _watch(*ends)
+            os._exit(0)
+        os.waitpid(child, 0)
+        for end in ends:
+            os.close(end)
+
+
+def _watch(launcher: int, server: int) -> None:
+    """Be the guard. Arguments: pidfds."""
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):  # the launcher reads the server's output until nobody has it open
+            os.dup2(null, stream)
+        os.setsid()
+        if server in _ended([launcher, server], None):
+            return
+        if not _ended([server], ORPHAN_SECONDS):
+            signal.pidfd_send_signal(server, signal.SIGKILL)
+    finally:
+        os._exit(0)
+
+
+def _ended(processes: list[int], seconds: float | None) -> list[int]:
+    """Wait until one of the processes has ended, or the time has passed. Return those that have."""
+    return select.select(processes, [], [], seconds)[0]
+
+
 def main() -> None:
     launcher, *command = sys.argv[1:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # also when the launcher dies of SIGKILL
     if os.getppid() != int(launcher):  # it has died before
         sys.exit(1)
+    guard(int(launcher))
     keep_files_private()
     raise_descriptor_limit()
     os.execv(command[0], command)
