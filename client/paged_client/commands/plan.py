@@ -95,7 +95,7 @@ def plan(args: argparse.Namespace) -> int:
     values = {"options": resolved, "device": device, "contexts": args.context, "json": args.json}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [find_python(), "-c", _PROCESS, json.dumps(values)]
-    sys.stdout.flush()
+    print("reading the model's layers, which imports PyTorch ...", file=sys.stderr, flush=True)
     os.execve(command[0], command, environment)
 
 
