@@ -223,7 +223,9 @@ def _header(path: Path, quantized: bool) -> Iterator[tuple[str, tuple[int, ...]]
                         f" {CONFIG} has no quantization_config"
                     )
                 yield name, tuple(shape)
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
+        raise ConfigError(f"{path}: is truncated or damaged; copy it again: {error}") from error
+    except OSError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 

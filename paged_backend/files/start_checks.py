@@ -44,10 +44,7 @@ def check_start(config: EngineConfig, root: Path = ROOT) -> None:
     check_host_pool(config, on_cpu=_runs_on_cpu(config))
     if config.disk_cache_dir is not None:
         check_disk_cache(config)
-    template = None
-    if config.chat_template is not None:
-        file = find_template(config.chat_template, root)
-        template = file.read_text() if file else config.chat_template
+    template = None if config.chat_template is None else read_template(config.chat_template, root)
     on_cpu = True if _runs_on_cpu(config) else False if config.device == "cuda" else None
     _check_pool(config, check_models(config, root, on_cpu=on_cpu))
     _check_hub(config, root, on_cpu)
@@ -55,6 +52,8 @@ def check_start(config: EngineConfig, root: Path = ROOT) -> None:
     if path:
         check_defaults(config, root, path)
     tokenizer = find_local(config.tokenizer, root) if config.tokenizer else path
+    if tokenizer and config.tokenizer and tokenizer.is_dir():
+        model_files.check_text_files(tokenizer)
     if tokenizer and tokenizer.suffix != GGUF and not config.trust_remote_code:
         check_tokenizer(tokenizer)
     if tokenizer or template:
@@ -129,13 +128,16 @@ def no_model(option: str, value: str, path: Path) -> ConfigError:
     return invalid_option(option, value, f"{problem}; give a Hugging Face model directory, or a {GGUF} file")
 
 
-def find_template(given: str, root: Path) -> Path | None:
-    """Return the file of the option `chat_template`; None if it is a template itself. Raises ConfigError."""
+def read_template(given: str, root: Path) -> str:
+    """Return the template that the option `chat_template` is, or whose file it names. Raises ConfigError."""
     if "{" in given:
-        return None
+        return given
     for path in possible_paths(given, root):
         if path.is_file():
-            return path
+            try:
+                return path.read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise invalid_option("chat_template", given, f"cannot be read: {error}") from error
     raise invalid_option("chat_template", given, f"neither a template, which contains {{, nor a file in {root}")
 
 
@@ -215,7 +217,8 @@ def check_disk_cache(config: EngineConfig) -> None:
         used = sum(file.stat().st_size for file in directory.glob("*/*/*"))
         free = shutil.disk_usage(directory).free
     except OSError as error:
-        raise invalid_option("disk_cache_dir", config.disk_cache_dir, f"cannot be written to: {error}") from error
+        problem = "is not a directory" if isinstance(error, FileExistsError) else f"cannot be written to: {error}"
+        raise invalid_option("disk_cache_dir", config.disk_cache_dir, problem) from error
     if config.disk_cache_gib * GIB > free + used:
         raise ConfigError(
             f"disk_cache_gib={config.disk_cache_gib:g}: {directory} has room for {(free + used) / MIB:.1f} MiB; lower"

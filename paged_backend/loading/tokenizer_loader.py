@@ -11,7 +11,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.files import model_files
 from paged_backend.files.model_files import GGUF
-from paged_backend.files.start_checks import find_template
+from paged_backend.files.start_checks import read_template
 from paged_backend.loading.model_source import find_files, source_arguments
 from paged_backend.text.templates import check_template
 from paged_backend.utils.startup import Progress
@@ -31,8 +31,7 @@ def load_tokenizer(config: EngineConfig, root: Path, model_path: Path) -> PreTra
         raise ConfigError(f"tokenizer: {_culprit(path)}: {type(error).__name__}: {error}") from error
     progress.advance()
     if config.chat_template is not None:
-        file = find_template(config.chat_template, root)
-        tokenizer.chat_template = file.read_text() if file else config.chat_template
+        tokenizer.chat_template = read_template(config.chat_template, root)
     try:
         check_template(tokenizer, config.chat_template_timeout)
     except ValueError as error:

@@ -73,9 +73,11 @@ def guard(launcher: int) -> None:
     with suppress(OSError, AttributeError):
         ends = [os.pidfd_open(pid) for pid in (launcher, os.getpid())]
         if (child := os.fork()) == 0:
-            if os.fork() == 0:  # no child of the server, which looks after its own
-                _watch(*ends)
-            os._exit(0)
+            try:
+                if os.fork() == 0:  # no child of the server, which looks after its own
+                    _watch(*ends)
+            finally:
+                os._exit(0)
         os.waitpid(child, 0)
         for end in ends:
             os.close(end)
@@ -83,17 +85,12 @@ def guard(launcher: int) -> None:
 
 def _watch(launcher: int, server: int) -> None:
     """Be the guard. Arguments: pidfds."""
-    try:
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):  # the launcher reads the server's output until nobody has it open
-            os.dup2(null, stream)
-        os.setsid()
-        if server in _ended([launcher, server], None):
-            return
-        if not _ended([server], ORPHAN_SECONDS):
-            signal.pidfd_send_signal(server, signal.SIGKILL)
-    finally:
-        os._exit(0)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):  # the launcher reads the server's output until nobody has it open
+        os.dup2(null, stream)
+    os.setsid()
+    if server not in _ended([launcher, server], None) and not _ended([server], ORPHAN_SECONDS):
+        signal.pidfd_send_signal(server, signal.SIGKILL)
 
 
 def _ended(processes: list[int], seconds: float | None) -> list[int]:
