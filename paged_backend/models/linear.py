@@ -12,13 +12,14 @@ With the `quantization` option, quantized weights take the place of the weights 
 
 from __future__ import annotations
 
+import copy
 import logging
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -186,6 +187,10 @@ class RowParallelForward:
         product = project(x, self.module.weight if self.weight is None else self.weight, None)
         dist.all_reduce(product, group=self.group)
         return product if self.module.bias is None else product + self.module.bias
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowParallelForward:
+        """Copy the module and the weight. The copy has the same ranks, whose group cannot be copied."""
+        return RowParallelForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.weight, memo), self.group)
 
 
 class WeightPacker:
