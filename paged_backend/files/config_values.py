@@ -35,7 +35,7 @@ def check_values(file: Path, fields: Mapping[str, Any]) -> None:
 def llama_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights that a model like Llama has in each layer, by the ends of their names.
 
-    Without those that a field's default decides.
+    A shape is left out if one of its fields is not in config.json.
     """
     hidden, vocabulary, inner = (_size(fields, name) for name in ("hidden_size", "vocab_size", "intermediate_size"))
     heads, kv_heads = (_size(fields, name) for name in ("num_attention_heads", "num_key_value_heads"))
@@ -53,7 +53,7 @@ def llama_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _size(fields: Mapping[str, Any], name: str) -> int:
-    """Return a field's value; 0 if it is none that a shape can have."""
+    """Return a field's value; 0 if it is missing or not an integer."""
     value = fields.get(name)
     return value if isinstance(value, int) else 0
 

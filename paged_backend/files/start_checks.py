@@ -52,7 +52,7 @@ def check_start(config: EngineConfig, root: Path = ROOT) -> None:
     if path:
         check_defaults(config, root, path)
     tokenizer = find_local(config.tokenizer, root) if config.tokenizer else path
-    if tokenizer and config.tokenizer and tokenizer.is_dir():
+    if tokenizer and tokenizer != path and tokenizer.is_dir():  # those of the model are checked above
         model_files.check_text_files(tokenizer)
     if tokenizer and tokenizer.suffix != GGUF and not config.trust_remote_code:
         check_tokenizer(tokenizer)
@@ -91,7 +91,7 @@ def _check_hub(config: EngineConfig, root: Path, on_cpu: bool | None) -> None:
 
 
 def is_on_hub(name: str) -> bool:
-    """Return whether a name that is no path may be that of a repository on the hub."""
+    """Return whether a name has the form of a repository on the hub: owner/model."""
     return HUB_NAME.fullmatch(name) is not None and not name.endswith(GGUF)
 
 

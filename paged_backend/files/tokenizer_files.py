@@ -20,10 +20,15 @@ def check_tokenizer(path: Path) -> None:
     """Raise ConfigError for a directory without a tokenizer, or with a damaged one."""
     if (path / FAST).is_file():
         _check_fast(path / FAST)
-    elif not any(file.name != TOKENIZER for pattern in VOCABULARIES for file in path.glob(pattern)):
-        settings = read_object(path / TOKENIZER) if (path / TOKENIZER).exists() else {}
-        if not str(settings.get("tokenizer_class")).startswith(BYTES):
-            raise ConfigError(f"{path}: no tokenizer: neither {FAST} nor a vocabulary exists")
+        return
+    has_vocabulary = any(file.name != TOKENIZER for pattern in VOCABULARIES for file in path.glob(pattern))
+    if not has_vocabulary and not str(_settings(path).get("tokenizer_class")).startswith(BYTES):
+        raise ConfigError(f"{path}: no tokenizer: neither {FAST} nor a vocabulary exists")
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Return the contents of tokenizer_config.json; nothing without the file."""
+    return read_object(path / TOKENIZER) if (path / TOKENIZER).exists() else {}
 
 
 def _check_fast(file: Path) -> None:
@@ -49,8 +54,7 @@ def _templates(path: Path) -> list[Any]:
     """Return the templates of a tokenizer: of its own file or, without one, in its settings."""
     if (file := path / f"chat_template{TEMPLATE}").is_file():
         return [file.read_text()]
-    settings = read_object(path / TOKENIZER) if (path / TOKENIZER).exists() else {}
-    found = settings.get("chat_template")
+    found = _settings(path).get("chat_template")
     return [one.get("template") for one in found if isinstance(one, dict)] if isinstance(found, list) else [found]
 
 

@@ -7,7 +7,7 @@ Messages are stored as JSON bytes and tokens as an array, so that their size is 
 as much memory.
 
 When a limit of all sessions is reached, a tenant with less takes room from the tenant with the most: its oldest idle
-sessions are forgotten. So idle sessions keep nobody out.
+sessions are forgotten. So other tenants can open sessions although many are idle.
 """
 
 from __future__ import annotations

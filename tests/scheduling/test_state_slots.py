@@ -302,4 +302,4 @@ def test_a_sequence_keeps_one_checkpoint_of_its_output():
         plan = sched.schedule()
         sched.commit(plan, store.run(plan))
         kept.append(sched.states.num_checkpoints)
-    assert max(kept) == 2  # with that of the prompt's last block
+    assert max(kept) == 2  # one of the prompt, one of the output

@@ -86,7 +86,7 @@ def guard(launcher: int) -> None:
 def _watch(launcher: int, server: int) -> None:
     """Be the guard. Arguments: pidfds."""
     null = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # the launcher reads the server's output until nobody has it open
+    for stream in range(3):  # the launcher reads until every process has closed the output
         os.dup2(null, stream)
     os.setsid()
     if server not in _ended([launcher, server], None) and not _ended([server], ORPHAN_SECONDS):
@@ -94,7 +94,7 @@ def _watch(launcher: int, server: int) -> None:
 
 
 def _ended(processes: list[int], seconds: float | None) -> list[int]:
-    """Wait until one of the processes has ended, or the time has passed. Return those that have."""
+    """Wait at most `seconds` for one of the processes to end. Return the processes that have ended."""
     return select.select(processes, [], [], seconds)[0]
 
 
