@@ -115,7 +115,8 @@ ENGINE_TESTS = (
 )  # fmt: skip
 QWEN = ("--model", "Qwen3-0.6B", "--rounds", "2")
 STEPS = (
-    Step("checks", 120, ("-m", "paged_bench._kernel_checks", "--json", "{out}/checks.json")),
+    Step("checks", 120, ("-m", "paged_bench._kernel_checks", "--processes", "8", "--json", "{out}/checks.json")),
+    Step("model", 240, ("-m", "paged_bench._model_check", "--json", "{out}/model.json"), (DEMO_MODEL,)),
     _bench("engine", 420, "engine", *QWEN, "--alone", *_workloads("nano", *TABLE)),
     _bench("kernels-quick", 150, "kernels", "--quick"),
     _bench("vllm", 300, "engine", *QWEN, "--peers", "vllm", *_workloads("nano", *TABLE[:3], TABLE[4]), needs=("vllm",)),

@@ -1,8 +1,9 @@
-"""Check every kernel once against its reference, on the GPU if there is one: seconds, in one process.
+"""Check every kernel once against its reference, on the GPU if there is one.
 
-    python -m paged_bench._kernel_checks [--json FILE]
+    python -m paged_bench._kernel_checks [--processes N] [--json FILE]
 
-It needs no pytest, and is no replacement for tests/kernels, which has more shapes, types and corner cases.
+Most of the time passes in compiling, so that it takes less with several processes. It needs no pytest, and is no
+replacement for tests/kernels, which has more shapes, types and corner cases.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_bench._attention import AttentionInputs, Cell, error
-from paged_bench._report import Record, Records, not_measured
+from paged_bench._report import Record, Records, count, not_measured
 from paged_kernels import ops
 from paged_kernels.add_rms_norm import add_rms_norm_reference
 from paged_kernels.block_copy import block_copy_reference
@@ -264,25 +267,33 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def run(device: torch.device) -> Iterator[tuple[bool, Record]]:
-    """Yield for each check whether it passed, and its record. An error of one does not stop the others."""
-    for name, check in CHECKS.items():
-        try:
-            largest, allowed = check(device)
-        except Exception as failed:
-            yield False, not_measured(f"check: {name}", f"{type(failed).__name__}: {failed}".partition("\n")[0])
-        else:
-            yield largest <= allowed, Record(f"check: {name}", min(largest, 1e9), "largest error", limit=allowed)
+def run(name: str) -> tuple[bool, Record]:
+    """Return whether a check passed, and its record. An error does not stop the others."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        largest, allowed = CHECKS[name](device)
+    except Exception as failed:
+        return False, not_measured(f"check: {name}", f"{type(failed).__name__}: {failed}".partition("\n")[0])
+    return largest <= allowed, Record(f"check: {name}", min(largest, 1e9), "largest error", limit=allowed)
+
+
+def results(processes: int) -> Iterator[tuple[bool, Record]]:
+    """Yield the results of all checks."""
+    if processes == 1:
+        yield from map(run, CHECKS)
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        yield from pool.map(run, CHECKS)
 
 
 def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog="python -m paged_bench._kernel_checks", description=__doc__.partition("\n")[0])
+    parser.add_argument("--processes", type=count, default=1, metavar="N", help="number of processes (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to FILE")
     args = parser.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args.command = "python -m paged_bench._kernel_checks"
     records, failed = Records(args), 0
-    for passed, record in run(device):
+    for passed, record in results(args.processes):
         shown = record.unit if record.value is None else f"{record.value:.3g}, at most {record.limit:.3g}"
         print(f"{'passed' if passed else 'FAILED'} {record.name.removeprefix('check: ')}: {shown}", flush=True)
         records.append(record)

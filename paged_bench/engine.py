@@ -15,6 +15,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.memory.page_population import wait_until_populated
 from paged_bench import _peers
 from paged_bench._engine import serve
-from paged_bench._gpu_idle import idle
+from paged_bench._gpu_idle import idle, kernels
 from paged_bench._report import (
     NO_GPU,
     Record,
@@ -63,6 +64,7 @@ PADDED, ALONE = "transformers, one padded batch", "transformers, one at a time"
 PEERS = ("vllm", "transformers")
 CACHED = ("system-prompt",)  # workloads with a prefix cache; in the others, rounds repeat the same prompts
 TARGETS = {"nano": 20_000.0}  # output tokens/s of Qwen3-0.6B on an H200
+PROFILED, PROFILED_STEPS = ("1x128/256", "16x512/256", "64x2048/128"), 32  # workloads, and tokens of each request
 LIMITS = {"nano": 36_500.0}  # limit by its memory bandwidth
 
 
@@ -283,8 +285,12 @@ def _with_one_assembly(
         every = {name: workload(name, count, vocab, limit, args.rate) for name in names}
         for name, jobs in every.items():
             yield measure(assembly, peer, vllm, name, jobs, args.rounds)
-        # Last, because the profiler takes long, and not for requests of equal lengths.
-        yield [
+        # Last, because the profiler takes long.
+        for name in PROFILED if assembly.device.type == "cuda" else ():
+            if name in every:
+                jobs = [replace(job, output=PROFILED_STEPS) for job in every[name]]
+                yield list(kernels(name, PROFILED_STEPS, partial(run_paged, assembly, jobs)))
+        yield [  # not for requests of equal lengths
             idle(name, assembly.device, partial(run_paged, assembly, jobs))
             for name, jobs in every.items()
             if name in WORKLOADS
