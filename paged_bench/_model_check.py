@@ -65,7 +65,11 @@ def compared(args: Namespace, records: Records) -> bool:
         compiled = after_ready.count
         found = run_paged(assembly, jobs).outputs
         same = sum(one == other for one, other in zip(found, expected, strict=True))
-        records.append(Record(f"requests with the tokens of transformers, {what}", same, "requests", len(jobs)))
+        stats = assembly.scheduler.stats
+        done = {"swapped out": stats.swapped, "accepted draft tokens": stats.accepted_tokens}
+        records.append(
+            Record(f"requests with the tokens of transformers, {what}", same, "requests", len(jobs), peers=done)
+        )
         records.append(Record(f"kernels compiled after ready, {what}", after_ready.count - compiled, "kernels", 0, 0))
         equal &= same == len(jobs)
         assembly.close()
