@@ -34,7 +34,10 @@ def unreachable(url: str, protocol: str, reason: str) -> UnreachableError:
     if _any(_UNKNOWN_HOST, reason):
         return UnreachableError(f"the host name of {url} is not known", "check --url")
     if protocol == "grpc" and _any(_HTTP_PORT, reason):
-        hint = "pass the server's gRPC address with --url (Triton's default port is 8001), or add --protocol http"
+        hint = (
+            "pass the server's gRPC address with --url (Triton's default port is 8001); if this is Triton's HTTP port"
+            " (8000), add --protocol http"
+        )
         return UnreachableError(f"{url} does not speak gRPC, but probably HTTP", hint)
     if protocol == "http" and _any(_GRPC_PORT, reason):
         hint = "pass the server's HTTP address with --url (Triton's default port is 8000), or use --protocol grpc"

@@ -175,7 +175,7 @@ def _signals_forwarded(
         stopping.set()
         if server:
             server.terminate()
-            console.say("Stopping: waiting for open streams to finish. Press Ctrl-C again to stop immediately.")
+            console.say("Stopping. Open streams may finish first. Press Ctrl-C again to stop immediately.")
 
     previous = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
