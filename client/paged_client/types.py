@@ -34,7 +34,8 @@ Logprobs = tuple[TokenLogprob, ...]  # the chosen token first, then the most lik
 
 @dataclass(frozen=True, kw_only=True)
 class PromptInfo:
-    """Fields about the prompt. A stream has them in its first delta, a completion in its first sample."""
+    """Fields about the prompt. A stream has them in its first delta, and `prompt_logprobs` in the first one after the
+    prompt has been computed; a completion has them in its first sample."""
 
     prompt_token_ids: tuple[int, ...] | None = None  # None without `return_token_ids=True`
     # The character at which each prompt token begins; None without `echo=True, return_text_offsets=True`.

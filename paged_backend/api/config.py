@@ -356,7 +356,10 @@ class EngineConfig:
         optional=True,
     )
     disk_cache_gib: float = option(
-        in_gib(above_zero), "Maximum GiB of all files in `disk_cache_dir`, including those of other models.", 10
+        in_gib(above_zero),
+        "Maximum GiB of the files that `disk_cache_dir` had at the start, also of other models, and of those that this"
+        " server writes. Each of several servers that share the directory may add as much.",
+        10,
     )
     remote_cache_url: str | None = option(
         redis_url,
@@ -372,7 +375,8 @@ class EngineConfig:
     )
     remote_cache_gib: float = option(
         in_gib(above_zero),
-        "Maximum GiB that this server keeps in the remote store. Above it, the server deletes its least recently used"
+        "Maximum GiB that this server keeps in the remote store, counted from its start. Above it, the"
+        " server deletes its least recently used"
         " blocks. `maxmemory` of the Redis server limits the blocks of all servers together.",
         10,
     )

@@ -61,7 +61,8 @@ class SamplingParams:
         parsers.integer(-(2**63), 2**64 - 1),
         None,
         "Seed of the request. In float32 the same seed and request give the same tokens, whatever else runs in the"
-        " batch. In 16 bits, or with 8-bit keys and values, rounding depends on the batch and on cache hits, which"
+        " batch, unless two candidates differ by less than the rounding error."
+        " In 16 bits, or with 8-bit keys and values, rounding depends on the batch and on cache hits, which"
         " often changes sampled tokens, except with the option `batch_invariant`.",
         with_beams=False,
     )

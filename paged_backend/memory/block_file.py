@@ -155,5 +155,10 @@ class BlockSource:
             "code": FORMAT_VERSION,
         }
         if config.batch_invariant:  # the same bits only with the same arithmetic
-            facts["arithmetic"] = native.level() if self.device.type == "cpu" else "batch-invariant"
+            facts["arithmetic"] = _arithmetic(self.device)
         return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def _arithmetic(device: torch.device) -> str | None:
+    """Return what the bits of batch-invariant results depend on: the CPU's instructions, or the kind of GPU."""
+    return native.level() if device.type == "cpu" else torch.cuda.get_device_name(device)

@@ -4,7 +4,8 @@
 
 `block_file.py` has the format. A file that does not read back exactly as it was written is never used: at the first
 such file, or any other disk error, the tier is disabled and the server continues without it. A missing file is not an
-error but was evicted, since servers may share a directory, and the budget covers all fingerprints in it.
+error but was evicted, since servers may share a directory. The budget covers the files of all fingerprints that were
+there at the start, and those that this server writes.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ _FAMILIES = (
         "paged_restarts_total",
         "COUNTER",
         "Restarts of the server by `paged serve --restart`, by reason: exited (tritonserver), stub_died (the engine's"
-        " process), not_responding (no token in time), engine_failed (probes end with errors), start_failed (the new"
+        " process), not_responding (no token in time), engine_failed (the engine"
+        " reports that it has failed, or probes end with errors), start_failed (the new"
         " server did not become ready)",
     ),
     Family(

@@ -45,7 +45,7 @@ LIMITS = """\
 The option `limits` is an object: `{"limits": {"max_tools": 8, "max_messages": 100}}`. On the command line set one limit
 with `-o limits.max_tools=8`, or several with `-o limits='{"max_tools": 8, "max_messages": 100}'`. Limits on the command
 line are merged with those of `model.json`. The name of a limit alone (`"max_tools": 8`) is an alias; setting a limit
-twice is an error. Errors of requests name the limit that they exceed."""
+under both names in one place is an error. Errors of requests name the limit that they exceed."""
 KV_EVENTS = """\
 The option `kv_events_config` is an object with vLLM's fields. [Cache](../guides/cache.md#kv-cache-events)
 describes the events."""

@@ -157,7 +157,8 @@ OUTPUTS = {
         "Text of the first prompt token, which `prompt_logprobs` does not contain. Returned with `prompt_text_offsets`."
     ),
     "prompt_logprobs": _string(
-        "With the first response, if the sampling parameter `prompt_logprobs` is set: a JSON list with an object as in"
+        "With the first response after the prompt has been computed,"
+        " if the sampling parameter `prompt_logprobs` is set: a JSON list with an object as in"
         " `logprobs` for each token of the prompt, `null` for the first. Missing if the request ends before its prompt"
         " is computed."
     ),

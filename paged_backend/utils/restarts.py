@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 VARIABLE = "PAGED_RESTARTS"  # environment variable with a JSON object: reason -> number
 # exited: tritonserver has ended. stub_died: the engine's process has ended. not_responding: no token within the time
-# limit of a probe. engine_failed: probes end with an error. start_failed: the new server did not become ready.
+# limit of a probe. engine_failed: the engine reports that it has failed, or probes end with an error. start_failed: the
+# new server did not become ready.
 REASONS = ("exited", "stub_died", "not_responding", "engine_failed", "start_failed")
 
 

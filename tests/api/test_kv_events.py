@@ -18,6 +18,10 @@ def test_events_are_off_unless_they_are_enabled():
     assert read({"enable_kv_cache_events": True}).is_enabled
 
 
+def test_events_are_published_on_this_machine_only_by_default():
+    assert KvEventsConfig().endpoint == "tcp://127.0.0.1:5557"
+
+
 def test_fields_are_those_of_vllm():
     given = {
         **{"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557", "topic": "kv@a@m"},

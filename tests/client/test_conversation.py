@@ -34,6 +34,22 @@ def starts(client):
     return [parameters.get("sequence_start") for parameters in client.requests]
 
 
+def test_a_cancelled_first_turn_does_not_start_the_session():
+    class CancelledStream:
+        completion = Completion("", "cancelled", 1, 0)
+
+    class Client(FakeClient):
+        def stream(self, prompt=None, *, messages=None, **parameters):
+            self.requests.append(parameters)
+            return CancelledStream()
+
+    client = Client()
+    talk = Conversation(client, {})
+    talk.stream("x")
+    talk.generate("y")
+    assert starts(client) == [True, True]
+
+
 def test_only_the_first_turn_starts_the_session_and_leaving_ends_it():
     client = FakeClient()
     with Conversation(client, {"max_tokens": 3, "cache_salt": "s"}) as talk:

@@ -147,6 +147,17 @@ def test_a_client_cannot_fill_memory(published):
     assert subscriber.replay(0) == first
 
 
+def test_batches_beyond_the_queue_are_dropped_with_a_warning(caplog):
+    events, places = CacheEvents(), endpoints()
+    publisher = CacheEventPublisher(KvEventsConfig(**OPTIONS | {"max_queue_size": 1}, **places), events, block_size=2)
+    publisher.close()  # nothing is sent any more
+    for entry in entries(2):
+        events.listener("GPU").stored(entry)
+        publisher.publish()
+    assert publisher._batches.qsize() == 1
+    assert "KV cache events were dropped: max_queue_size" in caplog.text
+
+
 def test_a_client_cannot_fill_the_log(published, caplog):
     _, _, subscriber = published
     stranger = subscriber.context.socket(zmq.DEALER)

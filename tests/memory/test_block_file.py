@@ -132,6 +132,17 @@ def test_fingerprints_depend_on_everything_that_changes_blocks(source, change):
     assert other.fingerprint != source.fingerprint
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batch_invariant_blocks_depend_on_the_arithmetic(source, monkeypatch, device):
+    found = set()
+    for arithmetic in ("one", "other"):
+        monkeypatch.setattr(block_file.native, "level", lambda arithmetic=arithmetic: arithmetic)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, arithmetic=arithmetic: arithmetic)
+        config = EngineConfig(model="m", batch_invariant=True)
+        found.add(replace(source, config=config, device=torch.device(device)).fingerprint)
+    assert len(found) == 2
+
+
 def test_blocks_of_another_format_are_not_found(source, monkeypatch):
     """Such as those of an earlier version."""
     fingerprint = source.fingerprint

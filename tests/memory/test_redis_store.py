@@ -1,10 +1,12 @@
 """A store that answers what it likes."""
 
 import socket
+import sys
 import threading
 
 import pytest
 
+from paged_backend.api.errors import ConfigError
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.memory.redis_store import MAX_REASON_CHARS, RedisStore, StoreError
 
@@ -29,3 +31,9 @@ def test_errors_of_the_store_are_short_and_printable():
         thread.join()
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 2 * MAX_REASON_CHARS
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match=r"remote_cache_url: a package is missing .*paged-llm-triton\[remote\]"):
+        RedisStore(RedisAddress.parse("redis://localhost"), None, 1.0)

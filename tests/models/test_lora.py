@@ -78,6 +78,16 @@ def record_plans(monkeypatch):
     monkeypatch.setattr(Runner, "move", move)
 
 
+@pytest.mark.parametrize(("max_cpu_loras", "times"), [(2, 2), (1, 3)])
+def test_adapters_stay_in_memory_up_to_a_number(tiny, adapter_list, lora_prompts, caplog, max_cpu_loras, times):
+    caplog.set_level("INFO", "paged_llm")
+    options = LORA | {"max_loras": 1, "max_cpu_loras": max_cpu_loras}
+    with running(tiny_assembly(tiny[0], adapters=adapter_list, **options)) as engine:
+        for name in ("all", "wide", "all"):
+            engine.wait(engine.submit(lora_prompts[1], max_tokens=2, lora_name=name))
+    assert sum(message.startswith("loaded adapter ") for message in caplog.messages) == times
+
+
 def test_least_recently_used_idle_adapter_is_evicted(tiny, adapter_list, lora_prompts):
     """While two adapters run, a third waits for a slot. Requests without an adapter do not wait behind it."""
     with running(tiny_assembly(tiny[0], adapters=adapter_list, **LORA | {"max_loras": 2})) as engine:

@@ -139,7 +139,10 @@ def test_requests_return_when_the_new_instance_is_unloaded(tiny, slow, monkeypat
         assert text_of(stream.all()) == text_of(expected)
 
 
-def test_requests_move_on_to_the_newest_instance(tiny, slow):
+def test_requests_move_on_to_the_newest_instance(tiny, slow, monkeypatch):
+    """Each move is counted."""
+    counts = []
+    monkeypatch.setattr("paged_backend.server.metrics.Metrics.count_moved", lambda self, count: counts.append(count))
     with serve(tiny) as first:
         expected = ask(first.service, "abcd", seed=1, **LONG).all()
         slow.seconds = 0.06
@@ -153,6 +156,7 @@ def test_requests_move_on_to_the_newest_instance(tiny, slow):
                 assert text_of(stream.all()) == text_of(expected)
                 for service in (second.service, third.service):  # it continued from the blocks of the one before
                     assert service._assembly.scheduler.stats.cached_tokens
+    assert sum(counts) == 2
 
 
 def test_turn_of_a_session_moves(tiny, slow):

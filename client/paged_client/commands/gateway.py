@@ -93,7 +93,8 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=seconds,
         default=LIMITS.body_timeout,
         metavar="SECONDS",
-        help=f"time within which a request body must be fully received (default: {LIMITS.body_timeout:g})",
+        help="time within which the headers of a request, and then its body, must be received"
+        f" (default: {LIMITS.body_timeout:g})",
     )
     add(
         "--tool-parser",

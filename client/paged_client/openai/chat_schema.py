@@ -177,7 +177,7 @@ class ChatRequest(GenerateBody):
         if not names and self.tool_choice not in (None, "none", "auto"):
             raise _wrong("tool_choice", "requires tools")
         for chosen in chosen_tools(self.tool_choice):
-            if chosen not in names:
+            if chosen not in seen:
                 raise _wrong("tool_choice", f"{chosen[:80]!r} is not in tools")
 
 

@@ -20,6 +20,7 @@ from paged_client.discovery import DEFAULT_MODEL, find_model
 from paged_client.openai import keys
 from paged_client.openai.app import Settings, create_app
 from paged_client.openai.chat_template import ChatTemplate
+from paged_client.openai.framing import bounded_protocol
 from paged_client.openai.kv_index import KvIndex
 from paged_client.openai.limits import GatewayLimits
 from paged_client.openai.prefill import PrefillSettings
@@ -30,6 +31,7 @@ from paged_client.session import UsageError
 from paged_client.sync_client import DEFAULT_URLS
 from paged_client.types import PagedError
 
+OTHER_DESCRIPTORS = 256  # file descriptors of this process that connections must not take
 SHUTDOWN_SECONDS = 30  # time for open streams to finish, as with `paged serve`
 CUT_SECONDS = 2  # time for streams that are cut to send the error
 
@@ -128,7 +130,7 @@ def run(
         f"OpenAI-compatible API of {settings.model} at {', '.join(urls) or DEFAULT_URLS['grpc']}: http://{host}:{port}/v1",
         flush=True,
     )
-    server = _Server(app)
+    server = _Server(app, settings.limits)
     server.serve_on(listener)
     if server.interrupted:
         raise KeyboardInterrupt
@@ -160,7 +162,7 @@ class BackgroundGateway:
             access_log=None,
         )
         self.needs_key = bool(settings.api_keys)
-        self._server = _Server(create_app(settings))
+        self._server = _Server(create_app(settings), settings.limits)
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -222,17 +224,23 @@ class _Server(uvicorn.Server):
 
     interrupted = False  # whether Ctrl-C was pressed
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, limits: GatewayLimits) -> None:
+        _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))  # one for each connection
+        most = sys.maxsize if descriptors == resource.RLIM_INFINITY else max(1, descriptors - OTHER_DESCRIPTORS)
         super().__init__(
             uvicorn.Config(
-                app, access_log=False, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="on"
+                app,
+                http=bounded_protocol(most, limits.body_timeout),
+                access_log=False,
+                log_level="warning",
+                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+                lifespan="on",
             )
         )
 
     def serve_on(self, listener: socket.socket) -> None:
         """Serve until a signal, or `should_exit`, and close the socket. On another thread signals have no effect."""
-        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # one descriptor for each connection
         with listener:
             self.run(sockets=[listener])
 

@@ -18,7 +18,7 @@ class GatewayLimits:
     max_open_bytes: int = 512 << 20  # of the bodies of all open requests, without the first SMALL_BYTES of each
     max_prompts: int = 128  # prompts of a completion request
     max_inputs: int = 2048  # inputs of a request for embeddings, classes, scores or a ranking
-    body_timeout: float = 30.0  # seconds within which a body must be fully received
+    body_timeout: float = 30.0  # seconds within which the headers of a request, and then its body, must be received
 
     def check(self, option: str, field: str, count: int, what: str) -> None:
         """Raises ApiError if `count` exceeds the option."""

@@ -28,7 +28,7 @@ def tool_use(request: ChatRequest, tool_format: ToolCallFormat) -> ToolUse:
         return ToolUse(None, None, TextParser)
     tools, choice = request.tools or [], request.tool_choice
     if isinstance(choice, AllowedToolChoice):
-        allowed = chosen_tools(choice)
+        allowed = set(chosen_tools(choice))
         tools, choice = [tool for tool in tools if tool.function.name in allowed], choice.allowed_tools.mode
     prompt_tools = [tool.model_dump(exclude_unset=True) for tool in tools]
     if isinstance(choice, NamedTool):

@@ -18,11 +18,14 @@ def stubs(pid: int) -> list[int]:
 
 
 def runs(pid: int) -> bool:
-    """Return whether a process runs. A zombie (state Z) does not."""
+    """Return whether a process runs. A zombie (state Z) does not. One of which nothing can be read, as when this
+    process has no free file descriptor, may run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    except OSError:
+        return True
 
 
 def how_ended(code: int) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from paged_backend.utils import failure
+from paged_client.openai import keys
 from paged_client.serving import trampoline
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import resolve_models, served_name, write_repository
@@ -278,7 +279,7 @@ def _get(address: str, path: str) -> tuple[int, str] | None:
 
 def server_environment(files: ServerFiles) -> dict[str, str]:
     """Return an environment in which the server's Python stub finds this interpreter, its packages and this project."""
-    environment = dict(os.environ)
+    environment = {name: value for name, value in os.environ.items() if name != keys.VARIABLE}  # of the gateway
     packages = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     prepend(environment, "PYTHONPATH", [REPOSITORY_ROOT, REPOSITORY_ROOT / "kernels", *map(Path, sorted(packages))])
     prepend(environment, "LD_LIBRARY_PATH", list(files.library_path))

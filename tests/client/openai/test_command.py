@@ -1,5 +1,7 @@
 """The command `paged openai`."""
 
+import contextlib
+import resource
 import signal
 import socket
 
@@ -47,6 +49,41 @@ def test_second_ctrl_c_cuts_open_streams_without_a_traceback(fake, says, tmp_pat
 def refused(port):
     with socket.socket() as connection:
         return connection.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_connections_without_complete_headers_are_closed(fake, says):
+    """Streams last longer than the time for headers."""
+    fake.left.clear()
+    with gateway(fake.url, "--body-timeout", "0.5") as front, says(say=["a"], hold=True):
+        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+        with client.completions.create(**PROMPT, stream=True) as stream:
+            assert next(stream).choices[0].text == "a"
+            for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"):
+                with socket.create_connection(("127.0.0.1", front.port), WAIT) as connection:
+                    connection.sendall(sent)
+                    assert closed(connection)
+            fake.left.set()
+            with pytest.raises(openai.APIError, match="the stream ended"):
+                next(stream)
+
+
+def test_connections_leave_file_descriptors_for_everything_else(fake, monkeypatch):
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(command, "OTHER_DESCRIPTORS", most - 2)
+    with gateway(fake.url) as front, contextlib.ExitStack() as stack:
+        _, second, third = (
+            stack.enter_context(socket.create_connection(("127.0.0.1", front.port), WAIT)) for _ in range(3)
+        )
+        assert closed(third)
+        second.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert second.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def closed(connection):
+    """Wait until the other side closes a connection, and return whether it has sent nothing."""
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True
 
 
 def test_model_option(fake):

@@ -109,6 +109,12 @@ def test_number_of_lists_of_a_body_is_limited():
     assert refused_body(CompletionRequest, PROMPT | {"user": text}) is None
 
 
+def test_a_string_without_an_end_is_scanned_once():
+    """Scanned again from each of its quotes, this body would take weeks."""
+    with pytest.raises(ApiError, match="lists and objects"):
+        read_object(b"[" * (MAX_CONTAINERS + 1) + b'"' + b'\\"' * 5_000_000 + b"\\")
+
+
 @pytest.mark.parametrize(
     ("body", "key"),
     [

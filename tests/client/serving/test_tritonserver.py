@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc as grpcclient
 
-from paged_client.serving.tritonserver import ServerError, TritonServer
+from paged_client.serving.server_files import ServerFiles
+from paged_client.serving.tritonserver import ServerError, TritonServer, server_environment
 from tests.support.processes import children, is_running, needs_server
 
 
@@ -85,3 +86,8 @@ def test_load_timeout(repository, tmp_path):
         server.wait_ready(timeout=0)
     server.kill()
     assert server.stop() == -signal.SIGKILL
+
+
+def test_api_keys_of_the_gateway_stay_out_of_the_server(monkeypatch):
+    monkeypatch.setenv("PAGED_API_KEYS", "secret")
+    assert "secret" not in server_environment(ServerFiles(Path("tritonserver"))).values()
