@@ -25,8 +25,8 @@ print(subprocess.Popen([sys.executable, "-c", {HANG!r}], start_new_session=True)
 
 def test_most_valuable_steps_come_first():
     names = [step.name for step in STEPS]
-    assert names[:3] == ["checks", "engine", "kernels-quick"]
-    engine = STEPS[1].command
+    assert names[:4] == ["checks", "model", "engine", "kernels-quick"]
+    engine = STEPS[2].command
     workloads = [value for flag, value in itertools.pairwise(engine) if flag == "--workload"]
     assert workloads == ["nano", *_gpu_steps.TABLE]
     assert len(set(names)) == len(names)

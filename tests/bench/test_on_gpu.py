@@ -70,7 +70,7 @@ def test_run_with_the_packages_of_the_engine_only(tiny, tmp_path):
     report = json.loads((out / "run.json").read_text())
     assert list(report["steps"]) == [step.name for step in STEPS]
     skipped = {name: result for name, result in report["steps"].items() if result != "ok"}
-    assert list(report["steps"])[:3] == ["checks", "engine", "kernels-quick"]
+    assert list(report["steps"])[:4] == ["checks", "model", "engine", "kernels-quick"]
     assert not {"checks", "engine", "kernels-quick"} & skipped.keys()
     assert skipped["vllm"] == "skipped: vllm is not installed"
     assert skipped["kernel-tests"] == skipped["engine-tests"] == "skipped: pytest is not installed"

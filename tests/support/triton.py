@@ -57,10 +57,25 @@ class DemoServer:
     errors: str
 
 
+ABORTED = "boost::interprocess::lock_exception"  # of tritonserver 2.51, in one start of many hundreds on a busy machine
+
+
 @pytest.fixture(scope="session")
 def demo_server(demo_model, tmp_path_factory) -> Iterator[DemoServer]:
     """The demo model in its default configuration, for tests whose outputs have to make sense."""
-    directory = tmp_path_factory.mktemp("demo_server")
+    started = ExitStack()
+    try:
+        found = started.enter_context(_demo_server(tmp_path_factory.mktemp("demo_server")))
+    except AssertionError as error:
+        if ABORTED not in str(error):
+            raise
+        found = started.enter_context(_demo_server(tmp_path_factory.mktemp("demo_server")))
+    with started:
+        yield found
+
+
+@contextmanager
+def _demo_server(directory: Path) -> Iterator[DemoServer]:
     names = ("http", "grpc", "metrics", "openai")
     ports = dict(zip(names, choose_ports(http=0, grpc=0, metrics=0, openai=0), strict=True))
     flags = [f"--{name}-port={port}" for name, port in ports.items()]
