@@ -357,8 +357,8 @@ class EngineConfig:
     )
     disk_cache_gib: float = option(
         in_gib(above_zero),
-        "Maximum GiB of the files that `disk_cache_dir` had at the start, also of other models, and of those that this"
-        " server writes. Each of several servers that share the directory may add as much.",
+        "Maximum GiB in `disk_cache_dir`. Counts files that existed at the start, also those of other models, and files"
+        " that this server writes. It does not count what other servers write meanwhile.",
         10,
     )
     remote_cache_url: str | None = option(

@@ -27,7 +27,7 @@ _DEPTH = {"messages": 3, "stream_options": 2, "tools": 4, "response_format": 3}
 _MAX_SHOWN = 80  # characters of a value or a path in an error message
 _CHUNK = 32  # entries of an object that are validated at a time
 MAX_CONTAINERS = 1 << 17  # lists and objects of a body: while millions are parsed, the gateway does nothing else
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # without an end: up to that of the body
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # if unterminated, to the end of the body
 _MAX_WARNINGS = 256  # names of unknown fields that are logged; clients choose them
 
 log = logging.getLogger("paged_client")

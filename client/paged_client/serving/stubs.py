@@ -18,8 +18,8 @@ def stubs(pid: int) -> list[int]:
 
 
 def runs(pid: int) -> bool:
-    """Return whether a process runs. A zombie (state Z) does not. One of which nothing can be read, as when this
-    process has no free file descriptor, may run."""
+    """Return whether a process runs. A zombie (state Z) does not. True if the state cannot be read, as without a free
+    file descriptor."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
