@@ -206,7 +206,7 @@ class BlockCopier:
         for _, _, block in reversed(held):  # the tail is evicted before the head
             blocks.pool.free(block)
         if run.state and self._runner.states:
-            slot = self._scheduler.states.checkpoints.add(chain.entries[-1])
+            slot = self._scheduler.states.add_checkpoint(chain.entries[-1])
             if slot is not None:
                 values = zip(run.state, self._runner.states.tensors, strict=True)
                 self._runner.states.write_slot(slot, [part.view(to.dtype).view(to.shape[1:]) for part, to in values])

@@ -86,7 +86,7 @@ class PoolMap:
             held = len({block for group in scheduler.running for one in group.sequences for block in one.blocks})
         else:
             held = len(states) - sum(map(states.count, (FREE, CACHED, PINNED)))
-        slots, pinned = scheduler.states.pool, Counter(scheduler.states.checkpoints.pinned)
+        slots, pinned = scheduler.states.pool, Counter(scheduler.states.pinned)
         tokens = held * stats.block_size - scheduler.empty_slots
         return cls(time.time(), states, tokens, stats, slots.states(pinned) if slots else "")
 

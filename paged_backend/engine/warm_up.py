@@ -32,12 +32,11 @@ from paged_backend.models.distinct_layers import distinct_layers
 from paged_backend.models.lora import Lora
 from paged_backend.scheduling.block_manager import BlockManager, Copy
 from paged_backend.scheduling.host_offload import BlockTransfer
-from paged_backend.scheduling.host_states import StateMove
 from paged_backend.scheduling.plan import Chunk, Costs, Plan
 from paged_backend.scheduling.plan_builder import MAX_SCORED
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Group
-from paged_backend.scheduling.state_slots import StateCopy
+from paged_backend.scheduling.state_slots import StateCopies, StateCopy
 from paged_backend.utils.startup import Progress
 from paged_kernels import launch_table
 from paged_kernels.cascade import MIN_SAVED_TOKENS
@@ -289,7 +288,8 @@ def measure_costs(runner: Runner, seconds_per_token: float, num_host_blocks: int
         copy = _median_seconds(lambda: runner.move(Plan((), copies=copies)), runner.kv.device) / count
     move_state = 0.0
     if runner.host_states:
-        swap = Plan((), state_moves_out=(StateMove(0, 0),), state_copies=(StateCopy(0, 0, from_host=True),))
+        there_and_back = (StateCopy(0, 0),)
+        swap = Plan((), states=StateCopies(there_and_back, there_and_back))
         move_state = _median_seconds(lambda: runner.move(swap), runner.kv.device) / 2
     return Costs(token=seconds_per_token, copy=copy, move=move, move_state=move_state)
 

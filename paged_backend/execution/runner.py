@@ -30,6 +30,7 @@ from paged_backend.sampling.fingerprints import compute_fingerprints
 from paged_backend.sampling.logprobs import compute_prompt_logprobs
 from paged_backend.sampling.sampler import SamplingBatch, compute_logprobs, sample, top_logprobs
 from paged_backend.scheduling.plan import Plan
+from paged_backend.scheduling.state_slots import StateCopies
 from paged_backend.scheduling.step_result import StepResult
 from paged_kernels.layer_cache import LayerCache
 
@@ -171,23 +172,23 @@ class Runner:
     def move(self, plan: Plan) -> None:
         """Enqueue the block transfers and the adapter loads of a plan. Before `launch`."""
         self.transfers.move(plan.moves_out, plan.moves_in, plan.copies)
-        self._move_states(plan)
+        self._move_states(plan.states)
         for slot, adapter in plan.loads:
             assert self.lora
             self.lora.load_slot(slot, adapter)
 
-    def _move_states(self, plan: Plan) -> None:
-        """Enqueue the moves and copies of states: to the host, within the device, then from the host."""
+    def _move_states(self, moved: StateCopies) -> None:
+        """Enqueue the moves and copies of states, in their order."""
         states, host = self.states, self.host_states
-        if plan.state_moves_out:
+        if moved.moves_out:
             assert states and host
-            states.copy_to(host, plan.state_moves_out)
-        if plan.state_copies:
+            states.copy_to(host, [move[:2] for move in moved.moves_out])
+        if moved.moves_in:
+            assert states and host
+            host.copy_to(states, [move[:2] for move in moved.moves_in])
+        if moved.copies:
             assert states
-            states.copy_slots((copy.source, copy.target) for copy in plan.state_copies if not copy.from_host)
-        if any(copy.from_host for copy in plan.state_copies):
-            assert states and host
-            host.copy_to(states, ((copy.source, copy.target) for copy in plan.state_copies if copy.from_host))
+            states.copy_slots(copy[:2] for copy in moved.copies)
 
     @torch.inference_mode()
     def launch(self, packed: PackedBatch) -> LaunchedStep:

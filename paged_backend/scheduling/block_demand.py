@@ -39,7 +39,7 @@ class BlockDemand:
             return Demand(NO_HIT, self._to_swap_in(group))
         leader = group.leader
         hit = self._blocks.match(leader.chain, leader.tokens[: group.max_cacheable_tokens])
-        hit = self._states.checkpoints.restrict(hit, leader.chain.entries)
+        hit = self._states.restrict(hit, leader.chain.entries)
         on_device = hit.device_blocks
         cached = sum(map(self._blocks.pool.is_cached, on_device))
         base = self._blocks.layout.base_pages * (self._total(group) - len(on_device) + cached)

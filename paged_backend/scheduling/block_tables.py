@@ -149,11 +149,11 @@ class BlockTables:
         blocks = {block for sequence in group.sequences for block in sequence.blocks}
         shared = group.leader.num_prompt * (len(group.sequences) - 1) if group.forked else 0
         tokens = sum(sequence.computed for sequence in group.sequences) - shared
-        num_states = sum(sequence.state_slot is not None for sequence in group.sequences)
+        num_states = len({one.state_slot for one in group.sequences} - {None})
         moves = len(blocks) * self._costs.move + num_states * self._costs.move_state
         if self._preemption == "auto" and 2 * moves >= tokens * self._costs.token:
             return False
-        if not self.states.host.has_room(num_states):
+        if not self.states.can_swap_out(group.sequences):
             return False
         tables = self._blocks.offload.swap_out(
             [sequence.blocks for sequence in group.sequences], [sequence.window_start for sequence in group.sequences]

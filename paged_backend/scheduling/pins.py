@@ -77,7 +77,7 @@ class Pins:
                 if not counts[block]:
                     del counts[block]
         self._blocks.free(table, start)
-        self._states.checkpoints.unpin(name)
+        self._states.unpin(name)
 
     def drop_oldest(self) -> bool:
         """Unpin the blocks of the least recently used session. False if there is none."""

@@ -10,9 +10,8 @@ from paged_backend.api.trace import RequestTrace
 from paged_backend.scheduling.adapter_slots import AdapterLoad
 from paged_backend.scheduling.block_manager import Copy
 from paged_backend.scheduling.host_offload import BlockTransfer
-from paged_backend.scheduling.host_states import StateMove
 from paged_backend.scheduling.sequence import Sequence
-from paged_backend.scheduling.state_slots import StateCopy
+from paged_backend.scheduling.state_slots import NO_STATE_COPIES, StateCopies
 
 
 class Allocation(NamedTuple):
@@ -103,8 +102,7 @@ class Plan:
     adapters: Mapping[bytes, int] = field(default_factory=dict)  # slots of the adapters in use, by digest
     has_prompt_outputs: bool = False  # whether any chunk has `scored` or `ends_request` set
     traced: tuple[TracedWork, ...] = ()
-    state_moves_out: tuple[StateMove, ...] = ()  # device to host, before all copies of states
-    state_copies: tuple[StateCopy, ...] = ()  # before the chunks
+    states: StateCopies = NO_STATE_COPIES  # of recurrent layers, before the chunks
 
     @property
     def num_tokens(self) -> int:

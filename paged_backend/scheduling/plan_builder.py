@@ -82,14 +82,9 @@ class PlanBuilder:
         return self._copies.pop(group.key, []), self._moves_in.pop(group.key, [])
 
     def build(self, blocks: BlockManager, slots: AdapterSlots, states: StateSlots) -> Plan | None:
-        """Return the plan with all pending moves, adapter loads and copies of states; None if it has no chunk. Every
-        sequence that computes gets a state slot."""
+        """Return the plan with all pending moves, adapter loads and copies of states; None if it has no chunk."""
         if not self.chunks:
             return None
-        if states.pool:
-            for one in self.chunks:
-                states.save(one.sequence)
-                states.assign(one.sequence)
         return Plan(
             chunks=tuple(self.chunks),
             moves_out=blocks.offload.take_moves_out(),
@@ -102,8 +97,7 @@ class PlanBuilder:
             adapters=slots.slots_of(chunk.sequence.request for chunk in self.chunks),
             has_prompt_outputs=self._has_prompt_outputs,
             traced=(*self._moved, *self._traced_chunks()),
-            state_moves_out=states.host.take_moves_out(),
-            state_copies=states.take_copies(),
+            states=states.prepare(chunk.sequence for chunk in self.chunks),
         )
 
     def _traced_chunks(self) -> Iterator[TracedWork]:

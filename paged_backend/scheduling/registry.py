@@ -76,7 +76,7 @@ class RequestRegistry:
         self.abort(group)
         for sequence in group.sequences:
             if error.code is ErrorCode.INTERNAL:
-                self._tables.states.checkpoints.forget(sequence)
+                self._tables.states.forget_checkpoints(sequence)
             sequence.ended = True
         return TokenDelta(group.key, error=error)
 
@@ -88,7 +88,7 @@ class RequestRegistry:
             self._pins.pin(group.request.session, sequence.blocks[:full], sequence.window_start)
         self._tables.free_sequence(sequence)
         if group.request.session in self._pins:
-            self._tables.states.checkpoints.pin(group.request.session, sequence)
+            self._tables.states.pin(group.request.session, sequence)
         sequence.ended = True
         group.sequences.remove(sequence)
         if not group.sequences:

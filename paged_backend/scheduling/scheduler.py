@@ -25,7 +25,6 @@ from paged_backend.scheduling.block_demand import BlockDemand
 from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.block_tables import BlockTables
 from paged_backend.scheduling.chunk_planner import ChunkPlanner
-from paged_backend.scheduling.host_states import HostStates
 from paged_backend.scheduling.mask_budget import MaskBudget
 from paged_backend.scheduling.pins import Pins
 from paged_backend.scheduling.plan import Costs, Plan
@@ -96,7 +95,7 @@ class Scheduler:
             contents=blocks.cache.contents,
             block_size=blocks.block_size,
             caching=blocks.caching,
-            host=HostStates(host_state_slots),
+            num_host_slots=host_state_slots,
             num_draft_slots=num_draft_slots(max_num_seqs, max_num_batched_tokens, max_draft_tokens),
         )
         self.pins = Pins(blocks, session_blocks, self.states)
@@ -173,8 +172,8 @@ class Scheduler:
             state_slots_total=self.states.num_slots,
             state_slots_used=self.states.num_held,
             state_checkpoints=self.states.num_checkpoints,
-            host_state_slots_total=self.states.host.num_slots,
-            host_state_slots_used=self.states.host.num_used,
+            host_state_slots_total=self.states.num_host_slots,
+            host_state_slots_used=self.states.num_host_used,
             compute_seconds=self.costs.token * blocks.block_size,
             host_seconds=self.costs.move,
         )
@@ -311,7 +310,7 @@ class Scheduler:
         self.blocks.offload.finish_moves_out(plan.moves_out)
         self.blocks.offload.finish_moves_in(plan.moves_in)
         self.blocks.finish_copies(plan.copies)
-        self.states.finish(plan.state_copies)
+        self.states.finish(plan.states)
         deltas = self._committer.commit(plan, result)
         self.states.free_draft_slots()
         return deltas
@@ -323,15 +322,14 @@ class Scheduler:
         self.blocks.offload.finish_moves_in(plan.moves_in, done=False)
         self.blocks.finish_copies(plan.copies)
         lost = {move.target for move in plan.moves_out}
-        lost_states = {move.target for move in plan.state_moves_out}
+        lost_states = {move.target for move in plan.states.moves_out}
         for group in self._requests.waiting:
             if any(lost.intersection(one.host_blocks) or one.host_state_slot in lost_states for one in group.sequences):
                 self._tables.restart(group)
         error = RequestError(ErrorCode.INTERNAL, message)
-        forked = (copy.key for copy in plan.state_copies if copy.key is not None)
-        keys = dict.fromkeys((*(chunk.sequence.key for chunk in plan.chunks), *forked))
+        keys = dict.fromkeys(chunk.sequence.key for chunk in plan.chunks)
         ended = [TokenDelta(key, error=error) for key in keys if self.abort(key)]
-        self.states.finish(plan.state_copies, done=False)  # last: the states of these requests have not arrived
+        self.states.finish(plan.states, done=False)  # last: the states of these requests have not arrived
         self.states.free_draft_slots()
         self.slots.fail(plan.loads)
         return ended
@@ -343,8 +341,7 @@ class Scheduler:
             pass
         self.blocks.offload.clear()
         self.blocks.cache.clear()
-        self.states.finish(self.states.take_copies(), done=False)
-        self.states.checkpoints.clear()
+        self.states.clear()
 
     def check(self) -> None:
         """Assert every invariant of the scheduler and the pools. For tests and idle moments."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from paged_backend.api.request import Fingerprint, GenerateRequest, Logprobs, Progress, Usage
 from paged_backend.scheduling.accounts import Account
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
-from paged_backend.scheduling.content import Chain
+from paged_backend.scheduling.content import Chain, Entry
 
 
 class Sequence:
@@ -23,7 +23,8 @@ class Sequence:
 
     __slots__ = (
         "blocks", "chain", "committed", "computed", "ended", "history", "host_blocks", "host_state_slot", "index",
-        "mask_seconds", "mask_turn", "num_prompt", "request", "state_slot", "tokens", "window_start",
+        "latest_checkpoint", "mask_seconds", "mask_turn", "num_prompt", "request", "state_slot", "tokens",
+        "window_start",
     )  # fmt: skip
 
     def __init__(self, request: GenerateRequest, tokens: list[int], chain: Chain, index: int = 0):
@@ -37,6 +38,7 @@ class Sequence:
         self.host_blocks: list[int] = []  # block table on the host, while the request is swapped out
         self.window_start = 0  # the first block whose window pages are kept; 0 without sliding windows
         self.state_slot: int | None = None  # slot of the recurrent layers' states; None: the model has no such layers
+        self.latest_checkpoint: Entry | None = None  # content before the latest checkpoint in the output
         self.host_state_slot: int | None = None  # slot on the host, while the request is swapped out
         self.computed = 0
         self.committed = 0

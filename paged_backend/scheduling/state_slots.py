@@ -1,7 +1,12 @@
-"""The state slots of models with recurrent layers: one per sequence that computes, and checkpoints of prefixes.
+"""The states of models with recurrent layers: a slot per sequence, and checkpoints from which prefixes are continued.
 
-    slots       0 sequence 7    1 sequence 8    2 checkpoint of 512 tokens    3 checkpoint of 48 tokens    4 free
-    host        0 sequence 3    1 free                                        states of swapped-out sequences
+    slots       0 sequence 7    1 sequences 8 and 9    2 checkpoint of 512 tokens    3 checkpoint of 48 tokens    4 free
+    host        0 sequence 3    1 free                 states of swapped-out sequences
+
+A slot belongs to one position: all tokens before it are in its state. Sequences share a slot after a fork, and with a
+checkpoint that they continue from, until they compute: the next step then copies the state to a slot of their own.
+Checkpoints are copies at the ends of blocks. They are cached like blocks: they are found by the content of the last
+block before them, and the least recently used is evicted.
 
 A state cannot go back by a token. A step with draft tokens therefore stores the state after each of them in a slot of
 its own, and the sequence continues in the slot of the last one that is accepted:
@@ -9,34 +14,40 @@ its own, and the sequence continues in the slot of the last one that is accepted
     tokens      t    g1   g2   g3       the chunk: the last token, then the draft tokens
     slots       0    5    6    7        g1 is accepted: the sequence has slot 5 from now on, and 0, 6 and 7 are free
 
-Integers only, no tensors. Checkpoints are in state_checkpoints.py, the slots of the host in host_states.py.
+Integers only, no tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from paged_backend.scheduling.block_pool import BlockPool, allocate_counted
 from paged_backend.scheduling.content import Contents, Entry
-from paged_backend.scheduling.host_states import HostStates
 from paged_backend.scheduling.prefix_cache import CacheHit
 from paged_backend.scheduling.sequence import Sequence
-from paged_backend.scheduling.state_checkpoints import StateCheckpoints
 
 
 class StateCopy(NamedTuple):
-    """Copy the state in slot `source` to slot `target`, in every layer, before the next step.
-
-    All copies within the device read before any copy writes, so a source may be freed and used again in the same step.
-    """
+    """Copy the state in slot `source` to slot `target`, in every layer."""
 
     source: int
     target: int
-    key: int | None = None  # of the request whose sequence gets the state; None: the target is a checkpoint
     entry: Entry | None = None  # of a checkpoint: the content of the last block before it
-    from_host: bool = False  # whether `source` is a slot of the host, which is free after the copy
+
+
+class StateCopies(NamedTuple):
+    """What a step copies before it computes, in this order. Each part reads all its sources before it writes, so a
+    source may be freed and used again in the same step."""
+
+    moves_out: tuple[StateCopy, ...] = ()  # device to host
+    moves_in: tuple[StateCopy, ...] = ()  # host to device
+    copies: tuple[StateCopy, ...] = ()  # within the device
+
+
+NO_STATE_COPIES = StateCopies()
 
 
 def num_draft_slots(max_num_seqs: int, max_num_batched_tokens: int, max_draft_tokens: int) -> int:
@@ -48,7 +59,7 @@ class StateSlots:
     """Assigns a fixed number of slots to sequences and checkpoints. There are enough for all sequences that may run.
 
     A slot need not be cleared: a sequence that starts at position 0 does not read it. Without slots, for a model
-    without recurrent layers, nothing is assigned.
+    without recurrent layers, nothing is assigned and hits are not restricted.
     """
 
     def __init__(
@@ -59,71 +70,132 @@ class StateSlots:
         contents: Contents | None = None,
         block_size: int = 1,
         caching: bool = False,
-        host: HostStates | None = None,
+        num_host_slots: int = 0,
         num_draft_slots: int = 0,
     ):
         """num_slots: 0 for a model without recurrent layers, else at least `max_num_seqs + num_draft_slots`; the others
-        are for checkpoints. contents: the entries of the prefix cache. caching: whether prefixes are cached. host: the
-        slots of the host; by default none. num_draft_slots: slots that are reserved for draft tokens."""
+        are for checkpoints. contents: the entries of the prefix cache. caching: whether prefixes are cached.
+        num_host_slots: slots of the host. num_draft_slots: slots that are reserved for draft tokens."""
         assert not num_slots or num_slots >= max_num_seqs + num_draft_slots
         self.pool = BlockPool(num_slots, caching=caching) if num_slots else None  # None: no recurrent layers
-        self.num_slots = num_slots
-        self.num_held = 0  # slots of sequences
+        self.host = BlockPool(num_host_slots) if num_host_slots else None
+        self._contents = Contents() if contents is None else contents
         self._max_num_seqs = max_num_seqs
         self._block_size = block_size
-        self._caching = caching
-        self.host = host or HostStates()
-        self.checkpoints = StateCheckpoints(
-            self.pool,
-            Contents() if contents is None else contents,
-            block_size,
-            lambda: self._num_spare,
-            caching=caching,
-        )
+        self._caching = caching and num_slots > 0
         self._num_draft_slots = num_draft_slots
+        self._holders: Counter[int] = Counter()  # by slot, how many sequences have it
         self._drafts: set[int] = set()  # slots for draft tokens of the step in flight
-        self._copies: list[StateCopy] = []  # for the next step
         self._written: set[int] = set()  # slots of checkpoints whose copies are not finished
-        self._arriving: list[StateCopy] = []  # copies to slots of sequences that are not finished
-        self._latest: dict[int, Entry] = {}  # by slot of a sequence, its latest checkpoint in the output
+        self._moves_out: list[StateCopy] = []  # for the next step
+        self._moves_in: list[StateCopy] = []  # for the next step
+        self._arriving: list[StateCopy] = []  # moves from the host that are not finished
+        self._pinned: dict[Hashable, int] = {}  # slots of checkpoints, by session
+
+    @property
+    def num_slots(self) -> int:
+        return self.pool.num_blocks if self.pool else 0
+
+    @property
+    def num_held(self) -> int:
+        """The number of slots of sequences."""
+        return len(self._holders)
 
     @property
     def num_checkpoints(self) -> int:
         """The number of checkpoints: of the prefix cache, and of sessions."""
-        if self.pool is None:
-            return 0
-        pinned = self.pool.num_used - self.num_held - len(self._drafts) - len(self._written)
-        return self.pool.num_cached + pinned
+        kept = len(set(self._pinned.values()) - self._holders.keys()) if self._pinned else 0
+        return self.pool.num_cached + kept if self.pool else 0
+
+    @property
+    def num_host_slots(self) -> int:
+        return self.host.num_blocks if self.host else 0
+
+    @property
+    def num_host_used(self) -> int:
+        """The number of slots of the host in use: of swapped-out sequences, and of moves that are not finished."""
+        return self.host.num_used if self.host else 0
+
+    @property
+    def pinned(self) -> list[int]:
+        """The slots of the checkpoints that sessions pin."""
+        return list(self._pinned.values())
 
     def chunk_length(self, start: int, length: int, total: int) -> int:
         """Return how many of `length` tokens from `start` to compute in one chunk, so that it ends where a checkpoint
         is useful: at a block boundary, the last one before the end of `total` tokens if that is in reach."""
-        if not self._caching or self.pool is None:
+        if not self._caching:
             return length
         end = min(start + length, total - 1) // self._block_size * self._block_size
         return end - start if start < end else length
 
-    def assign(self, sequence: Sequence) -> None:
-        """Give a sequence a slot if it has none."""
-        if self.pool and sequence.state_slot is None:
-            assert not sequence.computed, "a sequence with computed tokens, but without a state"
-            self._take_slot(sequence)
-
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Give the child a slot, to which the parent's state is copied before the next step."""
+        """Share the parent's slot with the child."""
         if self.pool:
             assert parent.state_slot is not None and child.state_slot is None
-            self._copies.append(StateCopy(parent.state_slot, self._take_slot(child), parent.key))
+            self._share(parent.state_slot, child)
+
+    def adopt(self, sequence: Sequence, hit: CacheHit) -> None:
+        """Share the checkpoint at the end of its cache hit with a sequence."""
+        if self.pool and hit.blocks:
+            checkpoint = self.pool.index.find(sequence.chain.entries[len(hit.blocks) - 1])
+            assert checkpoint is not None, "a hit without its checkpoint"
+            self._share(checkpoint, sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Free the slot of a sequence, if it has one, on the device or on the host. At a block boundary, its state on
-        the device becomes a checkpoint. A copy to the slot is not made any more."""
+        the device becomes a checkpoint. Moves to the slot that no step has made are dropped."""
         if sequence.host_state_slot is not None:
-            self.host.free(sequence.host_state_slot)
+            assert self.host
+            slot = sequence.host_state_slot
+            self._moves_out = [move for move in self._moves_out if move.target != slot or self.host.is_shared(slot)]
+            self.host.free(slot)
             sequence.host_state_slot = None
-        dropped = self._release_slot(sequence)
-        if dropped and dropped.from_host:
-            self.host.free(dropped.source)
+        if self.pool and sequence.state_slot is not None:
+            position = sequence.committed
+            is_complete = position == sequence.computed and not self._is_arriving(sequence.state_slot)
+            if self._caching and is_complete and position and not position % self._block_size:
+                self.pool.index.add(sequence.state_slot, self._entry(sequence, position))
+            self._drop(sequence)
+
+    def prepare(self, sequences: Iterable[Sequence]) -> StateCopies:
+        """Give the sequences that the next step computes slots of their own, and return what it has to copy. A state
+        at a block boundary is also copied to a checkpoint, if a slot is to spare."""
+        if self.pool is None:
+            return NO_STATE_COPIES
+        copies: list[StateCopy] = []
+        saved: set[Entry] = set()
+        for sequence in sequences:
+            if sequence.state_slot is None:
+                assert not sequence.computed, "a sequence with computed tokens, but without a state"
+                self._hold(sequence, allocate_counted(self.pool, 1)[0])
+                continue
+            self._save(sequence, copies, saved)
+            source = sequence.state_slot
+            is_shared = self.pool.is_shared(source)
+            if is_shared or (self.pool.index.contains(source) and self._num_spare > 0):
+                target = allocate_counted(self.pool, 1)[0]
+                self._drop(sequence)
+                self._hold(sequence, target)
+                copies.append(StateCopy(source, target))
+            elif self.pool.index.contains(source):
+                self.pool.index.remove(source)  # the sequence overwrites the checkpoint that it continues from
+        moves_out, self._moves_out = tuple(self._moves_out), []
+        moves_in, self._moves_in = tuple(self._moves_in), []
+        return StateCopies(moves_out, moves_in, tuple(copies))
+
+    def finish(self, copies: StateCopies, *, done: bool = True) -> None:
+        """End the copies of a step. If they were done, their checkpoints can be found from now on."""
+        for move in copies.moves_in:
+            assert self.host
+            self._arriving.remove(move)
+            self.host.free(move.source)
+        for copy in copies.copies:
+            if copy.entry and self.pool:
+                if done:
+                    self.pool.index.add(copy.target, copy.entry)
+                self._written.remove(copy.target)
+                self.pool.free(copy.target)
 
     def take_draft_slots(self, count: int) -> tuple[int, ...]:
         """Return slots for the states after each of `count` draft tokens, until `free_draft_slots`. There are enough
@@ -142,17 +214,18 @@ class StateSlots:
         if self.pool is None or own is None:
             return
         slots = (own, *draft_slots)
-        kept = sequence.state_slot = slots[num_accepted]
-        if own in self._latest:
-            self._latest[kept] = self._latest.pop(own)
         position = sequence.committed // self._block_size * self._block_size
         index = num_accepted - (sequence.committed - position)
         if self._caching and 0 <= index < num_accepted:
-            entry = self.checkpoints.entry(sequence, position)
+            entry = self._entry(sequence, position)
             if self.pool.index.add(slots[index], entry):
-                self._replace_latest(kept, entry)
+                self._replace_latest(sequence, entry)
+        kept = slots[num_accepted]
         self._drafts.difference_update(draft_slots)
-        for slot in slots:
+        if kept != own:
+            self._drop(sequence)
+            self._hold(sequence, kept)
+        for slot in draft_slots:
             if slot != kept:
                 self.pool.free(slot)
 
@@ -163,82 +236,112 @@ class StateSlots:
             self.pool.free(slot)
         self._drafts.clear()
 
+    def can_swap_out(self, sequences: Items[Sequence]) -> bool:
+        """Return whether the states of sequences are on the device, and the host has room for them."""
+        slots = {one.state_slot for one in sequences if one.state_slot is not None}
+        room = self.host.num_available if self.host else 0
+        return len(slots) <= room and not any(map(self._is_arriving, slots))
+
     def swap_out(self, sequences: Items[Sequence]) -> None:
-        """Move the states of sequences to the host and free their slots. The caller has checked that the host has
-        room."""
+        """Move the states of sequences to the host and free their slots. The caller has checked `can_swap_out`."""
+        targets: dict[int, int] = {}
         for sequence in sequences:
             slot = sequence.state_slot
             if slot is None:
                 continue
-            dropped = self._release_slot(sequence)
-            if dropped and dropped.from_host:
-                sequence.host_state_slot = dropped.source  # the state has not left the host yet
+            assert self.host
+            if slot in targets:
+                self.host.touch(targets[slot])
             else:
-                sequence.host_state_slot = self.host.move_out(dropped.source if dropped else slot)
+                targets[slot] = allocate_counted(self.host, 1)[0]
+                self._moves_out.append(StateCopy(slot, targets[slot]))
+            sequence.host_state_slot = targets[slot]
+            self._drop(sequence)
 
     def swap_in(self, sequences: Items[Sequence]) -> None:
-        """Give swapped-out sequences slots, to which their states are copied before the next step."""
+        """Give swapped-out sequences slots, to which their states are moved before the next step. A slot of the host
+        is freed when its move is finished."""
+        targets: dict[int, int] = {}
         for sequence in sequences:
             source = sequence.host_state_slot
-            if source is not None:
-                self._copies.append(StateCopy(source, self._take_slot(sequence), sequence.key, from_host=True))
-                sequence.host_state_slot = None
+            if source is None:
+                continue
+            assert self.pool and self.host
+            sequence.host_state_slot = None
+            if source in targets:
+                self.host.free(source)
+                self._share(targets[source], sequence)
+            else:
+                targets[source] = allocate_counted(self.pool, 1)[0]
+                self._hold(sequence, targets[source])
+                move = StateCopy(source, targets[source])
+                self._moves_in.append(move)
+                self._arriving.append(move)
 
-    def adopt(self, sequence: Sequence, hit: CacheHit) -> None:
-        """Give a sequence a slot, to which the checkpoint at the end of its cache hit is copied before the next
-        step."""
-        if self.pool and hit.blocks:
-            checkpoint = self.pool.index.find(sequence.chain.entries[len(hit.blocks) - 1])
-            assert checkpoint is not None, "a hit without its checkpoint"
-            self._copies.append(StateCopy(checkpoint, self._take_slot(sequence), sequence.key))
+    def restrict(self, hit: CacheHit, entries: list[Entry]) -> CacheHit:
+        """Return the longest part of a hit that ends at a checkpoint, without a partial block.
 
-    def save(self, sequence: Sequence) -> None:
-        """Copy the state of a sequence to a checkpoint before the next step, if the sequence is at a block boundary and
-        a slot is to spare. A checkpoint in the output takes the place of the one before."""
-        position, slot = sequence.computed, sequence.state_slot
-        if self.pool is None or not self._caching or slot is None or not position or position % self._block_size:
-            return
-        entry = self.checkpoints.entry(sequence, position)
-        if self.pool.index.find(entry) is not None:
-            return
-        if any(slot == copy.target or entry is copy.entry for copy in self._copies):
-            return  # the slot waits for its own copy, or another sequence saves the same state
-        if position > sequence.num_prompt:
-            self._replace_latest(slot, entry)
-        if self._num_spare > 0:
-            target = allocate_counted(self.pool, 1)[0]
-            self._written.add(target)
-            self._copies.append(StateCopy(slot, target, entry=entry))
+        entries: the contents of the hit's blocks.
+        """
+        if self.pool is None:
+            return hit
+        for count in range(len(hit.blocks), 0, -1):
+            if self.pool.index.find(entries[count - 1]) is not None:
+                return CacheHit(hit.blocks[:count])
+        return CacheHit(())
 
-    def take_copies(self) -> tuple[StateCopy, ...]:
-        """Return the copies to make before the next step, and forget them."""
-        copies, self._copies = tuple(self._copies), []
-        self._arriving += [copy for copy in copies if copy.entry is None]
-        return copies
+    def add_checkpoint(self, entry: Entry) -> int | None:
+        """Return the slot of a new checkpoint, whose state the caller writes at once. None if there is one already, or
+        no slot to spare."""
+        if not self.pool or not self._caching or self.pool.index.find(entry) is not None or self._num_spare <= 0:
+            return None
+        slot = allocate_counted(self.pool, 1)[0]
+        self.pool.index.add(slot, entry)
+        self.pool.free(slot)
+        return slot
 
-    def finish(self, copies: Iterable[StateCopy], *, done: bool = True) -> None:
-        """End copies. If they were done, their checkpoints can be found from now on."""
-        for copy in copies:
-            if copy.entry is None:
-                self._arriving.remove(copy)
-                if copy.from_host:
-                    self.host.free(copy.source)
-            elif self.pool:
-                if done:
-                    self.pool.index.add(copy.target, copy.entry)
-                self._written.remove(copy.target)
-                self.pool.free(copy.target)
+    def forget_checkpoints(self, sequence: Sequence) -> None:
+        """Remove the checkpoints within the tokens of a sequence."""
+        if self.pool:
+            for entry in sequence.chain.entries:
+                self.pool.forget(entry)
+
+    def pin(self, name: Hashable, sequence: Sequence) -> None:
+        """Keep the checkpoint at the end of a sequence's full blocks for a session, in place of the one that it had."""
+        self.unpin(name)
+        full = sequence.committed // self._block_size
+        if self.pool and self._caching and full:
+            slot = self.pool.index.find(self._entry(sequence, full * self._block_size))
+            if slot is not None and self._num_spare >= (slot not in self._pinned.values()):
+                self.pool.touch(slot)
+                self._pinned[name] = slot
+
+    def unpin(self, name: Hashable) -> None:
+        """Release the checkpoint of a session, if it has one."""
+        slot = self._pinned.pop(name, None)
+        if self.pool and slot is not None:
+            self.pool.free(slot)
+
+    def clear(self) -> None:
+        """Forget all checkpoints, also those of sessions. No sequence has a slot."""
+        for name in list(self._pinned):
+            self.unpin(name)
+        if self.pool:
+            for entry in [self.pool.index.entry(slot) for slot in self.pool.index.blocks]:
+                assert entry
+                self.pool.forget(entry)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert every invariant. For tests and idle moments."""
         sequences = list(sequences)
         held = [sequence.state_slot for sequence in sequences if sequence.state_slot is not None]
-        assert len(held) == len(set(held)) == self.num_held <= self._max_num_seqs, "a state slot is used twice"
-        on_host = [sequence.host_state_slot for sequence in sequences if sequence.host_state_slot is not None]
-        on_host += [copy.source for copy in (*self._copies, *self._arriving) if copy.from_host]
-        assert len(on_host) == len(set(on_host)) == self.host.num_used, "a state slot of the host is used twice or lost"
+        assert Counter(held) == self._holders, "a state slot is held by other sequences"
+        assert len(self._holders) <= self._max_num_seqs, "more state slots than sequences that may run"
+        if self.host:
+            on_host = [sequence.host_state_slot for sequence in sequences if sequence.host_state_slot is not None]
+            self.host.check([on_host, [move.source for move in self._arriving]])
         if self.pool:
-            self.pool.check([held, list(self._written), list(self._drafts), self.checkpoints.pinned])
+            self.pool.check([held, list(self._written), list(self._drafts), self.pinned])
             assert self._num_spare >= 0, "not enough state slots for the sequences that may run"
             for sequence in sequences:
                 slots = (sequence.state_slot, sequence.host_state_slot)
@@ -247,41 +350,66 @@ class StateSlots:
 
     @property
     def _num_spare(self) -> int:
-        """The number of available slots that no sequence and no draft token will need."""
+        """The number of available slots that no sequence and no draft token will need. A sequence that shares a slot
+        with a session, or with another sequence, needs one of its own."""
         assert self.pool
-        needed = self._max_num_seqs - self.num_held + self._num_draft_slots - len(self._drafts)
-        return self.pool.num_available - needed
+        own = len(self._holders.keys() - set(self._pinned.values())) if self._pinned else len(self._holders)
+        return self.pool.num_available - (self._max_num_seqs - own) - (self._num_draft_slots - len(self._drafts))
 
-    def _take_slot(self, sequence: Sequence) -> int:
-        assert self.pool
-        slot = allocate_counted(self.pool, 1)[0]
+    def _is_arriving(self, slot: int) -> bool:
+        return any(move.target == slot for move in self._arriving)
+
+    def _entry(self, sequence: Sequence, position: int) -> Entry:
+        """Return the content of the full block that ends at `position`."""
+        count = position // self._block_size
+        return self._contents.extend(sequence.chain, sequence.tokens, count, self._block_size)
+
+    def _hold(self, sequence: Sequence, slot: int) -> None:
+        """Give a sequence a slot whose reference it takes over."""
         sequence.state_slot = slot
-        self.num_held += 1
-        return slot
+        self._holders[slot] += 1
 
-    def _replace_latest(self, slot: int, entry: Entry) -> None:
-        """Store the latest checkpoint in the output of the sequence with this slot, and forget the one before."""
+    def _share(self, slot: int, sequence: Sequence) -> None:
         assert self.pool
-        before = self._latest.get(slot)
-        if before is not None:
-            self.pool.forget(before)
-        self._latest[slot] = entry
+        self.pool.touch(slot)
+        self._hold(sequence, slot)
 
-    def _release_slot(self, sequence: Sequence) -> StateCopy | None:
-        """Free the slot of a sequence on the device, if it has one. Return the copy to it that is not made any more."""
+    def _drop(self, sequence: Sequence) -> None:
+        """Drop the slot of a sequence, and with its last holder the move to it that no step has made."""
         slot = sequence.state_slot
-        if self.pool is None or slot is None:
-            return None
+        assert self.pool and slot is not None
         sequence.state_slot = None
-        self.num_held -= 1
-        self._latest.pop(slot, None)
-        dropped = next((copy for copy in self._copies if copy.target == slot), None)
-        if dropped:
-            self._copies.remove(dropped)
-        position = sequence.committed
-        has_arrived = not dropped and all(copy.target != slot for copy in self._arriving)
-        is_complete = position == sequence.computed and has_arrived
-        if self._caching and is_complete and position and not position % self._block_size:
-            self.pool.index.add(slot, self.checkpoints.entry(sequence, position))
+        self._holders[slot] -= 1
+        if not self._holders[slot]:
+            del self._holders[slot]
+            for move in [move for move in self._moves_in if move.target == slot]:
+                assert self.host
+                self._moves_in.remove(move)
+                self._arriving.remove(move)
+                self.host.free(move.source)
         self.pool.free(slot)
-        return dropped
+
+    def _save(self, sequence: Sequence, copies: list[StateCopy], saved: set[Entry]) -> None:
+        """Copy the state of a sequence at a block boundary to a checkpoint, if a slot is to spare. A checkpoint in the
+        output takes the place of the one before. saved: the contents of the checkpoints that this step writes."""
+        position, slot = sequence.computed, sequence.state_slot
+        assert self.pool and slot is not None
+        if not self._caching or not position or position % self._block_size:
+            return
+        entry = self._entry(sequence, position)
+        if entry in saved or self.pool.index.find(entry) is not None:
+            return
+        if position > sequence.num_prompt:
+            self._replace_latest(sequence, entry)
+        if self._num_spare > 0:
+            target = allocate_counted(self.pool, 1)[0]
+            self._written.add(target)
+            saved.add(entry)
+            copies.append(StateCopy(slot, target, entry))
+
+    def _replace_latest(self, sequence: Sequence, entry: Entry) -> None:
+        """Record the latest checkpoint in the output of a sequence, and forget the one before."""
+        assert self.pool
+        if sequence.latest_checkpoint is not None:
+            self.pool.forget(sequence.latest_checkpoint)
+        sequence.latest_checkpoint = entry

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 
 from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.content import Contents
-from paged_backend.scheduling.host_states import HostStates
 from paged_backend.scheduling.prefix_cache import BlockLocation, CacheHit
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Group
-from paged_backend.scheduling.state_slots import StateCopy, StateSlots
+from paged_backend.scheduling.state_slots import NO_STATE_COPIES, StateSlots
 from tests.support.scheduler_stress import request
 from tests.support.shadow import expected_tokens, finish
 from tests.support.shadow_states import ShadowStates
 from tests.support.states_stress import run_states_stress, scheduler_with_states
+
+TWO_BLOCKS = CacheHit((BlockLocation(0, False), BlockLocation(1, False)))
 
 
 @pytest.mark.parametrize("seeds", [25, pytest.param(500, marks=pytest.mark.nightly)])
@@ -36,19 +36,19 @@ def test_samples_continue_from_copies_of_the_prompts_state():
     assert store.num_copies == 2
 
 
-def test_failed_copy_fails_the_request_that_forks():
-    """A sequence whose state was not copied must not continue, even if the failed step did not compute it."""
-    sched = scheduler_with_states(32, 4, 4, 8)
-    store = ShadowStates(sched, 5, 4)
-    sched.add(request(0, range(5), n=2, max_tokens=5))
-    plan = sched.schedule()
-    sched.commit(plan, store.run(plan))
-    sched.add(request(1, range(5), max_tokens=5))
-    plan = sched.schedule()
-    assert [copy.key for copy in plan.state_copies] == [0]
-    failed = sched.fail(plan, "device error")
-    assert {delta.key for delta in failed} == {0, 1}
-    sched.check()
+def test_a_failed_copy_leaves_the_state_to_others():
+    """The step that fails copies the state for one of two samples. The other one is not in it: its state is valid."""
+    sched = scheduler_with_states(2, 4, 4, 8, 8, caching=True)
+    store = ShadowStates(sched, 5, 8)
+    sched.add(request(0, range(4), n=2, max_tokens=3))
+    first = sched.schedule()
+    result, second = store.run(first), sched.schedule()
+    assert [chunk.sequence.index for chunk in second.chunks] == [0]
+    assert {copy.entry is None for copy in second.states.copies} == {True, False}
+    sched.commit(first, result)
+    sched.fail(second, "device error")
+    finish(sched, store, request(1, range(5), max_tokens=2))
+    assert sched.stats.cached_tokens == 4
 
 
 def test_state_whose_copy_failed_is_no_checkpoint():
@@ -59,24 +59,9 @@ def test_state_whose_copy_failed_is_no_checkpoint():
     plan = sched.schedule()
     sched.commit(plan, store.run(plan))
     plan = sched.schedule()
-    assert {copy.key for copy in plan.state_copies} == {0, None}
+    assert {copy.entry is None for copy in plan.states.copies} == {True, False}
     sched.fail(plan, "device error")
     finish(sched, store, request(1, range(9), max_tokens=2))
-    assert sched.stats.cached_tokens == 0
-
-
-def test_state_that_has_not_arrived_is_no_checkpoint():
-    """A sample without room for a block waits at the end of its prompt, and the step that copies its state fails."""
-    sched = scheduler_with_states(2, 4, 4, 8, 8, caching=True)
-    store = ShadowStates(sched, 5, 8)
-    sched.add(request(0, range(4), n=2, max_tokens=3))
-    first = sched.schedule()
-    result, second = store.run(first), sched.schedule()
-    assert [chunk.sequence.index for chunk in second.chunks] == [0]
-    assert {copy.key for copy in second.state_copies} == {0, None}
-    sched.commit(first, result)
-    sched.fail(second, "device error")
-    finish(sched, store, request(1, range(5), max_tokens=2))
     assert sched.stats.cached_tokens == 0
 
 
@@ -116,40 +101,72 @@ def test_failed_swap_out_is_recomputed():
     sched.commit(plan, store.run(plan))
     sched.add(request(1, range(24), max_tokens=6))
     plan = sched.schedule()
-    assert len(plan.state_moves_out) == 1
+    assert len(plan.states.moves_out) == 1
     sched.blocks.offload.finish_moves_out(plan.moves_out)  # as if the blocks had been on the host before
     sched.fail(replace(plan, moves_out=()), "device error")
     assert finish(sched, store)[0, 0] == expected_tokens(first, 0, 5)[1:]
 
 
-def test_swapped_out_state_is_read_where_it_is():
-    """A state that waits for its copy is swapped out from the source of the copy; one that has not left the host stays
-    there."""
-    slots = StateSlots(3, 3, contents=Contents(), block_size=4, host=HostStates(2))
-    parent, child = sequence(0), sequence(0)
-    slots.assign(parent)
-    for one in (parent, child):
-        one.computed = one.committed = 1
+@pytest.fixture
+def swapped():
+    """(slots, two samples that share a state, which has been swapped out and in again, the copies of these steps)"""
+    slots = StateSlots(3, 3, block_size=4, caching=True, num_host_slots=1)
+    parent, child = computed(slots, 4), sequence(0, range(9))
+    child.computed = child.committed = 4
     slots.fork(parent, child)
-    source = parent.state_slot
     slots.swap_out([parent, child])
-    assert slots.take_copies() == ()
-    assert {move.source for move in slots.host.take_moves_out()} == {source}
-    slots.swap_in([parent])
-    assert parent.host_state_slot is None
     slots.check([parent, child])
-    slots.swap_out([parent])
-    assert (slots.take_copies(), slots.host.take_moves_out()) == ((), ())
+    out = slots.prepare([])
+    slots.swap_in([parent, child])
     slots.check([parent, child])
-    slots.swap_in([parent])
-    copies = slots.take_copies()
-    assert [(copy.target, copy.from_host) for copy in copies] == [(parent.state_slot, True)]
+    return slots, parent, child, out
+
+
+def test_a_shared_state_is_swapped_once(swapped):
+    slots, parent, child, out = swapped
+    copies = slots.prepare([parent, child])
+    assert [len(part) for part in (out.moves_out, copies.moves_in)] == [1, 1]
+    assert copies.moves_in[0].target in (parent.state_slot, child.state_slot)
+    assert parent.state_slot != child.state_slot
+    slots.finish(out)
+    slots.finish(copies)
+    slots.check([parent, child])
+    assert slots.num_host_used == 0
+
+
+def test_a_state_that_has_not_arrived_stays_or_is_dropped(swapped):
+    """It cannot be swapped out again, and is no checkpoint of a sequence that ends."""
+    slots, parent, child, _ = swapped
+    assert not slots.can_swap_out([parent, child])
     slots.release(parent)
     slots.check([child])
-    slots.finish(copies)
-    assert slots.host.num_used == 1
     slots.release(child)
-    assert slots.host.num_used == 0
+    slots.check([])
+    assert slots.prepare([]) == NO_STATE_COPIES
+    assert slots.num_host_used == slots.num_checkpoints == 0
+
+
+def test_a_slot_of_the_host_is_in_use_until_its_state_has_left(swapped):
+    slots, parent, child, _ = swapped
+    copies = slots.prepare([parent])
+    parent.computed += 1
+    slots.release(parent)
+    slots.release(child)
+    assert (slots.num_host_used, slots.num_checkpoints) == (1, 0)
+    slots.finish(copies)
+    assert slots.num_host_used == 0
+    slots.check([])
+
+
+def test_a_move_to_a_freed_slot_of_the_host_is_not_made():
+    """The slot may be the target of another move in the same step."""
+    slots = StateSlots(2, 2, num_host_slots=1)
+    one, other = computed(slots, 1), computed(slots, 1, key=1)
+    slots.swap_out([one])
+    slots.release(one)
+    source = other.state_slot
+    slots.swap_out([other])
+    assert [move.source for move in slots.prepare([]).moves_out] == [source]
 
 
 def test_model_without_states_gets_no_slots():
@@ -157,85 +174,93 @@ def test_model_without_states_gets_no_slots():
     sched.add(request(0, range(5), n=2))
     plan = sched.schedule()
     assert plan.chunks[0].sequence.state_slot is None
-    assert plan.state_copies == ()
-
-
-def test_copy_to_a_freed_slot_is_not_made():
-    """Its next owner may get a copy of its own in the same step."""
-    slots = StateSlots(3, 3, contents=Contents(), block_size=4, caching=False)
-    parent, child, other, other_child = (sequence(key) for key in (0, 0, 1, 1))
-    slots.assign(parent)
-    slots.assign(other)
-    slots.fork(parent, child)
-    freed = child.state_slot
-    slots.release(child)
-    slots.fork(other, other_child)
-    copies = slots.take_copies()
-    assert copies == (StateCopy(other.state_slot, freed, key=1),)
-    assert slots.take_copies() == ()
-    slots.finish(copies)
-    slots.check([parent, other, other_child])
+    assert plan.states == NO_STATE_COPIES
 
 
 def test_checkpoint_is_found_after_its_copy():
-    slots, one = StateSlots(4, 2, contents=Contents(), block_size=4, caching=True), sequence(0, range(9))
-    slots.assign(one)
-    one.computed = one.committed = 8
-    hit = CacheHit((BlockLocation(0, False), BlockLocation(1, False)))
+    slots = StateSlots(4, 2, block_size=4, caching=True)
+    one = computed(slots, 8)
     for done in (False, True):
-        slots.save(one)
-        assert slots.checkpoints.restrict(hit, one.chain.entries).blocks == ()
-        copies = slots.take_copies()
-        assert [copy.source for copy in copies] == [one.state_slot]
+        copies = slots.prepare([one])
+        assert [copy.source for copy in copies.copies] == [one.state_slot]
+        assert slots.restrict(TWO_BLOCKS, one.chain.entries).blocks == ()
         slots.finish(copies, done=done)
-        assert (slots.checkpoints.restrict(hit, one.chain.entries) == hit) == done
+        assert (slots.restrict(TWO_BLOCKS, one.chain.entries) == TWO_BLOCKS) == done
     slots.check([one])
 
 
-def test_state_that_waits_for_its_copy_is_not_saved():
-    slots = StateSlots(8, 2, contents=Contents(), block_size=4, caching=True)
-    parent, child = sequence(0, range(9)), sequence(0, range(9))
-    slots.assign(parent)
-    for one in (parent, child):
-        one.computed = one.committed = 8
+def test_samples_at_the_end_of_a_block_save_one_checkpoint():
+    slots = StateSlots(8, 2, block_size=4, caching=True)
+    parent, child = computed(slots, 8), sequence(0, range(9))
+    child.computed = child.committed = 8
     slots.fork(parent, child)
-    slots.save(child)
-    assert [copy.target for copy in slots.take_copies()] == [child.state_slot]
+    copies = slots.prepare([parent, child])
+    assert Counter(copy.entry is None for copy in copies.copies) == {True: 1, False: 1}
+    slots.finish(copies)
+    slots.check([parent, child])
+
+
+@pytest.mark.parametrize(("num_slots", "num_checkpoints"), [(2, 0), (3, 1)])
+def test_a_checkpoint_is_kept_if_a_slot_is_to_spare(num_slots, num_checkpoints):
+    """Otherwise the sequence that continues from it overwrites it."""
+    slots = StateSlots(num_slots, 2, block_size=4, caching=True)
+    one = computed(slots, 8)
+    slots.release(one)
+    assert slots.num_checkpoints == 1
+    follower, other = sequence(1, range(9)), computed(slots, 1, key=2)
+    follower.chain = one.chain
+    slots.adopt(follower, TWO_BLOCKS)
+    follower.computed = follower.committed = 8
+    slots.finish(slots.prepare([follower]))
+    slots.check([follower, other])
+    assert slots.num_checkpoints == num_checkpoints
+
+
+def test_a_pinned_checkpoint_is_not_overwritten():
+    slots = StateSlots(3, 2, block_size=4, caching=True)
+    one = computed(slots, 8)
+    slots.release(one)
+    slots.pin("chat", one)
+    follower = sequence(1, range(9))
+    follower.chain = one.chain
+    slots.adopt(follower, TWO_BLOCKS)
+    other = computed(slots, 1, key=2)
+    slots.check([follower, other])
+    slots.finish(slots.prepare([follower]))
+    slots.check([follower, other])
+    assert slots.pinned != [follower.state_slot]
+    assert slots.num_checkpoints == 1
+
+
+def test_a_checkpoint_that_leaves_no_slot_for_a_sequence_is_not_pinned():
+    slots = StateSlots(1, 1, block_size=4, caching=True)
+    one = computed(slots, 8)
+    slots.release(one)
+    slots.pin("chat", one)
+    slots.check([])
+    assert slots.pinned == []
 
 
 def test_cleared_slots_have_no_checkpoints():
-    """Neither those of sessions nor copies that no step has made, whose sources are gone."""
-    slots, one = StateSlots(4, 2, contents=Contents(), block_size=4, caching=True), sequence(0, range(9))
-    slots.assign(one)
-    one.computed = one.committed = 8
-    slots.save(one)
-    slots.finish(slots.take_copies())
-    slots.checkpoints.pin("chat", one)
-    other = sequence(1, range(20, 29))
-    slots.assign(other)
-    other.computed = other.committed = 8
-    slots.save(other)
+    """Neither those of sessions nor others."""
+    slots = StateSlots(4, 2, block_size=4, caching=True)
+    one, other = computed(slots, 8), computed(slots, 8, key=1, first=20)
     slots.release(one)
+    slots.pin("chat", one)
     slots.release(other)
-    slots.finish(slots.take_copies(), done=False)
-    slots.checkpoints.clear()
+    assert slots.num_checkpoints == 2
+    slots.clear()
     slots.check([])
-    assert slots.take_copies() == ()
     for two in (one, other):
-        hit = CacheHit((BlockLocation(0, False), BlockLocation(1, False)))
-        assert slots.checkpoints.restrict(hit, two.chain.entries).blocks == ()
-    slots.checkpoints.unpin("chat")
+        assert slots.restrict(TWO_BLOCKS, two.chain.entries).blocks == ()
+    slots.unpin("chat")
     slots.check([])
 
 
 def speculating(num_drafts, prompt=7, caching=True):
     """Return slots, a sequence that has computed its prompt, and the slots of its draft tokens."""
-    slots = StateSlots(
-        2 + num_drafts, 1, contents=Contents(), block_size=4, caching=caching, num_draft_slots=num_drafts
-    )
-    one = sequence(0, range(prompt))
-    slots.assign(one)
-    one.computed = one.committed = prompt
+    slots = StateSlots(2 + num_drafts, 1, block_size=4, caching=caching, num_draft_slots=num_drafts)
+    one = computed(slots, prompt, prompt=prompt)
     one.tokens.append(50)
     slots.check([one])
     return slots, one, slots.take_draft_slots(num_drafts)
@@ -263,13 +288,12 @@ def test_state_that_accepted_tokens_have_passed_becomes_a_checkpoint():
     one.tokens += range(2)
     one.computed = one.committed = 10
     slots.accept(one, drafts, 2)
-    hit = CacheHit((BlockLocation(0, False), BlockLocation(1, False)))
-    assert slots.checkpoints.restrict(hit, one.chain.entries) == hit
+    assert slots.restrict(TWO_BLOCKS, one.chain.entries) == TWO_BLOCKS
     follower = sequence(1, range(9))
     follower.chain = one.chain
     slots.release(one)
-    slots.adopt(follower, hit)
-    assert [copy.source for copy in slots.take_copies()] == [own]
+    slots.adopt(follower, TWO_BLOCKS)
+    assert follower.state_slot == own
 
 
 def test_slots_of_a_sequence_that_ended_before_the_commit_are_freed():
@@ -290,6 +314,14 @@ def test_drafts_of_a_model_without_states_need_no_slots():
 
 def sequence(key, prompt=(1, 2)):
     return Group(request(key, prompt)).leader
+
+
+def computed(slots, count, *, key=0, prompt=9, first=0):
+    """Return a sequence that has computed `count` tokens."""
+    one = sequence(key, range(first, first + prompt))
+    slots.prepare([one])
+    one.computed = one.committed = count
+    return one
 
 
 def test_a_sequence_keeps_one_checkpoint_of_its_output():

@@ -48,8 +48,6 @@ OFFLOAD, PINS, PLANNER, POOL, REGISTRY, RESULT, SCHEDULER, SEQUENCE, TABLES, WAI
     )
 )
 WINDOWED, LAYOUT, STATES = "scheduling/windowed_pool.py", "api/block_layout.py", "scheduling/state_slots.py"
-CHECKPOINTS, HOST_STATES = "scheduling/state_checkpoints.py", "scheduling/host_states.py"
-STATE_MODULES = (STATES, CHECKPOINTS, HOST_STATES)  # those that the stress test with states exercises
 SESSIONS = "server/sessions.py"
 SCORES, SCORE_CACHE = "scheduling/block_scores.py", "scheduling/score_cache.py"
 REQUEST, DISK = "api/request.py", "memory/block_file.py"
@@ -495,25 +493,32 @@ MUTANTS = {  # name: (file, source, replacement)
         "fingerprints[sampled]",
     ),
     # states of recurrent layers
-    "a state is copied one step late": (
-        STATES,
-        "copies, self._copies = tuple(self._copies), []",
-        "copies, self._copies = tuple(self._copies[1:]), self._copies[:1]",
-    ),
+    "a copy of a state is left out": (STATES, "tuple(copies))", "tuple(copies[1:]))"),
     "a hit ends where no state was saved": (
-        CHECKPOINTS,
-        "            if slot is not None:\n                return CacheHit",
-        "            if True:\n                return CacheHit",
+        STATES,
+        "            if self.pool.index.find(entries[count - 1]) is not None:\n",
+        "            if True:\n",
     ),
     "a sample continues from the zero state": (
         STATES,
-        "StateCopy(parent.state_slot,",
-        "StateCopy(self._take_slot(child),",
+        "self._share(parent.state_slot, child)",
+        "self._hold(child, allocate_counted(self.pool, 1)[0])",
+    ),
+    "samples write to the same state": (STATES, "is_shared = self.pool.is_shared(source)", "is_shared = False"),
+    "an overwritten checkpoint is found": (
+        STATES,
+        "            elif self.pool.index.contains(source):\n",
+        "            elif False:\n",
     ),
     "checkpoints take the slots of sequences": (
         STATES,
         "        if self._num_spare > 0:",
         "        if self.pool.num_available > 0:",
+    ),
+    "a slot that a session pins is one of a sequence": (
+        STATES,
+        " - set(self._pinned.values())) if self._pinned else len(self._holders)",
+        ")",
     ),
     "a state with tokens in flight becomes a checkpoint": (STATES, "position == sequence.computed and ", ""),
     "a checkpoint is found although its copy failed": (
@@ -521,31 +526,22 @@ MUTANTS = {  # name: (file, source, replacement)
         "                if done:\n",
         "                if True:\n",
     ),
-    "a state that waits for its copy is saved": (STATES, "slot == copy.target or ", ""),
-    "a state is not copied back on swap-in": (
-        STATES,
-        "self._copies.append(StateCopy(source, self._take_slot(sequence), sequence.key, from_host=True))",
-        "self._take_slot(sequence), self.host.free(source)",
-    ),
-    "a state is swapped out before its copy": (
-        STATES,
-        "move_out(dropped.source if dropped else slot)",
-        "move_out(slot)",
-    ),
+    "a state is not moved back on swap-in": (STATES, "                self._moves_in.append(move)\n", ""),
     "a slot of the host is free before its state has left": (
         STATES,
-        "            if source is not None:\n",
-        "            if source is not None:\n                self.host.free(source)\n",
+        "                move = StateCopy(source, targets[source])\n",
+        "                move = StateCopy(source, targets[source])\n                self.host.free(source)\n",
     ),
     "a state that has not arrived becomes a checkpoint": (
         STATES,
-        " and all(copy.target != slot for copy in self._arriving)",
+        " and not self._is_arriving(sequence.state_slot)",
         "",
     ),
+    "a state that has not arrived is swapped out": (STATES, " and not any(map(self._is_arriving, slots))", ""),
     "a state is moved to a slot of the host that was freed": (
-        HOST_STATES,
-        "        self._moves_out = [move for move in self._moves_out if move.target != slot]\n",
-        "",
+        STATES,
+        "if move.target != slot or self.host.is_shared(slot)]",
+        "]",
     ),
     "a sequence continues from the state after a rejected token": (STATES, "slots[num_accepted]", "slots[-1]"),
     "a sequence continues from the state before its accepted tokens": (STATES, "slots[num_accepted]", "slots[0]"),
@@ -602,7 +598,8 @@ RARE = {
     "a block is swapped in without its window pages",
     "a block is swapped out without its window pages",
     "a checkpoint is found although its copy failed",
-    "a state that waits for its copy is saved",
+    "a state that has not arrived is swapped out",
+    "a slot that a session pins is one of a sequence",
     "a state that has not arrived becomes a checkpoint",
     "a state is moved to a slot of the host that was freed",
     "a state whose swap-out failed is read",
@@ -625,7 +622,6 @@ ENDLESS = {  # the scheduler does not end with these
 
 FIRST = 1  # the seed that finds most mutants
 LATE = {  # seeds that find the others
-    "a state with tokens in flight becomes a checkpoint": 48,
     "a failed swap-out counts as done": 67,
     "equally likely tokens are in another order": 25,
     "a prefix without its window is a hit": 12,
@@ -633,16 +629,11 @@ LATE = {  # seeds that find the others
     "a preempted request waits for its tenant": 12,
     "a partial hit is copied without room for it": 14,
     "tokens after the end are returned": 9,
-    "a state is copied one step late": 6,
     "a block leaves the window one token early": 6,
     "only live beams have to agree": 6,
     "a partial hit needs no window pages": 4,
     "a shared block is swapped in with one reference": 5,
-    "a state is not copied back on swap-in": 5,
-    "a slot of the host is free before its state has left": 5,
-    "a state is swapped out before its copy": 5,
     "the first token of a block has the scores of the next one": 5,
-    "a sample continues from the zero state": 3,
     "content that the host has is spilled again": 3,
     "all samples have the same seed": 3,
     "blocks of a swapped-out request stay on the host": 5,
@@ -651,7 +642,6 @@ LATE = {  # seeds that find the others
     "beams do not wait for each other": 3,
     "a beam has one continuation only": 3,
     "window pages in use can be evicted": 3,
-    "checkpoints take the slots of sequences": 3,
     "a dropped beam keeps its blocks": 3,
     "a preempted group does not fork again": 3,
     "a shared block is not copied on write": 3,
@@ -661,7 +651,6 @@ LATE = {  # seeds that find the others
     "cache salts share prefixes": 3,
     "copies are missing from the plan": 3,
     "a preempted group does not recompute its prompt": 3,
-    "a hit ends where no state was saved": 3,
     "a session keeps its former blocks pinned": 3,
     "pins are never dropped for requests": 3,
     "a shared block is swapped out twice": 2,
@@ -695,7 +684,7 @@ def found_by(mutant: str | None, seeds: Iterable[int]) -> str | None:
             try:
                 if mutant is None or MUTANTS[mutant][0] in POOL_MODULES:
                     rules.play_seeds(range(seed, seed + 1))
-                if mutant is None or MUTANTS[mutant][0] in STATE_MODULES:
+                if mutant is None or MUTANTS[mutant][0] == STATES:
                     states.run_states_stress(seed)
                 for conditions in (load.CONDITIONS, load.WINDOWED, load.PIPELINED):
                     load.run_stress(**load.random_conditions(seed, conditions))

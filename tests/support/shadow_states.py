@@ -39,17 +39,17 @@ class ShadowStates(ShadowStore):
         return super().run(plan)
 
     def _copy_states(self, plan: Plan) -> None:
-        """Move states to the host, then copy states within the device, all at once, and states from the host."""
-        for moves in (plan.state_moves_out, plan.state_copies):
-            targets = [move.target for move in moves]
-            assert len(set(targets)) == len(targets)
-        for move in plan.state_moves_out:
-            self.host_states[move.target] = self.states[move.source]
-        copied = [(self.host_states if copy.from_host else self.states)[copy.source] for copy in plan.state_copies]
-        for copy, state in zip(plan.state_copies, copied, strict=True):
-            self.states[copy.target] = state
-            self.num_swapped_in += copy.from_host
-            self.num_copies += not copy.from_host
+        """Move states to the host, then from the host, then copy states within the device, all at once."""
+        moved, device, host = plan.states, self.states, self.host_states
+        for part, sources, targets in (
+            (moved.moves_out, device, host), (moved.moves_in, host, device), (moved.copies, device, device)
+        ):  # fmt: skip
+            assert len({one.target for one in part}) == len(part)
+            states = [sources[one.source] for one in part]
+            for one, state in zip(part, states, strict=True):
+                targets[one.target] = state
+        self.num_swapped_in += len(moved.moves_in)
+        self.num_copies += len(moved.copies)
 
     def _digest(self, sequence: Sequence, length: int) -> bytes:
         digest = start(sequence.request)
