@@ -23,19 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paged_kernels import (
-    add_rms_norm,
-    block_copy,
-    few_rows_linear,
-    invariant_linear,
-    kv_write,
-    latent_kv_write,
-    paged_attention,
-    rope_kv_write,
-    sampling,
-    step_inputs,
-    swiglu,
-)
+from paged_kernels import block_copy, kv_write, layer_ops, linear, paged_attention, sampling, step_inputs
 from paged_kernels.aot_cases import DTYPES, INVARIANT, SAMPLING, Case, full_grid, sample, small_grid
 from paged_kernels.launch import OPTIONS, Device, Launch
 from paged_kernels.layer_cache import FORMATS, LayerCache
@@ -96,19 +84,19 @@ def _launch(case: Case) -> Launch:
     row = tensor(case.length, case.width)
     if case.kernel == "add_rms_norm":
         residual = row if case.norm else None
-        return add_rms_norm.plan_launch(row, row, row, residual, tensor(case.width), 1e-5, device=device)
+        return layer_ops.plan_add_rms_norm(row, row, row, residual, tensor(case.width), 1e-5, device=device)
     if case.kernel == "few_rows_linear":
         out = tensor(case.length, case.outputs)
         weight = tensor(case.outputs * (2 if case.norm else 1), case.width)
         residual, norm = (row, tensor(case.width)) if case.norm else (None, None)
-        return few_rows_linear.plan_launch(
+        return linear.plan_few_rows_linear(
             out, residual, row, residual, norm, 1e-5, weight, None, swiglu=case.norm, device=device
         )
     if case.kernel == "invariant_linear":
         out, weight = tensor(case.length, case.outputs), tensor(case.outputs, case.width)
-        return invariant_linear.plan_launch(out, row, weight, None, device=Device(case.chip, 132))
+        return linear.plan_invariant_linear(out, row, weight, None, device=Device(case.chip, 132))
     if case.kernel == "swiglu":
-        return swiglu.plan_launch(row, tensor(case.length, 2 * case.width), device=device)
+        return layer_ops.plan_swiglu(row, tensor(case.length, 2 * case.width), device=device)
     if case.kernel == "block_copy":
         table, moves = tensor(3, 64, dtype=torch.int64), tensor(case.length, 2, dtype=torch.int64)
         return block_copy.plan_launch(moves, table, largest=case.width, aligned=16, device=device)
@@ -137,19 +125,19 @@ def _launch(case: Case) -> Launch:
     slots, key = tensor(case.length, dtype=torch.int64), tensor(case.length, num_kv_heads, case.head_dim)
     if case.kernel == "kv_write":
         value = None if case.latent else tensor(case.length, num_kv_heads, value_dim)
-        return kv_write.plan_launch(key, value, cache, slots, device=device)
+        return kv_write.plan_kv_write(key, value, cache, slots, device=device)
     if case.kernel == "latent_kv_write":
         rope = case.head_dim - value_dim
         query, rotated = (tensor(case.length, case.group, size) for size in (3 * rope, rope))
         angles, row = tensor(case.length, rope), tensor(case.length, case.head_dim)
-        return latent_kv_write.plan_launch(
+        return kv_write.plan_latent_kv_write(
             rotated, query, row, tensor(value_dim), 1e-6, angles, angles, cache, slots,
             from_pairs=not case.norm, to_pairs=False, device=device,
         )  # fmt: skip
     if rotates:
         query = tensor(case.length, num_heads, case.head_dim)
         angles, weight = tensor(case.length, case.head_dim), tensor(case.head_dim) if case.norm else None
-        return rope_kv_write.plan_launch(
+        return kv_write.plan_rope_kv_write(
             query, query, key, key, angles, angles, cache, slots, weight, weight, 1e-6, device=device
         )
 

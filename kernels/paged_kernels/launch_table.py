@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 CONFIGS = Path(__file__).with_name("configs")
 ROW_BUCKETS = (4, 64, 4096)  # upper bounds of the row-count buckets; larger counts use the last bucket
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """The tile shape of one loop over keys in an attention kernel."""
 
     block_m: int  # rows: queries times query heads of a group
@@ -278,7 +277,9 @@ def write_table(table: Table, file: Path) -> None:
     lines = []
     for key, tile in table.entries():
         time = {"us": table.times[key]} if key in table.times else {}
-        lines.append(json.dumps({"for": vars(key), "tile": vars(tile), **time}))
+        lines.append(
+            json.dumps({"for": vars(key), "tile": tile._asdict() if isinstance(tile, Tile) else vars(tile), **time})
+        )
     measured = json.dumps(table.measured and vars(table.measured))
     head = f'{{"chip": {json.dumps(table.chip)}, "measured": {measured}, "entries": ['
     unfinished = file.with_suffix(".unfinished")

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from paged_kernels.launch import padded_head_dim, rows_of_query
+from paged_kernels.attention_plan import padded_head_dim, rows_of_query
 from paged_kernels.launch_table import (
     ROW_BUCKETS,
     ROW_COUNT_INVARIANT,

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from paged_kernels import invariant_attention, launch, launch_table
+from paged_kernels import attention_plan, invariant_attention, launch_table
 from paged_kernels import paged_attention as paged_attention_module
-from paged_kernels.launch import Choice, Device, key_blocks, rows_of_query
+from paged_kernels.attention_plan import Choice, key_blocks, rows_of_query
+from paged_kernels.launch import Device
 from paged_kernels.launch_table import Tile, TuningKey
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference
 from paged_kernels.paging import SharedPrefixes
@@ -44,7 +45,7 @@ def fixed_order(monkeypatch, device):
 
 
 def forced(splits):
-    return launch.force(Choice(splits, small_tiles=False))
+    return attention_plan.force(Choice(splits, small_tiles=False))
 
 
 TYPES = [(torch.float32, 3), (torch.float16, 1)]  # with a number of splits

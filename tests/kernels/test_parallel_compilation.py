@@ -14,12 +14,12 @@ from triton import knobs
 from triton.runtime import driver
 from paged_kernels.launch import Device
 from paged_kernels.parallel_compilation import missing_variants
-from paged_kernels.swiglu import plan_launch
+from paged_kernels.layer_ops import plan_swiglu
 from tests.support.fake_gpu import FakeDriver
 
 driver.set_active(FakeDriver())
 hook = knobs.runtime.jit_cache_hook = lambda **details: None
-launches = [plan_launch(torch.empty(4, n), torch.empty(4, 2 * n), device=Device("xpu", 1)) for n in (64, 128, 64)]
+launches = [plan_swiglu(torch.empty(4, n), torch.empty(4, 2 * n), device=Device("xpu", 1)) for n in (64, 128, 64)]
 before = missing_variants(launches), missing_variants(launches)
 launches[0].kernel.warmup(**launches[0].arguments, grid=launches[0].grid)
 after = missing_variants(launches)
