@@ -115,7 +115,6 @@ def launch_shape(
     if one_tile:
         rows = max(rows, power_of_two(max_query_len * heads))
     small = decode_tile(chip, block_d=block_d, itemsize=itemsize, rows=rows, quantized=quantized)
-    small = small._replace(block_m=rows)
     if one_tile:
         return LaunchShape(heads, small, None)
 

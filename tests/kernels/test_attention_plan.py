@@ -70,7 +70,7 @@ def test_table_in_use_determines_the_launch_shape(tables):
     chunk = dict(max_query_len=2048, num_tokens=4096)
     small = shape_of("sm_91")
     key = TuningKey(128, 2, 16, False, 8192)
-    launch_table.use_table(launch_table.make_table("sm_91", None, [(key, Tile(64, 128, 2, 5))]))
+    launch_table.use_table(launch_table.Table("sm_91", {key: Tile(64, 128, 2, 5)}))
     shape = shape_of("sm_91", **chunk)
     assert shape.large == Tile(64, 128, 2, 5)
     assert shape.small == small.small

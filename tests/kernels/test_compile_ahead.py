@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from paged_kernels.compile_ahead import compile_ahead
+from paged_kernels.compilation import compile_ahead
 from paged_kernels.launch import Launch, intercept_launches
 
 SCRIPT = """
@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.runtime import driver
-from paged_kernels.compile_ahead import compile_launches
+from paged_kernels.compilation import compile_launches
 from paged_kernels.launch import Device, Launch
 from paged_kernels.layer_ops import plan_swiglu
 from tests.support.fake_gpu import FakeDriver

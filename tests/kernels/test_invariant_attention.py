@@ -155,7 +155,7 @@ def test_bits_do_not_depend_on_the_batch(case, dtype, stride, tables, device, mo
     block_d, itemsize = key_blocks(contents.case.head_dim)[0], contents.dtype.itemsize
     rows = rows_of_query(contents.case.group, itemsize, block_d)
     key = TuningKey(block_d, itemsize, rows, contents.case.format is not None, 4096)
-    launch_table.use_table(launch_table.make_table("sm_90", None, [(key, Tile(64, 16, 2, 1))]))
+    launch_table.use_table(launch_table.Table("sm_90", {key: Tile(64, 16, 2, 1)}))
     assert launch_table.find_tile("sm_90", key).block_n == 16
     check(120, 30, *contents.attend((0, 120, 30)))
     monkeypatch.setattr(paged_attention_module, "device_of", lambda device: Device("sm_90", 4))
