@@ -25,20 +25,16 @@ from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_bench._attention import AttentionInputs, Cell, error
 from paged_bench._report import Record, Records, count, not_measured
 from paged_kernels import ops
-from paged_kernels.add_rms_norm import add_rms_norm_reference
 from paged_kernels.block_copy import block_copy_reference
 from paged_kernels.block_pair import BlockPair
-from paged_kernels.few_rows_linear import few_rows_linear_reference
-from paged_kernels.invariant_linear import invariant_linear_reference
-from paged_kernels.kv_write import kv_write_reference
-from paged_kernels.latent_kv_write import latent_kv_write_reference
+from paged_kernels.kv_write import kv_write_reference, latent_kv_write_reference, rope_kv_write_reference
 from paged_kernels.layer_cache import FORMATS, LayerCache
+from paged_kernels.layer_ops import add_rms_norm_reference, swiglu_reference
+from paged_kernels.linear import few_rows_linear_reference, invariant_linear_reference
 from paged_kernels.paging import Paging
-from paged_kernels.rope_kv_write import rope_kv_write_reference
 from paged_kernels.sampling import sample_reference
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 from paged_kernels.step_inputs import step_inputs_reference
-from paged_kernels.swiglu import swiglu_reference
 
 TOKENS, HEADS, SHAPE, BLOCK = 24, 16, LayerShape(8, 128), 16  # the attention heads of Qwen3-0.6B
 ROUNDING = 2e-2  # largest difference of bfloat16 results near 1

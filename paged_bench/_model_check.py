@@ -29,7 +29,7 @@ from paged_bench._workload import Job, model_options, workload
 from paged_bench.engine import run_paged
 from paged_client.serving.server_files import ServerNotFoundError
 from paged_client.serving.tritonserver import TritonServer
-from paged_kernels.compilations import after_ready
+from paged_kernels.compilation import after_ready
 
 QUESTION, ANSWER = "What is the capital of France?", "Paris"
 REQUESTS, SEQUENCES = 24, 16

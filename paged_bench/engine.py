@@ -56,7 +56,7 @@ from paged_bench._workload import (
     workload,
     workload_name,
 )
-from paged_kernels.compilations import after_ready
+from paged_kernels.compilation import after_ready
 
 OURS = "paged"
 CONTINUOUS, TUNED = "transformers, continuous", "transformers, continuous, tuned"

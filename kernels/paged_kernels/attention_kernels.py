@@ -1,176 +1,519 @@
 """The attention kernels: mixed prefill and decode with the merge of partial results, and shared prefixes.
 
-A program processes a tile of query rows of one sequence and one KV head: it walks the sequence's block table with the
-loop of `attention_tile`. If there are too few tiles to fill the device, several programs split a sequence's keys
-(Flash-Decoding, Dao et al. 2023), and the last of them to finish merges their results. Keys that many sequences share
-are processed once for all of them (Hydragen, arXiv:2402.05099), before the rest. The grids depend on the number of rows
-and sequences only, never on their lengths, so that a CUDA graph can be captured.
+A program processes a tile of query rows of one sequence and one KV head, and loops over the keys in the pages of its
+block table (PagedAttention, arXiv:2309.06180), with a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867;
+FlashAttention, arXiv:2205.14135):
+
+    tile rows (GQA packed):  row r -> query r // HEADS, head r % HEADS of this KV head's group
+
+             begin          low                         high           end
+    keys    ...|=============|###########################|==============|.....
+      before the window   window edge   all rows see all keys   causal edge   newer than the tile's last query
+      or in the prefix
+
+A tile of a chunk masks only the steps at both edges. A tile of decode rows masks every step, in one loop. If there are
+too few of these to fill the device, several programs split a sequence's keys (Flash-Decoding, Dao et al. 2023), and the
+last of them to finish merges their results. Keys that many sequences share are processed once for all of them
+(Hydragen, arXiv:2402.05099), before the rest. The grids depend on the number of rows and sequences only, never on their
+lengths, so that a CUDA graph can be captured.
+
+The constants CACHE, LAYER and tiles are a `CacheLayout`, a `Layer` and `Tile`s.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from paged_kernels.attention_tile import attend_keys, find_sequence, key_range, split_len_of, unmasked_range
 from paged_kernels.splits import is_last
 
 
-@triton.jit
-def load_query(  # type: ignore[no-untyped-def]
-    query, offset, is_query, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr
-):  # fmt: skip
-    """Load rows at `offset` [BLOCK_M] in two parts, as `attention_tile` loads keys."""
-    d = tl.arange(0, BLOCK_D)
-    rows = query + offset[:, None]
-    q = tl.load(rows + d[None, :], mask=is_query[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
-    q_rest = q
-    if BLOCK_R > 0:
-        r = BLOCK_D + tl.arange(0, BLOCK_R)
-        q_rest = tl.load(rows + r[None, :], mask=is_query[:, None] & (r[None, :] < HEAD_DIM), other=0.0)
-    return q, q_rest
+class Rows(NamedTuple):
+    """Packed rows of queries or of results."""
+
+    start: Any
+    stride_token: Any
+    stride_head: Any
+
+
+class Pools(NamedTuple):
+    """The keys and values of one KV head, and their scales if they are quantized."""
+
+    key: Any
+    value: Any
+    key_scale: Any
+    value_scale: Any
+
+
+class Queries(NamedTuple):
+    """The queries of a tile, in two parts as `_load_step` loads keys, and their positions."""
+
+    first: Any  # [M, BLOCK_D]
+    rest: Any  # [M, BLOCK_R]
+    position: Any  # [M]
+
+
+class Scoring(NamedTuple):
+    """How a score is computed from a product, in units of log2."""
+
+    scale: Any
+    softcap: Any
+    window: Any
+
+
+class Partials(NamedTuple):
+    """Memory for the results of the splits of a sequence, one per slot, and how many there are."""
+
+    results: Any  # [num_seqs, slots, queries, NUM_HEADS, VALUE_DIM]
+    logs: Any  # [num_seqs, slots, queries, NUM_HEADS]: log2 of the softmax's denominators
+    arrivals: Any  # [num_seqs, programs of all heads]: splits that have finished
+    slots: Any
+    queries: Any
+    num_splits: Any
+    prefix_splits: Any
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _attend_tile(  # type: ignore[no-untyped-def]
-    out, partials, logs, arrivals, query, key_cache, value_cache, key_scales, value_scales,
-    block_tables, context_lens, query_starts, shared_lens, sinks,
-    seq, q_first, query_start, query_len, kv_head, first_head, split, num_splits, prefix_splits, slots, queries,
-    window, scale, softcap, stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
-    STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
-    STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
-    STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr, FORMAT: tl.constexpr,
-    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, SHARED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    ONE_LOOP: tl.constexpr, PARTIAL: tl.constexpr, MIN_SPLIT: tl.constexpr, PREFIX_N: tl.constexpr,
-    MAX_SLOTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute BLOCK_M // HEADS queries of a sequence from q_first on; with PARTIAL, the part of one split."""
-    BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
-    context_len = tl.load(context_lens + seq)
+def find_tile(starts, count, tile, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sequence s of a tile, its first packed row, its number of rows, and the first of them in the tile.
+
+    s is the last sequence whose first tile, starts[s] // BLOCK + s, is not past `tile`.
+    """
+    low, high = 0, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) // BLOCK + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    start = tl.load(starts + low)
+    length = tl.load(starts + low + 1) - start
+    return low, start, length, (tile - (start // BLOCK + low)) * BLOCK
+
+
+@triton.jit
+def tile_rows(first, length, BLOCK_M: tl.constexpr, LAYER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the query, from `first` on, and the head of each row of a tile, and whether the row is used."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // LAYER.HEADS
     row = tl.arange(0, BLOCK_M)
-    q_index = q_first + row // HEADS
-    head_of_group = first_head + row % HEADS
-    head = kv_head * GROUP + head_of_group
-    is_query = (row < BLOCK_Q * HEADS) & (q_index < query_len) & (head_of_group < GROUP)
+    index = first + row // LAYER.HEADS
+    head_of_group = tl.program_id(1) % LAYER.HEAD_TILES * LAYER.HEADS + row % LAYER.HEADS
+    head = tl.program_id(1) // LAYER.HEAD_TILES * LAYER.GROUP + head_of_group
+    return index, head, (row < BLOCK_Q * LAYER.HEADS) & (index < length) & (head_of_group < LAYER.GROUP)
 
-    position = context_len - query_len + q_index
-    first_position = context_len - query_len + q_first
-    last_position = first_position + tl.minimum(BLOCK_Q, query_len - q_first) - 1
-    prefix_len = 0
-    if PARTIAL and shared_lens is not None:
-        prefix_len = tl.load(shared_lens + seq)
-    first, begin, end = key_range(
-        first_position, last_position, context_len, prefix_len, window, HAS_WINDOW, BLOCK_SIZE, BLOCK_N
+
+@triton.jit
+def pools_of_head(  # type: ignore[no-untyped-def]
+    keys, values, key_scales, value_scales, CACHE: tl.constexpr, LAYER: tl.constexpr
+):  # fmt: skip
+    """Return the pools of the program's KV head."""
+    kv_head = (tl.program_id(1) // LAYER.HEAD_TILES).to(tl.int64)
+    if CACHE.FORMAT is not None:
+        key_scales += kv_head * CACHE.S_HEAD
+        value_scales += kv_head * CACHE.S_HEAD
+    return Pools(keys + kv_head * CACHE.K_HEAD, values + kv_head * CACHE.V_HEAD, key_scales, value_scales)
+
+
+@triton.jit
+def load_queries(rows, token, head, is_row, position, LAYER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the queries of a tile."""
+    row = rows.start + (token * rows.stride_token + head * rows.stride_head)[:, None]
+    d = tl.arange(0, LAYER.BLOCK_D)
+    q = tl.load(row + d[None, :], mask=is_row[:, None] & (d[None, :] < LAYER.HEAD_DIM), other=0.0)
+    q_rest = q
+    if LAYER.BLOCK_R > 0:
+        r = LAYER.BLOCK_D + tl.arange(0, LAYER.BLOCK_R)
+        q_rest = tl.load(row + r[None, :], mask=is_row[:, None] & (r[None, :] < LAYER.HEAD_DIM), other=0.0)
+    return Queries(q, q_rest, position)
+
+
+@triton.jit
+def store_result(rows, token, head, is_row, found, LAYER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the results [M, BLOCK_V] of a tile."""
+    row = rows.start + (token * rows.stride_token + head * rows.stride_head)[:, None]
+    d = tl.arange(0, LAYER.BLOCK_V)
+    mask = is_row[:, None] & (d[None, :] < LAYER.VALUE_DIM)
+    tl.store(row + d[None, :], found.to(rows.start.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_sink(sinks, head, is_row, BLOCK_M: tl.constexpr, LAYER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the sink of each row: a key with this logit and value 0. -infinity in a layer without sinks."""
+    sink = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    if LAYER.HAS_SINKS:
+        sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
+    return sink
+
+
+@triton.jit
+def first_step(first, CACHE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the start of the first step over keys from `first` on: `first`, unless steps lie within one block."""
+    return first // BLOCK_N * BLOCK_N if CACHE.BLOCK_SIZE >= BLOCK_N else first
+
+
+@triton.jit
+def split_len_of(begin, end, num_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the length of every split of [begin, end) but the last: whole steps, at least MIN_SPLIT keys."""
+    share = tl.maximum((end - begin + num_splits - 1) // num_splits, MIN_SPLIT)
+    return (share + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+
+
+# --- the loop over keys -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]
+    return 1 - 2 / (1 + tl.exp2(x * 2.8853900817779268))  # 2 * log2(e); saturates at +-1, never NaN
+
+
+@triton.jit
+def _widen(codes, FORMAT: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert codes to `dtype` exactly. The result for fp8 is 256 times too small.
+
+    An e4m3 that is widened to 16 bits and shifted by 7 is a float16 with another exponent bias, once the copy of the
+    sign in bit 14 is cleared. This holds for subnormal numbers too.
+    """
+    if FORMAT == "fp8":
+        codes = ((codes.to(tl.int16) << 7) & -0x4001).to(tl.float16, bitcast=True)
+    return codes.to(dtype)
+
+
+@triton.jit
+def _load_blocks(table, start, begin, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the blocks of positions start to start + BLOCK_N: one per position, or a scalar if a step is in one block.
+
+    Positions outside [begin, end) get block 0.
+    """
+    if BLOCK_SIZE >= BLOCK_N:
+        block = tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
+    else:
+        n = start + tl.arange(0, BLOCK_N)
+        block = tl.load(table + n // BLOCK_SIZE, mask=(n >= begin) & (n < end), other=0)
+    return block
+
+
+@triton.jit
+def _load_step(  # type: ignore[no-untyped-def]
+    pools, block, start, begin, end,
+    MASKED: tl.constexpr, CACHE: tl.constexpr, LAYER: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Load keys in two parts [BLOCK_D, BLOCK_N] and [BLOCK_R, BLOCK_N], values [BLOCK_N, BLOCK_V] and their scales for
+    positions from start on.
+
+    With BLOCK_R = 0 the second part is not used. With SHARED, the values are the first part of the keys.
+    """
+    d = tl.arange(0, LAYER.BLOCK_D)
+    e = tl.arange(0, LAYER.BLOCK_V)
+    n = start + tl.arange(0, BLOCK_N)
+    # Memory outside [begin, end) may hold another request's data, even NaN: it is not loaded at all.
+    in_context = (n >= begin) & (n < end)
+    block = block.to(tl.int64)
+    slot = start % CACHE.BLOCK_SIZE + tl.arange(0, BLOCK_N) if CACHE.BLOCK_SIZE >= BLOCK_N else n % CACHE.BLOCK_SIZE
+    k_row = pools.key + block * CACHE.K_BLOCK + slot * CACHE.K_SLOT
+    v_row = pools.value + block * CACHE.V_BLOCK + slot * CACHE.V_SLOT
+    k_scale = 1.0
+    v_scale = 1.0
+    if MASKED:
+        k_mask = (d[:, None] < LAYER.HEAD_DIM) & in_context[None, :]
+        k = tl.load(k_row[None, :] + d[:, None], mask=k_mask, other=0.0)
+    elif LAYER.BLOCK_D > LAYER.HEAD_DIM:
+        k = tl.load(k_row[None, :] + d[:, None], mask=d[:, None] < LAYER.HEAD_DIM, other=0.0)
+    else:
+        k = tl.load(k_row[None, :] + d[:, None])
+    if LAYER.SHARED:
+        v = tl.trans(k)
+    elif MASKED:
+        v_mask = (e[None, :] < LAYER.VALUE_DIM) & in_context[:, None]
+        v = tl.load(v_row[:, None] + e[None, :], mask=v_mask, other=0.0)
+    elif LAYER.BLOCK_V > LAYER.VALUE_DIM:
+        v = tl.load(v_row[:, None] + e[None, :], mask=e[None, :] < LAYER.VALUE_DIM, other=0.0)
+    else:
+        v = tl.load(v_row[:, None] + e[None, :])
+    k_rest = k
+    if LAYER.BLOCK_R > 0:
+        r = LAYER.BLOCK_D + tl.arange(0, LAYER.BLOCK_R)
+        r_mask = (r[:, None] < LAYER.HEAD_DIM) & (in_context[None, :] if MASKED else True)
+        k_rest = tl.load(k_row[None, :] + r[:, None], mask=r_mask, other=0.0)
+    if CACHE.FORMAT is not None:
+        s_row = block * CACHE.S_BLOCK + slot
+        if MASKED:
+            k_scale = tl.load(pools.key_scale + s_row, mask=in_context, other=0.0)
+            v_scale = tl.load(pools.value_scale + s_row, mask=in_context, other=0.0)
+        else:
+            k_scale = tl.load(pools.key_scale + s_row)
+            v_scale = tl.load(pools.value_scale + s_row)
+    return k, k_rest, v, k_scale, v_scale
+
+
+@triton.jit
+def _softmax_step(  # type: ignore[no-untyped-def]
+    row_max, row_sum, acc, unit, queries, pools, block, start, begin, end, scoring,
+    MASKED: tl.constexpr, ROW_UNITS: tl.constexpr, CACHE: tl.constexpr, LAYER: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Compute one step of the running softmax, over the BLOCK_N keys from position `start` on."""
+    k, k_rest, v, k_scale, v_scale = _load_step(pools, block, start, begin, end, MASKED, CACHE, LAYER, BLOCK_N)
+    dtype: tl.constexpr = queries.first.dtype
+    CODE_UNIT: tl.constexpr = 256.0 if CACHE.FORMAT == "fp8" else 1.0  # factor code / _widen(code)
+    if CACHE.FORMAT is not None:
+        k = _widen(k, CACHE.FORMAT, dtype)
+        k_rest = _widen(k_rest, CACHE.FORMAT, dtype)
+        v = _widen(v, CACHE.FORMAT, dtype)
+
+    scores = tl.dot(queries.first, k, input_precision=LAYER.PRECISION)
+    if LAYER.BLOCK_R > 0:
+        scores = tl.dot(queries.rest, k_rest, scores, input_precision=LAYER.PRECISION)
+    scores = scores * scoring.scale
+    if CACHE.FORMAT is not None:
+        scores = scores * (k_scale * CODE_UNIT)[None, :]
+    if LAYER.HAS_SOFTCAP:
+        scores = scoring.softcap * _tanh(scores)
+    if MASKED:
+        n = start + tl.arange(0, BLOCK_N)
+        visible = ((n >= begin) & (n < end))[None, :] & (n[None, :] <= queries.position[:, None])
+        if LAYER.HAS_WINDOW:
+            visible = visible & (n[None, :] > queries.position[:, None] - scoring.window)
+        scores = tl.where(visible, scores, float("-inf"))
+
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # Rows that have seen no key yet: -inf - -inf would be NaN, but -inf - 0 gives the weight 0.
+    base = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(row_max - base)
+    row_sum = row_sum * shrink + tl.sum(weights, 1)
+    if CACHE.FORMAT is not None:
+        # The unit of acc is the largest value scale so far * 2**-14, so that a weight times its value's scale is at
+        # most 2**14, within the range of float16.
+        if ROW_UNITS:
+            largest = tl.max(tl.where(visible, v_scale[None, :], 0.0), 1)
+            new_unit = tl.maximum(unit, largest * 0.00006103515625)
+            weights = weights * (1.0 / new_unit)[:, None] * v_scale[None, :]
+        else:
+            new_unit = tl.maximum(unit, tl.max(v_scale, 0) * 0.00006103515625)
+            weights = weights * (v_scale / new_unit)[None, :]
+        shrink = shrink * (unit / new_unit)
+        unit = new_unit
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=LAYER.PRECISION)
+    return new_max, row_sum, acc, unit
+
+
+@triton.jit
+def _empty_sums(TILE: tl.constexpr, LAYER: tl.constexpr, ROW_UNITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sums of a tile's values, and their unit, which is below the smallest scale times 2**-14."""
+    unit = 1e-37
+    if ROW_UNITS:
+        unit = tl.full([TILE.block_m], 1e-37, dtype=tl.float32)
+    return tl.full([TILE.block_m, LAYER.BLOCK_V], 0.0, dtype=tl.float32), unit
+
+
+@triton.jit
+def _add_steps(  # type: ignore[no-untyped-def]
+    row_max, row_sum, acc, unit, queries, pools, table, first, begin, stop, end, scoring,
+    MASKED: tl.constexpr, ROW_UNITS: tl.constexpr, CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add the steps from `begin` up to `stop`, in which the keys [first, end) are visible.
+
+    Blocks are loaded one step ahead: if keys depended on a load of the same step, the pipeline would be one shorter.
+    """
+    block = _load_blocks(table, begin, begin, stop, CACHE.BLOCK_SIZE, TILE.block_n)
+    for start in tl.range(begin, stop, TILE.block_n, num_stages=TILE.num_stages):
+        next_block = _load_blocks(table, start + TILE.block_n, begin, stop, CACHE.BLOCK_SIZE, TILE.block_n)
+        row_max, row_sum, acc, unit = _softmax_step(
+            row_max, row_sum, acc, unit, queries, pools, block, start, first, end, scoring,
+            MASKED, ROW_UNITS, CACHE, LAYER, TILE.block_n,
+        )  # fmt: skip
+        block = next_block
+    return row_max, row_sum, acc, unit
+
+
+@triton.jit
+def _normalize(row_max, row_sum, acc, unit, CACHE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the results of the sums, and the log2 of the softmax's denominator: -infinity for a row without keys."""
+    total = tl.where(row_sum == 0.0, 1.0, row_sum)
+    norm = 1.0 / total
+    if CACHE.FORMAT is not None:
+        norm = norm * unit * (256.0 if CACHE.FORMAT == "fp8" else 1.0)
+    return acc * norm[:, None], row_max + tl.log2(total)
+
+
+@triton.jit
+def attend(  # type: ignore[no-untyped-def]
+    queries, row_max, row_sum, pools, table, first, begin, end, scoring,
+    CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr, ROW_UNITS: tl.constexpr = False,
+):  # fmt: skip
+    """Return the attention of a tile over the keys in steps [begin, end), and the log2 of the softmax's denominator.
+
+    Every step is masked: for few rows that costs less than a second loop with its own pipeline start. With ROW_UNITS,
+    the result of a row depends only on the keys that it sees.
+    """
+    acc, unit = _empty_sums(TILE, LAYER, ROW_UNITS)
+    row_max, row_sum, acc, unit = _add_steps(
+        row_max, row_sum, acc, unit, queries, pools, table, first, begin, end, end, scoring,
+        True, ROW_UNITS, CACHE, LAYER, TILE,
     )  # fmt: skip
-    split_begin = begin
-    split_end = end
-    own = 1
-    if PARTIAL:
-        split_len = split_len_of(begin, end, num_splits, MIN_SPLIT, BLOCK_N)
-        split_begin = begin + split * split_len
-        split_end = tl.minimum(split_begin + split_len, end)
-        own = (tl.maximum(end - begin, 0) + split_len - 1) // split_len  # splits that have keys
+    return _normalize(row_max, row_sum, acc, unit, CACHE)
+
+
+# --- prefill ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _prefill_tile(  # type: ignore[no-untyped-def]
+    out, query, pools, table, context_len, start, length, first_query, sinks, scoring,
+    CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Compute the queries of a chunk from `first_query` on: first the steps that need no mask, then both edges."""
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_Q: tl.constexpr = TILE.block_m // LAYER.HEADS
+    index, head, is_row = tile_rows(first_query, length, TILE.block_m, LAYER)
+    first_position = context_len - length + first_query
+    end = first_position + tl.minimum(BLOCK_Q, length - first_query)
+    first = tl.maximum(first_position - scoring.window + 1, 0) if LAYER.HAS_WINDOW else 0
+    begin = first_step(first, CACHE, BLOCK_N)
+    high = begin + tl.maximum(first_position + 1 - begin, 0) // BLOCK_N * BLOCK_N
+    low = begin
+    if LAYER.HAS_WINDOW:
+        low = tl.minimum(begin + tl.cdiv(tl.maximum(end - scoring.window - begin, 0), BLOCK_N) * BLOCK_N, high)
+
+    token = (start + index).to(tl.int64)
+    queries = load_queries(query, token, head, is_row, context_len - length + index, LAYER)
+    row_max = load_sink(sinks, head, is_row, TILE.block_m, LAYER)
+    row_sum = tl.full([TILE.block_m], 1.0 if LAYER.HAS_SINKS else 0.0, dtype=tl.float32)
+    acc, unit = _empty_sums(TILE, LAYER, False)
+    row_max, row_sum, acc, unit = _add_steps(
+        row_max, row_sum, acc, unit, queries, pools, table, first, low, high, end, scoring,
+        False, False, CACHE, LAYER, TILE,
+    )  # fmt: skip
+    before = low - begin
+    for done in tl.range(0, before + end - high, BLOCK_N, num_stages=TILE.num_stages):
+        step = tl.where(done < before, begin + done, high - before + done)
+        block = _load_blocks(table, step, first, end, CACHE.BLOCK_SIZE, BLOCK_N)
+        row_max, row_sum, acc, unit = _softmax_step(
+            row_max, row_sum, acc, unit, queries, pools, block, step, first, end, scoring,
+            True, False, CACHE, LAYER, BLOCK_N,
+        )  # fmt: skip
+    found, _ = _normalize(row_max, row_sum, acc, unit, CACHE)
+    store_result(out, token, head, is_row, found, LAYER)
+
+
+# --- decode -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decode_tile(  # type: ignore[no-untyped-def]
+    out, query, pools, table, context_len, start, length, sinks, scoring,
+    CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Compute all queries of a sequence, which fit the tile."""
+    index, head, is_row = tile_rows(0, length, TILE.block_m, LAYER)
+    token = (start + index).to(tl.int64)
+    queries = load_queries(query, token, head, is_row, context_len - length + index, LAYER)
+    row_max = load_sink(sinks, head, is_row, TILE.block_m, LAYER)
+    row_sum = tl.full([TILE.block_m], 1.0 if LAYER.HAS_SINKS else 0.0, dtype=tl.float32)
+    first = tl.maximum(context_len - length - scoring.window + 1, 0) if LAYER.HAS_WINDOW else 0
+    begin = first_step(first, CACHE, TILE.block_n)
+    found, _ = attend(
+        queries, row_max, row_sum, pools, table, first, begin, context_len, scoring, CACHE, LAYER, TILE
+    )  # fmt: skip
+    store_result(out, token, head, is_row, found, LAYER)
+
+
+@triton.jit
+def _decode_split(  # type: ignore[no-untyped-def]
+    out, partials, query, pools, table, context_len, seq, start, length, split, shared_lens, sinks, scoring,
+    CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, PREFIX_N: tl.constexpr, MAX_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Compute all queries of a sequence, which fit the tile, over one split of the keys after its shared prefix.
+
+    The last split of the sequence merges the results of all splits, and of those of the prefix.
+    """
+    prefix_len = 0
+    if shared_lens is not None:
+        prefix_len = tl.load(shared_lens + seq)
+    first = tl.maximum(context_len - length - scoring.window + 1, 0) if LAYER.HAS_WINDOW else prefix_len
+    begin = first_step(first, CACHE, TILE.block_n)
+    split_len = split_len_of(begin, context_len, partials.num_splits, MIN_SPLIT, TILE.block_n)
+    own = tl.cdiv(tl.maximum(context_len - begin, 0), split_len)  # splits that have keys
     if split < tl.maximum(own, 1):  # without any keys the first program writes zeros
-        token = (query_start + q_index).to(tl.int64)
-        q, q_rest = load_query(
-            query, token * stride_q_token + head * stride_q_head, is_query, HEAD_DIM, BLOCK_D, BLOCK_R
+        index, head, is_row = tile_rows(0, length, TILE.block_m, LAYER)
+        token = (start + index).to(tl.int64)
+        queries = load_queries(query, token, head, is_row, context_len - length + index, LAYER)
+        sink = load_sink(sinks, head, is_row, TILE.block_m, LAYER)  # added when the results are merged
+        row_max = tl.full([TILE.block_m], float("-inf"), dtype=tl.float32)
+        row_sum = tl.full([TILE.block_m], 0.0, dtype=tl.float32)
+        split_begin = begin + split * split_len
+        split_end = tl.minimum(split_begin + split_len, context_len)
+        found, log = attend(
+            queries, row_max, row_sum, pools, table, first, split_begin, split_end, scoring, CACHE, LAYER, TILE
         )  # fmt: skip
-        # A sink is a key with this logit and value 0. With several partials it is added when they are merged.
-        sink = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * 1.4426950408889634
-        row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-        row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-        if HAS_SINKS and not PARTIAL:
-            row_max = sink
-            row_sum += 1.0
-        low, high = unmasked_range(
-            first_position, last_position, begin, split_begin, split_end, window, HAS_WINDOW, BLOCK_N
-        )  # fmt: skip
-        found, log = attend_keys(
-            q, q_rest, row_max, row_sum, position, first, split_begin, low, high, split_end, window, scale, softcap,
-            block_tables + stride_table.to(tl.int64) * seq, kv_head, key_cache, value_cache, key_scales, value_scales,
-            STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
-            STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, HAS_WINDOW, HAS_SOFTCAP,
-            HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_R, BLOCK_V, SHARED,
-            BLOCK_M, BLOCK_N, STAGES, ONE_LOOP, False, PRECISION,
-        )  # fmt: skip
-        o_offset = token * stride_o_token + head * stride_o_head
+        parts = own
+        if shared_lens is not None:
+            parts += tl.cdiv(prefix_len, split_len_of(0, prefix_len, partials.prefix_splits, MIN_SPLIT, PREFIX_N))
         is_done = True
-        if PARTIAL:
-            place = seq.to(tl.int64) * slots * queries + q_index
-            parts = own
-            if shared_lens is not None:
-                prefix_split_len = split_len_of(0, prefix_len, prefix_splits, MIN_SPLIT, PREFIX_N)
-                parts += (prefix_len + prefix_split_len - 1) // prefix_split_len
-            if parts > 1:
-                _store_partial(
-                    partials, logs, found, log, is_query, place + split * queries, head, NUM_HEADS, VALUE_DIM, BLOCK_V
+        if parts > 1:
+            place = seq.to(tl.int64) * partials.slots * partials.queries + index
+            _store_partial(partials, found, log, is_row, place + split * partials.queries, head, LAYER)
+            is_done = is_last(partials.arrivals + seq * tl.num_programs(1) + tl.program_id(1), own)
+            if is_done:
+                found = _merge_partials(
+                    partials, sink, is_row, place * LAYER.NUM_HEADS + head, own, parts, TILE.block_m, LAYER, MAX_SLOTS
                 )  # fmt: skip
-                is_done = False
-                if is_last(arrivals + seq * tl.num_programs(1) + tl.program_id(1), own):
-                    found = _merge_partials(
-                        partials, logs, sink, is_query, place * NUM_HEADS + head, own, parts, num_splits,
-                        queries * NUM_HEADS, VALUE_DIM, BLOCK_M, BLOCK_V, MAX_SLOTS,
-                    )  # fmt: skip
-                    is_done = True
-            elif HAS_SINKS:
-                found = tl.where(log > float("-inf"), 1.0 / (1.0 + tl.exp2(sink - log)), 0.0)[:, None] * found
+        elif LAYER.HAS_SINKS:
+            found = tl.where(log > float("-inf"), 1.0 / (1.0 + tl.exp2(sink - log)), 0.0)[:, None] * found
         if is_done:
-            d = tl.arange(0, BLOCK_V)
-            mask = is_query[:, None] & (d[None, :] < VALUE_DIM)
-            tl.store(out + o_offset[:, None] + d[None, :], found.to(out.dtype.element_ty), mask=mask)
+            store_result(out, token, head, is_row, found, LAYER)
+
+
+@triton.jit
+def _store_partial(partials, found, log, is_row, place, head, LAYER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the result of a split."""
+    d = tl.arange(0, LAYER.BLOCK_V)
+    place = place * LAYER.NUM_HEADS + head
+    mask = is_row[:, None] & (d[None, :] < LAYER.VALUE_DIM)
+    tl.store(partials.results + place[:, None] * LAYER.VALUE_DIM + d[None, :], found, mask=mask)
+    tl.store(partials.logs + place, log, mask=is_row)
 
 
 @triton.jit
 def _merge_partials(  # type: ignore[no-untyped-def]
-    partials, logs, sink, is_query, place, own, parts, num_splits, stride_slot,
-    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, MAX_SLOTS: tl.constexpr,
+    partials, sink, is_row, place, own, parts,
+    BLOCK_M: tl.constexpr, LAYER: tl.constexpr, MAX_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Return the rows [BLOCK_M, BLOCK_V] of all parts: slots 0 to own - 1, and the prefix's from num_splits on.
 
     Each partial is weighted by its part of the softmax's denominator, whose log2 is in `logs`. The loads bypass the L1
     cache, because other multiprocessors have written the values.
     """
-    STEP: tl.constexpr = max(1, 8192 // (BLOCK_M * BLOCK_V))  # partials loaded at once
+    STEP: tl.constexpr = max(1, 8192 // (BLOCK_M * LAYER.BLOCK_V))  # partials loaded at once
+    stride_slot = partials.queries * LAYER.NUM_HEADS
     index = tl.arange(0, MAX_SLOTS)
-    slot = place[None, :] + (tl.where(index < own, index, index - own + num_splits) * stride_slot)[:, None]
-    used = (index < parts)[:, None] & is_query[None, :]
-    log = tl.load(logs + slot, mask=used, other=float("-inf"), cache_modifier=".cg")
+    slot = place[None, :] + (tl.where(index < own, index, index - own + partials.num_splits) * stride_slot)[:, None]
+    used = (index < parts)[:, None] & is_row[None, :]
+    log = tl.load(partials.logs + slot, mask=used, other=float("-inf"), cache_modifier=".cg")
     top = tl.maximum(tl.max(log, 0), sink)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(log - top[None, :]), 0) + tl.exp2(sink - top)
     total = tl.where(total == 0.0, 1.0, total)
 
-    d = tl.arange(0, BLOCK_V)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
+    d = tl.arange(0, LAYER.BLOCK_V)
+    acc = tl.full([BLOCK_M, LAYER.BLOCK_V], 0.0, dtype=tl.float32)
     for done in range(0, parts, STEP):
         i = done + tl.arange(0, STEP)
-        at = place[None, :] + (tl.where(i < own, i, i - own + num_splits) * stride_slot)[:, None]
-        mask = (i < parts)[:, None] & is_query[None, :]
-        weight = tl.exp2(tl.load(logs + at, mask=mask, other=float("-inf"), cache_modifier=".cg") - top[None, :])
-        values = partials + (at * VALUE_DIM)[:, :, None] + d[None, None, :]
-        found = tl.load(
-            values, mask=mask[:, :, None] & (d < VALUE_DIM)[None, None, :], other=0.0, cache_modifier=".cg"
-        )  # fmt: skip
+        at = place[None, :] + (tl.where(i < own, i, i - own + partials.num_splits) * stride_slot)[:, None]
+        mask = (i < parts)[:, None] & is_row[None, :]
+        part_log = tl.load(partials.logs + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        weight = tl.exp2(part_log - top[None, :])
+        values = partials.results + (at * LAYER.VALUE_DIM)[:, :, None] + d[None, None, :]
+        mask = mask[:, :, None] & (d < LAYER.VALUE_DIM)[None, None, :]
+        found = tl.load(values, mask=mask, other=0.0, cache_modifier=".cg")
         acc += tl.sum(found * weight[:, :, None], 0)
     return acc / total[:, None]
 
 
-@triton.jit
-def _store_partial(  # type: ignore[no-untyped-def]
-    partials, logs, found, log, is_query, place, head,
-    NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Store into partials [num_seqs, slots, queries, NUM_HEADS, VALUE_DIM] and logs, which lack the last dimension."""
-    d = tl.arange(0, BLOCK_V)
-    place = place * NUM_HEADS + head
-    tl.store(
-        partials + place[:, None] * VALUE_DIM + d[None, :], found, mask=is_query[:, None] & (d[None, :] < VALUE_DIM)
-    )  # fmt: skip
-    tl.store(logs + place, log, mask=is_query)
+# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(
@@ -185,70 +528,52 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     block_tables, context_lens, query_starts, shared_lens, sinks,
     num_seqs, large_tiles, num_splits, prefix_splits, slots, queries, window, scale, softcap,
     stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
-    # Strides of the cache, which never change; knowing their exact divisors (72 = 8 * 9) allows vector loads.
-    STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
-    STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
-    STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr, FORMAT: tl.constexpr,
-    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, SHARED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    SMALL_M: tl.constexpr, SMALL_N: tl.constexpr, SMALL_STAGES: tl.constexpr,
-    LARGE_M: tl.constexpr, LARGE_N: tl.constexpr, LARGE_STAGES: tl.constexpr,
-    PARTIAL: tl.constexpr, MIN_SPLIT: tl.constexpr, PREFIX_N: tl.constexpr,
-    MAX_SLOTS: tl.constexpr, PRECISION: tl.constexpr,
+    CACHE: tl.constexpr, LAYER: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, PARTIAL: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, PREFIX_N: tl.constexpr, MAX_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a mixed batch. Grid: (large_tiles + num_splits * num_seqs, KV heads * tiles of a group).
 
     The large tiles process the sequences with more queries than a small tile holds, the longest work first. Every
-    other program processes one split of a sequence. `arrivals` counts the finished splits of each sequence; it is zero
-    before and after the launch. Scores are scaled by log2(e), so that exp is exp2. FORMAT as in `layer_cache`: the
-    scales are folded into scores and weights, so no tile is dequantized.
+    other program processes a sequence; with PARTIAL, one of its splits. `arrivals` counts the finished splits of each
+    sequence; it is zero before and after the launch. Scores are scaled by log2(e), so that exp is exp2. The scales of a
+    quantized cache are folded into scores and weights, so no tile is dequantized.
     """
-    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    SMALL_Q: tl.constexpr = SMALL_M // HEADS
-    kv_head = tl.program_id(1) // HEAD_TILES
-    first_head = tl.program_id(1) % HEAD_TILES * HEADS
+    SMALL_Q: tl.constexpr = SMALL.block_m // LAYER.HEADS
+    rows, results = Rows(query, stride_q_token, stride_q_head), Rows(out, stride_o_token, stride_o_head)
+    pools = pools_of_head(key_cache, value_cache, key_scales, value_scales, CACHE, LAYER)
+    scoring = Scoring(scale, softcap, window)
     item = tl.program_id(0)
-    if LARGE_M > 0 and item < large_tiles:
-        LARGE_Q: tl.constexpr = LARGE_M // HEADS
-        tile = large_tiles - 1 - item
-        seq = find_sequence(query_starts, num_seqs, tile, LARGE_Q)
-        query_start = tl.load(query_starts + seq)
-        query_len = tl.load(query_starts + seq + 1) - query_start
-        q_first = (tile - (query_start // LARGE_Q + seq)) * LARGE_Q
-        if (query_len > SMALL_Q) & (q_first < query_len):
-            _attend_tile(
-                out, partials, logs, arrivals, query, key_cache, value_cache, key_scales, value_scales,
-                block_tables, context_lens, query_starts, shared_lens, sinks,
-                seq, q_first, query_start, query_len, kv_head, first_head, 0, 1, 0, slots, queries, window,
-                scale, softcap,
-                stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
-                STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
-                STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, GROUP, NUM_HEADS, HEADS,
-                HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_R, BLOCK_V, SHARED,
-                HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, LARGE_M, LARGE_N, LARGE_STAGES,
-                False, False, MIN_SPLIT, PREFIX_N, MAX_SLOTS, PRECISION,
-            )  # fmt: skip
+    if LARGE is not None and item < large_tiles:
+        seq, start, length, first_query = find_tile(
+            query_starts, num_seqs, large_tiles - 1 - item, LARGE.block_m // LAYER.HEADS
+        )  # fmt: skip
+        if length > SMALL_Q:
+            table = block_tables + stride_table.to(tl.int64) * seq
+            context_len = tl.load(context_lens + seq)
+            if first_query < length:
+                _prefill_tile(
+                    results, rows, pools, table, context_len, start, length, first_query, sinks, scoring,
+                    CACHE, LAYER, LARGE,
+                )  # fmt: skip
     else:
         item -= large_tiles
         split = item // num_seqs  # split-major order: the last splits may be empty, so they are scheduled last
         seq = item % num_seqs
-        query_start = tl.load(query_starts + seq)
-        query_len = tl.load(query_starts + seq + 1) - query_start
-        if (query_len > 0) & (query_len <= SMALL_Q):
-            _attend_tile(
-                out, partials, logs, arrivals, query, key_cache, value_cache, key_scales, value_scales,
-                block_tables, context_lens, query_starts, shared_lens, sinks,
-                seq, 0, query_start, query_len, kv_head, first_head, split, num_splits, prefix_splits,
-                slots, queries, window, scale, softcap,
-                stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
-                STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
-                STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, GROUP, NUM_HEADS, HEADS,
-                HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_R, BLOCK_V, SHARED,
-                HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, SMALL_M, SMALL_N, SMALL_STAGES,
-                True, PARTIAL, MIN_SPLIT, PREFIX_N, MAX_SLOTS, PRECISION,
-            )  # fmt: skip
+        start = tl.load(query_starts + seq)
+        length = tl.load(query_starts + seq + 1) - start
+        if (length > 0) & (length <= SMALL_Q):
+            table = block_tables + stride_table.to(tl.int64) * seq
+            context_len = tl.load(context_lens + seq)
+            if PARTIAL:
+                _decode_split(
+                    results, Partials(partials, logs, arrivals, slots, queries, num_splits, prefix_splits),
+                    rows, pools, table, context_len, seq, start, length, split, shared_lens, sinks, scoring,
+                    CACHE, LAYER, SMALL, MIN_SPLIT, PREFIX_N, MAX_SLOTS,
+                )  # fmt: skip
+            else:
+                _decode_tile(
+                    results, rows, pools, table, context_len, start, length, sinks, scoring, CACHE, LAYER, SMALL
+                )  # fmt: skip
 
 
 @triton.jit(
@@ -260,60 +585,37 @@ def prefix_attention_kernel(  # type: ignore[no-untyped-def]
     block_tables, query_starts, shared_lens, members, group_starts,
     num_groups, num_splits, first_slot, slots, queries, scale, softcap,
     stride_table, stride_q_token, stride_q_head,
-    STRIDE_K_BLOCK: tl.constexpr, STRIDE_K_HEAD: tl.constexpr, STRIDE_K_SLOT: tl.constexpr,
-    STRIDE_V_BLOCK: tl.constexpr, STRIDE_V_HEAD: tl.constexpr, STRIDE_V_SLOT: tl.constexpr,
-    STRIDE_S_BLOCK: tl.constexpr, STRIDE_S_HEAD: tl.constexpr, FORMAT: tl.constexpr,
-    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, SHARED: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Compute the shared-prefix part of decode rows.
 
-    Grid: (num_seqs // (BLOCK_M // HEADS) + num_groups, KV heads * tiles of a group, num_splits). A tile holds the
-    decode rows of BLOCK_M // HEADS members of a prefix group: row r is member r // HEADS, head r % HEADS. The result
-    for one split of the shared keys goes to slot first_slot + split of each member's partials.
+    Grid: (num_seqs // (rows of the tile // HEADS) + num_groups, KV heads * tiles of a group, num_splits). A tile holds
+    the decode rows of some members of a prefix group: row r is member r // HEADS, head r % HEADS. The result for one
+    split of the shared keys goes to slot first_slot + split of each member's partials.
     """
-    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    BLOCK_S: tl.constexpr = BLOCK_M // HEADS
-    kv_head = tl.program_id(1) // HEAD_TILES
-    first_head = tl.program_id(1) % HEAD_TILES * HEADS
-    split = tl.program_id(2)
-    tile = tl.program_id(0)
-    group = find_sequence(group_starts, num_groups, tile, BLOCK_S)
-    group_start = tl.load(group_starts + group)
-    group_len = tl.load(group_starts + group + 1) - group_start
-    first_member = (tile - (group_start // BLOCK_S + group)) * BLOCK_S
+    _, group_start, group_len, first_member = find_tile(
+        group_starts, num_groups, tl.program_id(0), TILE.block_m // LAYER.HEADS
+    )  # fmt: skip
     if first_member < group_len:
+        split = tl.program_id(2)
         leader = tl.load(members + group_start)
         shared_len = tl.load(shared_lens + leader)
-        split_len = split_len_of(0, shared_len, num_splits, MIN_SPLIT, BLOCK_N)
+        split_len = split_len_of(0, shared_len, num_splits, MIN_SPLIT, TILE.block_n)
         begin = split * split_len
         end = tl.minimum(begin + split_len, shared_len)
         if begin < end:
-            row = tl.arange(0, BLOCK_M)
-            index = first_member + row // HEADS
-            head_of_group = first_head + row % HEADS
-            head = kv_head * GROUP + head_of_group
-            is_query = (row < BLOCK_S * HEADS) & (index < group_len) & (head_of_group < GROUP)
-            seq = tl.load(members + group_start + index, mask=is_query, other=0)
-            token = tl.load(query_starts + seq, mask=is_query, other=0).to(tl.int64)
-            q_offset = token * stride_q_token + head * stride_q_head
-            q, q_rest = load_query(query, q_offset, is_query, HEAD_DIM, BLOCK_D, BLOCK_R)
-            row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-            row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-            found, log = attend_keys(
-                q, q_rest, row_max, row_sum, tl.full([BLOCK_M], 0, tl.int32) + end, begin, begin, begin, end, end, 0,
-                scale, softcap, block_tables + stride_table.to(tl.int64) * leader, kv_head,
-                key_cache, value_cache, key_scales, value_scales,
-                STRIDE_K_BLOCK, STRIDE_K_HEAD, STRIDE_K_SLOT, STRIDE_V_BLOCK, STRIDE_V_HEAD, STRIDE_V_SLOT,
-                STRIDE_S_BLOCK, STRIDE_S_HEAD, FORMAT, False, HAS_SOFTCAP,
-                HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_D, BLOCK_R, BLOCK_V, SHARED,
-                BLOCK_M, BLOCK_N, STAGES, True, False, PRECISION,
+            index, head, is_row = tile_rows(first_member, group_len, TILE.block_m, LAYER)
+            seq = tl.load(members + group_start + index, mask=is_row, other=0)
+            token = tl.load(query_starts + seq, mask=is_row, other=0).to(tl.int64)
+            position = tl.full([TILE.block_m], 0, tl.int32) + end
+            found, log = attend(
+                load_queries(Rows(query, stride_q_token, stride_q_head), token, head, is_row, position, LAYER),
+                tl.full([TILE.block_m], float("-inf"), dtype=tl.float32),
+                tl.full([TILE.block_m], 0.0, dtype=tl.float32),
+                pools_of_head(key_cache, value_cache, key_scales, value_scales, CACHE, LAYER),
+                block_tables + stride_table.to(tl.int64) * leader, begin, begin, end, Scoring(scale, softcap, 0),
+                CACHE, LAYER, TILE,
             )  # fmt: skip
-            _store_partial(
-                partials, logs, found, log, is_query, (seq.to(tl.int64) * slots + first_slot + split) * queries, head,
-                NUM_HEADS, VALUE_DIM, BLOCK_V,
-            )  # fmt: skip
+            place = (seq.to(tl.int64) * slots + first_slot + split) * queries
+            memory = Partials(partials, logs, None, slots, queries, num_splits, num_splits)
+            _store_partial(memory, found, log, is_row, place, head, LAYER)

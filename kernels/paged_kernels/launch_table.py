@@ -6,19 +6,18 @@ Nothing is tuned while serving: `paged_kernels.tune` writes the tables. A shape 
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 CONFIGS = Path(__file__).with_name("configs")
 ROW_BUCKETS = (4, 64, 4096)  # upper bounds of the row-count buckets; larger counts use the last bucket
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """The tile shape of one loop over keys in an attention kernel."""
 
     block_m: int  # rows: queries times query heads of a group
@@ -27,8 +26,7 @@ class Tile:
     num_stages: int  # loop steps whose keys are loaded or used at the same time
 
 
-@dataclass(frozen=True)
-class TuningKey:
+class TuningKey(NamedTuple):
     """The properties of an attention launch that select the `Tile` of its chunks.
 
     A table is looked up by the fields in this order. The last one is a bucket: the smallest that is large enough.
@@ -41,22 +39,23 @@ class TuningKey:
     length: int  # tokens of the longest chunk
 
 
-@dataclass(frozen=True)
-class RowTile:
+class RowTile(NamedTuple):
     """The part of a row that one program of a row-wise kernel processes."""
 
     elements: int  # elements of one row, in whole heads if it has any; block_copy: bytes
     num_warps: int
 
 
-@dataclass(frozen=True)
-class RowTuningKey:
+class RowTuningKey(NamedTuple):
     """The properties of a row-wise launch that select its `RowTile`; looked up like a `TuningKey`."""
 
     kind: str  # a key of DEFAULT_ROW_TILES
     width: int  # elements of a row, with heads padded, rounded up to a power of two; block_copy: bytes of a block
     rows: int  # one of ROW_BUCKETS; for a kind of ROW_COUNT_INVARIANT always the last
 
+
+AnyKey = TuningKey | RowTuningKey
+AnyTile = Tile | RowTile  # a Tile for a TuningKey, a RowTile for a RowTuningKey
 
 DEFAULT_ROW_TILES = {  # defaults if a table has no entry; clipped to one row
     "kv_write": RowTile(2048, 4),
@@ -72,14 +71,13 @@ DEFAULT_ROW_TILES = {  # defaults if a table has no entry; clipped to one row
 # many tiles.
 ROW_COUNT_INVARIANT = ("norm_rope_kv_write", "add_rms_norm", "block_copy")
 
-AnyKey = TuningKey | RowTuningKey
-AnyTile = Tile | RowTile
-Entry = tuple[AnyKey, AnyTile]  # TuningKey with Tile, or RowTuningKey with RowTile
-
 
 def power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
+
+
+# --- defaults ---------------------------------------------------------------------------------------------------------
 
 
 def decode_tile(chip: str, *, block_d: int, itemsize: int, rows: int, quantized: bool) -> Tile:
@@ -89,7 +87,7 @@ def decode_tile(chip: str, *, block_d: int, itemsize: int, rows: int, quantized:
     spilling, and fits into shared memory, as `default_tile` does.
     """
     if itemsize == 4 or rows > 32 or block_d > 256:
-        return default_tile(chip, TuningKey(block_d, itemsize, rows, quantized, 1))
+        return default_tile(chip, TuningKey(block_d, itemsize, rows, quantized, 1))._replace(block_m=rows)
     stages = 2 if chip.startswith("gfx") else 4 if quantized and block_d <= 128 and rows == 16 else 3
     return Tile(rows, _default_block_n(block_d, quantized), 4, stages)
 
@@ -128,6 +126,9 @@ def default_row_tile(key: RowTuningKey) -> RowTile:
     return RowTile(min(tile.elements, key.width), warps)
 
 
+# --- tables and their files -------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Measurement:
     """Where and when the entries of a table were timed."""
@@ -148,48 +149,20 @@ class Table:
     """The tile shapes of one chip."""
 
     chip: str
-    measured: Measurement | None  # None: all entries were chosen by reading compiled code
-    buckets: dict[tuple[Any, ...], tuple[tuple[int, AnyTile], ...]]  # key without its last field -> (upper bound, tile)
-    times: dict[AnyKey, float]  # microseconds of a call, for the entries that were timed
+    tiles: Mapping[AnyKey, AnyTile]
+    measured: Measurement | None = None  # None: all entries were chosen by reading compiled code
+    times: Mapping[AnyKey, float] = field(default_factory=dict)  # microseconds of a call, for timed entries
+
+    __hash__ = object.__hash__  # for the cache of the tiles that were chosen
 
     def find(self, key: AnyKey) -> AnyTile | None:
-        """Return the tile of the smallest bucket whose bound is at least the key's last field, or else of the largest.
+        """Return the tile of the smallest bucket that holds the key's last field, or else of the largest bucket.
 
         None if the table has no entry for the key.
         """
-        prefix, last = _split_key(key)
-        buckets = self.buckets.get(prefix, ())
-        return next((tile for bound, tile in buckets if last <= bound), buckets[-1][1] if buckets else None)
-
-    def entries(self) -> list[Entry]:
-        """Return all entries in the order of the file."""
-        flat = [((*prefix, bound), tile) for prefix, buckets in self.buckets.items() for bound, tile in buckets]
-        return [((RowTuningKey if isinstance(tile, RowTile) else TuningKey)(*fields), tile) for fields, tile in flat]
-
-
-def _split_key(key: AnyKey) -> tuple[tuple[Any, ...], int]:
-    *prefix, last = vars(key).values()
-    return tuple(prefix), last
-
-
-def make_table(
-    chip: str, measured: Measurement | None, entries: Sequence[Entry], times: Mapping[AnyKey, float] | None = None
-) -> Table:
-    """Build a table from entries in any order. Of two entries with the same key the later one counts."""
-    found: dict[tuple[Any, ...], dict[int, AnyTile]] = {}
-    for key, tile in entries:
-        prefix, last = _split_key(key)
-        found.setdefault(prefix, {})[last] = tile
-    buckets = {prefix: tuple(sorted(tiles.items())) for prefix, tiles in sorted(found.items(), key=_file_order)}
-    return Table(chip, measured, buckets, dict(times or {}))
-
-
-def _file_order(item: tuple[tuple[Any, ...], Any]) -> tuple[bool, tuple[Any, ...]]:
-    """Sort attention, whose keys begin with a number, before the kinds of row-wise kernels."""
-    return isinstance(item[0][0], str), item[0]
-
-
-# --- table files ------------------------------------------------------------------------------------------------------
+        buckets = sorted(other for other in self.tiles if len(other) == len(key) and other[:-1] == key[:-1])
+        found = next((bucket for bucket in buckets if bucket[-1] >= key[-1]), buckets[-1] if buckets else None)
+        return None if found is None else self.tiles[found]
 
 
 def _powers(least: int, most: int) -> tuple[int, ...]:
@@ -213,59 +186,55 @@ ALLOWED: dict[type, dict[str, tuple[Any, ...]]] = {  # allowed values of each fi
 def _parse(cls: type, fields: dict[str, Any], **narrower: tuple[Any, ...]) -> Any:
     """Build an object of `cls`. Raises ValueError for a field that is missing, unknown or out of range."""
     limits = ALLOWED[cls] | narrower
-    _check_names(fields, tuple(limits))
-    for name, value in {**dict.fromkeys(limits), **fields}.items():
-        allowed = limits[name]
+    _check_names(fields, *limits)
+    for name, allowed in limits.items():
+        value = fields.get(name)
         if type(value) is not type(allowed[0]) or value not in allowed:
             raise ValueError(f"{name}={value!r}: must be one of {allowed}")
     return cls(**fields)
 
 
-def _check_names(fields: dict[str, Any], known: tuple[str, ...]) -> None:
+def _check_names(fields: dict[str, Any], *known: str) -> None:
     for name, value in fields.items():
         if name not in known:
             raise ValueError(f"{name}={value!r}: must be one of the fields {known}")
 
 
-def read_entry(entry: dict[str, Any]) -> Entry:
-    """Parse the key and the tile of an entry. Raises ValueError with the field and its value."""
-    if "kind" not in entry["for"]:
-        attention = _parse(TuningKey, entry["for"])
-        block_ms = tuple(m for m in ALLOWED[Tile]["block_m"] if m >= attention.rows)
-        return attention, _parse(Tile, entry["tile"], block_m=block_ms)
-    kind = entry["for"]["kind"]
+def _parse_entry(fields: dict[str, Any], tile: dict[str, Any]) -> tuple[AnyKey, AnyTile]:
+    if "kind" not in fields:
+        key = _parse(TuningKey, fields)
+        return key, _parse(Tile, tile, block_m=tuple(m for m in ALLOWED[Tile]["block_m"] if m >= key.rows))
+    kind = fields["kind"]
     if kind not in tuple(DEFAULT_ROW_TILES):
         raise ValueError(f"kind={kind!r}: must be one of {tuple(DEFAULT_ROW_TILES)}, or absent for attention")
-    rows = ROW_BUCKETS[-1:] if kind in ROW_COUNT_INVARIANT else ROW_BUCKETS
-    row = _parse(RowTuningKey, entry["for"], rows=rows)
+    row = _parse(RowTuningKey, fields, rows=ROW_BUCKETS[-1:] if kind in ROW_COUNT_INVARIANT else ROW_BUCKETS)
     least = {"add_rms_norm": row.width, "block_copy": min(4, row.width)}.get(kind, 1)  # minimum elements
-    return row, _parse(RowTile, entry["tile"], elements=_powers(least, row.width))
+    return row, _parse(RowTile, tile, elements=_powers(least, row.width))
 
 
 def read_table(file: Path) -> Table:
     """Read a table. Raises ValueError that names the file and, for an invalid field, the field and its value."""
     try:
         content = json.loads(file.read_text())
-        _check_names(content, ("chip", "measured", "entries"))
+        _check_names(content, "chip", "measured", "entries")
         if content["chip"] != file.stem:
             raise ValueError(f"chip={content['chip']!r}: must be {file.stem!r}, as the file's name")
-        measured = None
+        measured, tiles, times = None, {}, {}
         if content["measured"] is not None:
-            _check_names(content["measured"], ("gpu", "software", "date"))
+            _check_names(content["measured"], "gpu", "software", "date")
             measured = Measurement(**content["measured"])
-        entries, times = [], {}
         for entry in content["entries"]:
-            _check_names(entry, ("for", "tile", "us"))
-            key, tile = read_entry(entry)
-            entries.append((key, tile))
+            _check_names(entry, "for", "tile", "us")
+            key, tile = _parse_entry(entry["for"], entry["tile"])
+            tiles[key] = tile
             if "us" in entry:
-                times[key] = _read_time(entry["us"], measured)
-        return make_table(content["chip"], measured, entries, times)
+                times[key] = _parse_time(entry["us"], measured)
+        return Table(content["chip"], tiles, measured, times)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: not a table of launch shapes ({error!r})") from error
 
 
-def _read_time(us: Any, measured: Measurement | None) -> float:
+def _parse_time(us: Any, measured: Measurement | None) -> float:
     if measured is None:
         raise ValueError(f"us={us!r}: must be absent where measured is null")
     if type(us) not in (int, float) or not 0 < us < float("inf"):
@@ -276,9 +245,9 @@ def _read_time(us: Any, measured: Measurement | None) -> float:
 def write_table(table: Table, file: Path) -> None:
     """Write a table with one entry per line, so that diffs are easy to read. Replaces the file in one step."""
     lines = []
-    for key, tile in table.entries():
+    for key in sorted(table.tiles, key=lambda key: (isinstance(key, RowTuningKey), *key)):
         time = {"us": table.times[key]} if key in table.times else {}
-        lines.append(json.dumps({"for": vars(key), "tile": vars(tile), **time}))
+        lines.append(json.dumps({"for": key._asdict(), "tile": table.tiles[key]._asdict(), **time}))
     measured = json.dumps(table.measured and vars(table.measured))
     head = f'{{"chip": {json.dumps(table.chip)}, "measured": {measured}, "entries": ['
     unfinished = file.with_suffix(".unfinished")
@@ -287,6 +256,8 @@ def write_table(table: Table, file: Path) -> None:
 
 
 # --- lookup -----------------------------------------------------------------------------------------------------------
+
+_tables: dict[str, Table | None] = {}  # tables by chip; each file is read once per process
 
 
 def nearest_chip(chip: str, known: list[str]) -> str | None:
@@ -305,9 +276,6 @@ def nearest_chip(chip: str, known: list[str]) -> str | None:
     return older[-1] if older else same[0] if same else None
 
 
-_tables: dict[str, Table | None] = {}  # tables by chip; each file is read once per process
-
-
 def find_table(chip: str) -> Table | None:
     """Return the table of the chip or of its nearest one; None if there is none."""
     if chip not in _tables:
@@ -319,7 +287,6 @@ def find_table(chip: str) -> Table | None:
 def use_table(table: Table) -> None:
     """Use this table in place of its chip's file for the rest of the process."""
     _tables[table.chip] = table
-    _cached_row_tile.cache_clear()
 
 
 def find_tile(chip: str, key: TuningKey) -> Tile:
@@ -336,11 +303,11 @@ def row_tile(chip: str, kind: str, *, width: int, rows: int) -> RowTile:
     """
     few, some, many = ROW_BUCKETS
     bucket = many if kind in ROW_COUNT_INVARIANT or rows > some else some if rows > few else few
-    return _cached_row_tile(chip, kind, width, bucket)
+    return _row_tile(find_table(chip), kind, width, bucket)
 
 
 @cache
-def _cached_row_tile(chip: str, kind: str, width: int, rows: int) -> RowTile:
-    key, table = RowTuningKey(kind, power_of_two(width), rows), find_table(chip)
+def _row_tile(table: Table | None, kind: str, width: int, rows: int) -> RowTile:
+    key = RowTuningKey(kind, power_of_two(width), rows)
     found = table.find(key) if table else None
     return found if isinstance(found, RowTile) else default_row_tile(key)

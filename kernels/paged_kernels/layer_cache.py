@@ -7,6 +7,8 @@ A row with an element that is not finite gets the scale NaN, so all attention ov
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +16,25 @@ from torch import Tensor
 FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}  # names of the formats, by the type of a pool
 MAX_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # code of a row's largest element
 MIN_ROW_MAX = 2.0**-100  # lower bound of a row's largest magnitude: keeps its scale a normal number, even for zeros
+
+
+class CacheLayout(NamedTuple):
+    """The constants of a layer's cache in the Triton kernels.
+
+    Its strides never change, and knowing their exact divisors (72 = 8 * 9) allows vector loads.
+    """
+
+    BLOCK_SIZE: int
+    FORMAT: str | None  # name of the quantized format
+    MAX_CODE: float | None
+    K_BLOCK: int  # strides of keys, values and scales: from block to block, head to head, slot to slot
+    K_HEAD: int
+    K_SLOT: int
+    V_BLOCK: int
+    V_HEAD: int
+    V_SLOT: int
+    S_BLOCK: int
+    S_HEAD: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +81,12 @@ class LayerCache:
     def scale_strides(self) -> tuple[int, int]:
         """Block and head strides of both scale tensors; (0, 0) without scales."""
         return self.key_scales.stride()[:2] if self.key_scales is not None else (0, 0)
+
+    @cached_property
+    def layout(self) -> CacheLayout:
+        """The constants of the cache in the Triton kernels."""
+        strides = *self.keys.stride()[:3], *self.values.stride()[:3], *self.scale_strides
+        return CacheLayout(self.keys.shape[2], self.format, MAX_CODE.get(self.keys.dtype), *strides)
 
     @property
     def pools(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from paged_kernels.block_pair import BlockPair
-from paged_kernels.cpu import layer_ops, native
+from paged_kernels.cpu import native, pytorch
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paging import Paging
 from paged_kernels.sampling_metadata import SamplingMetadata
@@ -20,8 +20,8 @@ def _implementation(module: str, function: str, on_cpu: bool) -> Callable[..., A
     name = f"paged_kernels.cpu.{module}" if on_cpu else f"paged_kernels.{module}"
     if on_cpu and hasattr(native, function) and native.levels():
         name = native.__name__
-    elif on_cpu and hasattr(layer_ops, function):
-        name = layer_ops.__name__
+    elif on_cpu and hasattr(pytorch, function):
+        name = pytorch.__name__
     found: Callable[..., Any] = getattr(import_module(name), function)
     return found
 
@@ -66,8 +66,8 @@ def rope_kv_write(
     key_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Rotate queries and keys, and write keys and values; see `paged_kernels.rope_kv_write.rope_kv_write`."""
-    rotate = _dispatch(query, "rope_kv_write")
+    """Rotate queries and keys, and write keys and values; see `paged_kernels.kv_write.rope_kv_write`."""
+    rotate = _dispatch(query, "rope_kv_write", "kv_write")
     rotated: Tensor = rotate(
         query, key, value, cos, sin, cache, slots, query_weight=query_weight, key_weight=key_weight, eps=eps
     )  # fmt: skip
@@ -88,8 +88,8 @@ def latent_kv_write(
     to_pairs: bool,
 ) -> Tensor:
     """Normalize and write latents, rotate shared keys and queries; see
-    `paged_kernels.latent_kv_write.latent_kv_write`."""
-    write = _dispatch(query, "latent_kv_write")
+    `paged_kernels.kv_write.latent_kv_write`."""
+    write = _dispatch(query, "latent_kv_write", "kv_write")
     rotated: Tensor = write(
         query, latents, weight, eps, cos, sin, cache, slots, from_pairs=from_pairs, to_pairs=to_pairs
     )  # fmt: skip
@@ -97,14 +97,14 @@ def latent_kv_write(
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the normalized sum, and the sum; see `paged_kernels.add_rms_norm.add_rms_norm`."""
-    normed, total = _dispatch(x, "add_rms_norm")(x, residual, weight, eps)
+    """Return the normalized sum, and the sum; see `paged_kernels.layer_ops.add_rms_norm`."""
+    normed, total = _dispatch(x, "add_rms_norm", "layer_ops")(x, residual, weight, eps)
     return normed, total
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up; see `paged_kernels.swiglu.swiglu`."""
-    out: Tensor = _dispatch(gate_up, "swiglu")(gate_up)
+    """Return silu(gate) * up; see `paged_kernels.layer_ops.swiglu`."""
+    out: Tensor = _dispatch(gate_up, "swiglu", "layer_ops")(gate_up)
     return out
 
 
@@ -118,15 +118,15 @@ def few_rows_linear(
     eps: float = 0.0,
     swiglu: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute a linear layer with what surrounds it; see `paged_kernels.few_rows_linear.few_rows_linear`."""
-    multiply = _dispatch(x, "few_rows_linear")
+    """Compute a linear layer with what surrounds it; see `paged_kernels.linear.few_rows_linear`."""
+    multiply = _dispatch(x, "few_rows_linear", "linear")
     y, total = multiply(x, weight, bias, residual=residual, norm=norm, eps=eps, swiglu=swiglu)
     return y, total
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a linear layer, each row by itself; see `paged_kernels.invariant_linear.invariant_linear`."""
-    out: Tensor = _dispatch(x, "invariant_linear")(x, weight, bias)
+    """Compute a linear layer, each row by itself; see `paged_kernels.linear.invariant_linear`."""
+    out: Tensor = _dispatch(x, "invariant_linear", "linear")(x, weight, bias)
     return out
 
 

@@ -3,110 +3,71 @@
 The kernels are in `attention_kernels`.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from paged_kernels import invariant_attention, launch
+from paged_kernels import attention_plan, invariant_attention
 from paged_kernels.arguments import check_paged_attention
-from paged_kernels.attention_arguments import flags_of, layer_arguments, layout_of, partial_results, step_arguments
 from paged_kernels.attention_kernels import paged_attention_kernel, prefix_attention_kernel
-from paged_kernels.launch import Device, Launch, LaunchShape, LaunchTemplate, device_of, launch_shape
-from paged_kernels.launch_table import Tile
+from paged_kernels.attention_plan import AttentionPlan, Layer, Settings, count_splits, layout_of, step_arguments
+from paged_kernels.launch import Device, Launch, LaunchTemplate, device_of
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paging import Paging
-from paged_kernels.splits import zeros
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
-    """Grids, tiles and splits of a step's launches; the same for all of its layers with the same shapes."""
-
-    shape: LaunchShape
-    grid: tuple[int, int]
-    num_splits: int
-    prefix: Tile | None  # tile of the pass over shared prefixes; None: no such pass
-    prefix_grid: tuple[int, int, int]
-    queries: int  # maximum number of queries of a sequence that is split
-
-    @property
-    def prefix_splits(self) -> int:
-        """Splits of a shared prefix; 0 without one."""
-        return self.prefix_grid[2] if self.prefix else 0
-
-    @property
-    def slots(self) -> int:
-        """Partial results per query row."""
-        return self.num_splits + self.prefix_splits
-
-    @property
-    def partial(self) -> bool:
-        """Whether a row has several partial results, which are merged."""
-        return self.slots > 1
-
-
-def _plan(query: Tensor, cache: LayerCache, paging: Paging, device: Device, *, windowed: bool) -> LaunchPlan:
+def _plan(
+    out: Tensor, query: Tensor, cache: LayerCache, paging: Paging, settings: Settings, device: Device
+) -> AttentionPlan:  # fmt: skip
     num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = cache.keys.shape[1]
-    group = num_heads // num_kv_heads
+    num_kv_heads, num_seqs = cache.keys.shape[1], paging.num_seqs
     properties: dict[str, Any] = dict(
-        chip=device.chip, head_dim=max(head_dim, cache.value_dim), itemsize=query.element_size(), group=group,
-        quantized=cache.format is not None,
+        chip=device.chip, head_dim=max(head_dim, cache.value_dim), itemsize=query.element_size(),
+        group=num_heads // num_kv_heads, quantized=cache.format is not None,
     )  # fmt: skip
-    shape = launch_shape(
+    shape = attention_plan.launch_shape(
         **properties, num_kv_heads=num_kv_heads, multiprocessors=device.multiprocessors, num_tokens=num_tokens,
         max_query_len=paging.max_query_len,
     )  # fmt: skip
-    head_programs = num_kv_heads * triton.cdiv(group, shape.HEADS)
-    small = paging.num_seqs - (shape.LARGE_M > 0)  # maximum sequences with small tiles
-    splits = launch.count_splits(small * head_programs, paging.max_context_len, device.multiprocessors)
-    large_tiles = num_tokens // (shape.LARGE_M // shape.HEADS) + paging.num_seqs if shape.LARGE_M else 0
-    prefix, prefix_grid = None, (0, 0, 0)
-    if paging.shared is not None and not windowed:
-        prefix = launch.prefix_tile(**properties, num_seqs=paging.num_seqs)
-        members = prefix.block_m // shape.HEADS
-        tiles = triton.cdiv(paging.num_seqs, members)
-        prefix_grid = (
-            paging.num_seqs // members + paging.shared.num_groups,
-            head_programs,
-            launch.count_splits(tiles * head_programs, paging.shared.max_len, device.multiprocessors),
-        )
-    return LaunchPlan(
-        shape,
-        (large_tiles + splits * paging.num_seqs, head_programs),
-        splits,
-        prefix,
-        prefix_grid,
-        min(paging.max_query_len, shape.SMALL_M // shape.HEADS),
-    )
+    layer = Layer.of(query, cache, settings, shape.heads)
+    head_programs = num_kv_heads * layer.HEAD_TILES
+    large_tiles, most_small, num_warps = 0, num_seqs, shape.small.num_warps
+    if shape.large:
+        large_tiles = num_tokens // (shape.large.block_m // shape.heads) + num_seqs
+        most_small, num_warps = num_seqs - 1, shape.large.num_warps
+    splits = count_splits(most_small * head_programs, paging.max_context_len, device.multiprocessors)
 
+    shared = None if layer.HAS_WINDOW else paging.shared
+    prefix, prefix_grid, prefix_splits = None, (0, 0, 0), 0
+    if shared is not None:
+        prefix = attention_plan.prefix_tile(**properties, num_seqs=num_seqs)
+        members = prefix.block_m // shape.heads
+        tiles = triton.cdiv(num_seqs, members)
+        prefix_splits = count_splits(tiles * head_programs, shared.max_len, device.multiprocessors)
+        prefix_grid = num_seqs // members + shared.num_groups, head_programs, prefix_splits
+    slots = splits + prefix_splits
+    queries = min(paging.max_query_len, shape.small.block_m // shape.heads)  # most queries of a sequence that is split
 
-def _templates(
-    out: Tensor, query: Tensor, cache: LayerCache, paging: Paging, plan: LaunchPlan, flags: dict[str, bool]
-) -> list[LaunchTemplate]:
-    """Return the launches of a call in order; the same for all layers whose tensors have the same layout."""
-    shape, shared = plan.shape, paging.shared if plan.prefix else None
     named = dict(
-        **step_arguments(out, query, cache, paging),
-        shared_lens=shared.lens if shared else None,
-        large_tiles=plan.grid[0] - plan.num_splits * paging.num_seqs, num_splits=plan.num_splits,
-        prefix_splits=plan.prefix_splits, slots=plan.slots, queries=plan.queries,
-        PARTIAL=plan.partial, MIN_SPLIT=launch.MIN_SPLIT, PREFIX_N=plan.prefix.block_n if plan.prefix else 1,
-        MAX_SLOTS=launch.MAX_SPLITS * (2 if plan.prefix else 1), **flags, **vars(shape),
+        **step_arguments(out, query, cache, paging), LAYER=layer, SMALL=shape.small, LARGE=shape.large,
+        shared_lens=shared.lens if shared else None, large_tiles=large_tiles,
+        num_splits=splits, prefix_splits=prefix_splits, slots=slots, queries=queries, num_warps=num_warps,
+        PARTIAL=slots > 1, MIN_SPLIT=attention_plan.MIN_SPLIT, PREFIX_N=prefix.block_n if prefix else 1,
+        MAX_SLOTS=attention_plan.MAX_SPLITS * (2 if prefix else 1),
     )  # fmt: skip
-    made = [LaunchTemplate.of(paged_attention_kernel, plan.grid, named)]
-    if plan.prefix and shared:
-        tile = plan.prefix
-        prefix = dict(
+    grid = large_tiles + splits * num_seqs, head_programs
+    templates = [LaunchTemplate.of(paged_attention_kernel, grid, named)]
+    if shared and prefix:
+        named |= dict(
             members=shared.members, group_starts=shared.group_starts, num_groups=shared.num_groups,
-            first_slot=plan.num_splits, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.num_stages,
-            num_splits=plan.prefix_splits, num_warps=tile.num_warps,
+            first_slot=splits, num_splits=prefix_splits, TILE=prefix, num_warps=prefix.num_warps,
         )  # fmt: skip
-        made.insert(0, LaunchTemplate.of(prefix_attention_kernel, plan.prefix_grid, {**named, **prefix}))
-    return made
+        templates.insert(0, LaunchTemplate.of(prefix_attention_kernel, prefix_grid, named))
+    if slots == 1:
+        return AttentionPlan(templates)
+    return AttentionPlan(templates, num_seqs * slots * queries * num_heads, num_seqs * head_programs)
 
 
 def plan_launch(
@@ -115,24 +76,13 @@ def plan_launch(
 ) -> list[Launch]:  # fmt: skip
     """Return the launches of one call in order. The parts that the layers of a step share are computed for the first
     layer."""
-    settings: dict[str, Any] = dict(scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
-    if cache.batch_invariant:
-        return invariant_attention.plan_launch(out, query, cache, paging, **settings, device=device)
-    flags = flags_of(sliding_window, softcap, sinks)
-    key = ("triton", *layout_of(query, cache), *flags.values(), device)
-    if key not in paging.derived:
-        plan = _plan(query, cache, paging, device, windowed=flags["HAS_WINDOW"])
-        paging.derived[key] = plan, _templates(out, query, cache, paging, plan, flags)
-    plan, templates = paging.derived[key]
-    partials = logs = arrivals = None
-    if plan.partial:
-        arrivals = zeros(paging.num_seqs * plan.grid[1], query.device)
-        rows = paging.num_seqs * plan.slots * plan.queries * query.shape[1]
-        partials, logs = partial_results(rows, cache.value_dim, query.device)
-    layer = dict(
-        **layer_arguments(out, query, cache, **settings), partials=partials, logs=logs, arrivals=arrivals
-    )  # fmt: skip
-    return [template.launch(layer) for template in templates]
+    settings = Settings(scale, sliding_window, softcap, sinks)
+    key = (*layout_of(query, cache), sliding_window, softcap is not None, sinks is not None, cache.batch_invariant)
+    if (key, device) not in paging.derived:
+        plan = invariant_attention.plan if cache.batch_invariant else _plan
+        paging.derived[key, device] = plan(out, query, cache, paging, settings, device)
+    found: AttentionPlan = paging.derived[key, device]
+    return found.launches(out, query, cache, settings)
 
 
 def paged_attention(

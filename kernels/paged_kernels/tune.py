@@ -25,9 +25,13 @@ from typing import Any, Protocol
 import torch
 
 from paged_kernels import launch, launch_table
+from paged_kernels.attention_plan import padded_head_dim, rows_of_query
+from paged_kernels.compilation import FAILED, Compiler, missing_variants
 from paged_kernels.launch import Launch
 from paged_kernels.launch_table import (
     CONFIGS,
+    ROW_BUCKETS,
+    ROW_COUNT_INVARIANT,
     AnyKey,
     AnyTile,
     Measurement,
@@ -37,10 +41,9 @@ from paged_kernels.launch_table import (
     Tile,
     TuningKey,
     default_row_tile,
+    power_of_two,
 )
-from paged_kernels.parallel_compilation import FAILED, Compiler, missing_variants
-from paged_kernels.tuning_inputs import Problem, make_problem
-from paged_kernels.tuning_keys import model_keys, tuning_keys
+from paged_kernels.tuning_inputs import BLOCK_SIZE, Problem, make_problem
 
 SPILLS, WRONG = "spilling", "wrong"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -57,6 +60,89 @@ class Show(Protocol):
     """Shows a line of progress, which the next one replaces unless it is `done`."""
 
     def __call__(self, line: str, *, done: bool = False) -> None: ...
+
+
+# --- the points that are timed, and their candidates ------------------------------------------------------------------
+
+LENGTHS = (4096, 512, 64)  # tokens of the longest chunk
+WIDTHS = {  # widths of rows, rounded up to a power of two, in models of 0.5B to 70B; an 8B model's come first
+    "rope_kv_write": (4096, 1024, 2048, 8192),
+    "norm_rope_kv_write": (4096, 1024, 2048, 8192),
+    "add_rms_norm": (4096, 1024, 2048, 8192),
+    "swiglu": (16384, 4096, 8192, 32768),
+    "sampling": (131072, 32768, 65536, 262144),
+    "kv_write": (1024, 256, 512),
+    "block_copy": (32768, 8192, 16384),
+}
+# Kernels of a layer besides attention, by model_type; models of other types launch only kv_write. The few dense layers
+# of a mixture of experts are not counted.
+FUSED = {
+    **dict.fromkeys(("llama", "mistral", "qwen2"), ("rope_kv_write", "add_rms_norm", "swiglu")),
+    # DeepSeek's latent_kv_write has the tile of rope_kv_write, with the rotated elements of a head as its size.
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "mixtral", "gpt_oss"), ("rope_kv_write", "add_rms_norm")),
+    "qwen3": ("norm_rope_kv_write", "add_rms_norm", "swiglu"),
+    "qwen3_moe": ("norm_rope_kv_write", "add_rms_norm"),
+    "smollm3": ("rope_kv_write", "add_rms_norm", "swiglu", "kv_write"),
+}
+
+
+def _row_keys(kind: str, width: int) -> list[AnyKey]:
+    """Return the keys of a row-wise kernel for every number of rows, decode steps of many sequences first."""
+    few, some, many = ROW_BUCKETS
+    return [RowTuningKey(kind, width, rows) for rows in ((many,) if kind in ROW_COUNT_INVARIANT else (some, many, few))]
+
+
+def tuning_keys(*, quick: bool) -> list[AnyKey]:
+    """Return the keys for models of all sizes, those of an 8B model first. quick: one key of each kernel."""
+    if quick:
+        first = [RowTuningKey(kind, widths[0], ROW_BUCKETS[-1]) for kind, widths in WIDTHS.items()]
+        return [TuningKey(128, 2, 16, False, LENGTHS[1]), *first]
+    attention: list[AnyKey] = [
+        TuningKey(block_d, 2, count, quantized, length)
+        for quantized, block_d, count, length in itertools.product((False, True), (128, 64, 256), (16, 32, 64), LENGTHS)
+    ]
+    rows = [
+        key
+        for position in range(max(map(len, WIDTHS.values())))
+        for kind, widths in WIDTHS.items()
+        for width in widths[position : position + 1]
+        for key in _row_keys(kind, width)
+    ]
+    return [*attention[: len(LENGTHS)], *rows, *attention[len(LENGTHS) :]]
+
+
+def model_keys(config: Any, *, dtype: torch.dtype, kv_dtype: torch.dtype) -> list[AnyKey]:
+    """Return the keys of the launches of one model, on one GPU.
+
+    config: a `PretrainedConfig` of transformers. Raises ValueError for a size that it lacks.
+    """
+    config = config.get_text_config()
+    heads, vocab = _size(config, "num_attention_heads"), _size(config, "vocab_size")
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or _size(config, "hidden_size") // heads
+    quantized, padded = kv_dtype.itemsize == 1, power_of_two(head_dim)
+    layer = FUSED.get(config.model_type, ("kv_write",))
+    widths = {"sampling": vocab, "block_copy": num_kv_heads * BLOCK_SIZE * head_dim * kv_dtype.itemsize}
+    for kind in layer:
+        if kind == "add_rms_norm":
+            widths[kind] = _size(config, "hidden_size")
+        elif kind == "swiglu":
+            widths[kind] = _size(config, "intermediate_size")
+        else:
+            widths[kind] = power_of_two(num_kv_heads if kind == "kv_write" else heads) * padded
+    block_d = padded_head_dim(head_dim)
+    rows = rows_of_query(heads // num_kv_heads, dtype.itemsize, block_d)
+    return [
+        *(TuningKey(block_d, dtype.itemsize, rows, quantized, length) for length in LENGTHS),
+        *(key for kind in (*layer, "sampling", "block_copy") for key in _row_keys(kind, power_of_two(widths[kind]))),
+    ]
+
+
+def _size(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r}: must be a positive integer")
+    return value
 
 
 def candidates(key: AnyKey) -> Iterator[AnyTile]:
@@ -85,6 +171,9 @@ def _attention_candidates(key: TuningKey) -> Iterator[Tile]:
             yield Tile(max(block_m, key.rows), block_n, num_warps, num_stages)
 
 
+# --- timing -----------------------------------------------------------------------------------------------------------
+
+
 def tune(
     chip: str,
     keys: Sequence[AnyKey],
@@ -100,8 +189,8 @@ def tune(
     The table is written after each key. Entries for other keys stay. Keys whose entries were timed on the same GPU with
     the same software are left out, except for a fresh run; the times of other GPUs and software are removed.
     """
-    table = launch_table.read_table(file) if file.exists() else launch_table.make_table(chip, None, [])
-    entries, times, old = table.entries(), dict(table.times), table.measured
+    table = launch_table.read_table(file) if file.exists() else Table(chip, {})
+    tiles, times, old = dict(table.tiles), dict(table.times), table.measured
     if old is None or (old.gpu, old.software) != (measured.gpu, measured.software):
         times = {}
     for key in keys if fresh else ():
@@ -125,9 +214,9 @@ def tune(
             show(f"{title}: no candidate runs{reasons}", done=True)
             continue
         best = min(timed, key=lambda tile: timed[tile])
-        entries.append((key, best))
+        tiles[key] = best
         times[key] = round(timed[best], 2)
-        table = launch_table.make_table(chip, measured, entries, times)
+        table = Table(chip, dict(tiles), measured, dict(times))
         launch_table.write_table(table, file)
         show(f"{title}: {times[key]} us with {best}, {len(timed)} timed{reasons}", done=True)
     return table
@@ -167,7 +256,7 @@ def start_with(
 
 def _plan(problem: Problem, key: AnyKey, tile: AnyTile, device: torch.device) -> list[Launch]:
     """Return the launches over the first copy of the inputs, and use the tile for all later ones."""
-    launch_table.use_table(launch_table.make_table(launch.device_of(device).chip, None, [(key, tile)]))
+    launch_table.use_table(Table(launch.device_of(device).chip, {key: tile}))
     return problem.plans[0]()
 
 
@@ -221,6 +310,9 @@ def _time(
         if device.type == "cuda":
             torch.cuda.synchronize()  # raises if a kernel failed, as all later launches would
         return FAILED
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def graph_time(run: Callable[[], None]) -> float:

@@ -133,25 +133,25 @@ def _problem(expected: Sequence[Tensor], outputs: Sequence[Tensor], plan: Callab
 
 
 def _add_rms_norm_problem(inputs: RowInputs) -> Problem:
-    from paged_kernels import add_rms_norm as norm
+    from paged_kernels import layer_ops
 
     rows, width = inputs.rows, inputs.width
     x, residual, weight = inputs.normal(rows, width), inputs.normal(rows, width), inputs.normal(width)
     normed, total = inputs.normal(2, rows, width)
-    expected = norm.add_rms_norm_reference(x, residual, weight, 1e-6)
+    expected = layer_ops.add_rms_norm_reference(x, residual, weight, 1e-6)
     return _problem(
         expected,
         [normed, total],
-        lambda: [norm.plan_launch(normed, total, x, residual, weight, 1e-6, device=inputs.device)],
+        lambda: [layer_ops.plan_add_rms_norm(normed, total, x, residual, weight, 1e-6, device=inputs.device)],
     )
 
 
 def _swiglu_problem(inputs: RowInputs) -> Problem:
-    from paged_kernels import swiglu
+    from paged_kernels import layer_ops
 
     gate_up, out = inputs.normal(inputs.rows, 2 * inputs.width), inputs.normal(inputs.rows, inputs.width)
-    expected = swiglu.swiglu_reference(gate_up)
-    return _problem([expected], [out], lambda: [swiglu.plan_launch(out, gate_up, device=inputs.device)])
+    expected = layer_ops.swiglu_reference(gate_up)
+    return _problem([expected], [out], lambda: [layer_ops.plan_swiglu(out, gate_up, device=inputs.device)])
 
 
 def _sampling_problem(inputs: RowInputs) -> Problem:
@@ -201,12 +201,12 @@ def _kv_write_problem(inputs: RowInputs) -> Problem:
     key, value = inputs.normal(2, inputs.rows, num_kv_heads, head_dim)
     kv_write.kv_write_reference(key, value, cache, slots)
     return _problem(
-        list(pool), list(pool), lambda: [kv_write.plan_launch(key, value, cache, slots, device=inputs.device)]
+        list(pool), list(pool), lambda: [kv_write.plan_kv_write(key, value, cache, slots, device=inputs.device)]
     )
 
 
 def _rope_kv_write_problem(inputs: RowInputs) -> Problem:
-    from paged_kernels import rope_kv_write as rope
+    from paged_kernels import kv_write
 
     head_dim = min(128, inputs.width)
     num_heads = inputs.width // head_dim
@@ -218,14 +218,14 @@ def _rope_kv_write_problem(inputs: RowInputs) -> Problem:
     cos, sin = angles.cos().to(inputs.dtype), angles.sin().to(inputs.dtype)
     norm = inputs.kind.startswith("norm")
     query_weight, key_weight = (inputs.normal(head_dim), inputs.normal(head_dim)) if norm else (None, None)
-    rotated = rope.rope_kv_write_reference(
+    rotated = kv_write.rope_kv_write_reference(
         query, key, value, cos, sin, cache, slots, query_weight=query_weight, key_weight=key_weight, eps=1e-6
     )  # fmt: skip
     out = torch.empty_like(query)
 
     def plan() -> list[Launch]:
         return [
-            rope.plan_launch(
+            kv_write.plan_rope_kv_write(
                 out, query, key, value, cos, sin, cache, slots, query_weight, key_weight, 1e-6, device=inputs.device
             )
         ]

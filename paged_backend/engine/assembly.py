@@ -45,7 +45,7 @@ from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup, Proposer, propose_placeholders
 from paged_backend.scheduling.windowed_pool import make_pool
 from paged_backend.utils.machine import MemoryUsage, release_openmp_threads, resident_memory, trim_memory
-from paged_kernels.compilations import after_ready
+from paged_kernels.compilation import after_ready
 
 log = logging.getLogger("paged_llm")
 

@@ -37,7 +37,7 @@ from paged_backend.memory.host_copy import distinct_storages, find_tensors
 from paged_backend.memory.state_cache import bytes_per_slot
 from paged_backend.scheduling.plan import Costs
 from paged_backend.utils.machine import limit_torch_threads
-from paged_kernels.compile_ahead import check_cache
+from paged_kernels.compilation import check_cache
 from paged_kernels.cpu import native
 
 

@@ -41,7 +41,7 @@ from paged_backend.loading.model_options import pick_device
 from paged_backend.models.tensor_parallel import check_devices, pick_rank_device
 from paged_backend.scheduling.plan import Plan
 from paged_backend.utils.child_process import start_module
-from paged_kernels.compilations import after_ready
+from paged_kernels.compilation import after_ready
 
 log = logging.getLogger("paged_llm")
 

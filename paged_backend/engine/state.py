@@ -18,7 +18,7 @@ from paged_backend.engine.prefix_tiers import PrefixTiers
 from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.stats import SchedulerStats
-from paged_kernels.compilations import after_ready
+from paged_kernels.compilation import after_ready
 
 SPILL_SECONDS = 20.0  # time to write cached blocks to the tiers before the pool is released
 

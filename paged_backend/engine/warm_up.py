@@ -39,9 +39,9 @@ from paged_backend.scheduling.sequence import Group
 from paged_backend.scheduling.state_slots import StateCopies, StateCopy
 from paged_backend.utils.startup import Progress
 from paged_kernels import launch_table
+from paged_kernels.attention_plan import CHOICES, Choice, force
 from paged_kernels.cascade import MIN_SAVED_TOKENS
-from paged_kernels.compile_ahead import compile_ahead
-from paged_kernels.launch import CHOICES, Choice, force
+from paged_kernels.compilation import compile_ahead
 
 REPEATS = 3
 CONTEXTS = (256, 1024, 8192, 65536)  # context lengths of decode steps, which need memory for different splits

@@ -58,7 +58,7 @@ from paged_backend.models.quantization import Quantizer
 from paged_backend.scheduling import sequence
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.utils.startup import Progress, startup_log
-from paged_kernels.compile_ahead import compile_ahead
+from paged_kernels.compilation import compile_ahead
 
 log = logging.getLogger("paged_llm")
 

@@ -57,7 +57,7 @@ from paged_backend.models.linear import Weight
 from paged_backend.models.native_decoder import NativeDecoder, native_layers
 from paged_backend.models.pipeline import StageOutput
 from paged_backend.models.rotary_table import Rotation, look_up_angles
-from paged_kernels.compile_ahead import compile_ahead
+from paged_kernels.compilation import compile_ahead
 from paged_kernels.ops import add_rms_norm
 
 log = logging.getLogger("paged_llm")

@@ -104,7 +104,7 @@ def tile_table(*lengths):
         (TuningKey(128, 2, 16, False, length), Tile(block_m, block_n, warps, stages))
         for length, (block_m, block_n, warps, stages) in lengths
     ]
-    return launch_table.make_table("sm_90", None, entries)
+    return launch_table.Table("sm_90", dict(entries))
 
 
 # As the tuner may write them: the tiles of an H100 in GPU tests, and tiles that grow with the length.
@@ -188,7 +188,7 @@ def test_warm_up_compiles_every_row_tile(max_num_seqs, monkeypatch):
         for rows, n in warps
         for kind in launch_table.DEFAULT_ROW_TILES
     ]
-    launch_table.use_table(launch_table.make_table("sm_91", None, entries))
+    launch_table.use_table(launch_table.Table("sm_91", dict(entries)))
 
     def warps_for(kind, rows):
         return launch_table.row_tile("sm_91", kind, width=4096, rows=rows).num_warps

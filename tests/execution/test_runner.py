@@ -21,7 +21,7 @@ from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import propose_placeholders
 from paged_backend.scheduling.step_result import StepResult
 from paged_kernels import ops
-from paged_kernels.cpu import layer_ops
+from paged_kernels.cpu import pytorch
 
 META = torch.device("meta")
 SAMPLINGS = [
@@ -42,8 +42,8 @@ def kernels_without_values(monkeypatch):
         "paged_attention": lambda query, *_, **__: torch.empty_like(query),
         "rope_kv_write": lambda query, *_, **__: torch.empty_like(query),
         "kv_write": lambda *_: None,
-        "add_rms_norm": layer_ops.add_rms_norm,
-        "swiglu": layer_ops.swiglu,
+        "add_rms_norm": pytorch.add_rms_norm,
+        "swiglu": pytorch.swiglu,
         "sample": lambda logits, _, out: torch.empty(len(logits), dtype=torch.int64, device=logits.device),
         "step_inputs": lambda tokens, *_, **__: torch.empty_like(tokens),
     }

@@ -8,7 +8,6 @@ inherit it.
 import importlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,9 +67,6 @@ def compiled_environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the tables that a test uses."""
-    launch_table._cached_row_tile.cache_clear()
     monkeypatch.setattr(launch_table, "_tables", {})
-    yield
-    launch_table._cached_row_tile.cache_clear()

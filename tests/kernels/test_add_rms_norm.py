@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from paged_kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
-from paged_kernels.cpu import layer_ops, native
+from paged_kernels.cpu import native, pytorch
+from paged_kernels.layer_ops import add_rms_norm, add_rms_norm_reference
 from tests.support.layer_cases import TOLERANCES, implementations, name, normal
 from tests.support.pairwise import pairwise
 
-NORMS = implementations(on_cpu=layer_ops.add_rms_norm, compiled=native.add_rms_norm, triton=add_rms_norm)
+NORMS = implementations(on_cpu=pytorch.add_rms_norm, compiled=native.add_rms_norm, triton=add_rms_norm)
 
 
 @pytest.mark.parametrize(

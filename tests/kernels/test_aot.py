@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from paged_kernels.aot import MAX_SPILLED_BYTES
-from paged_kernels.aot_cases import INVARIANT, SMALL_KERNELS
+from paged_kernels.aot import INVARIANT, MAX_SPILLED_BYTES, SMALL_KERNELS
 
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
 

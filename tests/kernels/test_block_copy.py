@@ -6,7 +6,7 @@ from torch import Tensor
 
 from paged_kernels.block_copy import block_copy, block_copy_reference
 from paged_kernels.block_pair import BlockPair
-from paged_kernels.cpu.block_copy import block_copy as block_copy_cpu
+from paged_kernels.cpu.pytorch import block_copy as block_copy_cpu
 from paged_kernels.launch_table import DEFAULT_ROW_TILES
 
 MOVES = [(3, 0), (1, 5), (4, 2)]

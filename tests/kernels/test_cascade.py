@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from paged_kernels import cascade, launch
+from paged_kernels import attention_plan, cascade
 from paged_kernels import paged_attention as module
 from paged_kernels.cascade import find_prefix_groups, read_ratio
 from paged_kernels.cpu.paged_attention import paged_attention as attend_cpu
@@ -29,7 +29,7 @@ ROWS = (
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch):
     """Use splits of 32 keys, and a workspace full of NaN, to detect reads of partials that were not written."""
-    monkeypatch.setattr(launch, "MIN_SPLIT", 32)
+    monkeypatch.setattr(attention_plan, "MIN_SPLIT", 32)
     monkeypatch.setattr(module, "device_of", lambda device: Device("sm_90", 12))
     empty = torch.empty
     monkeypatch.setattr(module.torch, "empty", lambda *a, **options: empty(*a, **options).fill_(float("nan")))

@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from paged_kernels.compilations import Compilations
+from paged_kernels.compilation import Compilations
 
 COMPILE = """
 import torch, triton
 from unittest import mock
 from triton.runtime import driver
-from paged_kernels.compilations import Compilations
-from paged_kernels.swiglu import swiglu_kernel
+from paged_kernels.compilation import Compilations
+from paged_kernels.layer_ops import swiglu_kernel
 from tests.support.fake_gpu import FakeDriver
 
 compilations, rows = Compilations(), torch.empty(4, 64)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from paged_kernels.compile_ahead import compile_ahead
+from paged_kernels.compilation import compile_ahead
 from paged_kernels.launch import Launch, intercept_launches
 
 SCRIPT = """
@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.runtime import driver
-from paged_kernels.compile_ahead import compile_launches
+from paged_kernels.compilation import compile_launches
 from paged_kernels.launch import Device, Launch
-from paged_kernels.swiglu import plan_launch
+from paged_kernels.layer_ops import plan_swiglu
 from tests.support.fake_gpu import FakeDriver
 
 driver.set_active(FakeDriver())
@@ -33,7 +33,7 @@ broken = Launch(broken_kernel, (1,), {"out": outputs[0], "N": 3})
 def run():
     broken.run()
     for out, gate_up in zip(outputs, inputs):
-        plan_launch(out, gate_up, device=Device("xpu", 1)).run()
+        plan_swiglu(out, gate_up, device=Device("xpu", 1)).run()
 
 totals, advanced = [], []
 def start_progress(total):
@@ -41,9 +41,9 @@ def start_progress(total):
     return lambda: advanced.append(total)
 
 print(compile_launches(run, start_progress), totals, len(advanced), {float(out.abs().max()) for out in outputs})
-kernel = plan_launch(outputs[0], inputs[0], device=Device("xpu", 1)).kernel
+kernel = plan_swiglu(outputs[0], inputs[0], device=Device("xpu", 1)).kernel
 print({type(one).__name__ for one in kernel.device_caches[0][0].values()}, len(kernel.device_caches[0][0]))
-print(compile_launches(lambda: [plan_launch(outputs[0], inputs[0], device=Device("xpu", 1)).run()]))
+print(compile_launches(lambda: [plan_swiglu(outputs[0], inputs[0], device=Device("xpu", 1)).run()]))
 try:
     broken.kernel.warmup(**broken.arguments, grid=(1,)).result()
 except triton.CompilationError:

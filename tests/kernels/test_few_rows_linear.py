@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from paged_kernels import few_rows_linear as module
-from paged_kernels.cpu import layer_ops
-from paged_kernels.few_rows_linear import few_rows_linear, few_rows_linear_reference
+from paged_kernels import linear as module
+from paged_kernels.cpu import pytorch
 from paged_kernels.launch import Device
+from paged_kernels.linear import few_rows_linear, few_rows_linear_reference
 from tests.support.layer_cases import name, normal
 from tests.support.pairwise import pairwise
 
@@ -57,7 +57,7 @@ def use_multiprocessors(monkeypatch):
 
 CASES = [
     *itertools.product([few_rows_linear], [None], [torch.float32, torch.float16]),
-    *itertools.product([layer_ops.few_rows_linear], ["cpu"], [torch.float32, torch.bfloat16]),
+    *itertools.product([pytorch.few_rows_linear], ["cpu"], [torch.float32, torch.bfloat16]),
 ]
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from paged_kernels import invariant_attention, launch, launch_table
+from paged_kernels import attention_plan, invariant_attention, launch_table
 from paged_kernels import paged_attention as paged_attention_module
-from paged_kernels.launch import Choice, Device, key_blocks, rows_of_query
+from paged_kernels.attention_plan import Choice, key_blocks, rows_of_query
+from paged_kernels.launch import Device
 from paged_kernels.launch_table import Tile, TuningKey
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference
 from paged_kernels.paging import SharedPrefixes
@@ -44,7 +45,7 @@ def fixed_order(monkeypatch, device):
 
 
 def forced(splits):
-    return launch.force(Choice(splits, small_tiles=False))
+    return attention_plan.force(Choice(splits, small_tiles=False))
 
 
 TYPES = [(torch.float32, 3), (torch.float16, 1)]  # with a number of splits
@@ -154,7 +155,7 @@ def test_bits_do_not_depend_on_the_batch(case, dtype, stride, tables, device, mo
     block_d, itemsize = key_blocks(contents.case.head_dim)[0], contents.dtype.itemsize
     rows = rows_of_query(contents.case.group, itemsize, block_d)
     key = TuningKey(block_d, itemsize, rows, contents.case.format is not None, 4096)
-    launch_table.use_table(launch_table.make_table("sm_90", None, [(key, Tile(64, 16, 2, 1))]))
+    launch_table.use_table(launch_table.Table("sm_90", {key: Tile(64, 16, 2, 1)}))
     assert launch_table.find_tile("sm_90", key).block_n == 16
     check(120, 30, *contents.attend((0, 120, 30)))
     monkeypatch.setattr(paged_attention_module, "device_of", lambda device: Device("sm_90", 4))

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from paged_kernels import invariant_linear as module
-from paged_kernels.cpu import layer_ops
-from paged_kernels.invariant_linear import invariant_linear, invariant_linear_reference, tile_of
+from paged_kernels import linear as module
+from paged_kernels.cpu import pytorch
 from paged_kernels.launch import Device
+from paged_kernels.linear import invariant_linear, invariant_linear_reference, tile_of
 from tests.support.fixed_order_dot import create_dot
 from tests.support.layer_cases import normal
 
@@ -32,11 +32,11 @@ def inputs(rows, width, outputs, dtype, device):
     return x, weight / width**0.5, bias
 
 
-@pytest.mark.parametrize("implementation", [invariant_linear, layer_ops.invariant_linear])
+@pytest.mark.parametrize("implementation", [invariant_linear, pytorch.invariant_linear])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_reference(shape, dtype, implementation, device):
-    x, weight, bias = inputs(*shape, dtype, "cpu" if implementation is layer_ops.invariant_linear else device)
+    x, weight, bias = inputs(*shape, dtype, "cpu" if implementation is pytorch.invariant_linear else device)
     for some in (None, bias):
         found, expected = implementation(x, weight, some), invariant_linear_reference(x, weight, some)
         assert found.dtype == dtype

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paged_kernels.cpu import native
-from paged_kernels.cpu.kv_write import kv_write as kv_write_cpu
+from paged_kernels.cpu.pytorch import kv_write as kv_write_cpu
 from paged_kernels.kv_write import kv_write, kv_write_reference
 from paged_kernels.layer_cache import FORMATS, LayerCache
 from tests.support.attention_cases import make_cache

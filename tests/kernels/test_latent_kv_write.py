@@ -10,8 +10,8 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from paged_kernels.cpu import native
-from paged_kernels.cpu.latent_kv_write import latent_kv_write as latent_kv_write_cpu
-from paged_kernels.latent_kv_write import latent_kv_write, latent_kv_write_reference, rotate_reference
+from paged_kernels.cpu.pytorch import latent_kv_write as latent_kv_write_cpu
+from paged_kernels.kv_write import latent_kv_write, latent_kv_write_reference, rotate_reference
 from paged_kernels.layer_cache import FORMATS, LayerCache
 from tests.support.layer_cases import CPU_DTYPES, TOLERANCES, TRITON_DTYPES, name, normal
 from tests.support.pairwise import pairwise

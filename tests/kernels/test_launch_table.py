@@ -1,6 +1,5 @@
 """Tables of tile shapes: their files, the lookup, and what must not depend on them."""
 
-import dataclasses
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from paged_kernels.launch_table import (
     Measurement,
     RowTile,
     RowTuningKey,
+    Table,
     Tile,
     TuningKey,
     default_row_tile,
@@ -35,34 +35,34 @@ def test_every_compiled_chip_has_a_table_with_its_origin():
     for chip in CHIPS:
         table = launch_table.read_table(CONFIGS / f"{chip}.json")
         assert table.chip == chip
-        assert table.entries()
+        assert table.tiles
         assert "measured" in json.loads((CONFIGS / f"{chip}.json").read_text())
-        for key, tile in table.entries():
-            others = launch_table.make_table(chip, None, [row for row in table.entries() if row[0] != key])
+        for key, tile in table.tiles.items():
+            others = Table(chip, {other: table.tiles[other] for other in table.tiles if other != key})
             default = default_row_tile(key) if isinstance(key, RowTuningKey) else default_tile(chip, key)
             assert tile != (others.find(key) or default), f"{chip}: {key} changes nothing"
 
 
 def test_table_round_trip(tmp_path):
     key = TuningKey(128, 2, 16, False, 1024)
-    rows = [(dataclasses.replace(key, length=length), Tile(64, n, 4, 3)) for length, n in ((8192, 64), (1024, 32))]
-    rows.append((dataclasses.replace(key, quantized=True), Tile(128, 64, 8, 2)))
+    rows = [(key._replace(length=length), Tile(64, n, 4, 3)) for length, n in ((8192, 64), (1024, 32))]
+    rows.append((key._replace(quantized=True), Tile(128, 64, 8, 2)))
     rows += [(RowTuningKey("swiglu", 8192, most), RowTile(256, warps)) for most, warps in ((64, 2), (4, 1))]
     for measured, times in ((None, {}), (MEASURED, {key: 12.5, rows[-1][0]: 3.0})):
-        table = launch_table.make_table("sm_77", measured, rows, times)
+        table = Table("sm_77", dict(rows), measured, times)
         launch_table.write_table(table, tmp_path / "sm_77.json")
         assert launch_table.read_table(tmp_path / "sm_77.json") == table
-    assert sorted(map(str, table.entries())) == sorted(map(str, rows))
-    found = [table.find(dataclasses.replace(key, length=length)).block_n for length in (1, 1024, 1025, 10**6)]
+    assert table.tiles == dict(rows)
+    found = [table.find(key._replace(length=length)).block_n for length in (1, 1024, 1025, 10**6)]
     assert found == [32, 32, 64, 64]
-    assert table.find(dataclasses.replace(key, block_d=64)) is None
+    assert table.find(key._replace(block_d=64)) is None
     assert [table.find(RowTuningKey("swiglu", 8192, most)).num_warps for most in ROW_BUCKETS] == [1, 2, 2]
     assert table.find(RowTuningKey("swiglu", 4096, 4)) is None
 
 
 def test_a_write_that_fails_keeps_the_old_table(tmp_path, monkeypatch):
     file, key = tmp_path / "sm_77.json", RowTuningKey("swiglu", 8192, 64)
-    table = launch_table.make_table("sm_77", None, [(key, RowTile(256, 2))])
+    table = Table("sm_77", {key: RowTile(256, 2)})
     launch_table.write_table(table, file)
 
     def fail(source, target):
@@ -70,7 +70,7 @@ def test_a_write_that_fails_keeps_the_old_table(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="no space left"):
-        launch_table.write_table(launch_table.make_table("sm_77", None, [(key, RowTile(512, 2))]), file)
+        launch_table.write_table(Table("sm_77", {key: RowTile(512, 2)}), file)
     assert launch_table.read_table(file) == table
 
 
@@ -111,7 +111,7 @@ COPY_ENTRY = {
 def test_field_out_of_range_is_rejected(entry, part, field, value, tmp_path):
     file = tmp_path / "sm_77.json"
     for changes in ({}, {part: {**entry[part], field: value}}):
-        assert not file.exists() or len(launch_table.read_table(file).entries()) == 1
+        assert not file.exists() or len(launch_table.read_table(file).tiles) == 1
         file.write_text(json.dumps({"chip": "sm_77", "measured": None, "entries": [{**entry, **changes}]}))
     with pytest.raises(ValueError, match=rf"sm_77\.json: .*{field}={value!r}: must be one of"):
         launch_table.read_table(file)
@@ -174,7 +174,7 @@ def test_kernels_use_the_tile_of_the_table_or_the_default(kind, tables, monkeypa
         ("xpu", default_row_tile(key)),
     ):
         if chip == "sm_91":
-            launch_table.use_table(launch_table.make_table(chip, None, [(key, expected)]))
+            launch_table.use_table(Table(chip, {key: expected}))
         monkeypatch.setattr(tuning_inputs, "device_of", lambda device, chip=chip: Device(chip, 132))
         planned = make_problem(key, torch.device("cpu"), torch.float16).plans[0]()
         assert tile_of(planned) == (expected.elements, expected.num_warps)
@@ -188,7 +188,7 @@ def test_tiles_of_summed_rows_do_not_depend_on_the_number_of_rows(kind, tables):
     ]
     for rows in ROW_BUCKETS:  # defaults, before a table is in use
         assert launch_table.row_tile("sm_91", kind, width=3000, rows=rows).num_warps >= 4
-    launch_table.use_table(launch_table.make_table("sm_91", None, entries))
+    launch_table.use_table(Table("sm_91", dict(entries)))
     tiles = [launch_table.row_tile("sm_91", kind, width=3000, rows=rows) for rows in (1, 4, 5, 64, 65, 10**6)]
     invariant = kind in ("norm_rope_kv_write", "add_rms_norm", "block_copy")
     assert [tile.num_warps for tile in tiles] == ([4] * 6 if invariant else [1, 1, 2, 2, 4, 4])
@@ -200,7 +200,7 @@ def test_tables_do_not_change_the_filter_sums(tables):
     from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 
     entries = [(RowTuningKey("sampling", 65536, 4), RowTile(1024, 2))]
-    launch_table.use_table(launch_table.make_table("sm_91", None, entries))
+    launch_table.use_table(Table("sm_91", dict(entries)))
     ones, integers = torch.ones(2), torch.zeros(2, dtype=torch.int64)
     metadata = SamplingMetadata(ones, integers, integers, SamplingFilters(integers.int(), ones, ones))
     threshold, best, first = plan_launch(torch.zeros(2, 50000), metadata, integers, device=Device("sm_91", 1))

@@ -6,10 +6,9 @@ from torch.testing import assert_close
 
 from paged_kernels import ops
 from paged_kernels.cpu import native
-from paged_kernels.cpu.rope_kv_write import rope_kv_write as rope_kv_write_cpu
-from paged_kernels.kv_write import kv_write_reference
+from paged_kernels.cpu.pytorch import rope_kv_write as rope_kv_write_cpu
+from paged_kernels.kv_write import kv_write_reference, rope_kv_write, rope_kv_write_reference
 from paged_kernels.layer_cache import FORMATS
-from paged_kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
 from tests.support.attention_cases import make_cache
 from tests.support.layer_cases import TOLERANCES, implementations, name, normal
 from tests.support.pairwise import pairwise

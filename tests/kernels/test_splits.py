@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from paged_kernels import launch
+from paged_kernels import attention_plan
 from paged_kernels import paged_attention as module
 from paged_kernels.launch import Device
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference, plan_launch
@@ -18,7 +18,7 @@ MULTIPROCESSORS = 24
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch):
     """Use splits of 32 keys, and a workspace full of NaN, to detect reads of partials that were not written."""
-    monkeypatch.setattr(launch, "MIN_SPLIT", 32)
+    monkeypatch.setattr(attention_plan, "MIN_SPLIT", 32)
     empty = torch.empty
 
     def spoilt(*shape, **options):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paged_kernels.cpu.step_inputs import step_inputs as step_inputs_cpu
+from paged_kernels.cpu.pytorch import step_inputs as step_inputs_cpu
 from paged_kernels.step_inputs import TILE, step_inputs, step_inputs_reference
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from paged_kernels.cpu import layer_ops, native
-from paged_kernels.swiglu import swiglu, swiglu_reference
+from paged_kernels.cpu import native, pytorch
+from paged_kernels.layer_ops import swiglu, swiglu_reference
 from tests.support.layer_cases import TOLERANCES, implementations, name, normal
 
-ACTIVATIONS = implementations(on_cpu=layer_ops.swiglu, compiled=native.swiglu, triton=swiglu)
+ACTIVATIONS = implementations(on_cpu=pytorch.swiglu, compiled=native.swiglu, triton=swiglu)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")

@@ -25,9 +25,8 @@ from paged_kernels.launch_table import (
     default_row_tile,
     default_tile,
 )
-from paged_kernels.tune import candidates, points_of, print_progress, start_with, tune
+from paged_kernels.tune import candidates, points_of, print_progress, start_with, tune, tuning_keys
 from paged_kernels.tuning_inputs import make_problem
-from paged_kernels.tuning_keys import tuning_keys
 
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
 MEASURED = Measurement("A GPU", "torch 2, triton 3", "2026-11-22")
@@ -41,7 +40,7 @@ from triton.runtime import driver
 from paged_kernels import tune as tuner, tuning_inputs
 from paged_kernels.launch import Launch
 from paged_kernels.launch_table import Measurement, RowTuningKey, TuningKey
-from paged_kernels.parallel_compilation import Compiler, missing_variants
+from paged_kernels.compilation import Compiler, missing_variants
 from tests.support.fake_gpu import FakeDriver
 
 if __name__ == "__main__":
@@ -88,7 +87,7 @@ def run(keys, start, file, measured=MEASURED, fresh=False, show=lambda line, don
 
 def test_candidates_include_all_table_entries_and_defaults():
     for chip in CHIPS:
-        for key, tile in launch_table.read_table(CONFIGS / f"{chip}.json").entries():
+        for key, tile in launch_table.read_table(CONFIGS / f"{chip}.json").tiles.items():
             assert tile in set(candidates(key)), (chip, key, tile)
     for key in [*tuning_keys(quick=False), TuningKey(64, 4, 16, False, 512), TuningKey(256, 4, 16, True, 64)]:
         rows = isinstance(key, RowTuningKey)
@@ -198,7 +197,7 @@ def test_fastest_tile_is_written_with_gpu_and_time(tmp_path):
     table = run(KEYS[:2], start_from(measure), file, show=lambda line, done=False: lines.append((line, done)))
     assert table == launch_table.read_table(file)
     assert json.loads(file.read_text())["measured"]["gpu"] == "A GPU"
-    assert table.entries() == [(KEYS[0], Tile(64, 32, 4, 3)), (KEYS[1], RowTile(512, 1))]
+    assert table.tiles == {KEYS[0]: Tile(64, 32, 4, 3), KEYS[1]: RowTile(512, 1)}
     assert table.times == {KEYS[0]: 7.03, KEYS[1]: 0.01}
     finished = [line for line, done in lines if done]
     assert len(finished) == 2
@@ -230,7 +229,7 @@ def test_an_interrupted_run_keeps_its_points_and_continues(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run(KEYS, start_from(interrupted), file)
-    assert [key for key, _ in launch_table.read_table(file).entries()] == KEYS[:1]
+    assert list(launch_table.read_table(file).tiles) == KEYS[:1]
     assert [one.name for one in tmp_path.iterdir()] == [file.name]
     started, lines = [], []
     run(KEYS, start_from(lambda key, tile: 2.0, started), file, show=lambda line, done=False: lines.append(line))
@@ -254,9 +253,7 @@ def test_times_of_another_gpu_or_software_are_replaced(change, tmp_path):
     assert table == launch_table.read_table(file)
     assert table.measured == other
     assert table.times == {KEYS[1]: 2.0, KEYS[2]: 2.0}  # the entry of the other GPU stays, without a time
-    assert [key for key, _ in table.entries()] == sorted(
-        KEYS, key=lambda key: (isinstance(key, RowTuningKey), str(key))
-    )
+    assert list(launch_table.read_table(file).tiles) == [KEYS[0], KEYS[2], KEYS[1]]  # sorted
 
 
 def test_point_without_a_candidate_that_runs_gets_no_entry(tmp_path):
@@ -267,16 +264,16 @@ def test_point_without_a_candidate_that_runs_gets_no_entry(tmp_path):
         tmp_path / "sm_77.json",
         show=lambda line, done=False: lines.append(line) if done else None,
     )
-    assert [key for key, _ in table.entries()] == KEYS[1:2]
+    assert list(table.tiles) == KEYS[1:2]
     assert "no candidate runs" in lines[0] and "compiled too long" in lines[0]
 
 
 def test_tuning_keeps_other_entries(tmp_path):
     file, other = tmp_path / "sm_77.json", TuningKey(64, 2, 16, False, 1024)
-    launch_table.write_table(launch_table.make_table("sm_77", None, [(other, Tile(64, 32, 2, 2))]), file)
+    launch_table.write_table(launch_table.Table("sm_77", {other: Tile(64, 32, 2, 2)}), file)
     run(KEYS, start_from(lambda key, tile: 1.0), file)
     table = launch_table.read_table(file)
-    assert dict(table.entries())[other] == Tile(64, 32, 2, 2)
+    assert table.tiles[other] == Tile(64, 32, 2, 2)
     assert set(table.times) == set(KEYS)
 
 

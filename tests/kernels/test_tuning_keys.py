@@ -11,15 +11,14 @@ from transformers import Gemma3Config, LlamaConfig, Qwen3Config
 from paged_backend.models.fusible import FAMILIES
 from paged_kernels import launch_table
 from paged_kernels.launch_table import DEFAULT_ROW_TILES, ROW_BUCKETS, RowTuningKey, TuningKey
-from paged_kernels.tune import candidates
-from paged_kernels.tuning_keys import FUSED, LENGTHS, model_keys, tuning_keys
+from paged_kernels.tune import FUSED, LENGTHS, candidates, model_keys, tuning_keys
 
 # Runs an engine as on a GPU. Prints the keys that its launches look up, and those that the tuner would time.
 LOOKED_UP = """
 import json, os, sys, torch
 from paged_backend.engine import warm_up
 from paged_kernels import launch_table
-from paged_kernels.tuning_keys import model_keys
+from paged_kernels.tune import model_keys
 from tests.support.fake_gpu import FAMILIES, load, on_fake_gpu
 from tests.support.in_process import running
 
@@ -30,7 +29,7 @@ class Table:
         self.found.add(key)
 
 def text(key):
-    return repr(list(vars(key).values())[:-1])  # without the bucket of lengths or rows
+    return repr(list(key)[:-1])  # without the bucket of lengths or rows
 
 family, dtype, kv_dtype = sys.argv[1:]
 config, assembly = load(family, {"dtype": dtype, "kv_cache_dtype": kv_dtype})
@@ -67,8 +66,8 @@ def test_keys_cover_every_kernel_and_form_a_valid_table(tmp_path):
         assert {getattr(key, "kind", None) for key in keys} == {None, *DEFAULT_ROW_TILES}
         rows = [(key, tile) for key in keys for tile in candidates(key)]
         for entries in (rows, rows[::-1]):
-            launch_table.write_table(launch_table.make_table("sm_77", None, entries), tmp_path / "sm_77.json")
-            assert len(launch_table.read_table(tmp_path / "sm_77.json").entries()) == len(keys)
+            launch_table.write_table(launch_table.Table("sm_77", dict(entries)), tmp_path / "sm_77.json")
+            assert len(launch_table.read_table(tmp_path / "sm_77.json").tiles) == len(keys)
     assert len(tuning_keys(quick=True)) == 1 + len(DEFAULT_ROW_TILES)
 
 

@@ -40,7 +40,7 @@ from paged_backend.models import few_rows, linear
 from paged_backend.models.fusion import FusedModel
 from paged_backend.models.gpu_invariance import install_invariant
 from paged_kernels import ops
-from paged_kernels.compile_ahead import compile_launches
+from paged_kernels.compilation import compile_launches
 from paged_kernels.cpu import native
 from tests.support.in_process import TINY, running, save_tiny
 

@@ -1,28 +1,14 @@
-"""Stand-ins for Triton kernels, whose compilation in a process does what a test needs.
+"""Stand-ins for variants of Triton kernels, whose compilation in a process does what a test needs.
 
-`variant(name, file)` is what to compile. Each one first writes process ids to the file.
+Each of them first writes process ids to a file.
 """
 
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-from paged_kernels.parallel_compilation import Variant
-
-
-@dataclass(frozen=True)
-class StubKernel:
-    """A kernel that is compiled by calling a function with the file."""
-
-    compile: Callable[[Path], None]
-
-    def preload(self, specialization_data: str) -> None:
-        self.compile(Path(json.loads(specialization_data)["file"]))
 
 
 def _log(file: Path, *ids: int) -> None:
@@ -51,10 +37,15 @@ def _never_end(file: Path) -> None:
     program.wait()
 
 
-compiles, fails, crashes, never_ends = map(StubKernel, (_compile, _fail, _crash, _never_end))
+COMPILERS = {"compiles": _compile, "fails": _fail, "crashes": _crash, "never_ends": _never_end}
 
 
-def variant(name: str, file: Path) -> Variant:
-    """Return the variant that compiles a stub of this module."""
-    target = {"backend": "cuda", "arch": 90, "warp_size": 32}
-    return Variant(__name__, name, json.dumps({"target": target, "file": str(file)}))
+@dataclass(frozen=True)
+class StubVariant:
+    """A variant of a kernel that is compiled by a function of this module."""
+
+    name: str
+    file: Path
+
+    def compile(self) -> None:
+        COMPILERS[self.name](self.file)

@@ -244,7 +244,7 @@ def rope_kv_write(
     eps: float = 0.0,
     level: str | None = None,
 ) -> Tensor:
-    """Compute `paged_kernels.rope_kv_write.rope_kv_write`."""
+    """Compute `paged_kernels.kv_write.rope_kv_write`."""
     check_rope_kv_write(query, key, value, cos, sin, cache, slots, query_weight, key_weight)
     out = _like(query)
     _operator("rope_kv_write")(
@@ -258,7 +258,7 @@ def rope_kv_write(
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, level: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute `paged_kernels.add_rms_norm.add_rms_norm`."""
+    """Compute `paged_kernels.layer_ops.add_rms_norm`."""
     check_add_rms_norm(x, residual, weight)
     residual = None if residual is None else _dense(residual)
     normed, total = _operator("add_rms_norm")(_dense(x), residual, weight.contiguous(), eps, _index(level))
@@ -266,7 +266,7 @@ def add_rms_norm(
 
 
 def swiglu(gate_up: Tensor, *, level: str | None = None) -> Tensor:
-    """Compute `paged_kernels.swiglu.swiglu`."""
+    """Compute `paged_kernels.layer_ops.swiglu`."""
     check_swiglu(gate_up)
     out: Tensor = _operator("swiglu")(_dense(gate_up), _index(level))
     return out

@@ -185,7 +185,7 @@ def test_without_compiled_kernels_pytorch_is_used_and_a_warning_logged(tmp_path,
     with caplog.at_level(logging.WARNING):
         attend = ops._implementation.__wrapped__("paged_attention", "paged_attention", True)
     assert attend.__module__ == "paged_kernels.cpu.paged_attention"
-    assert ops._implementation.__wrapped__("swiglu", "swiglu", True).__module__ == "paged_kernels.cpu.layer_ops"
+    assert ops._implementation.__wrapped__("swiglu", "swiglu", True).__module__ == "paged_kernels.cpu.pytorch"
     assert "(not compiled): PyTorch is used, which is slower. Fix: run python -m paged_kernels.cpu.build" in caplog.text
 
 

@@ -1,4 +1,6 @@
-"""A linear layer over few rows in one launch, with the operations before and after it.
+"""Linear layers for which a matrix product alone is not the best choice.
+
+`few_rows_linear` computes a layer over few rows in one launch, with the operations before and after it:
 
     total = x + residual;  y = rms_norm(total) @ weight.T + bias;  y = silu(y[:, :width]) * y[:, width:]
 
@@ -6,6 +8,10 @@ Every part but the product is optional. With few rows the time is that of readin
 own part of it once, and computes sums of squares for the norm beside the product: the norm divides a whole row by one
 number, which can be done afterwards. If there are too few tiles of outputs to fill the device, several programs split
 the inputs, and the last of them to finish adds their results.
+
+The results of `invariant_linear` for a row do not depend on the number of rows: the tile of outputs, the inputs per
+step and the multiply instruction are the same for any number of rows, and no inputs are split between programs, so
+every sum adds its inputs in the same order.
 """
 
 from dataclasses import dataclass
@@ -15,20 +21,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged_kernels.arguments import check_few_rows_linear
-from paged_kernels.launch import Device, Launch, device_of
+from paged_kernels.arguments import check_few_rows_linear, check_invariant_linear
+from paged_kernels.launch import Device, Launch, device_of, zeros
 from paged_kernels.launch_table import power_of_two
-from paged_kernels.splits import is_last, zeros
-from paged_kernels.swiglu import swiglu_reference
+from paged_kernels.layer_ops import swiglu_reference
+from paged_kernels.splits import is_last
 
 MAX_TILE_ROWS = 64  # more rows take several tiles, which read the weight again
 MAX_SPLITS = 8
 MIN_SPLIT_STEPS = 4  # minimum steps of a split; with fewer, loads do not overlap
 WAVES = 2  # programs per multiprocessor up to which inputs are split
+MANY_ROWS = 64  # more rows take tiles of twice the height, if these are multiplied with the same instruction
+WIDE_TILES = ("sm_8", "sm_9", "sm_12")  # chips whose instructions, of 16 and 64 rows, do not grow with the tile
+SHARED_WEIGHT = 8  # tiles of rows whose programs run together, so that they find the weight in the L2 cache
+
+# --- few rows ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _FewRowsShape:
     """The tiles of a launch."""
 
     block_m: int
@@ -39,7 +50,9 @@ class _Shape:
     stages: int
 
 
-def _shape(num_rows: int, inputs: int, outputs: int, itemsize: int, device: Device, *, swiglu: bool) -> _Shape:
+def _few_rows_shape(
+    num_rows: int, inputs: int, outputs: int, itemsize: int, device: Device, *, swiglu: bool
+) -> _FewRowsShape:
     block_m = min(MAX_TILE_ROWS, max(16, power_of_two(num_rows)))
     block_n = 16 if swiglu else 32  # a tile of outputs of SwiGLU reads two tiles of the weight
     block_k = 64 if itemsize == 4 else 128
@@ -49,7 +62,7 @@ def _shape(num_rows: int, inputs: int, outputs: int, itemsize: int, device: Devi
     stages = 4 if block_m == 16 and itemsize == 2 else 2
     if device.chip.startswith("gfx") and block_m > 16:  # 64 KiB of shared memory
         stages = 1
-    return _Shape(block_m, block_n, block_k, max(1, splits), n_tiles, stages)
+    return _FewRowsShape(block_m, block_n, block_k, max(1, splits), n_tiles, stages)
 
 
 @triton.jit
@@ -140,7 +153,7 @@ def few_rows_linear_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + row * OUTPUTS + n[None, :], y, mask=o_mask)
 
 
-def plan_launch(
+def plan_few_rows_linear(
     out: Tensor,
     total: Tensor | None,
     x: Tensor,
@@ -155,7 +168,7 @@ def plan_launch(
 ) -> Launch:
     """Return the launch that writes `out`, and the sum of x and residual to `total`."""
     (num_rows, inputs), outputs = x.shape, out.shape[1]
-    shape = _shape(num_rows, inputs, outputs, x.element_size(), device, swiglu=swiglu)
+    shape = _few_rows_shape(num_rows, inputs, outputs, x.element_size(), device, swiglu=swiglu)
     m_tiles, width = triton.cdiv(num_rows, shape.block_m), len(weight)
     partials = squares = arrivals = None
     if shape.splits > 1:
@@ -197,7 +210,7 @@ def few_rows_linear(
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(x):
         device = device_of(x.device)
-        plan_launch(out, total, x, residual, norm, eps, weight, bias, swiglu=swiglu, device=device).run()
+        plan_few_rows_linear(out, total, x, residual, norm, eps, weight, bias, swiglu=swiglu, device=device).run()
     return out, x if total is None else total
 
 
@@ -219,3 +232,94 @@ def few_rows_linear_reference(
     y = rows @ weight.float().T
     y = (y if bias is None else y + bias.float()).to(x.dtype)
     return swiglu_reference(y) if swiglu else y, total
+
+
+# --- any number of rows in one order ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinearTile:
+    """The part of a product that one program computes."""
+
+    block_m: int  # rows
+    block_n: int  # outputs
+    block_k: int  # inputs of a step
+    num_warps: int
+    num_stages: int
+
+
+def tile_of(num_rows: int, outputs: int, itemsize: int, device: Device) -> LinearTile:
+    """Return the tile of a weight. The number of rows affects its height only."""
+    many = num_rows > MANY_ROWS and device.chip.startswith(WIDE_TILES)
+    if itemsize == 4:  # multiplied in registers
+        return LinearTile(64 if many else 16, 32, 32, 4, 2)
+    block_n = 128 if outputs >= 128 * device.multiprocessors else 64
+    stages = 1 if device.chip.startswith("gfx") else 3 if many and block_n == 128 else 4
+    warps = 8 if many or device.chip == "sm_100" else 4  # with 4, that chip spills registers
+    return LinearTile(128 if many else 64, block_n, 64, warps, stages)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def invariant_linear_kernel(  # type: ignore[no-untyped-def]
+    out, x, weight, bias, num_rows, stride_x, stride_weight_n, stride_weight_k,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    SHARED_WEIGHT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of outputs. Grid: (tiles of rows * tiles of outputs,)."""
+    N_TILES: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    first = program // (SHARED_WEIGHT * N_TILES) * SHARED_WEIGHT
+    height = tl.minimum(tl.cdiv(num_rows, BLOCK_M) - first, SHARED_WEIGHT)
+    within = program % (SHARED_WEIGHT * N_TILES)
+    m = (first + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_output = m < num_rows, n < OUTPUTS
+    rows = x + m.to(tl.int64)[:, None] * stride_x
+    columns = weight + n.to(tl.int64)[None, :] * stride_weight_n
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in tl.range(0, INPUTS, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        is_input = k < INPUTS
+        a = tl.load(rows + k[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
+        b = tl.load(columns + k[:, None] * stride_weight_k, mask=is_input[:, None] & is_output[None, :], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    if bias is not None:
+        acc += tl.load(bias + n, mask=is_output, other=0.0)[None, :]
+    place = m.to(tl.int64)[:, None] * OUTPUTS + n[None, :]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+def plan_invariant_linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, device: Device) -> Launch:
+    """Return the launch that writes `out`."""
+    (num_rows, inputs), outputs = x.shape, len(weight)
+    tile = tile_of(num_rows, outputs, x.element_size(), device)
+    arguments = dict(
+        out=out, x=x, weight=weight, bias=bias, num_rows=num_rows, stride_x=x.stride(0),
+        stride_weight_n=weight.stride(0), stride_weight_k=weight.stride(1), INPUTS=inputs, OUTPUTS=outputs,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages,
+        SHARED_WEIGHT=SHARED_WEIGHT, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+    grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(outputs, tile.block_n),)
+    return Launch(invariant_linear_kernel, grid, arguments)
+
+
+def invariant_linear(
+    x: Tensor,  # [num_rows, inputs]
+    weight: Tensor,  # [outputs, inputs] of x's type, of any strides
+    bias: Tensor | None = None,  # [outputs]
+) -> Tensor:  # [num_rows, outputs]
+    """Compute `x @ weight.T + bias`, in fp32 up to the result. The bits of a row do not depend on the other rows."""
+    check_invariant_linear(x, weight, bias)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+    if out.numel():
+        plan_invariant_linear(out, x, weight, bias, device=device_of(x.device)).run()
+    return out
+
+
+def invariant_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `invariant_linear` in plain PyTorch. The definition for tests."""
+    y = x.float() @ weight.float().T
+    return (y if bias is None else y + bias.float()).to(x.dtype)

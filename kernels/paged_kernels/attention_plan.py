@@ -1,0 +1,275 @@
+"""The plan of an attention call: its tiles, splits and grids, and the constants and arguments of its kernels.
+
+A plan depends only on what the host knows about a step, so the layers of a step with the same shapes share it. Tiles
+come from `launch_table`, the number of splits from the batch and the device. Imports no triton.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paged_kernels.launch import Launch, LaunchTemplate, zeros
+from paged_kernels.launch_table import Tile, TuningKey, decode_tile, find_tile, power_of_two
+from paged_kernels.layer_cache import LayerCache, as_bytes
+from paged_kernels.paging import Paging
+
+MIN_SPLIT = 256  # minimum keys of a split; starting and merging a shorter one costs more than it saves
+MAX_SPLITS = 64  # maximum splits of a sequence, which the merge reads at once
+MAX_SPLIT_LEN = 16384  # maximum keys of a split, so that no program computes a long sequence alone
+WIDEST_SINGLE = 256  # elements of the widest key that is padded to a power of two
+MIN_RELATIVE_OCCUPANCY = 0.9  # share of the best occupancy that the number of splits must reach
+LOG2E = 1.4426950408889634
+ALIGNED = 4  # floats in 16 bytes: Triton compiles another variant for a pointer without this alignment
+
+
+class Choice(NamedTuple):
+    """The decisions on the attention of a step that depend on the sizes of the whole step, not only on its longest
+    chunk."""
+
+    splits: int  # splits of each sequence's keys, which are merged if there are several
+    small_tiles: bool  # whether large tiles would occupy too few multiprocessors
+
+
+CHOICES = tuple(Choice(splits, small_tiles) for splits in (1, 2) for small_tiles in (False, True))
+_forced: Choice | None = None
+
+
+@contextmanager
+def force(choice: Choice) -> Iterator[None]:
+    """Make the plans of all launches follow `choice` instead of the sizes of the step, so that each is compiled."""
+    global _forced
+    previous, _forced = _forced, choice
+    try:
+        yield
+    finally:
+        _forced = previous
+
+
+# --- tiles and splits -------------------------------------------------------------------------------------------------
+
+
+class LaunchShape(NamedTuple):
+    """The tiles of a launch."""
+
+    heads: int  # query heads of a group in one tile
+    small: Tile  # holds all queries of a sequence
+    large: Tile | None  # holds a part of a longer chunk; None if the step has no longer chunk
+
+
+def max_small_rows(itemsize: int, block_d: int) -> int:
+    """Return the maximum rows of a small tile. fp32 is multiplied in registers; wide rows would not fit them either."""
+    return 16 if itemsize == 4 or block_d > WIDEST_SINGLE else 64
+
+
+def heads_per_tile(group: int, itemsize: int, block_d: int) -> int:
+    """Return how many query heads of a group one tile takes."""
+    return min(group, max_small_rows(itemsize, block_d))
+
+
+def rows_of_query(group: int, itemsize: int, block_d: int) -> int:
+    """Return the rows of a tile that one query takes, at least the 16 of a tensor core instruction."""
+    return max(16, power_of_two(heads_per_tile(group, itemsize, block_d)))
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Return the head dimension of a tile, at least the 16 of a tensor core instruction."""
+    return max(16, power_of_two(head_dim))
+
+
+def key_blocks(head_dim: int) -> tuple[int, int]:
+    """Return the sizes of the two parts in which a tile holds keys; the second is 0 if there is one part.
+
+    Padding 576 elements to a power of two would take almost twice the memory and the arithmetic, so that keys of more
+    than 256 elements are split: 576 into 512 and 64.
+    """
+    if head_dim <= WIDEST_SINGLE:
+        return padded_head_dim(head_dim), 0
+    first = 1 << (head_dim.bit_length() - 1)
+    return first, padded_head_dim(head_dim - first) if head_dim > first else 0
+
+
+def launch_shape(
+    *,
+    chip: str,
+    head_dim: int,
+    itemsize: int,
+    group: int,
+    quantized: bool,
+    num_kv_heads: int,
+    num_tokens: int,
+    max_query_len: int,
+    multiprocessors: int,
+) -> LaunchShape:
+    """Choose the tiles of a step: small ones only if one holds every query of a sequence, else small and large ones.
+
+    A decode row in a launch with large tiles keeps its small tile: in a tile of 128 rows it would compute 32 times as
+    much as necessary. Its program still takes the registers and shared memory of the large tile's code.
+    """
+    block_d = key_blocks(head_dim)[0]
+    heads, rows = heads_per_tile(group, itemsize, block_d), rows_of_query(group, itemsize, block_d)
+    one_tile = max_query_len * heads <= max_small_rows(itemsize, block_d)
+    if one_tile:
+        rows = max(rows, power_of_two(max_query_len * heads))
+    small = decode_tile(chip, block_d=block_d, itemsize=itemsize, rows=rows, quantized=quantized)
+    if one_tile:
+        return LaunchShape(heads, small, None)
+
+    def tile(length: int) -> Tile:
+        found = find_tile(chip, TuningKey(block_d, itemsize, rows, quantized, power_of_two(length)))
+        return found._replace(block_m=max(rows, found.block_m))
+
+    large = tile(max_query_len)
+    programs = (num_tokens * heads // large.block_m + 1) * num_kv_heads * -(-group // heads)
+    too_few = _forced.small_tiles if _forced else programs < multiprocessors
+    if large.block_m > 64 >= rows and too_few:  # halves the rows per tile, doubles the programs
+        large = tile(1)._replace(block_m=64)
+    return LaunchShape(heads, small, large)
+
+
+def prefix_tile(*, chip: str, head_dim: int, itemsize: int, group: int, quantized: bool, num_seqs: int) -> Tile:
+    """Choose the tile of the shared-prefix pass: a prefill tile whose rows are decode rows of several sequences."""
+    block_d = key_blocks(head_dim)[0]
+    heads, rows = heads_per_tile(group, itemsize, block_d), rows_of_query(group, itemsize, block_d)
+    length = 4096 if num_seqs * heads > 64 else 1  # tokens of a chunk that fills as many rows, or one tile of 64
+    tile = find_tile(chip, TuningKey(block_d, itemsize, rows, quantized, length))
+    smaller = max(rows, min(tile.block_m, power_of_two(num_seqs * heads)))
+    return tile._replace(block_m=max(smaller, 64 if tile.block_m >= 64 else 16))
+
+
+def count_splits(programs: int, max_len: int, multiprocessors: int) -> int:
+    """Return the maximum number of splits of each sequence's keys in a launch (Flash-Decoding, Dao et al. 2023).
+
+    On the device, a program takes its share of its own sequence's length.
+
+    Args:
+        programs: programs of the launch with one split per sequence.
+        max_len: length of the longest sequence. It is rounded up to a power of two, so that similar steps, and all
+            steps of a captured CUDA graph, have the same number of splits.
+        multiprocessors: multiprocessors of the device.
+
+    With s splits the busiest multiprocessor runs ceil(programs * s / multiprocessors) splits of length 1/s, so the
+    occupancy is programs * s / multiprocessors divided by that: for 136 programs on 132 multiprocessors it is 0.52
+    with one split and 0.88 with six. The result is the smallest number within a tenth of the best occupancy.
+    """
+    if _forced:
+        return _forced.splits
+    most = min(MAX_SPLITS, power_of_two(max_len) // MIN_SPLIT)
+    if most <= 1 or programs <= 0:
+        return 1
+
+    def occupancy(splits: int) -> float:
+        work = programs * splits
+        return work / (multiprocessors * -(-work // multiprocessors))
+
+    # Eight programs per multiprocessor balance the load; more splits would only add empty programs.
+    balanced = min(most, -(-power_of_two(max_len) // MAX_SPLIT_LEN), max(1, 8 * multiprocessors // programs))
+    enough = MIN_RELATIVE_OCCUPANCY * max(occupancy(splits) for splits in range(1, most + 1))
+    return next(splits for splits in range(1, most + 1) if splits >= balanced and occupancy(splits) >= enough)
+
+
+# --- constants and arguments of the kernels ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The parameters of attention in a layer, apart from its cache."""
+
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class Layer(NamedTuple):
+    """The constants of a layer in the kernels of attention, besides those of its cache."""
+
+    NUM_HEADS: int
+    GROUP: int  # query heads per KV head
+    HEADS: int  # query heads of a group in one tile
+    HEAD_DIM: int  # of keys and queries
+    VALUE_DIM: int
+    BLOCK_D: int  # elements of the two parts in which a tile holds keys; see `key_blocks`
+    BLOCK_R: int
+    BLOCK_V: int  # elements of a value in a tile
+    SHARED: bool  # whether values are taken from the first part of a tile of keys
+    HAS_WINDOW: bool
+    HAS_SOFTCAP: bool
+    HAS_SINKS: bool
+    PRECISION: str  # of products
+
+    @classmethod
+    def of(cls, query: Tensor, cache: LayerCache, settings: Settings, heads: int) -> "Layer":
+        """Return the constants of a layer whose tiles take `heads` heads of a group."""
+        num_heads, head_dim = query.shape[1:]
+        block_d, block_r = key_blocks(head_dim)
+        # Values that share the memory of the keys are in a tile of keys already, if they are within its first part.
+        shared = cache.shares_memory and cache.value_dim <= block_d
+        return cls(
+            NUM_HEADS=num_heads, GROUP=num_heads // cache.keys.shape[1], HEADS=heads,
+            HEAD_DIM=head_dim, VALUE_DIM=cache.value_dim, BLOCK_D=block_d, BLOCK_R=block_r,
+            BLOCK_V=block_d if shared else padded_head_dim(cache.value_dim), SHARED=shared,
+            HAS_WINDOW=settings.sliding_window is not None, HAS_SOFTCAP=settings.softcap is not None,
+            HAS_SINKS=settings.sinks is not None,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would drop 13 bits of fp32
+        )  # fmt: skip
+
+    @property
+    def HEAD_TILES(self) -> int:
+        """Tiles of a group."""
+        return -(-self.GROUP // self.HEADS)
+
+
+def layout_of(query: Tensor, cache: LayerCache) -> tuple[Any, ...]:
+    """Return what the plan of a step depends on in the tensors of a layer."""
+    keys, values = cache.keys, cache.values
+    return (
+        query.shape, query.stride(), query.dtype, keys.shape, keys.dtype, keys.stride(), values.shape[3],
+        values.stride(), cache.shares_memory,
+    )  # fmt: skip
+
+
+def step_arguments(out: Tensor, query: Tensor, cache: LayerCache, paging: Paging) -> dict[str, Any]:
+    """Return the arguments that the layers of a step share, if their tensors have the same layouts."""
+    return dict(
+        block_tables=paging.block_tables, context_lens=paging.context_lens, query_starts=paging.query_starts,
+        num_seqs=paging.num_seqs, stride_table=paging.block_tables.stride(0),
+        stride_o_token=out.stride(0), stride_o_head=out.stride(1),
+        stride_q_token=query.stride(0), stride_q_head=query.stride(1), CACHE=cache.layout,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The launches of attention for all layers of a step with the same shapes."""
+
+    templates: list[LaunchTemplate]  # in order
+    partial_rows: int = 0  # rows of partial results
+    counters: int = 0  # counters of finished splits
+
+    def launches(self, out: Tensor, query: Tensor, cache: LayerCache, settings: Settings) -> list[Launch]:
+        """Return the launches for a layer."""
+        partials = logs = arrivals = None
+        if self.partial_rows:
+            partials, logs = partial_results(self.partial_rows, cache.value_dim, query.device)
+        if self.counters:
+            arrivals = zeros(self.counters, query.device)
+        scale, softcap = settings.scale, settings.softcap
+        layer = dict(
+            out=out, query=query, key_cache=as_bytes(cache.keys), value_cache=as_bytes(cache.values),
+            key_scales=cache.key_scales, value_scales=cache.value_scales,
+            sinks=settings.sinks, window=settings.sliding_window or 0,
+            scale=scale / softcap if softcap else scale * LOG2E, softcap=(softcap or 0.0) * LOG2E,
+            partials=partials, logs=logs, arrivals=arrivals,
+        )  # fmt: skip
+        return [template.launch(layer) for template in self.templates]
+
+
+def partial_results(rows: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return memory for partial results [rows, value_dim] in fp32, and for the logarithms of their denominators."""
+    first_log = -(-rows * value_dim // ALIGNED) * ALIGNED
+    workspace = torch.empty(first_log + rows, dtype=torch.float32, device=device)
+    return workspace[:first_log], workspace[first_log:]
