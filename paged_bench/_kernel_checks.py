@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_bench._attention import AttentionInputs, Cell, error
-from paged_bench._report import Record, Records, count, not_measured
+from paged_bench._harness import Record, Records, count, first_line, not_measured
 from paged_kernels import ops
 from paged_kernels.add_rms_norm import add_rms_norm_reference
 from paged_kernels.block_copy import block_copy_reference
@@ -273,7 +273,7 @@ def run(name: str) -> tuple[bool, Record]:
     try:
         largest, allowed = CHECKS[name](device)
     except Exception as failed:
-        return False, not_measured(f"check: {name}", f"{type(failed).__name__}: {failed}".partition("\n")[0])
+        return False, not_measured(f"check: {name}", first_line(failed))
     return largest <= allowed, Record(f"check: {name}", min(largest, 1e9), "largest error", limit=allowed)
 
 
@@ -291,8 +291,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--processes", type=count, default=1, metavar="N", help="number of processes (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to FILE")
     args = parser.parse_args(argv)
-    args.command = "python -m paged_bench._kernel_checks"
-    records, failed = Records(args), 0
+    records, failed = Records(parser.prog, args.json), 0
     for passed, record in results(args.processes):
         shown = record.unit if record.value is None else f"{record.value:.3g}, at most {record.limit:.3g}"
         print(f"{'passed' if passed else 'FAILED'} {record.name.removeprefix('check: ')}: {shown}", flush=True)
