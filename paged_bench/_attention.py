@@ -70,7 +70,7 @@ class Cell:
             return [self.context] * self.batch
         rnd = random.Random(0)
         drawn = [math.ceil(self.context * min(1.0, rnd.lognormvariate(-1.5, 1))) for _ in range(self.batch)]
-        return [max(self.query, one) for one in [self.context, *drawn[1:]]]
+        return [max(self.query, length) for length in [self.context, *drawn[1:]]]
 
     @property
     def kv_bytes(self) -> int:
@@ -95,7 +95,7 @@ class Cell:
     @property
     def flops(self) -> int:
         """Operations of both matrix products, without those past the causal edge."""
-        seen = sum(self.query * (one - self.query) + self.query * (self.query + 1) // 2 for one in self.contexts)
+        seen = sum(self.query * (length - self.query) + self.query * (self.query + 1) // 2 for length in self.contexts)
         return 4 * self.heads * self.head_dim * seen
 
 
@@ -168,6 +168,13 @@ class AttentionInputs:
         """Return keys and values [batch, kv_heads, width * block_size, head_dim], in the query's type or `dtype`."""
         return _gather(self.cache, self.tables[rotation], dtype or self.cell.dtype)
 
+    @property
+    def contiguous(self) -> list[tuple[Tensor, ...]]:
+        """Keys and values of every copy, [batch, kv_heads, context, head_dim] in contiguous memory."""
+        context = self.cell.context
+        pairs = (self.gathered(rotation) for rotation in range(self.count))
+        return [tuple(tensor[:, :, :context].contiguous() for tensor in pair) for pair in pairs]
+
     @cached_property
     def mask(self) -> Tensor | None:
         """Attention mask [batch, 1, query, context]; None if every key is visible or a causal mask is enough."""
@@ -214,7 +221,7 @@ def _in_fp32(prepared: AttentionInputs, sequence: int, rows: Tensor) -> Tensor: 
     cell = prepared.cell
     context = cell.contexts[sequence]
     keys, values = _gather(prepared.cache, prepared.tables[0, sequence : sequence + 1], torch.float32)
-    keys, values = (one[0, :, :context].repeat_interleave(cell.heads // cell.kv_heads, 0) for one in (keys, values))
+    keys, values = (pool[0, :, :context].repeat_interleave(cell.heads // cell.kv_heads, 0) for pool in (keys, values))
     scores = prepared.batched_query[sequence][:, rows].float() @ keys.transpose(1, 2) * prepared.scale
     future = torch.arange(context, device=rows.device) > (context - cell.query + rows)[:, None]
     return (scores.masked_fill(future, -math.inf).softmax(-1) @ values).transpose(0, 1)
@@ -258,9 +265,7 @@ def sdpa(prepared: AttentionInputs) -> Call:
     cell = prepared.cell
     if cell.pool != cell.dtype:
         raise Unavailable("keys and values of one byte")
-    kept = [
-        tuple(one[:, :, : cell.context].contiguous() for one in prepared.gathered(i)) for i in range(prepared.count)
-    ]
+    kept = prepared.contiguous
     return lambda index: prepared.rows(_attend(prepared, *kept[index]))
 
 
@@ -268,7 +273,7 @@ def gather_sdpa(prepared: AttentionInputs) -> Call:
     """Copy the pages to contiguous memory, then run SDPA."""
 
     def call(index: int) -> Tensor:
-        keys, values = (one[:, :, : prepared.cell.context] for one in prepared.gathered(index))
+        keys, values = (tensor[:, :, : prepared.cell.context] for tensor in prepared.gathered(index))
         return prepared.rows(_attend(prepared, keys, values))
 
     return call
@@ -303,9 +308,7 @@ def flex(prepared: AttentionInputs) -> Call:
 
     mask = create_block_mask(visible, cell.batch, None, query, cell.context, device=str(prepared.device))
     compiled = torch.compile(flex_attention, dynamic=False)
-    kept = [
-        tuple(one[:, :, : cell.context].contiguous() for one in prepared.gathered(i)) for i in range(prepared.count)
-    ]
+    kept = prepared.contiguous
     return lambda index: prepared.rows(
         compiled(prepared.batched_query, *kept[index], block_mask=mask, scale=prepared.scale, enable_gqa=True)
     )
@@ -321,9 +324,9 @@ def flashinfer(prepared: AttentionInputs) -> Call:
     if cell.pool != cell.dtype:
         raise Unavailable("a scale for each token and head")
     size = cell.block_size
-    pages = [-(-one // size) for one in cell.contexts]
+    pages = [-(-length // size) for length in cell.contexts]
     indptr = torch.tensor([0, *torch.tensor(pages).cumsum(0).tolist()], dtype=torch.int32, device=prepared.device)
-    last = torch.tensor([(one - 1) % size + 1 for one in cell.contexts], dtype=torch.int32, device=prepared.device)
+    last = torch.tensor([(length - 1) % size + 1 for length in cell.contexts], dtype=torch.int32).to(prepared.device)
     heads = (cell.heads, cell.kv_heads, cell.head_dim, size)
     space = torch.zeros(128 << 20, dtype=torch.uint8, device=prepared.device)
     wrappers = []
@@ -357,7 +360,7 @@ def vllm(prepared: AttentionInputs) -> Call:
             continue
     else:
         raise Unavailable("this vllm has no unified_attention")
-    keys, values = (one.transpose(1, 2).contiguous() for one in (prepared.cache.keys, prepared.cache.values))
+    keys, values = (pool.transpose(1, 2).contiguous() for pool in (prepared.cache.keys, prepared.cache.values))
     out = torch.empty_like(prepared.query)
 
     def call(index: int) -> Tensor:

@@ -28,7 +28,7 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.engine.outputs import EngineDied, EngineOutput, StepOutput
 from paged_backend.memory.page_population import wait_until_populated
-from paged_bench._harness import Record, latencies
+from paged_bench._harness import Option, Record, latencies, model_option
 from paged_client.serving.repository import resolve_model
 from paged_client.serving.server_files import cache_directory, create_atomically
 
@@ -110,7 +110,7 @@ def lengths(mean: float, count: int, rnd: random.Random) -> list[int]:
     values = [rnd.lognormvariate(0, 1) for _ in range(count)]
     scale = mean
     for _ in range(30):
-        limited = [max(1, min(MAX_LENGTH, round(scale * one))) for one in values]
+        limited = [max(1, min(MAX_LENGTH, round(scale * value))) for value in values]
         scale *= mean / statistics.mean(limited)
     return limited
 
@@ -259,6 +259,16 @@ def model_options(model: str) -> dict[str, Any]:
 
 def model_names() -> Sequence[str]:
     return sorted(directory.name for directory in MODELS.iterdir() if directory.name != NULL)
+
+
+def shape_option(default: str | None = "demo", *further: str) -> Option:
+    """Return the option for a model that may have random weights. further: models beside `model_names`.
+
+    default: None for the demo model on a CPU and Qwen3-0.6B on a GPU.
+    """
+    shapes = ", ".join([*further, *model_names()])
+    text = f"Hugging Face model directory, 'demo', or a shape with random weights: {shapes}"
+    return model_option(default, text if default else f"{text} (default: demo on a CPU, Qwen3-0.6B on a GPU)")
 
 
 def byte_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

@@ -128,7 +128,7 @@ class MeanLengths:
 def mean_lengths(num_prompts: int, seed: int) -> MeanLengths:
     """Return the means of the first conversations of a workload."""
     some = list(itertools.islice(Workload(num_prompts, 1.0, seed), 5000))
-    turns = [turn for one in some for turn in one.turns]
+    turns = [turn for conversation in some for turn in conversation.turns]
     return MeanLengths(
         turns=len(turns) / len(some),
         prompt=statistics.mean(turn.prompt for turn in turns),
@@ -505,11 +505,11 @@ class Fleet:
 
     def _outcome(self) -> Outcome:
         totals = [replica.totals for replica in self.replicas]
-        computed = [one.computed for one in totals]
+        computed = [total.computed for total in totals]
         return Outcome(
-            hit_rate=sum(one.cached for one in totals) / sum(one.prompt for one in totals),
+            hit_rate=sum(total.cached for total in totals) / sum(total.prompt for total in totals),
             imbalance=max(computed) / statistics.mean(computed),
-            first_tokens=[seconds for one in totals for seconds in one.first_tokens],
+            first_tokens=[seconds for total in totals for seconds in total.first_tokens],
             num_requests=next(self._keys),
             num_ended=self._num_ended,
         )

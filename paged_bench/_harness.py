@@ -393,9 +393,8 @@ def caption(run: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     command = run["command"].partition(" --json ")[0]
     when = f"{run['date'][:10]}, commit {run['commit']}"
-    return f"{command}\n" + "; ".join(
-        filter(None, (chip, when, run.get("system"), versions))
-    )  # an old run has no system
+    parts = (chip, when, run.get("system"), versions)  # records of older versions have no system
+    return f"{command}\n{'; '.join(filter(None, parts))}"
 
 
 class Records(list[Record]):

@@ -189,7 +189,7 @@ def sample(filtered: bool) -> Check:
             draws.scales.to(device),
             draws.seeds.to(device),
             draws.positions.to(device),
-            SamplingFilters(*(one.to(device) for one in vars(kept).values())),
+            SamplingFilters(*(tensor.to(device) for tensor in vars(kept).values())),
         )
         found = ops.sample(logits.to(device), on_device).cpu()
         return float((found != sample_reference(logits, draws)).sum()), 0.0
@@ -202,9 +202,9 @@ def block_copy(device: torch.device) -> tuple[float, float]:
         KVCache.allocate([SHAPE] * 2, num_blocks=8, block_size=BLOCK, dtype=torch.bfloat16, device=device)
         for _ in range(2)
     )
-    for one, other in zip(found.tensors, expected.tensors, strict=True):
-        one.copy_(torch.randn(one.shape))
-        other.copy_(one)
+    for tensor, other in zip(found.tensors, expected.tensors, strict=True):
+        tensor.copy_(torch.randn(tensor.shape))
+        other.copy_(tensor)
     moves = torch.tensor([[3, 0], [1, 5], [4, 2]], device=device)
     ops.block_copy(BlockPair.of(found.tensors, found.tensors), moves)
     block_copy_reference(BlockPair.of(expected.tensors, expected.tensors), moves)
@@ -236,7 +236,7 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 def _different_bits(found: LayerCache | KVCache, expected: LayerCache | KVCache) -> float:
     pairs = zip(found.tensors, expected.tensors, strict=True)
-    return float(sum(int((one != other).sum()) for one, other in pairs))
+    return float(sum(int((tensor != other).sum()) for tensor, other in pairs))
 
 
 _DECODE = Cell("decode", 4, 300, 1, HEADS, SHAPE.num_kv_heads, SHAPE.head_dim, torch.bfloat16, torch.bfloat16)

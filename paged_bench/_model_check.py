@@ -61,7 +61,7 @@ def compared(args: Namespace, records: Records) -> bool:
             del peer
         compiled = after_ready.count
         found = run_paged(assembly, jobs).outputs
-        same = sum(one == other for one, other in zip(found, expected, strict=True))
+        same = sum(tokens == other for tokens, other in zip(found, expected, strict=True))
         stats = assembly.scheduler.stats
         done = {"swapped out": stats.swapped, "accepted draft tokens": stats.accepted_tokens}
         records.append(

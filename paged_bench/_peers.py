@@ -112,7 +112,7 @@ def padded(model: PreTrainedModel, memory: float = math.inf) -> Contestant:
         seconds = time.perf_counter() - started
         slots = len(jobs) * (max(len(job.prompt) for job in jobs) + max(job.output for job in jobs) - 1)
         tokens = sum(len(job.prompt) + job.output - 1 for job in jobs)
-        relative = [[when - started for when in one] for one in stamps]
+        relative = [[when - started for when in times] for times in stamps]
         return Run(seconds, len(jobs), relative, outputs, slots, tokens)
 
     return run
@@ -293,7 +293,7 @@ class Child:
         self._log = log
         with log.open("w") as file:
             self._process = subprocess.Popen(
-                [str(one) for one in command],
+                [str(part) for part in command],
                 env=inherited | dict(environment or {}),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

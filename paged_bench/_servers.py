@@ -62,12 +62,12 @@ class LoadResult:
     @classmethod
     def of(cls, times: Sequence[ResponseTimes], tokens: int) -> LoadResult:
         """Return the result of requests with `tokens` output tokens in all."""
-        stamps = [one.stamps for one in times]
+        stamps = [request.stamps for request in times]
         return cls(
             tokens,
-            max(one[-1] for one in stamps) - min(one.sent for one in times),
+            max(arrived[-1] for arrived in stamps) - min(request.sent for request in times),
             sum(map(len, stamps)),
-            [one.stamps[0] - one.sent for one in times],
+            [request.stamps[0] - request.sent for request in times],
             between(stamps),
         )
 
@@ -91,10 +91,10 @@ def added_latency(
     ):
         name = f"{what} p50, {streams} streams"
         times = {who: list(map(of, runs)) for who, runs in contest.runs.items()}
-        if not all(one for rounds in times.values() for one in rounds):
+        if not all(run for rounds in times.values() for run in rounds):
             yield not_measured(name, "all tokens were in one response")
             continue
-        medians = {who: [1e3 * statistics.median(one) for one in rounds] for who, rounds in times.items()}
+        medians = {who: [1e3 * statistics.median(run) for run in rounds] for who, rounds in times.items()}
         yield Record(f"{name} ({baseline})", statistics.median(medians[baseline]), "ms")
         for who in (name for name in medians if name != baseline):
             added = [value - base for value, base in zip(medians[who], medians[baseline], strict=True)]
@@ -187,9 +187,10 @@ def read_export(export: dict[str, Any]) -> LoadResult:
     (experiment,) = export["experiments"]
     requests = experiment["requests"]
     assert all(request.get("success", True) for request in requests)
-    tokens = sum(json.loads(one["request_inputs"]["sampling_parameters"])["max_tokens"] for one in requests)
+    tokens = sum(json.loads(request["request_inputs"]["sampling_parameters"])["max_tokens"] for request in requests)
     times = [
-        ResponseTimes(one["timestamp"] / 1e9, [when / 1e9 for when in one["response_timestamps"]]) for one in requests
+        ResponseTimes(request["timestamp"] / 1e9, [when / 1e9 for when in request["response_timestamps"]])
+        for request in requests
     ]
     return LoadResult.of(times, tokens)
 
@@ -243,7 +244,7 @@ def http_closed_loop(
 
     Raises RuntimeError if the status of a response is not 200.
     """
-    return asyncio.run(_closed_loop(port, [_request(path, one) for one in bodies], concurrency))
+    return asyncio.run(_closed_loop(port, [_request(path, body) for body in bodies], concurrency))
 
 
 def _request(path: str, body: Mapping[str, Any]) -> bytes:

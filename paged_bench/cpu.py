@@ -117,8 +117,8 @@ def step_ms(run: Run, jobs: Sequence[Job]) -> float:
 
     It is the time between tokens of the sequence that started last, until the first sequence has finished.
     """
-    begin, end = max(one[0] for one in run.stamps), min(one[-1] for one in run.stamps)
-    last = max(run.stamps, key=lambda one: one[0])
+    begin, end = max(times[0] for times in run.stamps), min(times[-1] for times in run.stamps)
+    last = max(run.stamps, key=lambda times: times[0])
     gaps = [later - earlier for earlier, later in pairwise(last) if begin <= earlier and later <= end]
     if not gaps:
         raise NoSteadyStep(f"no step in which all {len(run.stamps)} sequences decode")
@@ -132,7 +132,7 @@ def output_rate(run: Run, jobs: Sequence[Job]) -> float:
 
 def prompt_rate(run: Run, jobs: Sequence[Job]) -> float:
     """Return prompt tokens per second."""
-    return sum(len(job.prompt) for job in jobs) / max(one[0] for one in run.stamps)
+    return sum(len(job.prompt) for job in jobs) / max(times[0] for times in run.stamps)
 
 
 def scenarios(vocab_size: int, limit: int, arrivals: float, quick: bool) -> list[Scenario]:
@@ -165,7 +165,7 @@ def scenarios(vocab_size: int, limit: int, arrivals: float, quick: bool) -> list
     ]
     if quick:
         return selected
-    samples = [replace(one, n=4) for one in even]
+    samples = [replace(job, n=4) for job in even]
     prefill: dict[str, float | None] = {VLLM_NAME: 1.05, PADDED: None}
     single: dict[str, float | None] = {VLLM_NAME: 1.3, PADDED: None}
     return [
@@ -439,11 +439,11 @@ def step_bytes(assembly: Assembly, jobs: Sequence[Job]) -> dict[str, int]:
     The input embedding does not count: a step reads only one row for each token.
     """
     model, spec = assembly.loaded.model, assembly.loaded.spec
-    linears = [one for one in model.modules() if isinstance(one, nn.Linear)]
-    excluded = {id(one.weight) for one in (*linears, model.get_input_embeddings())}
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    excluded = {id(module.weight) for module in (*linears, model.get_input_embeddings())}
     # The engine may hold the weight of a linear layer in another layout, so its size is computed from its shape.
-    weights = sum(one.in_features * one.out_features for one in linears) * spec.dtype.itemsize
-    weights += sum(one.nbytes for one in model.parameters() if id(one) not in excluded)
+    weights = sum(module.in_features * module.out_features for module in linears) * spec.dtype.itemsize
+    weights += sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in excluded)
     tokens = sum(len(job.prompt) + job.output // 2 for job in jobs)
     kv_bytes = tokens * bytes_per_block(assembly.loaded.layers, 1, spec.kv_dtype)
     return {"weights": weights, "keys and values": kv_bytes}
@@ -497,7 +497,8 @@ def compare(args: Namespace, options: Mapping[str, Any]) -> Iterator[Record]:
         contestants.available[OURS] = partial(run_paged, assembly)
         for name, jobs in stream_jobs(vocab_size, longest, args.quick).items():
             yield from run_busy(contestants, name, jobs, vocab_size, args.rounds)
-    yield from profile(steady, next(one.jobs for one in selected if one.name == DECODE), vocab_size, args.quick)
+    (jobs,) = (scenario.jobs for scenario in selected if scenario.name == DECODE)
+    yield from profile(steady, jobs, vocab_size, args.quick)
     assembly.close()
 
 
@@ -548,13 +549,13 @@ def panels(records: Sequence[Record]) -> Iterator[Bars]:
     bounds = [name for name in parts if name.startswith("least for ")]
     yield Bars(f"{DECODE}, ms; grey: bytes / bandwidth", parts, grey=bounds)
     targets = {
-        f"{one.name} ({'≤' if one.unit in LESS_IS_BETTER else '≥'} {one.target:g} {one.unit})": one
-        for one in records
-        if target_share(one) is not None
+        f"{record.name} ({'≤' if record.unit in LESS_IS_BETTER else '≥'} {record.target:g} {record.unit})": record
+        for record in records
+        if target_share(record) is not None
     }
-    shares = {name: target_share(one) or 0.0 for name, one in targets.items()}
+    shares = {name: target_share(record) or 0.0 for name, record in targets.items()}
     missed = [name for name, share in shares.items() if share < 1]
-    labels = [f"{one.value:.3g}" for one in targets.values()]
+    labels = [f"{record.value:.3g}" for record in targets.values()]
     yield Bars("share of each target; grey: missed", shares, missed, line=1.0, labels=labels)
 
 

@@ -28,10 +28,10 @@ from paged_bench._engine import (
     Job,
     Run,
     blocks_for,
-    model_names,
     model_options,
     run_latencies,
     run_paged,
+    shape_option,
     workload,
     workload_name,
 )
@@ -43,7 +43,6 @@ from paged_bench._harness import (
     Record,
     alternate,
     count,
-    model_option,
     not_measured,
     rate,
     rounds_option,
@@ -196,7 +195,7 @@ def kernels(name: str, steps: int, run: Callable[[], object]) -> Iterator[Record
         times[event.name[:LONGEST_NAME]].append(event.time_range.end - event.time_range.start)
     total, launches = sum(map(sum, times.values())), sum(map(len, times.values()))
     yield Record(f"GPU time of a step {name}", total / steps, "us", peers={"launches": launches / steps})
-    for kernel in sorted(times, key=lambda one: -sum(times[one]))[:MOST_KERNELS]:
+    for kernel in sorted(times, key=lambda name: -sum(times[name]))[:MOST_KERNELS]:
         launched = {"launches": len(times[kernel]) / steps}
         yield Record(f"GPU time of a step {name}: {kernel}", sum(times[kernel]) / steps, "us", peers=launched)
 
@@ -211,7 +210,7 @@ def _profiled(run: Callable[[], object]) -> tuple[float, list[Any]]:
         run()
         torch.cuda.synchronize()
         wall = time.perf_counter() - started
-    return wall, [one for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+    return wall, [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
 def _union(spans: Sequence[tuple[float, float]]) -> float:
@@ -287,17 +286,12 @@ def panels(records: Sequence[Record]) -> Iterator[Bars]:
             yield Bars(f"{name}, output tokens/s", {OURS: record.value or 0.0, **record.peers}, grey=record.peers)
 
 
-SHAPES = ", ".join(model_names())
 main = Benchmark(
     __doc__,
     measure,
     panels,
     options=(
-        model_option(
-            None,
-            f"Hugging Face model directory, 'demo', or a shape with random weights: {SHAPES}"
-            " (default: demo on a CPU, Qwen3-0.6B on a GPU)",
-        ),
+        shape_option(None),
         Option(
             "--workload",
             f"workload to run: {', '.join(WORKLOADS)}, or REQUESTSxPROMPT/OUTPUT such as 16x512/256"

@@ -14,18 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paged_bench._engine import NULL, WORDS, model_names, model_options
-from paged_bench._harness import (
-    Bars,
-    Benchmark,
-    Contest,
-    Option,
-    Record,
-    alternate,
-    figures,
-    model_option,
-    rounds_option,
-)
+from paged_bench._engine import NULL, WORDS, model_options, shape_option
+from paged_bench._harness import Bars, Benchmark, Contest, Option, Record, alternate, figures, rounds_option
 from paged_bench._servers import LoadResult, RunningGateway, added_latency, cpu_seconds, gateway, http_closed_loop
 from paged_client import load
 from paged_client.serving.repository import MODEL_NAME
@@ -63,7 +53,8 @@ class Paths:
             items = [request_values(prompt, None, sampling, stream=requests.stream) for prompt in prompts]
             times = load.closed_loop(self.server.grpc_url, MODEL_NAME, items, requests.streams)
         else:
-            bodies = [{"model": MODEL_NAME, "prompt": one, "stream": requests.stream, **sampling} for one in prompts]
+            common = {"model": MODEL_NAME, "stream": requests.stream, **sampling}
+            bodies = [{**common, "prompt": prompt} for prompt in prompts]
             times = http_closed_loop(self.gateway.port, "/v1/completions", bodies, requests.streams)
         return LoadResult.of(times, requests.count * requests.tokens)
 
@@ -120,13 +111,12 @@ def panels(records: Sequence[Record]) -> Iterator[Bars]:
     yield Bars("capacity per second with the null model", figures(capacities, "(.*)"))
 
 
-SHAPES = ", ".join([NULL, *model_names()])
 main = Benchmark(
     __doc__,
     measure,
     panels,
     options=(
-        model_option(help=f"Hugging Face model directory, 'demo', or a shape with random weights: {SHAPES}"),
+        shape_option("demo", NULL),
         Option("--streams", "number of concurrent streams", [1, 16], many=True),
         Option("--tokens", "output tokens of each stream", 128),
         Option("--requests", "number of non-streaming requests", 2000),

@@ -158,11 +158,11 @@ def _chain(count: int) -> str:
 
 
 _PAIRS = "\n".join(f"r{index} ::= r{index + 1} r{index + 1}" for index in range(40))
-_PATTERNS = {"type": "string", "allOf": [{"pattern": f"a.{{{one}}}b"} for one in range(10, 30)]}
+_PATTERNS = {"type": "string", "allOf": [{"pattern": f"a.{{{number}}}b"} for number in range(10, 30)]}
 HARD = [
     Case("a multiple of 999,983", "json_schema", '{"type": "integer", "multipleOf": 999983}', (), ()),
-    Case("1,000 properties", "json_schema", json.dumps(_of({f"p{one}": _TEXT for one in range(1000)})), (), ()),
-    Case("5,000 values", "json_schema", json.dumps({"enum": [f"value {one}" for one in range(5000)]}), (), ()),
+    Case("1,000 properties", "json_schema", json.dumps(_of({f"p{number}": _TEXT for number in range(1000)})), (), ()),
+    Case("5,000 values", "json_schema", json.dumps({"enum": [f"value {number}" for number in range(5000)]}), (), ()),
     Case("20 patterns at once", "json_schema", json.dumps(_PATTERNS), (), ()),
     Case("a million repetitions", "regex", "(abc){1,1000000}", (), ()),
     Case("repetitions within repetitions", "regex", "((a{1,1000}){1,1000}){1,1000}", (), ()),
@@ -389,7 +389,7 @@ def panels(records: Sequence[Record]) -> Iterator[Bars]:
     for result in (HELD, REFUSED, STRICT, IGNORED):
         for name, value in figures(records, f"JSON Schema {result}: (.*)").items():
             covered[f"{name}: {result}"] = value
-    yield Bars(f"{len(SCHEMAS)} features of JSON Schema", covered, grey=[one for one in covered if PEER in one])
+    yield Bars(f"{len(SCHEMAS)} features of JSON Schema", covered, grey=[name for name in covered if PEER in name])
     most = max(figures(records, "a token of a schema, ([0-9]+) rows"), key=int, default="0")
     for title, pattern in (
         ("to compile, ms", "compile ([^:]*)"),

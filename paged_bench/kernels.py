@@ -18,16 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from paged_backend.memory.kv_cache import KVCache, LayerShape
-from paged_bench._attention import (
-    OURS,
-    UNQUANTIZED,
-    AttentionInputs,
-    Cell,
-    Unavailable,
-    contestants,
-    error,
-    targets,
-)
+from paged_bench._attention import OURS, UNQUANTIZED, AttentionInputs, Cell, Unavailable, contestants, error, targets
 from paged_bench._harness import (
     Bars,
     Benchmark,
@@ -252,7 +243,7 @@ def block_copy(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[C
     pair = BlockPair.of(kv.tensors, kv.tensors)
     order = torch.randperm(4 * copies, generator=torch.Generator().manual_seed(0))
     moves = order[: 2 * copies].view(2, copies).T.contiguous().to(device)
-    return lambda _: ops.block_copy(pair, moves), 1, 2 * copies * sum(one[0].nbytes for one in kv.tensors)
+    return lambda _: ops.block_copy(pair, moves), 1, 2 * copies * sum(tensor[0].nbytes for tensor in kv.tensors)
 
 
 def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -167,7 +167,7 @@ def sample_pool(scheduler: Scheduler) -> Sample:
 
 def utilisation(samples: Rows[Sample], of: str) -> float:
     """Return the share of slots that hold a token, over all samples. `of` is the field of Sample with the slots."""
-    return sum(one.live for one in samples) / sum(getattr(one, of) for one in samples)
+    return sum(sample.live for sample in samples) / sum(getattr(sample, of) for sample in samples)
 
 
 def waste(requested: int) -> Iterator[Record]:
@@ -192,8 +192,8 @@ def capacity(requested: int) -> Iterator[Record]:
     """
     for name, equal in (("lengths that vary", False), ("all of mean length", True)):
         samples = list(simulate(requests("ShareGPT", requested, equal=equal), BLOCK_SIZE))
-        resident = statistics.mean(one.requests for one in samples) / (POOL_SLOTS // RESERVATION)
-        limit = RESERVATION / (sum(one.live for one in samples) / sum(one.requests for one in samples))
+        resident = statistics.mean(sample.requests for sample in samples) / (POOL_SLOTS // RESERVATION)
+        limit = RESERVATION / (sum(sample.live for sample in samples) / sum(sample.requests for sample in samples))
         yield Record(f"capacity ShareGPT, {name}", resident, "x", 6.0, limit)
 
 
@@ -201,9 +201,9 @@ def sharing(requested: int, widths: Rows[int]) -> Iterator[Record]:
     """Measure the share of blocks that parallel sampling and beam search save by sharing, beside the computed share."""
     for dataset, kind, width in itertools.product(DATASETS, ("n", "beam_width"), widths):
         samples = list(simulate(requests(dataset, requested, {kind: width}), BLOCK_SIZE))
-        unshared = sum(one.unshared for one in samples)
-        saved = 100 * (1 - sum(one.allocated for one in samples) / unshared)
-        analytic = 100 * (1 - sum(one.analytic for one in samples) / unshared)
+        unshared = sum(sample.unshared for sample in samples)
+        saved = 100 * (1 - sum(sample.allocated for sample in samples) / unshared)
+        analytic = 100 * (1 - sum(sample.analytic for sample in samples) / unshared)
         name = f"saved by sharing {dataset} {kind}={width}"
         yield Record(name, saved, "%", peers={"by arithmetic": analytic})
 

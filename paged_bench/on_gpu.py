@@ -326,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ended = run(steps, out, args.minutes)
     print(summarize(out, list(ended), EARLIER))
     print(f"results: {out}")
-    failed = any(one != OK and not one.startswith(SKIPPED) for one in ended.values())
+    failed = any(result != OK and not result.startswith(SKIPPED) for result in ended.values())
     return int(failed or OK not in ended.values())
 
 

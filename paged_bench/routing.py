@@ -27,18 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paged_bench._engine import WORDS, byte_tokenizer, model_names, model_options
-from paged_bench._harness import (
-    Bars,
-    Benchmark,
-    Option,
-    Record,
-    alternate,
-    count,
-    figures,
-    model_option,
-    rounds_option,
-)
+from paged_bench._engine import WORDS, byte_tokenizer, model_options, shape_option
+from paged_bench._harness import Bars, Benchmark, Option, Record, alternate, count, figures, rounds_option
 from paged_bench._servers import LoadResult, computed_tokens, gateway, http_closed_loop, servers_of, trace_receiver
 from paged_client.serving.repository import resolve_model
 
@@ -344,13 +334,12 @@ def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-SHAPES = ", ".join(model_names())
 main = Benchmark(
     __doc__,
     measure,
     panels,
     options=(
-        model_option("tiny", f"model directory, 'demo', or one with random weights: {SHAPES}"),
+        shape_option("tiny"),
         Option("--servers", "number of servers", 4),
         Option("--conversations", "number of conversations", 200),
         Option("--turns", "turns of a conversation", 6),

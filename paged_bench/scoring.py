@@ -69,8 +69,10 @@ def measure(args: Namespace) -> Iterator[Record]:
     what = f"{args.continuations} continuations of {args.tokens:,} tokens"
     yield from contest.records(f"{what}, {{}}", "1/s")
     yield contest.ratio(f"{what}, cached / computed", CACHED, COMPUTED, TARGET)
-    found, expected = ([one for run in contest.runs[name] for row in run.logprobs for one in row] for name in engines)
-    differing = sum(one != other for one, other in zip(found, expected, strict=True))
+    found, expected = (
+        [logprobs for run in contest.runs[name] for row in run.logprobs for logprobs in row] for name in engines
+    )
+    differing = sum(logprobs != other for logprobs, other in zip(found, expected, strict=True))
     yield Record("log probabilities that differ", differing, f"of {len(found):,}", 0)
 
 

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from paged_backend.engine.assembly import Assembly
-from paged_bench._engine import NULL, WORKLOADS, Job, Run, load, model_names, model_options, run_paged, workload
+from paged_bench._engine import NULL, WORKLOADS, Job, Run, load, model_options, run_paged, shape_option, workload
 from paged_bench._harness import (
     Bars,
     Benchmark,
@@ -28,7 +28,6 @@ from paged_bench._harness import (
     alternate,
     count,
     figures,
-    model_option,
     not_measured,
     rate,
     rounds_option,
@@ -157,17 +156,12 @@ def panels(records: Sequence[Record]) -> Iterator[Bars]:
     yield Bars("median time to first response, ms", figures(records, "time to first response p50 (.*)"))
 
 
-SHAPES = ", ".join(model_names())
 main = Benchmark(
     __doc__,
     measure,
     panels,
     options=(
-        model_option(
-            None,
-            f"Hugging Face model directory, 'demo', or a shape with random weights: {SHAPES}"
-            " (default: demo on a CPU, Qwen3-0.6B on a GPU)",
-        ),
+        shape_option(None),
         Option(
             "--workload",
             "lengths of prompts and outputs (default: mixed on a CPU, sharegpt on a GPU)",

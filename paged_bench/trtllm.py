@@ -18,8 +18,8 @@ from typing import Any
 from tritonclient.grpc import service_pb2
 
 from paged_backend.trtllm.tensors import BLS, ENSEMBLE
-from paged_bench._engine import NULL, WORDS, model_names, model_options
-from paged_bench._harness import Bars, Benchmark, Option, Record, alternate, figures, model_option, rounds_option
+from paged_bench._engine import NULL, WORDS, model_options, shape_option
+from paged_bench._harness import Bars, Benchmark, Option, Record, alternate, figures, rounds_option
 from paged_bench._servers import LoadResult, added_latency
 from paged_client import grpc_wire, load
 from paged_client.serving.repository import MODEL_NAME
@@ -77,13 +77,12 @@ def panels(records: Sequence[Record]) -> Iterator[Bars]:
     yield Bars("added by the models of tensorrtllm_backend, ms", added, line=TARGET_MS)
 
 
-SHAPES = ", ".join([NULL, *model_names()])
 main = Benchmark(
     __doc__,
     measure,
     panels,
     options=(
-        model_option(help=f"Hugging Face model directory, 'demo', or a shape with random weights: {SHAPES}"),
+        shape_option("demo", NULL),
         Option("--streams", "number of concurrent streams", [1, 16], many=True),
         Option("--tokens", "output tokens of each stream", 128),
         rounds_option(5),
