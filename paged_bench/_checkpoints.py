@@ -169,7 +169,7 @@ def fp8(
     scales = (blocks.abs().amax((1, 3)) / 448).to(dtype)
     codes = (blocks / scales.float()[:, None, :, None]).to(torch.float8_e4m3fn)
     plain = codes.float() * scales.float()[:, None, :, None]
-    codes, plain = (one.flatten(0, 1).flatten(1)[: len(weight), : weight.shape[1]] for one in (codes, plain))
+    codes, plain = (tensor.flatten(0, 1).flatten(1)[: len(weight), : weight.shape[1]] for tensor in (codes, plain))
     is_single = scales.numel() == 1 and scale == "weight_scale"
     tensors = {"weight": codes, scale: scales.reshape(1) if is_single else scales}
     return tensors | {name: torch.tensor(0.5) for name in extra}, plain

@@ -6,6 +6,11 @@ tokens. It takes the time of as many steps of one token. What is simplified:
 - The gateway, the network, the tokenizer and the scheduler itself take no time.
 - The router knows at once what a replica has cached.
 - All replies have the length that was drawn for them; steps do not overlap with the work of the CPU.
+
+Each conversation has one of several system prompts, the first of which are more popular (Zipf), and 1 to MAX_TURNS
+turns. The prompt of a turn is the whole text so far and a new message; the lengths of messages and replies are
+log-normal with ShareGPT's means. The user thinks between two turns. Token ids only have to tell texts apart: all tokens
+of system prompt s are s, and all others of conversation c are the number of system prompts + c.
 """
 
 from __future__ import annotations
@@ -13,26 +18,244 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import random
 import statistics
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.content import IndexListener
+from paged_backend.scheduling.content import Entry, IndexListener
 from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.sequence import Sequence
 from paged_backend.scheduling.step_result import StepResult
-from paged_bench._fleet_routing import CachedBlocks, Policy, make_policy
-from paged_bench._fleet_workload import Conversation, MeanLengths, Turn
+from paged_bench._engine import DATASETS, lengths
+from paged_client.openai.routing import Route, Router, conversation_key
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 2048
 WARM_UP = 0.3  # share of the conversations that start before anything is measured
+POLICIES = ("round-robin", "least-loaded", "hashing", "cache-aware")
+MAX_TURNS = 8
+CONTINUES = 2 / 3  # probability that a conversation has another turn
+SYSTEM_TOKENS = (256, 1024)  # shortest and longest system prompt
+MAX_CONTEXT = 8192  # tokens; a conversation ends before the turn that would exceed it
+THINK_SECONDS = 5.0  # mean time from the end of a reply to the next message, exponentially distributed
+PROMPTS_PER_REPLICA = 2
+MAX_PROMPTS = 128
+_NUM_LENGTHS = 4000  # lengths of messages and replies to draw from
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    prompt: int  # tokens of the whole prompt
+    reply: int
+    think: float  # seconds after the reply until the next turn
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    number: int
+    start: float  # seconds
+    system: int  # number of the system prompt
+    system_tokens: int
+    token: int  # id of all tokens after the system prompt
+    turns: tuple[Turn, ...]
+
+    def prompt(self, turn: int) -> tuple[int, ...]:
+        """Return the token ids of a turn's prompt."""
+        own = self.turns[turn].prompt - self.system_tokens
+        return (self.system,) * self.system_tokens + (self.token,) * own
+
+
+class Workload:
+    """An endless sequence of conversations that start at random times (a Poisson process).
+
+    Args:
+        num_prompts: number of system prompts.
+        rate: conversations per second.
+        seed: the same seed gives the same conversations, whose times are in proportion to the rate.
+    """
+
+    def __init__(self, num_prompts: int, rate: float, seed: int) -> None:
+        rng = random.Random(seed)
+        self.num_prompts = num_prompts
+        self.rate = rate
+        self._seed = seed
+        self._systems = [rng.randint(*SYSTEM_TOKENS) for _ in range(num_prompts)]
+        self._weights = list(itertools.accumulate(1 / (rank + 1) for rank in range(num_prompts)))
+        self._messages, self._replies = (lengths(mean, _NUM_LENGTHS, rng) for mean in DATASETS["ShareGPT"])
+
+    def __iter__(self) -> Iterator[Conversation]:
+        rng = random.Random(f"{self._seed} conversations")
+        start = 0.0
+        for number in itertools.count():
+            start += rng.expovariate(self.rate)
+            system = rng.choices(range(self.num_prompts), cum_weights=self._weights)[0]
+            length = self._systems[system]
+            yield Conversation(number, start, system, length, self.num_prompts + number, self._turns(length, rng))
+
+    def _turns(self, text: int, rng: random.Random) -> tuple[Turn, ...]:
+        """Draw the turns of a conversation. text: tokens of its system prompt."""
+        turns: list[Turn] = []
+        while not turns or (len(turns) < MAX_TURNS and rng.random() < CONTINUES):
+            prompt, reply = text + rng.choice(self._messages), rng.choice(self._replies)
+            if prompt + reply > MAX_CONTEXT:
+                break
+            turns.append(Turn(prompt, reply, rng.expovariate(1 / THINK_SECONDS)))
+            text = prompt + reply
+        return tuple(turns)
+
+
+@dataclass(frozen=True)
+class MeanLengths:
+    """Means over many conversations."""
+
+    turns: float  # per conversation
+    prompt: float  # tokens per turn
+    reply: float
+
+
+def mean_lengths(num_prompts: int, seed: int) -> MeanLengths:
+    """Return the means of the first conversations of a workload."""
+    some = list(itertools.islice(Workload(num_prompts, 1.0, seed), 5000))
+    turns = [turn for conversation in some for turn in conversation.turns]
+    return MeanLengths(
+        turns=len(turns) / len(some),
+        prompt=statistics.mean(turn.prompt for turn in turns),
+        reply=statistics.mean(turn.reply for turn in turns),
+    )
+
+
+def num_prompts(replicas: int) -> int:
+    """Return the number of system prompts of a fleet: larger fleets serve more applications."""
+    return min(MAX_PROMPTS, PROMPTS_PER_REPLICA * replicas)
+
+
+# --- routing ----------------------------------------------------------------------------------------------------------
+
+
+class Policy(Protocol):
+    """Chooses the replica of each request."""
+
+    def choose(self, conversation: Conversation, turn: int) -> int:
+        """Return the replica of a turn, and count the request as open there."""
+        ...
+
+    def close(self, replica: int) -> None:
+        """Count the end of a request."""
+        ...
+
+
+class CachedBlocks:
+    """Knows how many blocks of each text every replica has cached. It listens to the prefix caches of the replicas.
+
+    The last token of a block tells which system prompt or conversation it belongs to. The cached blocks of a text are
+    its first ones, as later blocks are evicted earlier, so that their number is enough.
+    """
+
+    def __init__(self, num_replicas: int, block_size: int) -> None:
+        self._num_replicas = num_replicas
+        self._block_size = block_size
+        self._held: defaultdict[int, dict[int, int]] = defaultdict(dict)  # token -> replica -> blocks
+
+    def listener(self, replica: int) -> _Listener:
+        """Return the listener for the pool of one replica."""
+        return _Listener(self._held, replica)
+
+    def shares(self, conversation: Conversation, turn: int) -> list[float]:
+        """Return the share of a turn's prompt that each replica has cached."""
+        size, prompt = self._block_size, conversation.turns[turn].prompt
+        shares = [0.0] * self._num_replicas
+        own = self._held.get(conversation.token, {})
+        for replica, blocks in self._held.get(conversation.system, {}).items():
+            if blocks == conversation.system_tokens // size:
+                blocks += own.get(replica, 0)
+            shares[replica] = min(blocks * size / prompt, 1.0)
+        return shares
+
+
+class _Listener:
+    def __init__(self, held: defaultdict[int, dict[int, int]], replica: int) -> None:
+        self._held = held
+        self._replica = replica
+
+    def stored(self, entry: Entry) -> None:
+        blocks = self._held[entry.tokens[-1]]
+        blocks[self._replica] = blocks.get(self._replica, 0) + 1
+
+    def removed(self, entry: Entry) -> None:
+        blocks = self._held[entry.tokens[-1]]
+        blocks[self._replica] -= 1
+        if not blocks[self._replica]:
+            del blocks[self._replica]
+            if not blocks:
+                del self._held[entry.tokens[-1]]
+
+
+class LeastLoaded:
+    """Chooses the replica with the fewest open requests; of several, each in turn."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._open = [0] * num_replicas
+        self._turn = itertools.count()
+
+    def choose(self, conversation: Conversation, turn: int) -> int:
+        count = len(self._open)
+        first = next(self._turn) % count
+        offset = min(range(count), key=lambda offset: self._open[(first + offset) % count])
+        replica = (first + offset) % count
+        self._open[replica] += 1
+        return replica
+
+    def close(self, replica: int) -> None:
+        self._open[replica] -= 1
+
+
+class GatewayRouter:
+    """Chooses the replica as the gateway does.
+
+    Args:
+        cached: what each replica has cached, for prompts after the first turn; None: not known.
+    """
+
+    def __init__(self, router: Router, cached: CachedBlocks | None) -> None:
+        self._router = router
+        self._cached = cached
+
+    def choose(self, conversation: Conversation, turn: int) -> int:
+        messages = [
+            {"role": "system", "content": f"system prompt {conversation.system}"},
+            {"role": "user", "content": f"first message of conversation {conversation.number}"},
+        ]
+        shares = self._cached.shares(conversation, turn) if self._cached and turn > 0 else ()
+        replica = self._router.order(Route(conversation_key(messages), shares))[0]
+        self._router.open(replica)
+        return replica
+
+    def close(self, replica: int) -> None:
+        self._router.close(replica)
+
+
+def make_policy(name: str, num_replicas: int, cached: CachedBlocks, clock: Callable[[], float]) -> Policy:
+    """Return one of POLICIES. clock: returns the simulated time."""
+    if name == "least-loaded":
+        return LeastLoaded(num_replicas)
+    kind = "round-robin" if name == "round-robin" else "prefix"
+    router = Router([f"replica-{index}" for index in range(num_replicas)], kind, clock)
+    return GatewayRouter(router, cached if name == "cache-aware" else None)
+
+
+# --- replicas ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -282,11 +505,11 @@ class Fleet:
 
     def _outcome(self) -> Outcome:
         totals = [replica.totals for replica in self.replicas]
-        computed = [one.computed for one in totals]
+        computed = [total.computed for total in totals]
         return Outcome(
-            hit_rate=sum(one.cached for one in totals) / sum(one.prompt for one in totals),
+            hit_rate=sum(total.cached for total in totals) / sum(total.prompt for total in totals),
             imbalance=max(computed) / statistics.mean(computed),
-            first_tokens=[seconds for one in totals for seconds in one.first_tokens],
+            first_tokens=[seconds for total in totals for seconds in total.first_tokens],
             num_requests=next(self._keys),
             num_ended=self._num_ended,
         )

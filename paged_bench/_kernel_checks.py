@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paged_backend.memory.kv_cache import KVCache, LayerShape
 from paged_bench._attention import AttentionInputs, Cell, error
-from paged_bench._report import Record, Records, count, not_measured
+from paged_bench._harness import Record, Records, count, first_line, not_measured
 from paged_kernels import ops
 from paged_kernels.block_copy import block_copy_reference
 from paged_kernels.block_pair import BlockPair
@@ -185,7 +185,7 @@ def sample(filtered: bool) -> Check:
             draws.scales.to(device),
             draws.seeds.to(device),
             draws.positions.to(device),
-            SamplingFilters(*(one.to(device) for one in vars(kept).values())),
+            SamplingFilters(*(tensor.to(device) for tensor in vars(kept).values())),
         )
         found = ops.sample(logits.to(device), on_device).cpu()
         return float((found != sample_reference(logits, draws)).sum()), 0.0
@@ -198,9 +198,9 @@ def block_copy(device: torch.device) -> tuple[float, float]:
         KVCache.allocate([SHAPE] * 2, num_blocks=8, block_size=BLOCK, dtype=torch.bfloat16, device=device)
         for _ in range(2)
     )
-    for one, other in zip(found.tensors, expected.tensors, strict=True):
-        one.copy_(torch.randn(one.shape))
-        other.copy_(one)
+    for tensor, other in zip(found.tensors, expected.tensors, strict=True):
+        tensor.copy_(torch.randn(tensor.shape))
+        other.copy_(tensor)
     moves = torch.tensor([[3, 0], [1, 5], [4, 2]], device=device)
     ops.block_copy(BlockPair.of(found.tensors, found.tensors), moves)
     block_copy_reference(BlockPair.of(expected.tensors, expected.tensors), moves)
@@ -232,7 +232,7 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 def _different_bits(found: LayerCache | KVCache, expected: LayerCache | KVCache) -> float:
     pairs = zip(found.tensors, expected.tensors, strict=True)
-    return float(sum(int((one != other).sum()) for one, other in pairs))
+    return float(sum(int((tensor != other).sum()) for tensor, other in pairs))
 
 
 _DECODE = Cell("decode", 4, 300, 1, HEADS, SHAPE.num_kv_heads, SHAPE.head_dim, torch.bfloat16, torch.bfloat16)
@@ -269,7 +269,7 @@ def run(name: str) -> tuple[bool, Record]:
     try:
         largest, allowed = CHECKS[name](device)
     except Exception as failed:
-        return False, not_measured(f"check: {name}", f"{type(failed).__name__}: {failed}".partition("\n")[0])
+        return False, not_measured(f"check: {name}", first_line(failed))
     return largest <= allowed, Record(f"check: {name}", min(largest, 1e9), "largest error", limit=allowed)
 
 
@@ -287,8 +287,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--processes", type=count, default=1, metavar="N", help="number of processes (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to FILE")
     args = parser.parse_args(argv)
-    args.command = "python -m paged_bench._kernel_checks"
-    records, failed = Records(args), 0
+    records, failed = Records(parser.prog, args.json), 0
     for passed, record in results(args.processes):
         shown = record.unit if record.value is None else f"{record.value:.3g}, at most {record.limit:.3g}"
         print(f"{'passed' if passed else 'FAILED'} {record.name.removeprefix('check: ')}: {shown}", flush=True)

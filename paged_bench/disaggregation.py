@@ -14,16 +14,28 @@ import random
 import statistics
 import tempfile
 import time
-from argparse import ArgumentParser
+from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-from paged_bench import _chart
-from paged_bench._redis_server import RedisServer, find_redis
-from paged_bench._report import Record, Records, arguments, count, not_measured, parser, percentile, publish, ratio
-from paged_bench._server_load import wait_until_populated
+from paged_bench._harness import (
+    Bars,
+    Benchmark,
+    Contest,
+    Option,
+    Record,
+    alternate,
+    figures,
+    model_option,
+    not_measured,
+    percentile,
+    ratio,
+    rounds_option,
+)
+from paged_bench._servers import RedisServer, find_redis, wait_until_populated
 from paged_client.async_client import AsyncClient
 from paged_client.serving.repository import resolve_model
 from paged_client.serving.tritonserver import TritonServer
@@ -121,9 +133,9 @@ async def _ticks(interval: float, seconds: float) -> AsyncIterator[None]:
         yield
 
 
-def measure(options: Mapping[str, object], model: str, store: str, load: Load, rounds: int) -> list[Record]:
-    """Run both contestants alternately, and return their records. load: its interval is replaced by one that the
-    prefill server can keep up with."""
+def compare(options: Mapping[str, object], model: str, store: str, load: Load, rounds: int) -> Iterator[Record]:
+    """Run both contestants alternately. The interval of `load` is replaced by one that the prefill server can keep up
+    with."""
     half = len(os.sched_getaffinity(0)) // 2
     cores = sorted(os.sched_getaffinity(0))[: 2 * half]
     shared = {**options, "remote_cache_url": store, "remote_cache_timeout_ms": TIMEOUT_MS, "tier_read_mode": "always"}
@@ -144,90 +156,81 @@ def measure(options: Mapping[str, object], model: str, store: str, load: Load, r
         load = replace(load, interval=LOAD * alone.run(single).first[0])
         for warm_up in contestants.values():
             warm_up.run(replace(load, seconds=2 * load.interval))
-        found: dict[str, list[Times]] = {name: [] for name in contestants}
-        for number in range(rounds):
-            names = list(contestants)
-            for name in names if number % 2 == 0 else names[::-1]:
-                for server in servers:
-                    wait_until_populated(server)
-                found[name].append(contestants[name].run(load))
-    return records_of(found, load)
+
+        def run(contestant: Contestant) -> Times:
+            for server in servers:
+                wait_until_populated(server)
+            return contestant.run(load)
+
+        contest = alternate(
+            {name: partial(run, contestant) for name, contestant in contestants.items()},
+            rounds,
+            lambda times: 1e3 * percentile(times.between, 0.99),
+            label="{}, p99 between tokens in ms",
+        )
+    yield from records_of(contest, load)
 
 
-def records_of(found: Mapping[str, Sequence[Times]], load: Load) -> list[Record]:
-    """Return the records of all rounds: medians over the rounds."""
-    records = [Record(f"time between two prompts of {load.long:,} tokens", load.interval, "s")]
-    figures = {
-        (name, share): [1e3 * percentile(one.between, share) for one in rounds]
-        for name, rounds in found.items()
+def records_of(contest: Contest[Times], load: Load) -> Iterator[Record]:
+    """Yield medians over the rounds."""
+    yield Record(f"time between two prompts of {load.long:,} tokens", load.interval, "s")
+    between = {
+        (name, share): [1e3 * percentile(times.between, share) for times in runs]
+        for name, runs in contest.runs.items()
         for share in (0.5, 0.99)
     }
-    for (name, share), values in figures.items():
-        what = f"time between tokens p{100 * share:.0f}, {name}"
-        records.append(Record(what, statistics.median(values), "ms"))
+    for (name, share), values in between.items():
+        yield Record(f"time between tokens p{100 * share:.0f}, {name}", statistics.median(values), "ms")
     for share, target in ((0.5, None), (0.99, TARGET)):
         what = f"time between tokens p{100 * share:.0f}, {PAIR} / {MIXED}"
-        records.append(ratio(what, figures[PAIR, share], figures[MIXED, share], target))
-    for name, rounds in found.items():
-        first = [1e3 * statistics.median(one.first) for one in rounds]
-        records.append(Record(f"time to first token of long prompts, {name}", statistics.median(first), "ms"))
-    for name, rounds in found.items():
-        counts = [len(one.between) / load.seconds for one in rounds]
-        records.append(Record(f"responses with further tokens, {name}", statistics.median(counts), "1/s"))
-    cached = [tokens for one in found[PAIR] for tokens in one.cached]
+        yield ratio(what, between[PAIR, share], between[MIXED, share], target)
+    for name, runs in contest.runs.items():
+        first = statistics.median(1e3 * statistics.median(times.first) for times in runs)
+        yield Record(f"time to first token of long prompts, {name}", first, "ms")
+    for name, runs in contest.runs.items():
+        responses = statistics.median(len(times.between) / load.seconds for times in runs)
+        yield Record(f"responses with further tokens, {name}", responses, "1/s")
+    cached = [tokens for times in contest.runs[PAIR] for tokens in times.cached]
     share = sum(cached) / (len(cached) * ((load.long - 1) // BLOCK_SIZE * BLOCK_SIZE))
-    records.append(Record("share of the long prompts' blocks that the decode server has read", share, "x", limit=1.0))
-    return records
+    yield Record("share of the long prompts' blocks that the decode server has read", share, "x", limit=1.0)
 
 
-def main(argv: Sequence[str]) -> int:
-    args = arguments(_parser(), argv, {"rounds": 1, "seconds": 8, "long": 512})
-    records = Records(args)
-    what = f"time between tokens p99, {PAIR} / {MIXED}"
-    if find_redis() and len(os.sched_getaffinity(0)) > 1:
-        load = Load(args.seconds, args.streams, args.prompt, args.output, args.long, 0.0)
-        blocks = 4 * -(-args.long // BLOCK_SIZE) + args.streams * -(-(args.prompt + args.output) // BLOCK_SIZE)
-        options = {
-            "block_size": BLOCK_SIZE,
-            "num_gpu_blocks_override": max(512, blocks),
-            "swap_space": args.swap_space,
-        }
-        with tempfile.TemporaryDirectory() as directory:
-            store = RedisServer(Path(directory))
-            try:
-                records += measure(options, resolve_model(args.model), store.url, load, args.rounds)
-            finally:
-                store.kill()
-    else:
-        records.append(not_measured(what, NEEDS))
-    publish(records, lambda file, caption: draw(records, file, caption))
-    return 0
+def measure(args: Namespace) -> Iterator[Record]:
+    if not find_redis() or len(os.sched_getaffinity(0)) < 2:
+        yield not_measured(f"time between tokens p99, {PAIR} / {MIXED}", NEEDS)
+        return
+    load = Load(args.seconds, args.streams, args.prompt, args.output, args.long, 0.0)
+    blocks = 4 * -(-args.long // BLOCK_SIZE) + args.streams * -(-(args.prompt + args.output) // BLOCK_SIZE)
+    options = {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": max(512, blocks), "swap_space": args.swap_space}
+    with tempfile.TemporaryDirectory() as directory:
+        store = RedisServer(Path(directory))
+        try:
+            yield from compare(options, resolve_model(args.model), store.url, load, args.rounds)
+        finally:
+            store.kill()
 
 
-def _parser() -> ArgumentParser:
-    made = parser("disaggregation", __doc__)
-    made.add_argument("--model", default="demo", help="model to serve (default: demo)")
-    made.add_argument("--rounds", type=count, default=5, metavar="N", help="rounds (default: 5)")
-    made.add_argument("--seconds", type=count, default=40, metavar="N", help="seconds of a run (default: 40)")
-    made.add_argument("--streams", type=count, default=4, metavar="N", help="short requests at once (default: 4)")
-    made.add_argument("--prompt", type=count, default=32, metavar="N", help="tokens of their prompts (default: 32)")
-    made.add_argument("--output", type=count, default=128, metavar="N", help="tokens they generate (default: 128)")
-    made.add_argument("--long", type=count, default=2048, metavar="N", help="tokens of a long prompt (default: 2048)")
-    made.add_argument(
-        "--swap-space", type=count, default=1, metavar="GIB", help="host pool of each server (default: 1)"
-    )
-    return made
+def panels(records: Sequence[Record]) -> Iterator[Bars]:
+    between = figures(records, f"time between tokens (p[0-9]+, (?:{MIXED}|{PAIR}))")
+    grey = [name for name in between if MIXED in name]
+    yield Bars("time between tokens of short requests, ms", between, grey)
+    first = figures(records, "time to first token of long prompts, (.*)")
+    yield Bars("time to first token of long prompts, ms", first, grey=[MIXED])
 
 
-def draw(records: Sequence[Record], file: Path, caption: str) -> None:
-    figure, axes = _chart.panels(2, 4)
-    for each, what, title in zip(
-        axes,
-        ("time between tokens", "time to first token of long prompts"),
-        ("time between tokens of short requests, ms", "time to first token of long prompts, ms"),
-        strict=True,
-    ):
-        shown = [one for one in records if one.name.startswith(what) and one.unit == "ms"]
-        values = {one.name.removeprefix(what).lstrip(", "): one.value or 0.0 for one in shown}
-        _chart.bars(each, values, title, grey=[name for name in values if PAIR not in name])
-    _chart.save(figure, file, caption)
+main = Benchmark(
+    __doc__,
+    measure,
+    panels,
+    options=(
+        model_option(help="model to serve"),
+        rounds_option(5),
+        Option("--seconds", "seconds of a run", 40),
+        Option("--streams", "short requests at once", 4),
+        Option("--prompt", "tokens of their prompts", 32),
+        Option("--output", "tokens they generate", 128),
+        Option("--long", "tokens of a long prompt", 2048),
+        Option("--swap-space", "host pool of each server", 1, metavar="GIB"),
+    ),
+    quick={"rounds": 1, "seconds": 8, "long": 512},
+)

@@ -6,12 +6,10 @@ compute the same rows, and their outputs are compared with those of transformers
 
 from __future__ import annotations
 
-import statistics
 import sys
-from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +22,8 @@ from paged_backend.models.experts import ConvertedExperts
 from paged_backend.models.linear import GroupedCopy
 from paged_backend.models.quantization import quantize
 from paged_backend.utils.machine import limit_torch_threads
-from paged_bench import _chart
-from paged_bench._race import race, timer
-from paged_bench._report import Record, Records, arguments, count, not_measured, parser, publish, ratio
+from paged_bench._harness import Bars, Benchmark, Option, Record, alternate, figures, not_measured, rounds_option
+from paged_bench._timing import Call, timer
 from paged_kernels.cpu import native
 
 LOOP, GROUPED = "transformers, loop over experts", "transformers, grouped_mm"
@@ -34,6 +31,7 @@ BITS = {"int8": 8, "int4": 4}
 GROUP_SIZE = 32
 TARGET = 1.0  # speed over the faster implementation of transformers
 CPU = torch.device("cpu")
+LAYERS = 2  # which are used in turn
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -93,66 +91,59 @@ def make_inputs(shape: tuple[int, int, int, int], dtype: torch.dtype, rows: int)
     return torch.randn(rows, hidden).to(dtype), chosen, torch.rand(rows, top_k).softmax(-1).to(dtype)
 
 
-def _run(layers: Sequence[Experts], inputs: tuple[Tensor, Tensor, Tensor], index: int) -> Tensor:
-    return layers[index](*inputs)
-
-
 @torch.inference_mode()
-def measure(made: dict[str, list[Experts]], inputs: tuple[Tensor, Tensor, Tensor], rounds: int) -> list[Record]:
-    """Measure a step of some rows."""
+def compare(
+    made: Mapping[str, Sequence[Experts]], inputs: tuple[Tensor, Tensor, Tensor], rounds: int
+) -> Iterator[Record]:
+    """Compare a step of some rows."""
     rows, expected = len(inputs[0]), made[LOOP][0](*inputs).double()
-    timers = {name: timer(partial(_run, layers, inputs), len(layers), CPU) for name, layers in made.items()}
-    taken = race(timers, rounds)
-    medians = {name: 1e3 * statistics.median(seconds) for name, seconds in taken.items()}
-    fastest = min((GROUPED, LOOP), key=lambda name: medians[name])
-    records = []
-    for name in made:
-        records.append(Record(f"{rows} rows, {name}", medians[name], "ms"))
+
+    def call(layers: Sequence[Experts]) -> Call:
+        return lambda index: layers[index](*inputs)
+
+    timers = {name: timer(call(layers), len(layers), CPU) for name, layers in made.items()}
+    contest = alternate(timers, rounds, quiet=True)
+    fastest = min((GROUPED, LOOP), key=lambda name: contest.medians[name])
+    for name, seconds in contest.medians.items():
+        yield Record(f"{rows} rows, {name}", 1e3 * seconds, "ms")
         if name in (GROUPED, LOOP):
             continue
         target = TARGET if name == "packed" else None
-        records.append(ratio(f"{rows} rows, speed of {name} over transformers", taken[fastest], taken[name], target))
+        yield contest.ratio(f"{rows} rows, speed of {name} over transformers", fastest, name, target)
         error = float((made[name][0](*inputs).double() - expected).norm() / expected.norm())
-        records.append(Record(f"{rows} rows, error of {name}", error, "of the loop's outputs"))
-    return records
+        yield Record(f"{rows} rows, error of {name}", error, "of the loop's outputs")
 
 
-def main(argv: Sequence[str]) -> int:
-    made = parser("experts", __doc__)
-    add = made.add_argument
-    add("--shape", type=_shape, default="128x8x2048x768", metavar="ExKxHxI",
-        help="experts, experts of a row, hidden and inner size (default: Qwen3-30B-A3B's, 128x8x2048x768)")  # fmt: skip
-    add("--dtype", default="bfloat16", choices=sorted(DTYPES), help="data type of weights (default: bfloat16)")
-    add("--rows", type=count, action="append", metavar="N", help="rows of a step (default: 1, 16 and 256); repeatable")
-    add("--layers", type=count, default=2, metavar="N", help="layers that are used in turn (default: 2)")
-    add("--rounds", type=count, default=5, metavar="N", help="number of rounds (default: 5)")
-    args = arguments(made, argv, {"shape": "16x4x512x256", "rounds": 2})
+def measure(args: Namespace) -> Iterator[Record]:
     if not native.levels():
-        publish(
-            Records(args, [not_measured("experts", "the C++ kernels are not compiled")]), lambda file, caption: None
-        )
-        return 1
+        yield not_measured("experts", "the C++ kernels are not compiled")
+        return
     limit_torch_threads(1)  # as in the engine
     native.set_threads(count_threads())
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)
-    layers = make_layers(args.shape, dtype, args.layers)
-    implementations, records = contestants(layers), Records(args)
-    for rows in args.rows or (1, 16, 256):
+    made = contestants(make_layers(args.shape, dtype, LAYERS))
+    for rows in args.rows:
         print(f"{rows} rows ...", file=sys.stderr, flush=True)
-        records += measure(implementations, make_inputs(args.shape, dtype, rows), args.rounds)
-    publish(records, lambda file, caption: draw(records, file, caption))
-    return 0
+        yield from compare(made, make_inputs(args.shape, dtype, rows), args.rounds)
 
 
-def draw(records: Sequence[Record], file: Path, caption: str) -> None:
-    times = [one for one in records if one.unit == "ms"]
-    numbers = list(dict.fromkeys(one.name.partition(" rows, ")[0] for one in times))
-    figure, axes = _chart.panels(len(numbers), 5)
-    for each, rows in zip(axes, numbers, strict=True):
-        mine = [one for one in times if one.name.startswith(f"{rows} rows")]
-        values = {one.name.partition(" rows, ")[2]: one.value or 0.0 for one in mine}
-        _chart.bars(each, values, f"{rows} rows, ms", grey=[name for name in values if "transformers" in name])
-        if each is not axes[0]:
-            each.set_yticklabels([])
-    _chart.save(figure, file, caption)
+def panels(records: Sequence[Record]) -> Iterator[Bars]:
+    times = [record for record in records if record.unit == "ms"]
+    for rows in dict.fromkeys(record.name.partition(" rows, ")[0] for record in times):
+        yield Bars(f"{rows} rows, ms", figures(times, f"{rows} rows, (.*)"), grey=[GROUPED, LOOP])
+
+
+SHAPE = "experts, experts of a row, hidden and inner size (default: Qwen3-30B-A3B's, 128x8x2048x768)"
+main = Benchmark(
+    __doc__,
+    measure,
+    panels,
+    options=(
+        Option("--shape", SHAPE, (128, 8, 2048, 768), type=_shape, metavar="ExKxHxI"),
+        Option("--dtype", "data type of weights", "bfloat16", choices=sorted(DTYPES)),
+        Option("--rows", "rows of a step", [1, 16, 256], many=True),
+        rounds_option(5),
+    ),
+    quick={"shape": (16, 4, 512, 256), "rounds": 2},
+)

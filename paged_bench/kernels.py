@@ -9,25 +9,41 @@ fp32.
 from __future__ import annotations
 
 import gc
-import statistics
+import math
 import sys
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
-from paged_bench._attention import AttentionInputs, Cell, error
-from paged_bench._attention_contestants import OURS, UNQUANTIZED, Unavailable, contestants, targets
-from paged_bench._lines import LINES
-from paged_bench._race import Call, cache_bytes, race, timer
-from paged_bench._report import Record, Records, arguments, count, not_measured, parser, publish, ratio
+from paged_backend.memory.kv_cache import KVCache, LayerShape
+from paged_bench._attention import OURS, UNQUANTIZED, AttentionInputs, Cell, Unavailable, contestants, error, targets
+from paged_bench._harness import (
+    Bars,
+    Benchmark,
+    Contest,
+    InvalidArgument,
+    Option,
+    Record,
+    alternate,
+    first_line,
+    not_measured,
+    rounds_option,
+)
+from paged_bench._timing import Call, cache_bytes, rotations, timer
+from paged_kernels import ops
+from paged_kernels.block_pair import BlockPair
+from paged_kernels.layer_cache import LayerCache
+from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}  # above the rounding error
 READ_SHARE, PEAK_SHARE = 0.92, 0.60  # target shares of the stream and of the matrix product
 ONE_SHARE = 0.80  # target share of the stream for one long context
 ENOUGH_BYTES = 256 << 20  # shorter calls do not reach the memory's speed, and have no target
+SHAPE = LayerShape(8, 128)
+HEADS, HIDDEN, INNER, VOCAB = 32, 4096, 14336, 128256  # the sizes of Llama-3.1-8B, with SHAPE
+BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -39,13 +55,22 @@ class Machine:
     flops: float  # operations/s in the query's type
 
 
-@dataclass(frozen=True)
-class Point:
-    """The time of one contestant in one cell."""
+def measure_machine(device: torch.device, dtype: torch.dtype, quick: bool) -> Machine:
+    """Measure the faster of two reductions over more memory than the caches hold, and a square matrix product."""
+    nbytes = max(4 * cache_bytes(device), (1 << 30) if device.type == "cuda" else (128 << 20)) >> (2 if quick else 0)
+    memory = torch.ones(nbytes // 4, device=device)
+    size = (8192 if device.type == "cuda" else 1024) >> (1 if quick else 0)
+    left, right = torch.randn(2, size, size, device=device, dtype=dtype).unbind()
+    calls: dict[str, Call] = {
+        "sum": lambda _: memory.sum(),
+        "largest": lambda _: memory.amax(),
+        "product": lambda _: left @ right,
+    }
+    best = alternate({name: timer(call, 1, device) for name, call in calls.items()}, 5, quiet=True).medians
+    return Machine(device, memory.nbytes / min(best["sum"], best["largest"]), 2 * size**3 / best["product"])
 
-    cell: Cell
-    who: str
-    seconds: float
+
+# --- attention --------------------------------------------------------------------------------------------------------
 
 
 def grid(device: torch.device, quick: bool) -> list[Cell]:
@@ -88,33 +113,16 @@ def _small_grid(quick: bool) -> list[Cell]:
     return [*cells, prefill, replace(prefill, context=2048, query=256)]
 
 
-def measure_machine(device: torch.device, dtype: torch.dtype, quick: bool) -> Machine:
-    """Measure the faster of two reductions over more memory than the caches hold, and a square matrix product."""
-    nbytes = max(4 * cache_bytes(device), (1 << 30) if device.type == "cuda" else (128 << 20)) >> (2 if quick else 0)
-    memory = torch.ones(nbytes // 4, device=device)
-    size = (8192 if device.type == "cuda" else 1024) >> (1 if quick else 0)
-    left, right = torch.randn(2, size, size, device=device, dtype=dtype).unbind()
-    calls: dict[str, Call] = {
-        "sum": lambda _: memory.sum(),
-        "largest": lambda _: memory.amax(),
-        "product": lambda _: left @ right,
-    }
-    taken = race({name: timer(call, 1, device) for name, call in calls.items()}, 5)
-    best = {name: statistics.median(values) for name, values in taken.items()}
-    return Machine(device, memory.nbytes / min(best["sum"], best["largest"]), 2 * size**3 / best["product"])
-
-
-def attention(cell: Cell, on: Machine, rounds: int) -> tuple[list[Record], list[Point]]:
-    """Measure every available contestant in one cell."""
+def attention(cell: Cell, on: Machine, rounds: int) -> tuple[list[Record], Mapping[str, float]]:
+    """Measure every available contestant in one cell. Return the records, and the seconds of a call."""
     free = torch.cuda.mem_get_info(on.device)[0] if on.device.type == "cuda" else 1 << 30
     if 4 * cell.pool_bytes > free:  # room for the pool and for copies in the layouts of other contestants
-        return [
-            not_measured(cell.name, f"{4 * cell.pool_bytes / 2**30:.3g} GiB with all copies, {free / 2**30:.3g} free")
-        ], []
+        reason = f"{4 * cell.pool_bytes / 2**30:.3g} GiB with all copies, {free / 2**30:.3g} free"
+        return [not_measured(cell.name, reason)], {}
     prepared = AttentionInputs(cell, on.device, free // 8)
     timers: dict[str, Callable[[], float]] = {}
     errors: dict[str, float] = {}
-    records: list[Record] = []
+    absent: list[Record] = []
     for who, make in contestants(cell, on.device).items():
         try:
             call = make(prepared)
@@ -122,35 +130,146 @@ def attention(cell: Cell, on: Machine, rounds: int) -> tuple[list[Record], list[
                 errors[who] = error(prepared, call(0))
             timers[who] = timer(call, prepared.count, on.device)
         except Unavailable as missing:
-            records.append(not_measured(f"{cell.name}: {who}", str(missing)))
+            absent.append(not_measured(f"{cell.name}: {who}", str(missing)))
         except Exception as failed:  # the failure of another implementation must not stop the benchmark
             if who == OURS:
                 raise
-            reason = f"{type(failed).__name__}: {failed}".partition("\n")[0]
-            records.append(not_measured(f"{cell.name}: {who}", reason))
-    taken = race(timers, rounds)
-    return _results(cell, on, taken, errors) + records, [
-        Point(cell, who, statistics.median(v)) for who, v in taken.items()
-    ]
+            absent.append(not_measured(f"{cell.name}: {who}", first_line(failed)))
+    contest = alternate(timers, rounds, quiet=True)
+    return [*_results(cell, on, contest, errors), *absent], contest.medians
 
 
-def _results(cell: Cell, on: Machine, taken: dict[str, list[float]], errors: dict[str, float]) -> list[Record]:
-    """Return the rate for the cell's kind, ratios of speed (above 1: ours is faster), and errors."""
+def _results(cell: Cell, on: Machine, contest: Contest[float], errors: Mapping[str, float]) -> Iterator[Record]:
+    """Yield the rate for the cell's kind, ratios of speed (above 1: ours is faster), and errors."""
     decode = cell.kind == "decode"
     work, unit = (cell.kv_bytes / 1e9, "GB/s") if decode else (cell.flops / 1e12, "TFLOP/s")
     limit = on.read / 1e9 if decode else on.flops / 1e12
     share: float | None = READ_SHARE if decode else PEAK_SHARE
-    rates = {who: work / statistics.median(values) for who, values in taken.items()}
     if decode and cell.kv_bytes < ENOUGH_BYTES:
         share = ONE_SHARE if cell.batch == 1 and cell.context >= 32768 else None
-    target = share and share * limit
-    peers = {who: rate for who, rate in rates.items() if who != OURS}
-    records = [Record(cell.name, rates[OURS], unit, target, limit, peers)]
-    for who in peers:
-        records.append(ratio(f"{cell.name}: speed over {who}", taken[who], taken[OURS], targets(cell).get(who)))
+    rates = {who: work / seconds for who, seconds in contest.medians.items()}
+    ours = rates.pop(OURS)
+    yield Record(cell.name, ours, unit, share and share * limit, limit, rates)
+    for who in rates:
+        yield contest.ratio(f"{cell.name}: speed over {who}", who, OURS, targets(cell).get(who))
     others = {who: value for who, value in errors.items() if who != OURS}
-    records.append(Record(f"{cell.name}: error", errors[OURS], "of fp32", limit=TOLERANCES[cell.dtype], peers=others))
-    return records
+    yield Record(f"{cell.name}: error", errors[OURS], "of fp32", limit=TOLERANCES[cell.dtype], peers=others)
+
+
+def table(times: Mapping[str, Mapping[str, float]]) -> None:
+    """Print the microseconds of one call, with a row per cell. times: seconds by cell and contestant."""
+    present = dict.fromkeys(who for row in times.values() for who in row)
+    width = max(map(len, times), default=0)
+    print(f"{'us':{width}}  " + "  ".join(f"{who:>16}" for who in present))
+    for name, row in times.items():
+        shown = {who: f"{seconds * 1e6:.1f}" for who, seconds in row.items()}
+        print(f"{name:{width}}  " + "  ".join(f"{shown.get(who, '-'):>16}" for who in present))
+
+
+# --- kernels that move memory -----------------------------------------------------------------------------------------
+
+
+# Creates the inputs of a kernel for a number of tokens. Returns a call, the number of copies of the inputs, and the
+# bytes that a call has to read and write. To add a kernel, write such a function and add it to LINES.
+Line = Callable[[torch.device, torch.dtype, int], tuple[Call, int, int]]
+
+
+def kv_write(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Call, int, int]:
+    nbytes = 4 * tokens * SHAPE.num_kv_heads * SHAPE.head_dim * dtype.itemsize
+    count = rotations(nbytes, device)
+    cache, slots = _pool(count * tokens, device, dtype), _slots(count, tokens, device)
+    key, value = _random(2, count, tokens, SHAPE.num_kv_heads, SHAPE.head_dim, device=device, dtype=dtype).unbind()
+    return lambda i: ops.kv_write(key[i], value[i], cache, slots[i]), count, nbytes
+
+
+def rope_kv_write(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Call, int, int]:
+    heads = HEADS + 2 * SHAPE.num_kv_heads
+    nbytes = 2 * tokens * (heads + 1) * SHAPE.head_dim * dtype.itemsize  # +1: cosines and sines, which are only read
+    count = rotations(nbytes, device)
+    cache, slots = _pool(count * tokens, device, dtype), _slots(count, tokens, device)
+    rows = _random(count, tokens, heads, SHAPE.head_dim, device=device, dtype=dtype)
+    query, key, value = rows.split([HEADS, SHAPE.num_kv_heads, SHAPE.num_kv_heads], 2)
+    angles = _random(tokens, SHAPE.head_dim // 2, device=device, dtype=torch.float32).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return lambda i: ops.rope_kv_write(query[i], key[i], value[i], cos, sin, cache, slots[i]), count, nbytes
+
+
+def add_rms_norm(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Call, int, int]:
+    nbytes = 4 * tokens * HIDDEN * dtype.itemsize  # two read, two written
+    count = rotations(nbytes, device)
+    x, residual = _random(2, count, tokens, HIDDEN, device=device, dtype=dtype).unbind()
+    weight = torch.ones(HIDDEN, device=device, dtype=dtype)
+    return lambda i: ops.add_rms_norm(x[i], residual[i], weight, 1e-6), count, nbytes
+
+
+def swiglu(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Call, int, int]:
+    nbytes = 3 * tokens * INNER * dtype.itemsize
+    count = rotations(nbytes, device)
+    gate_up = _random(count, tokens, 2 * INNER, device=device, dtype=dtype)
+    return lambda i: ops.swiglu(gate_up[i]), count, nbytes
+
+
+def greedy(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Call, int, int]:
+    return _sampling(device, tokens, None)
+
+
+def filtered(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Call, int, int]:
+    """Sample every row with temperature, top_k and top_p."""
+    rows = _rows(tokens)
+
+    def full(value: float, kind: torch.dtype) -> torch.Tensor:
+        return torch.full((rows,), value, dtype=kind, device=device)
+
+    filters = SamplingFilters(full(50, torch.int32), full(0.9, torch.float32), full(math.inf, torch.float32))
+    whole = torch.arange(rows, device=device)
+    return _sampling(device, tokens, SamplingMetadata(full(1.25, torch.float32), whole, whole, filters))
+
+
+def _sampling(device: torch.device, tokens: int, draws: SamplingMetadata | None) -> tuple[Call, int, int]:
+    nbytes = 4 * _rows(tokens) * VOCAB
+    count = rotations(nbytes, device)
+    logits = _random(count, _rows(tokens), VOCAB, device=device, dtype=torch.float32)
+    return lambda i: ops.sample(logits[i], draws), count, nbytes
+
+
+def _rows(tokens: int) -> int:
+    return min(tokens, 256)
+
+
+def block_copy(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Call, int, int]:
+    """Copy blocks as copy-on-write does: whole blocks in all layers, here four."""
+    copies = max(1, tokens // BLOCK)
+    kv = KVCache.allocate([SHAPE] * 4, num_blocks=4 * copies, block_size=BLOCK, dtype=dtype, device=device)
+    pair = BlockPair.of(kv.tensors, kv.tensors)
+    order = torch.randperm(4 * copies, generator=torch.Generator().manual_seed(0))
+    moves = order[: 2 * copies].view(2, copies).T.contiguous().to(device)
+    return lambda _: ops.block_copy(pair, moves), 1, 2 * copies * sum(tensor[0].nbytes for tensor in kv.tensors)
+
+
+def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, device=device, dtype=dtype)
+
+
+def _pool(slots: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
+    blocks = -(-slots // BLOCK)
+    kv = KVCache.allocate([SHAPE], num_blocks=blocks, block_size=BLOCK, dtype=dtype, device=device)
+    return kv.layers[0]
+
+
+def _slots(count: int, tokens: int, device: torch.device) -> torch.Tensor:
+    order = torch.randperm(count * tokens, generator=torch.Generator().manual_seed(0))
+    return order.view(count, tokens).to(device)
+
+
+LINES: dict[str, Line] = {
+    "kv_write": kv_write,
+    "rope_kv_write": rope_kv_write,
+    "add_rms_norm": add_rms_norm,
+    "swiglu": swiglu,
+    "sample, greedy": greedy,
+    "sample, top_k 50 and top_p 0.9": filtered,
+    "block_copy": block_copy,
+}
 
 
 def lines(on: Machine, dtype: torch.dtype, tokens: int, rounds: int) -> Iterator[Record]:
@@ -159,79 +278,57 @@ def lines(on: Machine, dtype: torch.dtype, tokens: int, rounds: int) -> Iterator
         title = f"{name}, {tokens} tokens"
         try:
             call, count, nbytes = make(on.device, dtype, tokens)
-            taken = race({name: timer(call, count, on.device)}, rounds)[name]
+            seconds = alternate({name: timer(call, count, on.device)}, rounds, quiet=True).medians[name]
         except RuntimeError as error:  # out of memory, or a kernel that cannot be captured in a CUDA graph
             yield not_measured(title, str(error).partition("\n")[0])
             continue
         # Written bytes count like read ones, so a read-only stream may be faster.
-        yield Record(title, nbytes / 1e9 / statistics.median(taken), "GB/s", limit=on.read / 1e9)
+        yield Record(title, nbytes / 1e9 / seconds, "GB/s", limit=on.read / 1e9)
 
 
-def main(argv: Sequence[str]) -> int:
-    args = arguments(_parser(), argv, {"rounds": 3})
+# --- the benchmark ----------------------------------------------------------------------------------------------------
+
+
+def measure(args: Namespace) -> Iterator[Record]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     every = grid(device, args.quick)
     cells = [cell for cell in every if args.only in cell.name]
     if not cells:
-        _parser().error(f"argument --only: {args.only!r}: matches none of {', '.join(cell.name for cell in every)}")
+        names = ", ".join(cell.name for cell in every)
+        raise InvalidArgument(f"argument --only: {args.only!r}: matches none of {names}")
     on = measure_machine(device, dtype, args.quick)
-    records = Records(args)
-    records.append(Record("read-only stream", on.read / 1e9, "GB/s"))
-    records.append(Record("matrix product", on.flops / 1e12, "TFLOP/s"))
-    points: list[Point] = []
+    yield Record("read-only stream", on.read / 1e9, "GB/s")
+    yield Record("matrix product", on.flops / 1e12, "TFLOP/s")
+    times: dict[str, Mapping[str, float]] = {}
     for index, cell in enumerate(cells):
         print(f"{index + 1} of {len(cells)}: {cell.name}", file=sys.stderr, flush=True)
-        found, drawn = attention(cell, on, args.rounds)
-        records += found
-        points += drawn
+        records, times[cell.name] = attention(cell, on, args.rounds)
+        yield from records
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     for tokens in (16,) if args.quick else (64, 512) if device.type == "cpu" else (64, 8192):
-        records += lines(on, dtype, tokens, args.rounds)
-    table(points)
-    publish(records, lambda file, caption: draw(points, on, file, caption))
-    return 0
+        yield from lines(on, dtype, tokens, args.rounds)
+    table({name: row for name, row in times.items() if row})
 
 
-def _parser() -> ArgumentParser:
-    made = parser("kernels", __doc__)
-    made.add_argument("--rounds", type=count, default=9, metavar="N")
-    made.add_argument("--only", default="", metavar="TEXT", help="only cells whose name contains this text")
-    return made
+def panels(records: Sequence[Record]) -> Iterator[Bars]:
+    """Yield the share of the machine's limit that each kernel reaches."""
+    for unit, title in (("GB/s", "the read-only stream"), ("TFLOP/s", "the matrix product")):
+        shares = {
+            record.name: 100 * (record.value or 0.0) / record.limit
+            for record in records
+            if record.unit == unit and record.limit and record.value is not None
+        }
+        if shares:
+            yield Bars(f"share of {title}, %", shares, line=100.0)
 
 
-def table(points: Sequence[Point]) -> None:
-    """Print the microseconds of one call, with a row per cell."""
-    present = dict.fromkeys(point.who for point in points)
-    width = max((len(point.cell.name) for point in points), default=0)
-    print(f"{'us':{width}}  " + "  ".join(f"{who:>16}" for who in present))
-    for name in dict.fromkeys(point.cell.name for point in points):
-        row = {point.who: f"{point.seconds * 1e6:.1f}" for point in points if point.cell.name == name}
-        print(f"{name:{width}}  " + "  ".join(f"{row.get(who, '-'):>16}" for who in present))
-
-
-def draw(points: Sequence[Point], on: Machine, file: Path, caption: str) -> None:
-    """Draw a roofline, with each cell at its operations per byte (Williams et al. 2009)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    intensities = [point.cell.flops / point.cell.nbytes for point in points] or [1.0]
-    line = [min(intensities) / 2, on.flops / on.read, max(*intensities, on.flops / on.read) * 2]
-    axes.plot(line, [min(one * on.read, on.flops) / 1e12 for one in line], color="black", label="measured limit")
-    for who in dict.fromkeys(point.who for point in points):
-        mine = [point for point in points if point.who == who]
-        x = [point.cell.flops / point.cell.nbytes for point in mine]
-        y = [point.cell.flops / point.seconds / 1e12 for point in mine]
-        colour = "#76b900" if who == OURS else None
-        axes.plot(x, y, "o" if who == OURS else "x", color=colour, label=who, markersize=5)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("operations per byte")
-    axes.set_ylabel("TFLOP/s")
-    axes.legend(frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.text(0, -0.04, caption, fontsize=6, color="#606060")
-    figure.savefig(file, dpi=150, bbox_inches="tight")
+main = Benchmark(
+    __doc__,
+    measure,
+    panels,
+    options=(rounds_option(9), Option("--only", "only cells whose name contains this text", "", metavar="TEXT")),
+    quick={"rounds": 3},
+)

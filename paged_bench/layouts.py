@@ -8,18 +8,16 @@ other, take with the bandwidth and latency that are given: lower bounds, to whic
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from paged_backend.api.sizes import GIB
-from paged_bench import _chart
-from paged_bench._report import Record, Records, arguments, count, parser, publish, rate
-from paged_bench._workload import model_options
+from paged_bench._engine import model_options
+from paged_bench._harness import Bars, Benchmark, Option, Record, figures, model_option
 
 BYTES = 2  # of a weight, an activation, and an element of the KV cache
 
@@ -40,13 +38,13 @@ class Shape:
         text = config.get_text_config()
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            shell = AutoModelForCausalLM.from_config(config)
         return cls(
             text.num_hidden_layers,
             text.hidden_size,
             2 * text.num_key_value_heads * head_dim,
             text.vocab_size,
-            sum(parameter.numel() for parameter in model.parameters()),
+            sum(parameter.numel() for parameter in shell.parameters()),
         )
 
 
@@ -86,53 +84,33 @@ def layouts(shape: Shape, machines: int, rows: int, prompt: int) -> dict[str, Co
     }
 
 
-def calculate(shape: Shape, args: Namespace) -> list[Record]:
-    """Return the records of all layouts."""
+def measure(args: Namespace) -> Iterator[Record]:
+    """Calculate the records of all layouts."""
+    shape = Shape.of(AutoConfig.from_pretrained(str(model_options(args.model)["model"])))
     bandwidth = args.gbits * 1e9 / 8
-    records = []
     for name, cost in layouts(shape, args.machines, args.rows, args.prompt).items():
         step = cost.step / bandwidth + cost.messages * args.latency_us / 1e6
-        records += [
-            Record(f"weights of a machine, {name}", cost.weights / GIB, "GiB"),
-            Record(f"moved in a decode step, {name}", cost.step / 1e6, "MB"),
-            Record(f"network time of a decode step, {name}", 1e3 * step, "ms"),
-            Record(f"network time of a prompt, {name}", 1e3 * cost.prompt / bandwidth, "ms"),
-        ]
-    return records
+        yield Record(f"weights of a machine, {name}", cost.weights / GIB, "GiB")
+        yield Record(f"moved in a decode step, {name}", cost.step / 1e6, "MB")
+        yield Record(f"network time of a decode step, {name}", 1e3 * step, "ms")
+        yield Record(f"network time of a prompt, {name}", 1e3 * cost.prompt / bandwidth, "ms")
 
 
-def main(argv: Sequence[str]) -> int:
-    args = arguments(_parser(), argv, {})
-    config = AutoConfig.from_pretrained(str(model_options(args.model)["model"]))
-    records = Records(args, calculate(Shape.of(config), args))
-    title = f"{args.model}, {args.machines} machines, {args.gbits:g} Gbit/s, {args.latency_us:g} µs"
-    publish(records, lambda file, _: draw(records, file, title))
-    return 0
+def panels(records: Sequence[Record]) -> Iterator[Bars]:
+    for part in ("decode step", "prompt"):
+        yield Bars(f"network time of a {part}, ms", figures(records, f"network time of a {part}, (.*)"))
 
 
-def _parser() -> ArgumentParser:
-    made = parser("layouts", __doc__)
-    add = made.add_argument
-    add("--model", default="Llama-3.3-70B", help="directory of a model, or a name in paged_bench/models")
-    add("--machines", type=count, default=2, metavar="N", help="machines (default: 2)")
-    add("--rows", type=count, default=64, metavar="N", help="sequences that decode at once (default: 64)")
-    add("--prompt", type=count, default=4096, metavar="N", help="tokens of a prompt (default: 4096)")
-    add("--gbits", type=rate, default=100.0, metavar="G", help="Gbit/s of a machine, each direction (default: 100)")
-    add("--latency-us", type=rate, default=20.0, metavar="US", help="latency of a message (default: 20)")
-    return made
-
-
-def draw(records: Sequence[Record], file: Path, title: str) -> None:
-    figure, axes = _chart.panels(2, 4)
-    for each, of in zip(axes, ("decode step", "prompt"), strict=True):
-        shown = {
-            name: record.value or 0.0 for record in records if (name := _layout(record, f"network time of a {of}"))
-        }
-        _chart.bars(each, shown, f"network time of a {of}, ms")
-    _chart.save(figure, file, title)
-
-
-def _layout(record: Record, figure: str) -> str:
-    """Return the layout that a record of this figure is about; "" for other figures."""
-    name, _, layout = record.name.partition(", ")
-    return layout if name == figure else ""
+main = Benchmark(
+    __doc__,
+    measure,
+    panels,
+    options=(
+        model_option("Llama-3.3-70B", "directory of a model, or a name in paged_bench/models"),
+        Option("--machines", "machines", 2),
+        Option("--rows", "sequences that decode at once", 64),
+        Option("--prompt", "tokens of a prompt", 4096),
+        Option("--gbits", "Gbit/s of a machine, each direction", 100.0),
+        Option("--latency-us", "latency of a message", 20.0),
+    ),
+)

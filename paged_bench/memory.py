@@ -11,278 +11,461 @@ import itertools
 import random
 import statistics
 import time
-from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Rows
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
+
+from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.sizes import GIB
+from paged_backend.engine.recurrent_models import num_state_slots
+from paged_backend.memory.cache_layout import CacheLayout
+from paged_backend.memory.kv_cache import LayerShape, bytes_per_block
+from paged_backend.memory.state_cache import StateShape, TensorShape, bytes_per_slot
+from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.sequence import Sequence
 from paged_backend.scheduling.step_result import StepResult
-from paged_bench._cache_simulation import MODELS, cache_memory
-from paged_bench._pool_simulation import POOL_SLOTS, RESERVATION, requests, simulate, utilisation
-from paged_bench._report import Record, Records, arguments, count, parser, publish
-from paged_bench._workload import DATASETS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from paged_bench._engine import DATASETS, greedy, lengths, load, serve
+from paged_bench._harness import (
+    Bars,
+    Benchmark,
+    Lines,
+    Option,
+    Record,
+    alternate,
+    bounded,
+    count,
+    figures,
+    model_option,
+)
+from paged_bench._timing import timer
+from paged_client.serving.repository import resolve_model
+from paged_kernels.layer_cache import LayerCache
+from paged_kernels.ops import kv_write, paged_attention
+from paged_kernels.paging import Paging
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BLOCK_SIZE = 16  # of the other parts
 MIN_REQUESTS = 100
 WIDTHS = (2, 4, 6)  # samples or beams of one prompt
 WASTE_TARGETS = {("ShareGPT", 16): 2.5, ("Alpaca", 4): 3.5}
 WASTE_LIMITS = {("ShareGPT", 16): 2.2, ("Alpaca", 4): 3.0}
+RESERVATION = 2048  # slots that a contiguous cache reserves for each request
+POOL_SLOTS = 16_384
 
 
-def pages(count: int) -> tuple[list[Record], dict[str, dict[int, float]]]:
-    records: list[Record] = []
-    curves: dict[str, dict[int, float]] = {}
+# --- a block pool without a model -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The pool usage at one time, and the slots that other allocators would use for the same requests."""
+
+    requests: int
+    live: int  # tokens in the pool
+    allocated: int  # slots in used blocks
+    unshared: int  # slots that the sequences would use without sharing blocks
+    analytic: int  # slots that they need with sharing, computed from their lengths
+    # Slots of contiguous allocation, which reserves for each request:
+    maximum: int  # the maximum length of any request,
+    power_of_two: int  # the power of two above its own length,
+    oracle: int  # exactly its own length
+
+
+def requests(
+    dataset: str, count: int, sampling: Mapping[str, Any] | None = None, *, equal: bool = False
+) -> list[GenerateRequest]:
+    """Return requests with the lengths of a dataset or, with `equal`, all with its mean lengths."""
+    rng = random.Random(0)
+    count *= 1 if dataset == "ShareGPT" else 6  # Alpaca is shorter: about the same number of tokens
+    prompts, outputs = ([mean] * count if equal else lengths(mean, count, rng) for mean in DATASETS[dataset])
+    rng.shuffle(outputs)
+    return [
+        GenerateRequest(
+            key, tuple(range(prompt)), SamplingParams(max_tokens=output, **(sampling or {})), 0, frozenset()
+        )
+        for key, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+
+
+def simulate(work: Rows[GenerateRequest], block_size: int, every: int = 16) -> Iterator[Sample]:
+    """Schedule all requests, and sample the pool every `every` steps while requests wait for blocks."""
+    blocks = BlockManager(POOL_SLOTS // block_size, block_size)
+    scheduler = Scheduler(blocks, max_num_seqs=4096, max_num_batched_tokens=16_384)
+    for request in work:
+        scheduler.add(request)
+    step, rng = 0, random.Random(0)
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(plan, sampled(plan, rng))
+        step += 1
+        if step % every == 0 and scheduler.stats.waiting:
+            yield sample_pool(scheduler)
+
+
+def sampled(plan: Plan, rng: random.Random) -> StepResult:
+    """Return token 0 for each sampled sequence, and candidates for each live beam."""
+    sequences = [sequence for chunk in plan.chunks for sequence in chunk.sampled_sequences]
+    widths = {index: sequence.request.sampling.beam_width for index, sequence in enumerate(sequences)}
+    candidates = {index: random_candidates(width, rng) for index, width in widths.items() if width > 1}
+    return StepResult([[0] for _ in sequences], candidates=candidates)
+
+
+def random_candidates(width: int, rng: random.Random) -> list[Candidate]:
+    """Return candidates whose probabilities fall about as fast as those of a fairly confident language model."""
+    log_prob, row = -rng.expovariate(1), []
+    for token in range(2 * width):
+        row.append(Candidate(token, log_prob))
+        log_prob -= rng.expovariate(1)
+    return row
+
+
+def distinct_slots(beams: Rows[Sequence], size: int) -> int:
+    """Return the slots that beams need: beams with the same tokens up to the end of a block share it."""
+    seen = set()
+    for beam in beams:
+        prefix = 0
+        for start in range(0, beam.computed, size):
+            prefix = hash((prefix, *beam.tokens[start : min(start + size, beam.computed)]))
+            seen.add((start, prefix))
+    return len(seen) * size
+
+
+def sample_pool(scheduler: Scheduler) -> Sample:
+    size = scheduler.blocks.block_size
+    groups = scheduler.running
+    totals = dict.fromkeys(("live", "unshared", "analytic", "maximum", "power_of_two", "oracle"), 0)
+    for group in groups:
+        prompt, samples = group.leader.num_prompt, len(group.sequences)
+        shared = prompt // size * size if samples > 1 and group.forked else 0
+        need = prompt + group.request.sampling.max_tokens
+        totals["maximum"] += RESERVATION * samples
+        totals["power_of_two"] += (1 << (need - 1).bit_length()) * samples
+        totals["oracle"] += need * samples
+        totals["live"] += shared
+        totals["analytic"] += shared
+        if group.beams:
+            totals["analytic"] += distinct_slots(group.sequences, size) - shared
+        for sequence in group.active:
+            held = len(sequence.blocks) * size
+            totals["unshared"] += held
+            totals["live"] += sequence.computed - shared
+            if not group.beams:
+                totals["analytic"] += -(-sequence.computed // size) * size - shared
+    return Sample(requests=len(groups), allocated=scheduler.blocks.num_used * size, **totals)
+
+
+def utilisation(samples: Rows[Sample], of: str) -> float:
+    """Return the share of slots that hold a token, over all samples. `of` is the field of Sample with the slots."""
+    return sum(sample.live for sample in samples) / sum(getattr(sample, of) for sample in samples)
+
+
+def waste(requested: int) -> Iterator[Record]:
+    """Measure the share of slots that hold no token, by block size, beside contiguous allocation."""
     for dataset in DATASETS:
-        work, curves[dataset] = requests(dataset, count), {}
+        work = requests(dataset, requested)
         for size in BLOCK_SIZES:
-            samples = list(simulate(work, size))
-            waste = 100 * (1 - utilisation(samples, "allocated"))
-            curves[dataset][size] = waste
-            peers = {
-                f"contiguous, {of}": 100 * (1 - utilisation(samples, of))
-                for of in ("maximum", "power_of_two", "oracle")
+            samples, place = list(simulate(work, size)), (dataset, size)
+            unused = {
+                of: 100 * (1 - utilisation(samples, of)) for of in ("allocated", "maximum", "power_of_two", "oracle")
             }
-            place = (dataset, size)
-            records.append(
-                Record(
-                    f"waste {dataset} block_size={size}",
-                    waste,
-                    "%",
-                    WASTE_TARGETS.get(place),
-                    WASTE_LIMITS.get(place),
-                    peers,
-                )
-            )
-    return records, curves
+            name, value = f"waste {dataset} block_size={size}", unused.pop("allocated")
+            peers = {f"contiguous, {of}": share for of, share in unused.items()}
+            yield Record(name, value, "%", WASTE_TARGETS.get(place), WASTE_LIMITS.get(place), peers)
 
 
-def capacity(count: int) -> list[Record]:
+def capacity(requested: int) -> Iterator[Record]:
     """Measure how many requests run at once, relative to a contiguous cache with RESERVATION slots for each.
 
     The limit is the figure without any wasted slot. It is below what the mean lengths suggest, because long requests
     stay longer.
     """
-    records = []
     for name, equal in (("lengths that vary", False), ("all of mean length", True)):
-        samples = list(simulate(requests("ShareGPT", count, equal=equal), 16))
-        resident = statistics.mean(one.requests for one in samples) / (POOL_SLOTS // RESERVATION)
-        limit = RESERVATION / (sum(one.live for one in samples) / sum(one.requests for one in samples))
-        records.append(Record(f"capacity ShareGPT, {name}", resident, "x", 6.0, limit))
-    return records
+        samples = list(simulate(requests("ShareGPT", requested, equal=equal), BLOCK_SIZE))
+        resident = statistics.mean(sample.requests for sample in samples) / (POOL_SLOTS // RESERVATION)
+        limit = RESERVATION / (sum(sample.live for sample in samples) / sum(sample.requests for sample in samples))
+        yield Record(f"capacity ShareGPT, {name}", resident, "x", 6.0, limit)
 
 
-def sharing(count: int, widths: Rows[int]) -> list[Record]:
+def sharing(requested: int, widths: Rows[int]) -> Iterator[Record]:
     """Measure the share of blocks that parallel sampling and beam search save by sharing, beside the computed share."""
-    records = []
     for dataset, kind, width in itertools.product(DATASETS, ("n", "beam_width"), widths):
-        samples = list(simulate(requests(dataset, count, {kind: width}), 16))
-        unshared = sum(one.unshared for one in samples)
-        saved = 100 * (1 - sum(one.allocated for one in samples) / unshared)
-        analytic = 100 * (1 - sum(one.analytic for one in samples) / unshared)
-        records.append(
-            Record(f"saved by sharing {dataset} {kind}={width}", saved, "%", peers={"by arithmetic": analytic})
-        )
-    return records
+        samples = list(simulate(requests(dataset, requested, {kind: width}), BLOCK_SIZE))
+        unshared = sum(sample.unshared for sample in samples)
+        saved = 100 * (1 - sum(sample.allocated for sample in samples) / unshared)
+        analytic = 100 * (1 - sum(sample.analytic for sample in samples) / unshared)
+        name = f"saved by sharing {dataset} {kind}={width}"
+        yield Record(name, saved, "%", peers={"by arithmetic": analytic})
 
 
-def bookkeeping(steps: int) -> list[Record]:
+def bookkeeping(steps: int) -> Iterator[Record]:
     """Measure the time of schedule and commit for each decoding sequence, in microseconds."""
-    records = []
-    for running in (256, 1024):
-        for context in (64, 1024):
-            blocks = BlockManager(running * (context // 16 + 32), 16, caching=True)
-            scheduler = Scheduler(blocks, max_num_seqs=running, max_num_batched_tokens=running * context)
-            for key in range(running):
-                prompt = tuple((key * 7919 + position) % 50_000 for position in range(context))
-                scheduler.add(GenerateRequest(key, prompt, SamplingParams(max_tokens=500), 0, frozenset({2})))
-            times = []
-            for _ in range(steps + 1):
-                started = time.perf_counter()
-                plan = scheduler.schedule()
-                assert plan is not None
-                scheduler.commit(plan, StepResult.of_tokens([0] * running))
-                times.append((time.perf_counter() - started) / running * 1e6)
-            name = f"bookkeeping running={running} context={context}"
-            records.append(Record(name, statistics.median(times[1:]), "us/sequence/step", target=3.0))
-    return records
+    for running, context in itertools.product((256, 1024), (64, 1024)):
+        blocks = BlockManager(running * (context // BLOCK_SIZE + 32), BLOCK_SIZE, caching=True)
+        scheduler = Scheduler(blocks, max_num_seqs=running, max_num_batched_tokens=running * context)
+        for key in range(running):
+            prompt = tuple((key * 7919 + position) % 50_000 for position in range(context))
+            scheduler.add(GenerateRequest(key, prompt, SamplingParams(max_tokens=500), 0, frozenset({2})))
+        times = []
+        for _ in range(steps + 1):
+            started = time.perf_counter()
+            plan = scheduler.schedule()
+            assert plan is not None
+            scheduler.commit(plan, StepResult.of_tokens([0] * running))
+            times.append((time.perf_counter() - started) / running * 1e6)
+        name = f"bookkeeping running={running} context={context}"
+        yield Record(name, statistics.median(times[1:]), "us/sequence/step", target=3.0)
+
+
+# --- windows, latents and states --------------------------------------------------------------------------------------
+
+
+LENGTHS = (8192, 32_768)
+CHUNK = 2048  # prompt tokens of a step
+# Tokens generated after the prompt. The memory is measured after each, as blocks fill and leave the window.
+DECODED = 48
+POOL = 64 * GIB
+TARGET = 1.05
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the layers of a model keep for a sequence."""
+
+    name: str
+    layers: tuple[LayerShape, ...]  # with attention
+    states: tuple[StateShape, ...] = ()  # of the recurrent layers
+    # What a pool without this feature would keep: all tokens, keys and values of all heads, in every layer.
+    plain: tuple[LayerShape, ...] = ()
+
+    def layout(self, length: int) -> CacheLayout:
+        """Return the layout for contexts of at most `length` tokens."""
+        return CacheLayout.of(self.layers, BLOCK_SIZE, max_model_len=length, max_pending=2 * CHUNK)
+
+    def required(self, length: int) -> int:
+        """Return the bytes that the model needs to continue a sequence of `length` tokens."""
+        cached = sum(min(length, layer.window or length) * _token_bytes([layer]) for layer in self.layers)
+        return cached + bytes_per_slot(self.states)
+
+    def held(self, length: int) -> int:
+        """Return the most bytes that a sequence holds while it decodes up to `length` tokens."""
+        layout = self.layout(length)
+        pages = held_pages(layout, length)
+        return pages * bytes_per_block(layout.shapes, BLOCK_SIZE, DTYPE) + bytes_per_slot(self.states)
+
+    def requests(self, length: int) -> int:
+        """Return how many sequences of `length` tokens fit into POOL. With the default options, each has a second state
+        slot, for a checkpoint."""
+        layout = self.layout(length)
+        pages = layout.blocks.pages_for([length], [1], 0)
+        slots = (
+            num_state_slots(EngineConfig.from_options({"model": self.name, "max_num_seqs": 1})) if self.states else 0
+        )
+        sequence = pages * bytes_per_block(layout.shapes, BLOCK_SIZE, DTYPE) + slots * bytes_per_slot(self.states)
+        return POOL // sequence
+
+
+def _token_bytes(layers: Rows[LayerShape]) -> int:
+    return bytes_per_block(layers, 1, DTYPE)
+
+
+def _windowed(name: str, full: int, windowed: int, window: int, heads: int, head_dim: int) -> ModelShape:
+    """Return a model with `full` layers of full attention and `windowed` layers with a sliding window."""
+    layers = [LayerShape(heads, head_dim)] * full + [LayerShape(heads, head_dim, window=window)] * windowed
+    return ModelShape(name, tuple(layers), plain=(LayerShape(heads, head_dim),) * (full + windowed))
+
+
+def _latent(name: str, layers: int, heads: int) -> ModelShape:
+    """Return a model with the latent attention of DeepSeek V2 and V3: 512 elements for keys and values, 64 for
+    positions. Each of its heads has keys of 192 and values of 128 elements."""
+    expanded = (LayerShape(heads, 192, 128),) * layers
+    return ModelShape(name, (LayerShape(1, 576, 512, latent=True),) * layers, plain=expanded)
+
+
+def _hybrid(name: str, full: LayerShape, num_full: int, state: StateShape, num_states: int) -> ModelShape:
+    """Return a model with layers of full attention and recurrent layers. transformers keeps the states of scans in
+    float32."""
+    return ModelShape(name, (full,) * num_full, (state,) * num_states, plain=(full,) * (num_full + num_states))
+
+
+MODELS = (
+    _windowed("Gemma 3 270M", 3, 15, 512, 1, 256),
+    _windowed("Gemma 3 27B", 10, 52, 1024, 16, 128),
+    _windowed("gpt-oss 20B", 12, 12, 128, 8, 64),
+    _windowed("Mistral 7B v0.1", 0, 32, 4096, 8, 128),
+    _latent("DeepSeek V2 Lite", 27, 16),
+    _latent("DeepSeek V3", 61, 128),
+    _hybrid(
+        "Qwen3-Next 80B",
+        LayerShape(2, 256),
+        12,
+        StateShape(TensorShape((8192, 4), DTYPE), TensorShape((32, 128, 128), torch.float32)),
+        36,
+    ),
+    _hybrid(
+        "Granite 4.0 H-Small",
+        LayerShape(8, 128),
+        4,
+        StateShape(TensorShape((8448, 4), DTYPE), TensorShape((128, 64, 128), torch.float32)),
+        36,
+    ),
+    _hybrid("LFM2 1.2B", LayerShape(8, 64), 6, StateShape(TensorShape((2048, 3), DTYPE), None), 10),
+)
+
+
+def cache_memory() -> Iterator[Record]:
+    """Measure memory held against memory required, and how many requests fit into a pool.
+
+    The peers are the figures of a pool that keeps keys and values of all tokens, heads and layers, and of a sequence
+    with a second state slot, a checkpoint of its prompt for the prefix cache.
+    """
+    for shape, length in itertools.product(MODELS, LENGTHS):
+        name = f"{shape.name}, {length:,} tokens"
+        required, plain = shape.required(length), length * _token_bytes(shape.plain)
+        ratio = shape.held(length) / required
+        peers = {"all kept": plain / required}
+        if shape.states:
+            peers["with a checkpoint"] = ratio + bytes_per_slot(shape.states) / required
+        yield Record(f"memory, {name}", ratio, "x required", TARGET, 1.0, peers)
+        few = {"all kept": POOL // plain}
+        yield Record(f"requests in 64 GiB, {name}", shape.requests(length), "requests", peers=few)
+
+
+def held_pages(layout: CacheLayout, length: int) -> int:
+    """Return the largest number of pages that a sequence holds while it decodes up to `length` tokens."""
+    pages = layout.blocks.pages_for([length], [length], 0)
+    blocks = BlockManager(pages, BLOCK_SIZE, layout=layout.blocks)
+    scheduler = Scheduler(blocks, max_num_seqs=1, max_num_batched_tokens=CHUNK)
+    prompt = (0,) * (length - DECODED)
+    scheduler.add(GenerateRequest(0, prompt, SamplingParams(max_tokens=DECODED), 0, frozenset()))
+    most = 0
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(plan, StepResult.of_tokens([0] * sum(len(chunk.sampled_sequences) for chunk in plan.chunks)))
+        if any(group.leader.generated > 1 for group in scheduler.running):
+            most = max(most, blocks.num_used)
+    return most
+
+
+# --- attention and the prefix cache -----------------------------------------------------------------------------------
 
 
 def attention_speed(rounds: int) -> list[Record]:
     """Measure attention and KV write of one layer by block size, in ms, for 16 decoding sequences with context 512.
 
-    The layer has 9 heads of 64 and 3 KV heads, as in the demo model. The block sizes run alternately.
+    The layer has 9 heads of 64 and 3 KV heads, as in the demo model.
     """
-    import torch
-
-    from paged_kernels.layer_cache import LayerCache
-    from paged_kernels.ops import kv_write, paged_attention
-    from paged_kernels.paging import Paging
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     count, context = 16, 512
     lens = torch.full((count,), context, dtype=torch.int32, device=device)
     starts = torch.arange(count + 1, dtype=torch.int32, device=device)
     query, new = (torch.randn(count, heads, 64, device=device) for heads in (9, 3))
 
-    def step(size: int, cache: LayerCache, tables: torch.Tensor) -> None:
+    def step(size: int) -> Callable[[], float]:
+        blocks = -(-context // size)
+        pool = torch.randn(count * blocks, 3, size, 64, device=device)
+        cache, tables = LayerCache(pool, pool), torch.randperm(count * blocks).to(torch.int32).view(count, blocks)
+        tables = tables.to(device)
         slots = tables[:, (context - 1) // size].long() * size + (context - 1) % size
         paging = Paging(slots, tables, lens, starts, 1, context)
-        kv_write(new, new, cache, slots)
-        paged_attention(query, cache, paging, scale=0.125)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
 
-    pools, times = {}, {size: list[float]() for size in BLOCK_SIZES}
-    for size in BLOCK_SIZES:
-        blocks = -(-context // size)
-        cache = torch.randn(count * blocks, 3, size, 64, device=device)
-        tables = torch.randperm(count * blocks).to(torch.int32).view(count, blocks).to(device)
-        pools[size] = (LayerCache(cache, cache), tables)
-        step(size, *pools[size])
-    for _ in range(rounds):
-        for size, (cache, tables) in pools.items():
-            started = time.perf_counter()
-            step(size, cache, tables)
-            times[size].append(time.perf_counter() - started)
-    return [
-        Record(f"attention on {device.type}, block_size={size}", 1e3 * statistics.median(values), "ms/layer")
-        for size, values in times.items()
-    ]
+        def call(_: int) -> torch.Tensor:
+            kv_write(new, new, cache, slots)
+            return paged_attention(query, cache, paging, scale=0.125)
+
+        seconds = timer(call, 1, device)
+        return lambda: 1e3 * seconds()
+
+    contest = alternate({f"block_size={size}": step(size) for size in BLOCK_SIZES}, rounds, quiet=True)
+    return contest.records(f"attention on {device.type}, {{}}", "ms/layer")
 
 
-def system_prompt(model: str, count: int) -> list[Record]:
+def system_prompt(model: str, count: int) -> Iterator[Record]:
     """Measure the time to first token of requests with a shared system prompt, with the prefix cache on and off.
 
     The system prompt has 512 tokens, or half of the model's maximum length. Requests run one after the other.
     """
-    from paged_backend.api.config import EngineConfig
-    from paged_backend.engine.assembly import assemble
-    from paged_bench._engine import serve
-    from paged_client.serving.repository import resolve_model
-
-    rng = random.Random(0)
     options = {"model": resolve_model(model), "dtype": "float32", "num_gpu_blocks_override": 512}
-    first: dict[bool, list[float]] = {True: [], False: []}
-    hit_rate = 0.0
+    medians, hit_rate, shared = dict[bool, float](), 0.0, 0
     for caching in (True, False):
-        assembly = assemble(EngineConfig.from_options(options | {"enable_prefix_caching": caching}))
-        vocab = assembly.limits.vocab_size
+        assembly, rng = load(options | {"enable_prefix_caching": caching}), random.Random(0)
+        draw = partial(rng.randrange, assembly.limits.vocab_size)
         shared = min(512, assembly.limits.max_model_len // 2)
-        draw = random.Random(1).randrange
-        system = [draw(vocab) for _ in range(shared)]
-        total = 0
-        for key in range(count):
-            prompt = system + [rng.randrange(vocab) for _ in range(24)]
-            total += len(prompt)
+        system, times = [draw() for _ in range(shared)], []
+        for _ in range(count):
             started = time.perf_counter()
-            sampling = SamplingParams(max_tokens=1, temperature=0)
-            request = GenerateRequest.from_prompt(key, prompt, sampling, 0, frozenset(), assembly.limits)
-            for _ in serve(assembly, [request]):
+            for _ in serve(assembly, greedy(assembly, [system + [draw() for _ in range(24)]], 1)):
                 pass
-            first[caching].append(time.perf_counter() - started)
+            times.append(time.perf_counter() - started)
+        medians[caching] = 1e3 * statistics.median(times)
         if caching:
-            hit_rate = 100 * assembly.scheduler.stats.cached_tokens / total
-    medians = {caching: statistics.median(values) for caching, values in first.items()}
-    return [
-        Record(f"hit rate, system prompt of {shared} tokens", hit_rate, "%", limit=100 * shared / (shared + 24)),
-        Record("time to first token, cached", medians[True] * 1e3, "ms", peers={"cache off": medians[False] * 1e3}),
-    ]
+            hit_rate = 100 * assembly.scheduler.stats.cached_tokens / (count * (shared + 24))
+    yield Record(f"hit rate, system prompt of {shared} tokens", hit_rate, "%", limit=100 * shared / (shared + 24))
+    yield Record("time to first token, cached", medians[True], "ms", peers={"cache off": medians[False]})
 
 
-def main(argv: Rows[str]) -> int:
-    args = arguments(_parser(), argv, {"requests": MIN_REQUESTS})
-    count, widths = args.requests, WIDTHS[:2] if args.quick else WIDTHS
-    measured, curves = pages(count)
-    records = Records(args, measured)
-    records += capacity(count)
-    records += sharing(count, widths)
-    records += cache_memory()
-    records += bookkeeping(min(count, 200))
-    records += attention_speed(10 if args.quick else 50)
-    records += system_prompt(args.model, 2 if args.quick else count // 10)
-    publish(records, lambda file, caption: draw(records, curves, widths, file, caption))
-    return 0
+# --- the benchmark -------------------------------------------------------------------------------------------------
 
 
-def _num_requests(text: str) -> int:
-    """Parse --requests. The pool is sampled while requests wait for blocks, so that there must be enough of them."""
-    if (value := count(text)) < MIN_REQUESTS:
-        raise ArgumentTypeError(f"{text!r}: must be at least {MIN_REQUESTS}, so that some wait for blocks")
-    return value
+def measure(args: Namespace) -> Iterator[Record]:
+    yield from waste(args.requests)
+    yield from capacity(args.requests)
+    yield from sharing(args.requests, WIDTHS[:2] if args.quick else WIDTHS)
+    yield from cache_memory()
+    yield from bookkeeping(min(args.requests, 200))
+    yield from attention_speed(10 if args.quick else 50)
+    yield from system_prompt(args.model, 2 if args.quick else args.requests // 10)
 
 
-def _parser() -> ArgumentParser:
-    made = parser("memory", __doc__)
-    made.add_argument(
-        "--requests",
-        type=_num_requests,
-        default=2000,
-        metavar="N",
-        help="requests to simulate (default: 2000); a tenth of them for the model",
-    )
-    made.add_argument("--model", default="demo", help="model of the last part (default: demo)")
-    return made
-
-
-def draw(
-    records: Rows[Record], curves: dict[str, dict[int, float]], widths: Rows[int], file: Path, caption: str
-) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 3.4), layout="constrained")
-    left, middle, right, held = figure.subplots(1, 4)
-    for dataset, curve in curves.items():
-        left.plot(list(curve), list(curve.values()), marker="o", label=dataset)
-    left.set_xscale("log", base=2)
-    left.set_xticks(BLOCK_SIZES, [str(size) for size in BLOCK_SIZES])
-    left.set_xlabel("tokens per block")
-    left.set_ylabel("slots that hold no token, %")
-    left.legend(frameon=False)
+def panels(records: Rows[Record]) -> Iterator[Bars | Lines]:
+    wasted = {name: figures(records, f"waste {name} block_size=(.*)") for name in DATASETS}
+    yield Lines("slots that hold no token, %", _numbers(wasted), "tokens per block")
     by_name = {record.name: record for record in records}
-    bars = {"blocks of 16": by_name["waste ShareGPT block_size=16"].value} | dict(
-        by_name["waste ShareGPT block_size=16"].peers
-    )
-    drawn = middle.bar(
-        [name.replace("contiguous, ", "").replace("_", " ") for name in bars],
-        list(bars.values()),
-        color=["#76b900", *["#b0b0b0"] * 3],
-    )
-    middle.bar_label(drawn, fmt="%.1f")
-    middle.set_title("waste on ShareGPT lengths, %", fontsize=10)
-    for dataset, (kind, style) in itertools.product(DATASETS, (("n", "-"), ("beam_width", "--"))):
-        shared = [by_name[f"saved by sharing {dataset} {kind}={width}"].value for width in widths]
-        label = f"{dataset}, {'samples' if kind == 'n' else 'beams'}"
-        right.plot(widths, shared, style, marker="o", label=label, color="C0" if dataset == "ShareGPT" else "C1")
-    right.set_xlabel("samples or beams of one prompt")
-    right.set_ylabel("blocks saved by sharing, %")
-    right.set_xticks(widths)
-    right.set_ylim(0)
-    right.legend(frameon=False)
-    draw_held(held, by_name)
-    for axes in (left, middle, right, held):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
-    figure.text(0, -0.05, caption, fontsize=6, color="#606060")
-    figure.savefig(file, dpi=150, bbox_inches="tight")
+    paged = by_name["waste ShareGPT block_size=16"]
+    shown = {"blocks of 16": paged.value or 0.0} | {
+        name.replace("contiguous, ", "").replace("_", " "): value for name, value in paged.peers.items()
+    }
+    yield Bars("waste on ShareGPT lengths, %", shown, grey=[name for name in shown if name != "blocks of 16"])
+    kinds = {"samples": "n", "beams": "beam_width"}
+    saved = {
+        f"{name}, {kind}": figures(records, f"saved by sharing {name} {field}=(.*)")
+        for name in DATASETS
+        for kind, field in kinds.items()
+    }
+    yield Lines("blocks saved by sharing, %", _numbers(saved), "samples or beams of one prompt")
+    held = {name: by_name[f"memory, {name}, 8,192 tokens"] for name in (shape.name for shape in MODELS)}
+    shares = {name: 100 * (one.value or 0.0) / one.peers["all kept"] for name, one in held.items()}
+    yield Bars("memory at 8,192 tokens, % of all keys and values", shares)
 
 
-def draw_held(axes: Axes, records: Mapping[str, Record]) -> None:
-    """Draw the share of memory that a sequence of 8,192 tokens holds, of keys and values in all layers."""
-    shares = {}
-    for model in MODELS:
-        record = records[f"memory, {model.name}, 8,192 tokens"]
-        assert record.value is not None
-        shares[model.name] = 100 * record.value / record.peers["all kept"]
-    drawn = axes.barh(list(shares), list(shares.values()), color="#76b900")
-    axes.bar_label(drawn, fmt="%.1f")
-    axes.invert_yaxis()
-    axes.set_xlim(0, 100)
-    axes.set_title("memory at 8,192 tokens, % of all keys and values", fontsize=10)
+def _numbers(lines: Mapping[str, Mapping[str, float]]) -> dict[str, dict[float, float]]:
+    return {name: {float(x): y for x, y in line.items()} for name, line in lines.items()}
+
+
+main = Benchmark(
+    __doc__,
+    measure,
+    panels,
+    options=(
+        Option(
+            "--requests",
+            "requests to simulate (default: 2000); a tenth of them for the model",
+            2000,
+            type=bounded(count, MIN_REQUESTS, why="so that some wait for blocks"),
+        ),
+        model_option(help="model of the last part"),
+    ),
+    quick={"requests": MIN_REQUESTS},
+)

@@ -10,58 +10,60 @@ from __future__ import annotations
 
 import os
 import secrets
-import statistics
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
-from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
-from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.distributed.topology import CLUSTER_SECRET
-from paged_backend.engine.assembly import Assembly, assemble
+from paged_backend.engine.assembly import Assembly
 from paged_backend.utils.machine import find_python
-from paged_bench import _chart, _machines
-from paged_bench._engine import serve
-from paged_bench._report import Record, Records, alternate, arguments, count, not_measured, parser, publish, ratio
+from paged_bench import _machines
+from paged_bench._engine import greedy, load, serve
+from paged_bench._harness import (
+    Bars,
+    Benchmark,
+    InvalidArgument,
+    Option,
+    Record,
+    alternate,
+    figures,
+    model_option,
+    not_measured,
+    rounds_option,
+)
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import resolve_model
 
+ONE = "one process"
 PROMPT = 64  # tokens
 LONG_OUTPUT = 4096  # tokens of a request that does not end by itself
 END_SECONDS = 10  # target of the time until requests end after a machine is lost
 
 
-@dataclass
-class Traffic:
-    """What moved between the machines during the decode steps of one contestant."""
+@dataclass(frozen=True)
+class Decoded:
+    """A run of requests at once."""
 
-    steps: int = 0
-    bytes: int = 0
+    rate: float  # output tokens per second, prefill included
+    steps: int  # after the prompts were computed
+    moved: int  # bytes from and to a machine during these steps
 
 
 def requests_of(assembly: Assembly, streams: int, output: int) -> list[GenerateRequest]:
     """Return requests with different prompts."""
-    return [
-        GenerateRequest.from_prompt(
-            key,
-            [(key * 131 + position) % assembly.limits.vocab_size for position in range(PROMPT)],
-            SamplingParams(max_tokens=output, temperature=0, ignore_eos=True),
-            0,
-            frozenset(),
-            assembly.limits,
-        )
-        for key in range(streams)
-    ]
+    vocab = assembly.limits.vocab_size
+    prompts = [[(key * 131 + position) % vocab for position in range(PROMPT)] for key in range(streams)]
+    return greedy(assembly, prompts, output, ignore_eos=True)
 
 
-def decode(assembly: Assembly, streams: int, output: int, machine: _machines.Machine, traffic: Traffic) -> float:
-    """Return output tokens per second of requests that run at once, prefill included."""
+def decode(assembly: Assembly, streams: int, output: int, machine: _machines.Machine) -> Decoded:
+    """Run requests at once. machine: its bytes are counted."""
     requests = requests_of(assembly, streams, output)
     started = time.perf_counter()
     before, steps, found = 0, 0, 0
@@ -71,9 +73,7 @@ def decode(assembly: Assembly, streams: int, output: int, machine: _machines.Mac
             before, steps = machine.bytes_moved(), 0
         else:
             steps += 1
-    traffic.bytes += machine.bytes_moved() - before
-    traffic.steps += steps
-    return streams * output / (time.perf_counter() - started)
+    return Decoded(streams * output / (time.perf_counter() - started), steps, machine.bytes_moved() - before)
 
 
 def end_after_cut(assembly: Assembly, machine: _machines.Machine) -> float:
@@ -110,11 +110,12 @@ def required_bytes(assembly: Assembly, streams: int, nodes: int, stages: int) ->
     return moved + (rows * config.vocab_size / width * size if width > 1 else 0) + 8 * rows
 
 
-def measure(model: str, nodes: int, stages: int, streams: int, output: int, rounds: int) -> list[Record]:
-    """Run the contestants alternately, and return their records."""
+def compare(args: Namespace, stages: int) -> Iterator[Record]:
+    """Run one process and all machines alternately, then cut a link."""
+    nodes, streams = args.nodes, args.streams
     several = f"{nodes} machines" if stages == 1 else f"{nodes} machines in {stages} stages"
     port = choose_ports(http_port=0, grpc_port=0, metrics_port=0)[0]
-    options = {"model": resolve_model(model), "dtype": "float32", "num_gpu_blocks_override": 1024, "device": "cpu"}
+    options = {"model": resolve_model(args.model), "dtype": "float32", "num_gpu_blocks_override": 1024, "device": "cpu"}
     shared = {
         "tensor_parallel_size": nodes // stages,
         "pipeline_parallel_size": stages,
@@ -136,77 +137,55 @@ def measure(model: str, nodes: int, stages: int, streams: int, output: int, roun
             worker = subprocess.Popen(command, env=environment | {"NODE_RANK": str(number)})
             stack.callback(worker.wait)
             stack.callback(worker.kill)
-        alone = assemble(EngineConfig.from_options(options))
-        parallel = assemble(EngineConfig.from_options(options | shared))
+        engines = {ONE: load(options), several: load(options | shared)}
+        parallel = engines[several]
         stack.callback(parallel.close)
-        traffic, none = Traffic(), Traffic()
-        figures = alternate(
-            {
-                "one process": lambda: decode(alone, streams, output, machines[0], none),
-                several: lambda: decode(parallel, streams, output, machines[0], traffic),
-            },
-            rounds,
-        )
+        contestants = {
+            name: partial(decode, engine, streams, args.output, machines[0]) for name, engine in engines.items()
+        }
+        contest = alternate(contestants, args.rounds, lambda run: run.rate)
         required = required_bytes(parallel, streams, nodes, stages)
         seconds = end_after_cut(parallel, machines[0])
-    one, many = figures["one process"], figures[several]
-    peers = {"one process": statistics.median(one)}
-    return [
-        Record(f"output, {streams} streams on {several}", statistics.median(many), "tokens/s", peers=peers),
-        ratio(f"{several} relative to one process", many, one),
-        Record(f"bytes of one of {several}", traffic.bytes / traffic.steps, "bytes/step", limit=required),
-        Record(f"bytes that one of {several} must exchange", required, "bytes/step"),
-        Record("end of a request after a link was cut", seconds, "s", target=END_SECONDS),
-    ]
+    moved = sum(run.moved for run in contest.runs[several]) / sum(run.steps for run in contest.runs[several])
+    output = contest.medians[several]
+    yield Record(f"output, {streams} streams on {several}", output, "tokens/s", peers={ONE: contest.medians[ONE]})
+    yield contest.ratio(f"{several} relative to one process", several, ONE)
+    yield Record(f"bytes of one of {several}", moved, "bytes/step", limit=required)
+    yield Record(f"bytes that one of {several} must exchange", required, "bytes/step")
+    yield Record("end of a request after a link was cut", seconds, "s", target=END_SECONDS)
 
 
-def main(argv: Sequence[str]) -> int:
-    made = _parser()
-    args = arguments(made, argv, {"rounds": 1, "output": 16})
+def measure(args: Namespace) -> Iterator[Record]:
     stages = args.pipeline_parallel_size
     if args.nodes % stages:
-        made.error(f"--pipeline-parallel-size {stages}: must divide {args.nodes}, the number of machines")
-    records = Records(args)
+        raise InvalidArgument(f"--pipeline-parallel-size {stages}: must divide {args.nodes}, the number of machines")
     if _machines.available():
-        records += measure(args.model, args.nodes, stages, args.streams, args.output, args.rounds)
+        yield from compare(args, stages)
     else:
-        records.append(not_measured("output on several machines", _machines.MISSING))
-    publish(records, lambda file, caption: draw(records, file, caption))
-    return 0
+        yield not_measured("output on several machines", _machines.MISSING)
 
 
-def _parser() -> ArgumentParser:
-    made = parser("nodes", __doc__)
-    made.add_argument("--model", default="demo", help="model to serve (default: demo)")
-    made.add_argument(
-        "--nodes",
-        type=count,
-        default=3,
-        metavar="N",
-        help="machines (default: 3, which divides the demo model's 9 heads)",
-    )
-    made.add_argument(
-        "--pipeline-parallel-size",
-        type=count,
-        default=1,
-        metavar="N",
-        help="stages, of which each has an equal part of the machines (default: 1)",
-    )
-    made.add_argument("--streams", type=count, default=16, metavar="N", help="requests at once (default: 16)")
-    made.add_argument("--output", type=count, default=64, metavar="N", help="tokens of each (default: 64)")
-    made.add_argument("--rounds", type=count, default=5, metavar="N", help="rounds (default: 5)")
-    return made
+def panels(records: Sequence[Record]) -> Iterator[Bars]:
+    output = [record for record in records if record.unit == "tokens/s"]
+    alone = {name: value for record in output for name, value in record.peers.items()}
+    yield Bars("output tokens/s", alone | figures(output, "output, .* on (.*)"), grey=[ONE])
+    moved = next((record for record in records if record.unit == "bytes/step" and record.limit), None)
+    exchanged = {"moved": moved.value, "required": moved.limit} if moved else {}
+    kilobytes = {name: (nbytes or 0.0) / 1e3 for name, nbytes in exchanged.items()}
+    yield Bars("KB of one machine per step", kilobytes, grey=["required"])
 
 
-def draw(records: Sequence[Record], file: Path, caption: str) -> None:
-    figure, (left, right) = _chart.panels(2, 2)
-    for record in records:
-        if record.value is None:
-            continue
-        if record.unit == "tokens/s":
-            values = {"one process": record.peers["one process"], "machines": record.value}
-            _chart.bars(left, values, "output tokens/s", grey=["one process"])
-        elif record.unit == "bytes/step" and record.limit:
-            values = {"moved": record.value / 1e3, "required": record.limit / 1e3}
-            _chart.bars(right, values, "KB of one machine per step", grey=["required"])
-    _chart.save(figure, file, caption)
+main = Benchmark(
+    __doc__,
+    measure,
+    panels,
+    options=(
+        model_option(help="model to serve"),
+        Option("--nodes", "machines (default: 3, which divides the demo model's 9 heads)", 3),
+        Option("--pipeline-parallel-size", "stages, of which each has an equal part of the machines", 1),
+        Option("--streams", "requests at once", 16),
+        Option("--output", "tokens of each", 64),
+        rounds_option(5),
+    ),
+    quick={"rounds": 1, "output": 16},
+)

@@ -9,58 +9,112 @@ bits, as the engine does in 16-bit data types.
 
 from __future__ import annotations
 
-import math
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine.assembly import Assembly, assemble
+from paged_backend.engine.assembly import Assembly
 from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.scheduling.sequence import Group
-from paged_backend.utils.machine import usable_cores
-from paged_bench._child import CHILDREN, Child
-from paged_bench._cpu_contestants import first_line
-from paged_bench._cpu_scenarios import output_rate, permute_tokens
-from paged_bench._disturbance import MAX_LOAD, least_disturbed
-from paged_bench._environments import LLAMA_CPP
-from paged_bench._quantization_models import FORMATS, GGUF, QUICK, REFERENCE, engine_options, gguf_file
-from paged_bench._report import (
-    Record,
-    Records,
-    alternate,
-    arguments,
-    count,
-    not_measured,
-    parser,
-    percentile,
-    publish,
-    ratio,
+from paged_backend.utils.machine import busy_seconds, usable_cores
+from paged_bench._checkpoints import (
+    CheckpointFormat,
+    awq_format,
+    block_fp8_format,
+    float8_format,
+    gptq_format,
+    int8_format,
+    packed_format,
+    quantize_directory,
 )
-from paged_bench._workload import Contestant, Job, Run
-from paged_bench.engine import run_paged
-from paged_bench.kv_dtype import BLOCK_SIZE, Score, log_probabilities, windows
+from paged_bench._engine import Contestant, Job, Run, load, permute_tokens, run_paged
+from paged_bench._harness import (
+    Bars,
+    Benchmark,
+    InvalidArgument,
+    Option,
+    Record,
+    alternate,
+    figures,
+    first_line,
+    model_option,
+    not_measured,
+    rounds_option,
+    spread,
+)
+from paged_bench._peers import AS_PACKAGED, Child, LlamaCpp, demo_gguf, quantized_gguf
+from paged_bench.kv_dtype import BLOCK_SIZE, accuracy, windows
 from paged_client.serving.repository import resolve_model
 
 ROWS = (1, 16, 256)  # tokens of the timed steps
 STREAMS = (1, 8)  # sequences
 PROMPT, OUTPUT = 144, 64  # tokens of a stream
 PEER = "llama.cpp"
+MAX_LOAD = 0.25  # average number of cores that other processes may keep busy during a run
+ATTEMPTS = 3  # number of times that a run is made at most
+Options = dict[str, object]  # of the engine
+REFERENCE = "float32"
+ROUNDED: Mapping[str, Options] = {  # formats that the engine makes while loading
+    REFERENCE: {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4, groups of 128": {"dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 128},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},  # groups of 32
+}
+CHECKPOINTS: Mapping[str, CheckpointFormat] = {
+    "AWQ": awq_format(32),
+    "GPTQ": gptq_format(4, 32, False),
+    "GPTQ desc_act": gptq_format(4, 32, False, desc_act=True),
+    "GPTQ 8 bits": gptq_format(8, 32, True),
+    "W4A16": packed_format(32),
+    "W8A8": int8_format(),  # activations stay in bfloat16
+    "FP8 tensor": float8_format("tensor", 0, 0),
+    "FP8 channel": float8_format("channel", 1, 0),
+    "FP8 blocks": block_fp8_format(64),
+}
+GGUF = {f"GGUF {kind}": kind for kind in ("Q8_0", "Q6_K", "Q4_K_M", "Q4_0", AS_PACKAGED)}
+FORMATS = [*ROUNDED, *CHECKPOINTS, *GGUF]
+QUICK = [REFERENCE, "bfloat16", "int4", "AWQ"]
+
+
+def gguf_file(name: str, llama_cpp: LlamaCpp | None) -> Path:
+    """Return the file of a format of GGUF, and let llama.cpp create it if necessary. Raises ValueError without it."""
+    kind = GGUF[name]
+    if kind == AS_PACKAGED:
+        return demo_gguf(kind)
+
+    def make(source: Path, made: Path) -> None:
+        if llama_cpp is None:
+            raise ValueError(f"{name} is made by llama.cpp, which is not among --peers")
+        llama_cpp.quantize(source, made, kind)
+
+    return quantized_gguf(kind, make)
+
+
+def engine_options(name: str, model: Path, scratch: Path, llama_cpp: LlamaCpp | None) -> Options:
+    """Return the options of the engine for a format, and write its files to `scratch` if necessary."""
+    if name in ROUNDED:
+        return {"model": str(model)} | ROUNDED[name]
+    if name in GGUF:
+        return {"model": str(gguf_file(name, llama_cpp)), "tokenizer": str(model), "dtype": "bfloat16"}
+    target = scratch / name
+    quantize_directory(model, target, CHECKPOINTS[name])
+    return {"model": str(target), "dtype": "bfloat16"}
 
 
 def step(assembly: Assembly, rows: int) -> Callable[[], float]:
@@ -81,52 +135,55 @@ def step(assembly: Assembly, rows: int) -> Callable[[], float]:
     return once
 
 
-class LlamaCpp:
-    """llama.cpp with each GGUF file."""
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run, and how many cores other processes kept busy meanwhile: 0 where the system does not tell."""
 
-    def __init__(self, threads: int, stack: ExitStack) -> None:
-        LLAMA_CPP.ensure()
-        self._threads, self._stack = threads, stack
-
-    def start(self, file: Path) -> Contestant:
-        """Start a process that serves a file. Raises ChildError."""
-        child = self._child()
-        child.load(path=str(file), num_threads=self._threads, kv_dtype="bfloat16")
-        return child
-
-    def quantize(self, source: Path, target: Path, kind: str) -> None:
-        """Write a file with weights of another kind. Raises ChildError."""
-        child = self._child()
-        child.quantize(source=str(source), target=str(target), kind=kind, num_threads=self._threads)
-        child.close()
-
-    def _child(self) -> Child:
-        log = LLAMA_CPP.directory / "llama_cpp_child.log"
-        child = Child([LLAMA_CPP.python, CHILDREN / "llama_cpp_child.py"], log)
-        self._stack.callback(child.close)
-        return child
+    run: Run
+    load: float
 
 
-def accuracy(models: Mapping[str, Assembly], texts: Sequence[Sequence[int]]) -> list[Record]:
-    """Compare the log probabilities of each model with those of the reference."""
-    scores = {name: Score() for name in models}
-    for window in texts:
-        following = torch.tensor(window[1:])
-        found = {name: log_probabilities(one, one.runner.kv, window)[:-1] for name, one in models.items()}
-        for name, score in scores.items():
-            score.add(found[name], found[REFERENCE], following)
-    print(f"{len(texts)} windows of {len(texts[0])} tokens, {scores[REFERENCE].positions} next tokens")
-    records = []
-    for name, score in scores.items():
-        records += [
-            Record(f"KL divergence {name}", score.divergence / score.positions, "nats", limit=0.0),
-            Record(f"same top token {name}", 100 * score.agreed / score.positions, "%", limit=100.0),
-            Record(f"perplexity {name}", math.exp(score.surprise / score.positions), ""),
-        ]
-    return records
+def least_disturbed(run: Callable[[], Run], child: int | None = None) -> LoadedRun:
+    """Run up to ATTEMPTS times, until other processes keep at most MAX_LOAD cores busy. Return the run with the least
+    load of other processes.
+
+    child: the process that computes, if it is not this one.
+    """
+    best: LoadedRun | None = None
+    for _ in range(ATTEMPTS):
+        started, before = time.monotonic(), other_cpu_seconds(child)
+        result = run()
+        elapsed, after = time.monotonic() - started, other_cpu_seconds(child)
+        load = 0.0 if before is None or after is None else max(0.0, after - before) / max(elapsed, 1e-9)
+        if best is None or load < best.load:
+            best = LoadedRun(result, load)
+        if load <= MAX_LOAD:
+            break
+        print(f"other processes used {load:.2g} cores ...", end=" ", file=sys.stderr, flush=True)
+    assert best is not None
+    return best
 
 
-def speed(models: Mapping[str, Assembly], peers: Mapping[str, Contestant], streams: int, rounds: int) -> list[Record]:
+def other_cpu_seconds(child: int | None) -> float | None:
+    """Return the CPU time that processes other than this one and `child` have used on the cores of the CPU affinity.
+
+    Returns None where the system does not tell. Processes with a positive nice value count only if this one has one.
+    """
+    try:
+        busy = busy_seconds(os.sched_getaffinity(0), include_nice=os.nice(0) > 0)
+        return busy - time.process_time() - (_cpu_seconds(child) if child is not None else 0.0)
+    except (OSError, ValueError):
+        return None
+
+
+def _cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user and system time
+
+
+def speed(
+    models: Mapping[str, Assembly], peers: Mapping[str, Contestant], streams: int, rounds: int
+) -> Iterator[Record]:
     """Measure the output tokens per second of streams, for one stream from its first token on, and compare the tokens
     with those of llama.cpp."""
     first = next(iter(models.values()))
@@ -135,36 +192,30 @@ def speed(models: Mapping[str, Assembly], peers: Mapping[str, Contestant], strea
     jobs = [
         Job([rng.randrange(vocab_size) for _ in range(min(PROMPT, limit - output))], output) for _ in range(streams)
     ]
-    runs: dict[str, list[Run]] = {}
-    loads: list[float] = []
 
-    def timed(name: str, run: Contestant) -> float:
-        made = runs.setdefault(name, [])
+    def undisturbed(run: Contestant, seeds: Iterator[int]) -> LoadedRun:
         child = run.pid if isinstance(run, Child) else None
-        result, load = least_disturbed(partial(run, permute_tokens(len(made), jobs, vocab_size)), child)
-        made.append(result)
-        loads.append(load)
-        return output_rate(made[-1], jobs) if streams > 1 else decode_rate(made[-1])
+        return least_disturbed(partial(run, permute_tokens(next(seeds), jobs, vocab_size)), child)
 
-    contestants: dict[str, Contestant] = {name: partial(run_paged, one) for name, one in models.items()}
-    contestants |= {f"{PEER}, {name}": one for name, one in peers.items()}
-    figures = alternate({name: partial(timed, name, one) for name, one in contestants.items()}, rounds)
+    def figure(made: LoadedRun) -> float:
+        return made.run.rate(jobs) if streams > 1 else decode_rate(made.run)
+
+    contestants: dict[str, Contestant] = {name: partial(run_paged, assembly) for name, assembly in models.items()}
+    contestants |= {f"{PEER}, {name}": peer for name, peer in peers.items()}
+    runs = {name: partial(undisturbed, run, iter(range(rounds))) for name, run in contestants.items()}
+    contest = alternate(runs, rounds, figure)
     label = "1 stream" if streams == 1 else f"{streams} streams"
+    loads = [made.load for runs in contest.runs.values() for made in runs]
     disturbed = 100 * sum(load > MAX_LOAD for load in loads) / len(loads)
-    records = [Record(f"{label}: runs beside other processes", disturbed, "%", limit=0.0)]
+    yield Record(f"{label}: runs beside other processes", disturbed, "%", limit=0.0)
     for name in models:
-        theirs = figures.get(f"{PEER}, {name}")
-        spread = {"p10": percentile(figures[name], 0.1), "p90": percentile(figures[name], 0.9)}
-        spread |= {PEER: statistics.median(theirs)} if theirs else {}
-        records.append(Record(f"{label} {name}", statistics.median(figures[name]), "tokens/s", peers=spread))
-        if theirs:
-            target = 1.0 if streams == 1 and "Q4" in name else None
-            records.append(ratio(f"{label} {name}: times {PEER}", figures[name], theirs, target))
-            share = 100 * same_tokens(runs[name], runs[f"{PEER}, {name}"])
-            records.append(
-                Record(f"{label} {name}: tokens as {PEER}", share, "% before the first difference", limit=100.0)
-            )
-    return records
+        theirs, target = f"{PEER}, {name}", 1.0 if streams == 1 and "Q4" in name else None
+        others = spread(contest.figures[name]) | ({PEER: contest.medians[theirs]} if name in peers else {})
+        yield Record(f"{label} {name}", contest.medians[name], "tokens/s", peers=others)
+        if name in peers:
+            yield contest.ratio(f"{label} {name}: times {PEER}", name, theirs, target)
+            share = 100 * same_tokens(*([made.run for made in contest.runs[who]] for who in (name, theirs)))
+            yield Record(f"{label} {name}: tokens as {PEER}", share, "% before the first difference", limit=100.0)
 
 
 def decode_rate(run: Run) -> float:
@@ -184,82 +235,70 @@ def same_tokens(ours: Sequence[Run], theirs: Sequence[Run]) -> float:
     return same / total
 
 
-def measure(args: Namespace, model: Path, llama_cpp: LlamaCpp | None, absent: str, scratch: Path) -> Iterator[Record]:
-    """Load the model in each format, and measure all of them."""
-    blocks = max(STREAMS) * -(-(PROMPT + OUTPUT + BLOCK_SIZE) // BLOCK_SIZE)
-    blocks = max(blocks, -(-max(args.length, *ROWS) // BLOCK_SIZE))
-    common = {
-        "device": "cpu",
-        "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": blocks,
-        "max_num_seqs": max(STREAMS),
-    }
-    common |= {"enable_prefix_caching": False}
-    models: dict[str, Assembly] = {}
-    for name in dict.fromkeys((REFERENCE, *args.formats)):
-        print(f"{name}: loading ...", file=sys.stderr, flush=True)
-        try:
-            options = engine_options(name, model, scratch, llama_cpp.quantize if llama_cpp else None)
-        except ValueError as error:
-            yield not_measured(name, str(error))
-            continue
-        models[name] = assemble(EngineConfig.from_options(options | common))
-        limit = models[name].limits.max_model_len
-        if args.length > limit:
-            raise ValueError(f"argument --length: {args.length}: must be at most {limit}, as long as a sequence can be")
-    peers: dict[str, Contestant] = {}
-    for name in GGUF.keys() & models.keys():
-        if llama_cpp is None:
-            yield not_measured(f"{name}: times {PEER}", absent)
-        else:
-            peers[name] = llama_cpp.start(gguf_file(name, llama_cpp.quantize))
-    yield from accuracy(models, windows(models[REFERENCE], args.windows, args.length))
-    longest = models[REFERENCE].limits.max_model_len
-    for rows in (one for one in ROWS[: 2 if args.quick else None] if one <= longest):
-        figures = alternate({name: step(one, rows) for name, one in models.items()}, 3 if args.quick else 15)
-        yield from (Record(f"step of {rows} {name}", statistics.median(each), "ms") for name, each in figures.items())
-    for streams in STREAMS:
-        yield from speed(models, peers, streams, args.rounds)
-
-
-def main(argv: Sequence[str]) -> int:
-    made = parser("quantization", __doc__)
-    cores = usable_cores()
-    add = made.add_argument
-    add("--model", default="demo", help="Hugging Face model directory with one weight file (default: demo)")
-    add("--windows", type=count, default=32, metavar="N", help="number of windows (default: 32)")
-    add("--length", type=count, default=512, metavar="N", help="tokens of a window (default: 512)")
-    add("--rounds", type=count, default=5, metavar="N", help="number of rounds of the streams (default: 5)")
-    add("--threads", type=count, default=cores, metavar="N", help=f"threads of each engine (default: {cores})")
-    add("--formats", type=names, metavar="A,B", help=f"formats, of {'; '.join(FORMATS)} (default: all)")
-    add("--peers", type=_peers, default=[PEER], metavar="A", help=f'"{PEER}" (default), or "none"')
-    args = arguments(made, argv, {"windows": 2, "length": 128, "rounds": 1, "formats": list(QUICK), "peers": []})
+def measure(args: Namespace) -> Iterator[Record]:
+    formats = args.formats or [name for name in FORMATS if name not in GGUF or args.model == "demo"]
+    if args.model != "demo" and (files := [name for name in formats if name in GGUF]):
+        raise InvalidArgument(f"argument --formats: {files[0]}: only the demo model is available as a GGUF file")
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # limits the threads of the engine
-    model = Path(resolve_model(args.model))
-    if args.formats is None:
-        args.formats = [name for name in FORMATS if name not in GGUF or args.model == "demo"]
-    if args.model != "demo" and (files := [name for name in args.formats if name in GGUF]):
-        made.error(f"argument --formats: {files[0]}: only the demo model is available as a GGUF file")
-    records = Records(args)
     with ExitStack() as stack:
         llama_cpp, absent = None, f"{PEER} is not among --peers"
-        if args.peers and set(args.formats) & GGUF.keys():
+        if args.peers and set(formats) & GGUF.keys():
             try:
                 llama_cpp = LlamaCpp(args.threads, stack)
             except Exception as error:
                 absent = first_line(error)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        yield from compare(args, formats, llama_cpp, absent, scratch)
+
+
+def compare(
+    args: Namespace, formats: Sequence[str], llama_cpp: LlamaCpp | None, absent: str, scratch: Path
+) -> Iterator[Record]:
+    """Load the model in each format, and measure all of them. absent: why there is no llama.cpp."""
+    model = Path(resolve_model(args.model))
+    blocks = max(STREAMS) * -(-(PROMPT + OUTPUT + BLOCK_SIZE) // BLOCK_SIZE)
+    common = {
+        "device": "cpu",
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": max(blocks, -(-max(args.length, *ROWS) // BLOCK_SIZE)),
+        "max_num_seqs": max(STREAMS),
+        "enable_prefix_caching": False,
+    }
+    models: dict[str, Assembly] = {}
+    for name in dict.fromkeys((REFERENCE, *formats)):
+        print(f"{name}: loading ...", file=sys.stderr, flush=True)
         try:
-            records += measure(args, model, llama_cpp, absent, scratch)
+            options = engine_options(name, model, scratch, llama_cpp)
         except ValueError as error:
-            made.error(str(error))
-    publish(records, lambda file, caption: draw(records, file, caption))
-    return 0
+            yield not_measured(name, str(error))
+            continue
+        models[name] = load(options | common)
+        limit = models[name].limits.max_model_len
+        if args.length > limit:
+            raise InvalidArgument(
+                f"argument --length: {args.length}: must be at most {limit}, as long as a sequence can be"
+            )
+    peers: dict[str, Contestant] = {}
+    for name in [name for name in models if name in GGUF]:
+        if llama_cpp is None:
+            yield not_measured(f"{name}: times {PEER}", absent)
+        else:
+            peers[name] = llama_cpp.start(gguf_file(name, llama_cpp))
+    texts = windows(models[REFERENCE], args.windows, args.length)
+    scores = accuracy({name: (engine, engine.runner.kv) for name, engine in models.items()}, texts, REFERENCE)
+    for name, score in scores.items():
+        yield from score.records(name)
+    longest = models[REFERENCE].limits.max_model_len
+    for rows in (rows for rows in ROWS[: 2 if args.quick else None] if rows <= longest):
+        steps = {name: step(engine, rows) for name, engine in models.items()}
+        yield from alternate(steps, 3 if args.quick else 15).records(f"step of {rows} {{}}", "ms")
+    for streams in STREAMS:
+        yield from speed(models, peers, streams, args.rounds)
 
 
 def names(text: str) -> list[str]:
-    """Parse formats, separated by commas, which one of the names has."""
+    """Parse formats, separated by commas, which also occur in a name."""
     parts = [part.strip() for part in text.split(",")]
     found: list[str] = []
     for part in parts:
@@ -278,31 +317,30 @@ def _peers(text: str) -> list[str]:
     return [] if text == "none" else [text]
 
 
-def draw(records: Sequence[Record], file: Path, caption: str) -> None:
-    from matplotlib.figure import Figure
+def panels(records: Sequence[Record]) -> Iterator[Bars]:
+    yield Bars("KL divergence from float32, nats", figures(records, "KL divergence (.*)"))
+    yield Bars("same top token as float32, %", figures(records, "same top token (.*)"))
+    for streams in ("1 stream", "8 streams"):
+        shown: dict[str, float] = {}
+        for name, value in figures(records, f"{streams} ([^:]*)").items():
+            peers = next(record.peers for record in records if record.name == f"{streams} {name}")
+            shown |= {name: value} | ({f"{name}, {PEER}": peers[PEER]} if PEER in peers else {})
+        yield Bars(f"{streams}, tokens/s", shown, grey=[name for name in shown if PEER in name])
 
-    by_name = {record.name: record for record in records}
-    names = [name for name in FORMATS if f"KL divergence {name}" in by_name]
-    panels = {
-        "KL divergence": "KL divergence from float32, nats",
-        "same top token": "same top token as float32, %",
-        "1 stream": "1 stream, tokens/s",
-        "8 streams": "8 streams, tokens/s",
-    }
-    figure = Figure(figsize=(3.4 * len(panels), 0.32 * len(names) + 1), layout="constrained")
-    for axes, (prefix, title) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
-        found = [by_name[f"{prefix} {name}"] for name in names]
-        bars = axes.barh(range(len(names)), [one.value or 0.0 for one in found], color="#76b900", label="paged")
-        axes.bar_label(bars, fmt="{:,.3g}", padding=3, fontsize=7)
-        theirs = [(place, one.peers[PEER]) for place, one in enumerate(found) if PEER in one.peers]
-        if theirs:
-            axes.plot([value for _, value in theirs], [place for place, _ in theirs], "k|", ms=12, label=PEER)
-            axes.legend(fontsize=7)
-        axes.set_yticks(range(len(names)), names, fontsize=8)
-        axes.set_title(title, fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
-        axes.margins(x=0.15)
-    axes.invert_yaxis()
-    figure.text(0, -0.04, caption, fontsize=6, color="#606060")
-    figure.savefig(file, dpi=150, bbox_inches="tight")
+
+CORES = usable_cores()
+main = Benchmark(
+    __doc__,
+    measure,
+    panels,
+    options=(
+        model_option(help="Hugging Face model directory with one weight file"),
+        Option("--windows", "number of windows", 32),
+        Option("--length", "tokens of a window", 512),
+        rounds_option(5),
+        Option("--threads", "threads of each engine", CORES),
+        Option("--formats", f"formats, of {'; '.join(FORMATS)} (default: all)", type=names, metavar="A,B"),
+        Option("--peers", f'"{PEER}" (default), or "none"', [PEER], type=_peers, metavar="A"),
+    ),
+    quick={"windows": 2, "length": 128, "rounds": 1, "formats": QUICK, "peers": []},
+)

@@ -13,21 +13,23 @@ need.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import random
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paged_bench import _chart, _http_load
-from paged_bench._byte_tokenizer import byte_tokenizer
-from paged_bench._conversations import Shape, Turn, hit_rate, interleaved, recovery, steady
-from paged_bench._gateways import computed_tokens, gateway, servers_of, trace_receiver
-from paged_bench._report import Record, Records, alternate, arguments, count, parser, publish, rate, ratio
-from paged_bench._workload import model_names, model_options
+from paged_bench._engine import WORDS, byte_tokenizer, model_options, shape_option
+from paged_bench._harness import Bars, Benchmark, Option, Record, alternate, count, figures, rounds_option
+from paged_bench._servers import LoadResult, computed_tokens, gateway, http_closed_loop, servers_of, trace_receiver
 from paged_client.serving.repository import resolve_model
 
 ROUTINGS = HASHING, EVENTS, ROUND_ROBIN = ("hashing", "kv-events", "round-robin")
@@ -39,6 +41,151 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz "
 TRACED_SHARE = 0.01
 WINDOW = 2.0  # seconds over which the hit rate is computed after a loss
 RECOVERED = 0.95
+TIMEOUT = 120  # seconds for a turn
+RECOVERY = "until the hit rate recovers from the loss of a server"
+PARTS = ["conversations", "loss", "overhead"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The lengths of conversations."""
+
+    systems: int = 8  # system prompts, shared by the conversations
+    turns: int = 6
+    system_words: int = 96
+    user_words: int = 16
+    reply_tokens: int = 16
+
+    def words(self) -> int:
+        """Return the words of a whole conversation without its system prompt and replies."""
+        return self.turns * self.user_words
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A finished turn, or a failed one."""
+
+    ended: float  # time.monotonic()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    error: str = ""
+
+
+class Conversation:
+    """The messages of a conversation so far."""
+
+    def __init__(self, shape: Shape, number: int) -> None:
+        self._shape = shape
+        self._random = random.Random(number)
+        system = _words(random.Random(-1 - number % shape.systems), shape.system_words)
+        self._messages = [{"role": "system", "content": system}]
+
+    async def turn(self, session: Any, url: str, sampling: dict[str, Any]) -> Turn:
+        """Ask the gateway for the next reply. session: an aiohttp.ClientSession."""
+        message = {"role": "user", "content": _words(self._random, self._shape.user_words)}
+        body = {"model": "paged_llm", "messages": [*self._messages, message], **sampling}
+        body |= {"max_tokens": self._shape.reply_tokens, "ignore_eos": True}
+        async with session.post(f"{url}/v1/chat/completions", json=body) as reply:
+            answer = await reply.json()
+            if reply.status != 200:
+                return Turn(time.monotonic(), error=f"{reply.status}: {answer['error']['message']}")
+        usage = answer["usage"]
+        self._messages += [message, answer["choices"][0]["message"]]
+        return Turn(time.monotonic(), usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def hit_rate(turns: Sequence[Turn]) -> float:
+    """Return the share of prompt tokens that were cached."""
+    return sum(turn.cached_tokens for turn in turns) / max(1, sum(turn.prompt_tokens for turn in turns))
+
+
+def interleaved(url: str, shape: Shape, count: int, at_once: int, sampling: dict[str, Any]) -> list[Turn]:
+    """Run the first turns of all conversations, then the second ones, and so on, each in a random order of its own.
+
+    Args:
+        url: the gateway.
+        at_once: number of open requests.
+        sampling: fields of the requests.
+    """
+
+    async def run(session: Any) -> list[Turn]:
+        conversations, slots, turns = [Conversation(shape, number) for number in range(count)], at_once, list[Turn]()
+
+        async def work(waiting: Iterator[Conversation]) -> None:
+            for conversation in waiting:
+                turns.append(await conversation.turn(session, url, sampling))
+
+        for number in range(shape.turns):
+            waiting = iter(random.Random(number).sample(conversations, count))
+            await asyncio.gather(*(work(waiting) for _ in range(slots)))
+        return turns
+
+    return _with_session(run)
+
+
+def steady(
+    url: str,
+    shape: Shape,
+    at_once: int,
+    seconds: float,
+    sampling: dict[str, Any],
+    halfway: Callable[[], object],
+) -> tuple[list[Turn], float]:
+    """Run conversations one after the other, `at_once` at any time. Return the turns, and the time of `halfway`.
+
+    Args:
+        seconds: duration of each half; `halfway` is called between them.
+    """
+
+    async def run(session: Any) -> tuple[list[Turn], float]:
+        turns, numbers, end = list[Turn](), itertools.count(), time.monotonic() + 2 * seconds
+
+        async def work() -> None:
+            while time.monotonic() < end:
+                conversation = Conversation(shape, next(numbers))
+                for _ in range(shape.turns):
+                    turns.append(await conversation.turn(session, url, sampling))
+
+        working = [asyncio.ensure_future(work()) for _ in range(at_once)]
+        await asyncio.sleep(seconds)
+        event = time.monotonic()
+        await asyncio.to_thread(halfway)
+        await asyncio.gather(*working)
+        return turns, event
+
+    return _with_session(run)
+
+
+def recovery(turns: Sequence[Turn], event: float, share: float, window: float) -> float | None:
+    """Return the seconds after `event` from which on the hit rate of each window is at least `share` of the one before.
+
+    None if it does not recover.
+    """
+    before = hit_rate([turn for turn in turns if event - 10 * window <= turn.ended < event])
+    after = [turn for turn in turns if turn.ended >= event]
+    last = max((turn.ended for turn in after), default=event)
+    recovered = 0.0
+    for index in range(int((last - event) / window)):
+        start = event + index * window
+        part = [turn for turn in after if start <= turn.ended < start + window]
+        if hit_rate(part) < share * before:
+            recovered = (index + 1) * window
+    return recovered if recovered < last - event - window else None
+
+
+def _with_session(run: Callable[[Any], Any]) -> Any:
+    import aiohttp
+
+    async def work() -> Any:
+        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=TIMEOUT)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            return await run(session)
+
+    return asyncio.run(work())
+
+
+def _words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choices(WORDS, k=count))
 
 
 class Setup:
@@ -90,29 +237,25 @@ def conversations(setup: Setup, routing: str) -> tuple[float, float, list[Turn]]
     return hit_rate(turns), max(loads) / (sum(loads) / len(loads)), turns
 
 
-def rates(setup: Setup) -> list[Record]:
-    found, routings = {}, setup.args.routing or ROUTINGS[: 1 if setup.args.quick else None]
+def rates(setup: Setup, routings: Sequence[str]) -> Iterator[Record]:
+    """Compare hit rate and balance with one server that has the pool of all."""
+    best = 0.0
     for routing in (ONE, *routings):
         _progress(f"conversations: {routing}")
-        found[routing] = conversations(setup, routing)
-        _progress(f"  hit rate {found[routing][0]:.3f}, imbalance {found[routing][1]:.2f}")
-    best, records = found[ONE][0], [Record(f"hit rate, {ONE} with the pool of all", 100 * found[ONE][0], "%")]
-    for routing in routings:
-        share, imbalance, turns = found[routing]
-        failed = sum(bool(turn.error) for turn in turns)
-        target = None if routing == ROUND_ROBIN else 0.95
-        records += [
-            Record(f"hit rate, {routing}", 100 * share, "%"),
-            Record(f"hit rate over {ONE}, {routing}", share / best, "x", target, 1.0),
-            Record(
-                f"load of the busiest server over the mean, {routing}", imbalance, "x", 1.3 if target else None, 1.0
-            ),
-            Record(f"failed requests, {routing}", failed, "requests", 0),
-        ]
-    return records
+        share, imbalance, turns = conversations(setup, routing)
+        _progress(f"  hit rate {share:.3f}, imbalance {imbalance:.2f}")
+        if routing == ONE:
+            best = share
+            yield Record(f"hit rate, {ONE} with the pool of all", 100 * share, "%")
+            continue
+        target, balance = (None, None) if routing == ROUND_ROBIN else (0.95, 1.3)
+        yield Record(f"hit rate, {routing}", 100 * share, "%")
+        yield Record(f"hit rate over {ONE}, {routing}", share / best, "x", target, 1.0)
+        yield Record(f"load of the busiest server over the mean, {routing}", imbalance, "x", balance, 1.0)
+        yield Record(f"failed requests, {routing}", sum(bool(turn.error) for turn in turns), "requests", 0)
 
 
-def loss(setup: Setup, routing: str) -> list[Record]:
+def loss(setup: Setup, routing: str) -> Iterator[Record]:
     """Kill a server under load."""
     args, options = setup.args, setup.options | {"num_gpu_blocks_override": setup.blocks}
     _progress(f"loss of a server: {routing}")
@@ -131,114 +274,92 @@ def loss(setup: Setup, routing: str) -> list[Record]:
         "hit rate before": hit_rate([turn for turn in turns if turn.ended < event]),
         "hit rate after": hit_rate([turn for turn in turns if turn.ended >= event]),
     }
-    name = f"until the hit rate recovers from the loss of a server, {routing}"
-    return [
-        Record(f"failed requests of {len(turns)} with the loss of a server, {routing}", len(errors), "requests", 0),
-        Record(name, seconds, "s" if seconds is not None else "not recovered", 30.0, None, peers),
-    ]
+    yield Record(f"failed requests of {len(turns)} with the loss of a server, {routing}", len(errors), "requests", 0)
+    unit = "s" if seconds is not None else "not measured: not recovered"
+    yield Record(f"{RECOVERY}, {routing}", seconds, unit, 30.0, None, peers)
 
 
-def overhead(setup: Setup) -> list[Record]:
+def overhead(setup: Setup) -> Iterator[Record]:
     """Measure the throughput with and without what this benchmark is about."""
-    args = setup.args
+    args, text = setup.args, "Once upon a time there was a"
     options = setup.options | {"num_gpu_blocks_override": 4096, "enable_prefix_caching": True}
-    message = {"role": "user", "content": "Once upon a time there was a"}
     body = {"model": "paged_llm", "stream": True, "max_tokens": args.tokens, "ignore_eos": True, **setup.sampling}
 
-    def throughput(port: int, offset: list[int]) -> float:
-        offset[0] += args.requests
-        bodies = [
-            {**body, "messages": [message | {"content": f"{offset[0] + index} {message['content']}"}]}
-            for index in range(args.requests)
-        ]
-        times = _http_load.closed_loop(port, "/v1/chat/completions", bodies, args.at_once)
-        seconds = max(one.stamps[-1] for one in times) - min(one.sent for one in times)
-        return args.requests * args.tokens / seconds
+    def run(port: int, numbers: Iterator[int]) -> LoadResult:
+        contents = [f"{number} {text}" for number in itertools.islice(numbers, args.requests)]
+        bodies = [{**body, "messages": [{"role": "user", "content": content}]} for content in contents]
+        times = http_closed_loop(port, "/v1/chat/completions", bodies, args.at_once)
+        return LoadResult.of(times, args.requests * args.tokens)
 
     with ExitStack() as stack:
         enter = stack.enter_context
         traced = {"otlp_traces_endpoint": enter(trace_receiver()), "trace_sample_ratio": TRACED_SHARE}
-        setups: dict[str, tuple[dict[str, Any], str]] = {
+        setups: Mapping[str, tuple[Mapping[str, Any], str]] = {
             "all": (traced, EVENTS),
             "all but traces": ({}, EVENTS),
             "none": ({"disable_log_stats": True}, ROUND_ROBIN),
         }
-        contestants: dict[str, Callable[[], float]] = {}
+        contestants: dict[str, Callable[[], LoadResult]] = {}
         for name, (own, routing) in setups.items():
-            servers, events = enter(servers_of(1, options | own, events=routing == EVENTS))
+            servers, events = enter(servers_of(1, {**options, **own}, events=routing == EVENTS))
             running = enter(gateway(servers, *setup.flags(routing, events)))
-            contestants[name] = partial(throughput, running.port, [0])
-            contestants[name]()  # warm up
-        figures = alternate(contestants, args.rounds)
-    return [
-        *(Record(f"throughput, {name}", sorted(each)[len(each) // 2], "tokens/s") for name, each in figures.items()),
-        ratio("throughput with routing, events, metrics and traces", figures["all"], figures["none"], 0.98, 1.0),
-        ratio(f"throughput with traces of {TRACED_SHARE:.0%}", figures["all"], figures["all but traces"], 0.99, 1.0),
-    ]
+            contestants[name] = partial(run, running.port, itertools.count())
+        contest = alternate(contestants, args.rounds, LoadResult.rate, warm_up=True)
+    yield from contest.records("throughput, {}", "tokens/s")
+    yield contest.ratio("throughput with routing, events, metrics and traces", "all", "none", 0.98, 1.0)
+    yield contest.ratio(f"throughput with traces of {TRACED_SHARE:.0%}", "all", "all but traces", 0.99, 1.0)
 
 
-PARTS = ("conversations", "loss", "overhead")
-
-
-def main(argv: Sequence[str]) -> int:
-    quick = {"servers": 2, "conversations": 8, "turns": 2, "loss_seconds": 4.0, "requests": 8, "tokens": 8, "rounds": 1}
-    args = arguments(_parser(), argv, quick)
-    records = Records(args)
+def measure(args: Namespace) -> Iterator[Record]:
     with tempfile.TemporaryDirectory() as scratch:
         setup = Setup(args, Path(scratch))
-        for part in args.part or PARTS[: 1 if args.quick else None]:
+        for part in args.part:
             if part == "conversations":
-                records += rates(setup)
+                yield from rates(setup, args.routing or ROUTINGS[: 1 if args.quick else None])
             elif part == "loss":
-                routings = args.routing or (HASHING, EVENTS)
-                records += [one for routing in routings for one in loss(setup, routing)]
+                for routing in args.routing or (HASHING, EVENTS):
+                    yield from loss(setup, routing)
             else:
-                records += overhead(setup)
-    publish(records, lambda file, caption: draw(records, file, caption))
-    return 0
+                yield from overhead(setup)
 
 
-def _parser() -> ArgumentParser:
-    made = parser("routing", __doc__)
-    add = made.add_argument
-    shapes = ", ".join(model_names())
-    add(
-        "--model", default="tiny", help=f"model directory, 'demo', or one with random weights: {shapes} (default: tiny)"
-    )
-    add("--servers", type=count, default=4, metavar="N", help="number of servers (default: 4)")
-    add("--conversations", type=count, default=200, metavar="N", help="number of conversations (default: 200)")
-    add("--turns", type=count, default=6, metavar="N", help="turns of a conversation (default: 6)")
-    add("--at-once", type=count, default=16, metavar="N", help="number of open requests (default: 16)")
-    add("--blocks", type=count, metavar="N", help="blocks of 16 tokens of each server (default: 1.2 times the need)")
-    add("--loss-seconds", type=rate, default=45.0, metavar="S", help="seconds before and after a loss (default: 45)")
-    add("--requests", type=count, default=64, metavar="N", help="requests of a round of the overhead (default: 64)")
-    add("--tokens", type=count, default=64, metavar="N", help="output tokens of these requests (default: 64)")
-    add("--rounds", type=count, default=9, metavar="N", help="rounds of the overhead (default: 9)")
-    add("--routing", choices=ROUTINGS, action="append", help="measure only this one; may be repeated")
-    add("--part", choices=PARTS, action="append", help="run only this part; may be repeated")
-    return made
-
-
-def draw(records: Sequence[Record], file: Path, caption: str) -> None:
-    titles = {
-        "hit rate, ": "hit rate, %",
-        "load of the busiest server over the mean, ": "load of the busiest server over the mean",
-        "throughput, ": "throughput, tokens/s",
-    }
-    found = {
-        prefix: {
-            one.name.removeprefix(prefix): one.value
-            for one in records
-            if one.name.startswith(prefix) and one.value is not None
-        }
-        for prefix in titles
-    }
-    shown = {prefix: values for prefix, values in found.items() if values}
-    figure, axes = _chart.panels(max(1, len(shown)), 4)
-    for each, (prefix, values) in zip(axes, shown.items(), strict=False):
-        _chart.bars(each, values, titles[prefix])
-    _chart.save(figure, file, caption)
+def panels(records: Sequence[Record]) -> Iterator[Bars]:
+    balance = "load of the busiest server over the mean"
+    for name, unit in (("hit rate", ", %"), (balance, ""), ("throughput", ", tokens/s"), (RECOVERY, ", s")):
+        if shown := figures(records, f"{name}, (.*)"):
+            yield Bars(f"{name}{unit}", shown)
 
 
 def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+main = Benchmark(
+    __doc__,
+    measure,
+    panels,
+    options=(
+        shape_option("tiny"),
+        Option("--servers", "number of servers", 4),
+        Option("--conversations", "number of conversations", 200),
+        Option("--turns", "turns of a conversation", 6),
+        Option("--at-once", "number of open requests", 16),
+        Option("--blocks", "blocks of 16 tokens of each server (default: 1.2 times the need)", type=count),
+        Option("--loss-seconds", "seconds before and after a loss", 45.0),
+        Option("--requests", "requests of a round of the overhead", 64),
+        Option("--tokens", "output tokens of these requests", 64),
+        rounds_option(9),
+        Option("--routing", "measure only this one", choices=ROUTINGS, many=True),
+        Option("--part", "part to run", PARTS, choices=PARTS, many=True),
+    ),
+    quick={
+        "servers": 2,
+        "conversations": 8,
+        "turns": 2,
+        "loss_seconds": 4.0,
+        "requests": 8,
+        "tokens": 8,
+        "rounds": 1,
+        "part": PARTS[:1],
+    },
+)

@@ -10,23 +10,29 @@ from __future__ import annotations
 import itertools
 import random
 import signal
-import statistics
 import tempfile
 import time
-from argparse import ArgumentParser
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 
-from paged_backend.api.config import EngineConfig
-from paged_backend.api.request import GenerateRequest
-from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.engine.assembly import Assembly, assemble
-from paged_backend.engine.outputs import EngineDied, EngineOutput, StepOutput
+from paged_backend.engine.assembly import Assembly
 from paged_backend.scheduling.stats import SchedulerStats
-from paged_bench._redis_server import RedisServer, find_redis
-from paged_bench._report import Record, Records, alternate, arguments, count, not_measured, parser, publish, ratio
+from paged_bench._engine import RunningEngine, greedy, load
+from paged_bench._harness import (
+    Bars,
+    Benchmark,
+    Option,
+    Record,
+    alternate,
+    figures,
+    model_option,
+    not_measured,
+    rounds_option,
+)
+from paged_bench._servers import RedisServer, find_redis
 from paged_client.serving.repository import resolve_model
 
 REMOTE_TARGET = 0.3  # time to first token, relative to computing the prompt
@@ -36,35 +42,19 @@ DISABLE_SECONDS = 30.0  # time limit of the remote tier, and ample time to notic
 NO_REDIS = "no redis-server"
 
 
-class RunningEngine:
+class TieredEngine(RunningEngine):
     """An engine that runs until the end of the benchmark."""
-
-    def __init__(self, assembly: Assembly):
-        """Start the engine."""
-        self.assembly = assembly
-        self._outputs: SimpleQueue[EngineOutput] = SimpleQueue()
-        self._keys = itertools.count()
-        self.engine = assembly.engine(self._outputs.put)
-        self.engine.start()
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> float:
         """Return how many seconds it takes to answer prompts that are sent at once."""
-        sampling, limits = SamplingParams(max_tokens=max_tokens, temperature=0), self.assembly.limits
-        unfinished = {next(self._keys): list(prompt) for prompt in prompts}
         began = time.perf_counter()
-        for key, prompt in unfinished.items():
-            self.engine.submit(GenerateRequest.from_prompt(key, prompt, sampling, 0, frozenset(), limits))
-        while unfinished:
-            for delta in self._next().deltas:
-                if delta.error:
-                    raise RuntimeError(str(delta.error))
-                if delta.last:
-                    del unfinished[delta.key]
+        for _ in self.steps(greedy(self.assembly, prompts, max_tokens)):
+            pass
         return time.perf_counter() - began
 
     def wait_for(self, condition: Callable[[SchedulerStats], bool]) -> None:
         """Wait until a condition of the statistics holds after a step."""
-        while not condition(self._next().stats):
+        while not condition(self.next_step().stats):
             pass
 
     def wait_until_disabled(self) -> None:
@@ -82,35 +72,28 @@ class RunningEngine:
         assert self.assembly.tiers
         return self.assembly.tiers.add_stats(self.assembly.scheduler.stats)
 
-    def _next(self) -> StepOutput:
-        output = self._outputs.get()
-        if isinstance(output, EngineDied):
-            raise RuntimeError(output.reason)
-        assert isinstance(output, StepOutput)
-        return output
-
 
 @contextmanager
-def running(options: Mapping[str, object]) -> Iterator[RunningEngine]:
+def running(options: Mapping[str, object]) -> Iterator[TieredEngine]:
     """Run an engine with these options until the end of the block."""
-    assembly = assemble(EngineConfig.from_options(options))
-    made = RunningEngine(assembly)
+    engine = TieredEngine(load(options))
     try:
-        yield made
+        yield engine
     finally:
-        made.engine.stop()
-        assembly.close()
+        engine.stop()
+        engine.assembly.close()
 
 
-def _prompts(assembly: Assembly, length: int) -> Callable[[], list[int]]:
-    """Return a function that returns a new random prompt of the assembly's model."""
+def _prompts(assembly: Assembly, length: int) -> Iterator[list[int]]:
+    """Yield random prompts of the assembly's model."""
     draw_token, vocab = random.Random(length).randrange, assembly.limits.vocab_size
-    return lambda: [draw_token(vocab) for _ in range(length)]
+    while True:
+        yield [draw_token(vocab) for _ in range(length)]
 
 
 def first_tokens(
     options: Mapping[str, object], directory: Path, store: RedisServer | None, tokens: int, rounds: int
-) -> list[Record]:
+) -> Iterator[Record]:
     """Measure the time to first token of prompts that are computed, or read from each of the tiers."""
     disk = {"disk_cache_dir": str(directory / "kv"), "disk_cache_gib": 100}
     remote: dict[str, object] = {}
@@ -120,8 +103,8 @@ def first_tokens(
     options = {**options, "num_gpu_blocks_override": needed + needed // 8, "tier_read_mode": "always"}
     with ExitStack() as stack:
         writer = stack.enter_context(running({**options, **disk, **remote}))
-        draw_prompt = _prompts(writer.assembly, tokens + 1)
-        prompts, others = ([draw_prompt() for _ in range(rounds + 1)] for _ in range(2))
+        drawn = _prompts(writer.assembly, tokens + 1)
+        prompts, others = ([next(drawn) for _ in range(rounds + 1)] for _ in range(2))  # one for the warm-up
         for prompt in prompts:
             writer.run([prompt], 1)
         blocks = tokens // 16 * len(prompts)
@@ -133,117 +116,93 @@ def first_tokens(
         }
         if store:
             engines["remote"] = stack.enter_context(running({**options, **remote}))
-        order = {name: itertools.count() for name in engines}
 
-        def contestant(name: str) -> Callable[[], float]:
-            def once() -> float:
-                number = next(order[name])
-                if name == "host":  # the second prompt evicts the blocks of the first one to the host
-                    engines[name].run([prompts[number]], 1)
-                    engines[name].run([others[number]], 1)
-                return 1e3 * engines[name].run([prompts[number]], 1)
+        def contestant(name: str, numbers: Iterator[int]) -> float:
+            number, engine = next(numbers), engines[name]
+            if name == "host":  # the second prompt evicts the blocks of the first one to the host
+                engine.run([prompts[number]], 1)
+                engine.run([others[number]], 1)
+            return 1e3 * engine.run([prompts[number]], 1)
 
-            return once
-
-        contestants = {name: contestant(name) for name in engines}
-        for warm_up in contestants.values():
-            warm_up()
-        figures = alternate(contestants, rounds)
-        for name, read in {"disk": "disk_read", "remote": "remote_read"}.items():
-            if name in engines and getattr(engines[name].stats, read) != blocks:
+        contestants = {name: partial(contestant, name, itertools.count()) for name in engines}
+        contest = alternate(contestants, rounds, warm_up=True)
+        stats = {name: engines[name].stats for name in ("disk", "remote") if name in engines}
+        for name, found in stats.items():
+            if getattr(found, f"{name}_read") != blocks:
                 raise RuntimeError(f"not all blocks were read from the {name} tier; see the log")
-        costs = {name: getattr(engines[name].stats, f"{name}_seconds") for name in engines.keys() & {"disk", "remote"}}
     what = f"time to first token, {tokens:,} tokens"
-    records = [Record(f"{what}, {name}", statistics.median(values), "ms") for name, values in figures.items()]
-    for name, target in {"host": None, "disk": None, "remote": REMOTE_TARGET}.items():
-        if name in figures:
-            records.append(ratio(f"{what}, {name} / computed", figures[name], figures["computed"], target))
-    records += [Record(f"cost of a block, {name}", 1e3 * cost, "ms") for name, cost in sorted(costs.items())]
-    return records if store else [*records, not_measured(f"{what}, remote", NO_REDIS)]
+    yield from contest.records(f"{what}, {{}}", "ms")
+    for tier in [name for name in engines if name != "computed"]:
+        target = REMOTE_TARGET if tier == "remote" else None
+        yield contest.ratio(f"{what}, {tier} / computed", tier, "computed", target)
+    for name, found in stats.items():
+        yield Record(f"cost of a block, {name}", 1e3 * getattr(found, f"{name}_seconds"), "ms")
+    if not store:
+        yield not_measured(f"{what}, remote", NO_REDIS)
 
 
-def failed_store(
-    options: Mapping[str, object], directory: Path, requests: int, length: int, output: int, rounds: int
-) -> list[Record]:
+def failed_store(options: Mapping[str, object], directory: Path, args: Namespace) -> Iterator[Record]:
     """Measure the duration of requests while the store of the remote tier has failed."""
-    names = {"killed": signal.SIGKILL, "not answering": signal.SIGSTOP}
-    options = {**options, "swap_space": 1, "tier_read_mode": "always"}
+    failures = {"killed": signal.SIGKILL, "not answering": signal.SIGSTOP}
+    options = {**options, "swap_space": 1, "tier_read_mode": "always", "num_gpu_blocks_override": 1024}
     with ExitStack() as stack:
         engines = {"no tier": stack.enter_context(running(options))}
-        for name, failure in names.items():
+        for name, failure in failures.items():
             (directory / name).mkdir()
             store = RedisServer(directory / name)
             stack.callback(store.kill)
-            engine = stack.enter_context(running({**options, "remote_cache_url": store.url}))
+            engines[name] = stack.enter_context(running({**options, "remote_cache_url": store.url}))
             assert store.process
             store.process.send_signal(failure)
-            engines[name] = engine
-        draw_prompt = _prompts(engines["no tier"].assembly, length)
+        drawn = _prompts(engines["no tier"].assembly, args.length)
 
-        def contestant(engine: RunningEngine) -> Callable[[], float]:
-            return lambda: engine.run([draw_prompt() for _ in range(requests)], output)
+        def contestant(engine: TieredEngine) -> float:
+            return engine.run(list(itertools.islice(drawn, args.requests)), args.output)
 
-        contestants = {name: contestant(engine) for name, engine in engines.items()}
+        contestants = {name: partial(contestant, engine) for name, engine in engines.items()}
         for warm_up in contestants.values():  # disables the tiers
             warm_up()
-        for name in names:
+        for name in failures:
             engines[name].wait_until_disabled()
-        figures = alternate(contestants, rounds)
-    return [
-        ratio(f"duration of requests, store {name} / no tier", figures[name], figures["no tier"], DISABLED_TARGET)
-        for name in names
-    ]
+        contest = alternate(contestants, args.rounds)
+    for name in failures:
+        yield contest.ratio(f"duration of requests, store {name} / no tier", name, "no tier", DISABLED_TARGET)
 
 
-def main(argv: Sequence[str]) -> int:
-    args = arguments(_parser(), argv, {"rounds": 1, "tokens": 1024, "requests": 4})
+def measure(args: Namespace) -> Iterator[Record]:
     options = {"model": resolve_model(args.model), "swap_space": args.swap_space}
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        directory, store = Path(name), None
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        directory, store = Path(scratch), None
         if find_redis():
             store = RedisServer(directory)
             stack.callback(store.kill)
-        records = Records(args, first_tokens(options, directory, store, args.tokens, args.rounds))
+        yield from first_tokens(options, directory, store, args.tokens, args.rounds)
         if store:
             store.kill()
-            options["num_gpu_blocks_override"] = 1024
-            records += failed_store(options, directory, args.requests, args.length, args.output, args.rounds)
+            yield from failed_store(options, directory, args)
         else:
-            records.append(not_measured("duration of requests", NO_REDIS))
-    publish(records, lambda file, caption: draw(records, file, caption))
-    return 0
+            yield not_measured("duration of requests", NO_REDIS)
 
 
-def _parser() -> ArgumentParser:
-    made = parser("tiers", __doc__)
-    made.add_argument("--model", default="demo", help="Hugging Face model directory (default: demo)")
-    made.add_argument("--tokens", type=count, default=2048, metavar="N", help="tokens of the prefix (default: 2048)")
-    made.add_argument("--rounds", type=count, default=5, metavar="N", help="rounds of each comparison (default: 5)")
-    made.add_argument("--requests", type=count, default=8, metavar="N", help="requests at once (default: 8)")
-    made.add_argument("--length", type=count, default=128, metavar="N", help="tokens of their prompts (default: 128)")
-    made.add_argument("--output", type=count, default=16, metavar="N", help="tokens that they generate (default: 16)")
-    made.add_argument(
-        "--swap-space", type=count, default=2, metavar="GIB", help="host memory of each engine (default: 2)"
-    )
-    return made
+def panels(records: Sequence[Record]) -> Iterator[Bars]:
+    times = figures(records, "time to first token, .* tokens, ([a-z]+)")
+    yield Bars("time to first token by origin of the prefix, ms", times, grey=["computed"])
+    failed = figures(records, "duration of requests, store (.*) / no tier")
+    yield Bars("duration of requests with a failed store, relative to no tier", failed, line=1.0)
 
 
-def draw(records: Sequence[Record], file: Path, caption: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 2.6), layout="constrained")
-    first, failed = figure.subplots(1, 2)
-    times = {one.name.rpartition(", ")[2]: one.value for one in records if one.unit == "ms" and "first" in one.name}
-    bars = first.bar(list(times), list(times.values()), color=["#b0b0b0", *["#76b900"] * (len(times) - 1)])
-    first.bar_label(bars, fmt="{:,.0f}", fontsize=8)
-    first.set_title("time to first token by origin of the prefix, ms", fontsize=9)
-    ratios = {one.name.split("store ")[1].split(" /")[0]: one.value or 0.0 for one in records if ", store " in one.name}
-    bars = failed.bar(list(ratios), list(ratios.values()), color="#76b900", width=0.5)
-    failed.bar_label(bars, fmt="{:.2f}", fontsize=8)
-    failed.axhline(1, color="#b0b0b0", linewidth=1)
-    failed.set_title("duration of requests with a failed store, relative to no tier", fontsize=9)
-    for axes in (first, failed):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
-    figure.text(0, -0.08, caption, fontsize=6, color="#606060")
-    figure.savefig(file, dpi=150, bbox_inches="tight")
+main = Benchmark(
+    __doc__,
+    measure,
+    panels,
+    options=(
+        model_option(),
+        Option("--tokens", "tokens of the prefix", 2048),
+        rounds_option(5),
+        Option("--requests", "requests at once", 8),
+        Option("--length", "tokens of their prompts", 128),
+        Option("--output", "tokens that they generate", 16),
+        Option("--swap-space", "host memory of each engine", 2, metavar="GIB"),
+    ),
+    quick={"rounds": 1, "tokens": 1024, "requests": 4},
+)

@@ -1,24 +1,97 @@
-"""The CPU benchmark: rounds, ratios and agreement with its peers."""
+"""The CPU benchmark: scenarios, contestants, busy neighbours, ratios and targets."""
 
 import json
+import os
+from collections import Counter
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paged_bench._cpu_contestants import Contestants
-from paged_bench._cpu_scenarios import DECODE, PADDED, VLLM_NAME, Scenario, output_rate, step_ms
-from paged_bench._workload import Job
-from paged_bench.cpu import agreement, measure
-from paged_bench.engine import OURS
+from paged_bench import cpu
+from paged_bench._engine import OURS, Job, Run, permute_tokens
+from paged_bench._harness import Record
+from paged_bench.cpu import (
+    DECODE,
+    PADDED,
+    PEERS,
+    VLLM_NAME,
+    Contestants,
+    Scenario,
+    agreement,
+    neighbours,
+    output_rate,
+    p99_between_tokens,
+    run_busy,
+    run_scenario,
+    scenarios,
+    step_ms,
+    stream_jobs,
+    target_report,
+    target_share,
+)
 from paged_client.cli import main
 from tests.support.benchmark_runs import run_of
+from tests.support.waiting import until
+
+# --- cpu scenarios ----------------------------------------------------------------------------------------------------
+
+
+def test_permuted_tokens_keep_shared_prefixes():
+    first, second = permute_tokens(4, [Job([1, 2, 3], 5), Job([1, 2, 4], 6)], 50)
+    assert first.prompt[:2] == second.prompt[:2] != [1, 2]
+    assert first.prompt[2] != second.prompt[2]
+
+
+def test_step_time_needs_all_sequences_decoding():
+    stamps = [[1.0, 2.0, 3.0, 7.0, 11.0, 12.0], [3.0, 7.0, 11.0, 15.0, 16.0, 17.0]]
+    assert step_ms(Run(17.0, 2, stamps), []) == 4000.0
+    with pytest.raises(ValueError, match="no step in which all 2 sequences decode"):
+        step_ms(Run(4.0, 2, [[1.0, 2.0], [3.0, 4.0]]), [])
+
+
+def test_scenarios_and_their_targets():
+    found = {one.name: one for one in scenarios(1000, 2048, 8.0, quick=False)}
+    assert found[DECODE].target == 20.0
+    assert list(found[DECODE].ratios.values()) == [1.5, 2.5, 10.0]
+    assert [(len(job.prompt), job.output) for job in found[DECODE].jobs] == [(512, 64)] * 16
+    even = [
+        found[f"even lengths{how}"] for how in ("", ", 8 requests/s", ", 4 samples", " behind 512 tokens in common")
+    ]
+    assert all(one.ratios == {VLLM_NAME: 1.3} and len(one.jobs) == 32 for one in even)
+    assert sum(job.output for job in even[0].jobs) == 3260
+    assert even[1].jobs[-1].arrival > 0
+    assert {job.n for job in even[2].jobs} == {4}
+    assert len({tuple(job.prompt[:512]) for job in even[3].jobs}) == 1
+    for quick in (False, True):
+        covered = {who for one in scenarios(1000, 2048, 8.0, quick) for who in one.ratios}
+        assert covered == {who for names in PEERS.values() for who in names}
+
+
+# --- cpu contestants --------------------------------------------------------------------------------------------------
+
+
+def test_absent_and_failed_peers_are_reported():
+    def fails(jobs):
+        raise RuntimeError("out of memory\nand more")
+
+    jobs = [Job([1, 2], 2), Job([3], 1)]
+    contestants = Contestants({OURS: lambda jobs: run_of([1, 2], [3]), VLLM_NAME: fails}, {"another": "no wheel"})
+    scenario = Scenario("words", jobs, output_rate, "tokens/s", {VLLM_NAME: 1.3, "another": 2.0})
+    records = {one.name: one for one in run_scenario(scenario, contestants, 10, rounds=2, exact=True)}
+    assert records["words"].value == 3 and records["words"].peers == {}
+    theirs, another = records[f"words: times {VLLM_NAME}"], records["words: times another"]
+    assert (theirs.value, theirs.unit, theirs.target) == (None, "not measured: RuntimeError: out of memory", 1.3)
+    assert (another.value, another.unit, another.target) == (None, "not measured: no wheel", 2.0)
+
+
+# --- cpu --------------------------------------------------------------------------------------------------------------
 
 
 def test_run_without_steady_step_is_reported():
     contestants = Contestants({who: lambda jobs: run_of([1]) for who in (OURS, VLLM_NAME)})
     scenario = Scenario("words", [Job([1], 1)], step_ms, "ms", {VLLM_NAME: 1.3}, 28.0)
-    records = {one.name: one for one in measure(scenario, contestants, 10, rounds=1, exact=False)}
+    records = {one.name: one for one in run_scenario(scenario, contestants, 10, rounds=1, exact=False)}
     why = "NoSteadyStep: no step in which all 1 sequences decode"
     assert (records["words"].unit, records["words"].target) == (f"not measured: {why}", 28.0)
     assert records[f"words: times {VLLM_NAME}"].unit.startswith("not measured: ")
@@ -30,7 +103,7 @@ def test_ratios_above_one_are_in_our_favour(figure, unit):
         {OURS: lambda jobs: run_of([1, 2, 3]), VLLM_NAME: lambda jobs: run_of([1, 2, 4], gap=2.0)}
     )
     scenario = Scenario("words", [Job([1], 3)], figure, unit, {VLLM_NAME: 1.3})
-    records = {one.name: one for one in measure(scenario, contestants, 10, rounds=3, exact=False)}
+    records = {one.name: one for one in run_scenario(scenario, contestants, 10, rounds=3, exact=False)}
     paired = records[f"words: times {VLLM_NAME}"]
     assert (paired.value, dict(paired.peers)) == (2.0, {"p10": 2.0, "p90": 2.0})
     same = records[f"words: same as {VLLM_NAME}"]
@@ -44,13 +117,8 @@ def test_each_round_has_new_tokens_for_all_contestants():
         return lambda jobs: asked[who].append([job.prompt for job in jobs]) or run_of([1])
 
     contestants = Contestants({who: contestant(who) for who in asked})
-    measure(
-        Scenario("words", [Job([1, 2, 1], 1)], output_rate, "tokens/s", {VLLM_NAME: None}),
-        contestants,
-        50,
-        3,
-        exact=False,
-    )
+    scenario = Scenario("words", [Job([1, 2, 1], 1)], output_rate, "tokens/s", {VLLM_NAME: None})
+    list(run_scenario(scenario, contestants, 50, 3, exact=False))
     assert asked[OURS] == asked[VLLM_NAME]
     assert len({tuple(prompt) for (prompt,) in asked[OURS]}) == 3
 
@@ -102,3 +170,112 @@ def test_invalid_arguments_are_rejected_before_the_run(capsys, arguments, messag
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "cpu", *arguments])
     assert message in capsys.readouterr().err
+
+
+# --- cpu busy ---------------------------------------------------------------------------------------------------------
+
+
+def expected(nice):
+    """The nice value of a neighbour, which is added to that of this process."""
+    return min(19, os.nice(0) + nice)
+
+
+def nice_values():
+    """The nice values of the spinning processes that this process has started."""
+    until(lambda: None not in _nice_values(), "the start of the neighbours")
+    return _nice_values()
+
+
+def _nice_values():
+    """The nice value of each, or None while it starts: it is `nice` first, and has no command line during exec."""
+    found = []
+    for entry in os.scandir("/proc"):
+        try:
+            with open(f"{entry.path}/cmdline") as line, open(f"{entry.path}/stat") as stat:
+                fields = stat.read().rpartition(")")[2].split()
+                command = line.read()
+                if int(fields[1]) != os.getpid() or fields[0] == "Z":
+                    continue
+                if not command or command.startswith("nice\0"):
+                    found.append(None)
+                elif cpu.SPIN in command:
+                    found.append(int(fields[16]))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(("cores", "count"), [(1, 1), (2, 1), (4, 2)])
+def test_one_process_spins_per_two_cores(monkeypatch, cores, count):
+    monkeypatch.setattr(cpu, "usable_cores", lambda: cores)
+    with neighbours(19):
+        assert nice_values() == [19] * count
+    assert not nice_values()
+    with neighbours(None):
+        assert not nice_values()
+
+
+def test_quick_run_has_one_stream():
+    assert list(stream_jobs(50, 4096, quick=True)) == ["1 stream"]
+    assert [len(jobs) for jobs in stream_jobs(50, 4096, quick=False).values()] == [1, 32]
+
+
+def test_every_target_has_a_record(monkeypatch):
+    monkeypatch.setattr(cpu, "usable_cores", lambda: 2)
+    neighbours = Counter()
+
+    def fast(jobs):
+        neighbours[tuple(nice_values())] += 1
+        return run_of([1, 2, 3])
+
+    def slow(jobs):
+        return run_of([1, 2, 3], gap=4.0)
+
+    def failing(jobs):
+        raise ValueError("no room")
+
+    contestants = Contestants({OURS: fast, "slow": slow, "failing": failing})
+    records = {one.name: one for one in run_busy(contestants, "words", [Job([1], 3)], 10, rounds=2)}
+    assert records["words, busy neighbour: share of idle"].value == 1.0
+    best = records["words, busy neighbour: times slow, the best peer"]
+    assert best.value > 1
+    latency = records["words, busy neighbour: p99 between tokens"]
+    assert (latency.value, target_share(latency)) == (1.0, 4.0)
+    assert set(records["words, idle"].peers) == {"slow"}
+    assert contestants.absent["failing"] == "ValueError: no room"
+    assert neighbours == {(): 2, (expected(0),): 2, (19,): 2}
+
+
+def test_p99_is_that_of_all_gaps():
+    assert p99_between_tokens([run_of([1, 2, 3]), run_of([1, 2], gap=5.0)]) == 5.0
+
+
+def test_every_run_has_other_tokens(monkeypatch):
+    monkeypatch.setattr(cpu, "usable_cores", lambda: 1)
+    prompts = []
+
+    def recorded(jobs):
+        prompts.append(tuple(jobs[0].prompt))
+        return run_of([1, 2, 3])
+
+    list(run_busy(Contestants({OURS: recorded}), "words", [Job(list(range(20)), 3)], 1000, rounds=3))
+    assert len(set(prompts)) == len(prompts) == 9
+
+
+# --- cpu report -------------------------------------------------------------------------------------------------------
+
+
+def test_target_report():
+    lines = list(
+        target_report(
+            [
+                Record("a step", 35.0, "ms", 28.0),
+                Record("another", 14.0, "ms", 28.0),
+                Record("a ratio", 1.17, "x", 1.3),
+                Record("a peer", None, "not measured: no wheel", 2.0),
+                Record("no target", 1.0, "x"),
+            ]
+        )
+    )
+    assert [line[:16].strip() for line in lines] == ["missed by 25%", "reached", "missed by 10%", "not measured"]
+    assert "no wheel" in lines[3]

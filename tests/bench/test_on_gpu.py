@@ -1,7 +1,10 @@
 """The command that runs all GPU checks and measurements, as far as it runs without a GPU."""
 
+import functools
+import itertools
 import json
 import os
+import select
 import subprocess
 import sys
 from importlib.metadata import version
@@ -10,8 +13,148 @@ import pytest
 import torch
 
 from paged_bench import on_gpu
-from paged_bench._gpu_steps import ROOT, STEPS, Step
+from paged_bench._engine import TABLE
+from paged_bench._harness import Record, Records
+from paged_bench.on_gpu import DEMO_MODEL, EARLIER, ROOT, SERVER, STEPS, Step, compare, summarize, table
 from tests.support.records import without_picture
+
+# --- gpu steps --------------------------------------------------------------------------------------------------------
+
+
+HANG = "import threading; threading.Event().wait()"
+# Writes a record, and starts a process that never ends, in a session of its own.
+PARTIAL = f"""
+import json, subprocess, sys
+with open(sys.argv[1], "w") as file:
+    json.dump([{{"name": "one"}}], file)
+print(subprocess.Popen([sys.executable, "-c", {HANG!r}], start_new_session=True).pid, flush=True)
+"""
+
+
+def test_most_valuable_steps_come_first():
+    names = [step.name for step in STEPS]
+    assert names[:4] == ["checks", "model", "engine", "kernels-quick"]
+    engine = STEPS[2].command
+    workloads = [value for flag, value in itertools.pairwise(engine) if flag == "--workload"]
+    assert workloads == ["nano", *on_gpu.TABLE]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("after", "result"), [(HANG, "stopped after 8 s"), ("", "ok")])
+def test_step_keeps_its_results_and_leaves_no_process(after, result, tmp_path):
+    step = Step("partial", 60, ("-c", PARTIAL.replace("{", "{{").replace("}", "}}") + after, "{out}/partial.json"))
+    assert step.run(tmp_path, 8, {}) == result
+    assert json.loads((tmp_path / "partial.json").read_text()) == [{"name": "one"}]
+    assert ended(int((tmp_path / "partial.log").read_text()))
+
+
+def ended(pid):
+    """Return whether a process has ended; it may not have been reaped."""
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    found, _, _ = select.select([watched], [], [], 60)
+    os.close(watched)
+    return bool(found)
+
+
+def test_missing_packages_and_files_are_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "absent", None)
+    monkeypatch.setenv("PAGED_CACHE_DIR", str(tmp_path))
+    step = Step("one", 1, ())
+    assert step.missing() is None
+    for needs, reason in (
+        (("json", "absent"), "absent is not installed"),
+        ((DEMO_MODEL,), "the demo model is not prepared (make demo-model)"),
+    ):
+        assert Step("one", 1, (), needs).missing() == reason
+
+    def not_found():
+        raise on_gpu.ServerNotFoundError("none")
+
+    monkeypatch.setattr(on_gpu, "find_server", not_found)
+    assert Step("one", 1, (), (SERVER,)).missing() == "tritonserver is not installed"
+
+
+@functools.cache
+def help_of(module):
+    return subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+def test_steps_are_existing_commands(step, monkeypatch, capsys):
+    """Benchmarks run in this process, which has loaded their packages."""
+    kind, command, *arguments = step.command
+    if kind == "-c":
+        monkeypatch.setattr(sys, "argv", ["-c", *(part.format(out="/tmp") for part in arguments), "--help"])
+        with pytest.raises(SystemExit) as ended:
+            exec(command, {})
+        code, output = ended.value.code, capsys.readouterr().out
+    else:  # -m MODULE
+        done = help_of(command)
+        code, output = done.returncode, done.stdout
+    assert not code
+    assert "usage" in output
+    assert all((ROOT / part).exists() for part in step.command if part.startswith("tests/"))
+
+
+# --- gpu summary ------------------------------------------------------------------------------------------------------
+
+
+def save(file, *records):
+    Records("paged bench engine", file).extend(records)
+
+
+def test_summary_has_both_runs(tmp_path):
+    earlier = tmp_path / "figures.json"
+    figures = {"output_throughput nano": {"unit": "tokens/s", "values": [18336, 18218]},
+               "load to ready": {"unit": "s", "values": [68]}}  # fmt: skip
+    earlier.write_text(json.dumps({"commit": "abc", "gpu": "H100", "figures": figures, "other": {}}))
+    save(
+        tmp_path / "engine.json",
+        Record("output_throughput nano", 20000.5, "tokens/s", peers={"vLLM": 9.5}),
+        Record("GPU idle nano", 3.0, "%"),
+        Record("kernels compiled after ready nano", 2, "kernels"),
+        Record("other", None, "not measured: no GPU"),
+    )
+    save(tmp_path / "again.json", Record("output_throughput nano", 5.0, "tokens/s"))
+    lines = summarize(tmp_path, ["engine", "missing", "again"], earlier).splitlines()
+    assert lines[0] == "earlier: H100, abc"
+    assert [line.split() for line in lines[1:]] == [
+        ["earlier", "now"],
+        ["output_throughput", "nano", "18,218", "to", "18,336", "20,000", "tokens/s"],
+        ["load", "to", "ready", "68", "-", "s"],
+        ["output_throughput", "nano", "(vLLM)", "-", "9.5", "tokens/s"],
+        ["kernels", "compiled", "after", "ready", "nano", "-", "2", "kernels"],
+        ["output_throughput", "nano", "[again]", "-", "5", "tokens/s"],
+    ]
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["earlier"] == {"commit": "abc", "gpu": "H100"}
+    assert written["figures"]["GPU idle nano"] == {"unit": "%", "earlier": [], "now": 3.0}
+    assert written["figures"]["output_throughput nano"]["earlier"] == [18336, 18218]
+
+
+def test_figures_of_different_units_are_not_compared():
+    both = compare({"a": {"unit": "ms", "values": [1]}}, {"a": (2.0, "s")})
+    assert {name: (list(one.earlier), one.now, one.unit) for name, one in both.items()} == {
+        "a": ([1], None, "ms"),
+        "a [s]": ([], 2.0, "s"),
+    }
+
+
+def test_stored_figures_have_every_workload_of_the_table():
+    stored = json.loads(EARLIER.read_text())
+    for name in ("nano", *TABLE):
+        assert f"output_throughput {name}" in stored["figures"]
+        for what in ("time to first token p50", "time between tokens p50", "time between tokens p99"):
+            assert f"{what} {name} (paged)" in stored["figures"]
+    assert "output_throughput 1x128/256" in table(compare(stored["figures"], {}))
+    assert stored["decode_step_ms"].keys() == {"1 sequence", "16 of 512", "256 of 512"}
+
+
+# --- on gpu -----------------------------------------------------------------------------------------------------------
+
 
 MISSING = ("pytest", "tritonclient", "grpc", "matplotlib", "llguidance", "gguf", "jsonschema", "vllm", "flashinfer")
 

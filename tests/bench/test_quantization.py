@@ -1,17 +1,81 @@
 """The benchmark of quantized weights."""
 
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from paged_bench import quantization
-from paged_bench._workload import Run
-from paged_bench.engine import run_paged
+from paged_bench._engine import Run, run_paged
+from paged_bench.quantization import ATTEMPTS, MAX_LOAD, LoadedRun, least_disturbed, other_cpu_seconds
 from paged_client.cli import main
 from paged_kernels.cpu import native
 from tests.support.in_process import tiny_assembly
 from tests.support.records import records_of
+from tests.support.waiting import until
+
+# --- disturbance ------------------------------------------------------------------------------------------------------
+
+
+def with_loads(monkeypatch, loads):
+    """Make each run take a second, during which other processes use so many cores."""
+    times, used = iter(range(100)), [0.0]
+    for load in loads:
+        used += [used[-1] + load] * 2
+    readings = iter(used)
+    monkeypatch.setattr(quantization.time, "monotonic", lambda: float(next(times)))
+    monkeypatch.setattr(quantization, "other_cpu_seconds", lambda child: next(readings))
+
+
+@pytest.mark.parametrize(
+    ("loads", "expected"),
+    [
+        ([0.1], (1, 0.1)),
+        ([1.5, MAX_LOAD], (2, MAX_LOAD)),
+        ([1.5, 0.5, 1.0], (2, 0.5)),  # the least of all attempts
+    ],
+)
+def test_disturbed_runs_are_repeated(loads, expected, monkeypatch):
+    assert len(loads) <= ATTEMPTS
+    with_loads(monkeypatch, loads)
+    numbers = iter(range(1, 10))
+    found = least_disturbed(lambda: next(numbers))
+    assert (found.run, found.load) == (expected[0], pytest.approx(expected[1]))
+    assert next(numbers) == len(loads) + 1
+
+
+def test_a_system_that_does_not_tell_counts_as_idle(monkeypatch):
+    monkeypatch.setattr(quantization, "other_cpu_seconds", lambda child: None)
+    assert least_disturbed(lambda: "result") == LoadedRun("result", 0.0)
+
+
+def test_time_of_a_process_that_does_not_exist_is_unknown():
+    assert other_cpu_seconds(2**30) is None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="only on Linux")
+def test_time_of_other_processes_is_known_on_linux():
+    """The time of a process of our own is not counted."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        try:
+            until(lambda: cpu_seconds(child.pid) > 0.3)
+            without_child = other_cpu_seconds(child.pid)
+            assert other_cpu_seconds(None) - without_child > 0.2
+        finally:
+            child.kill()
+
+
+def cpu_seconds(process):
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# --- quantization -----------------------------------------------------------------------------------------------------
+
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 

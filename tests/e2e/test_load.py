@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from paged_bench import _server_load as bench
-from paged_bench._server_load import AnalyzerError, LoadResult, TextWorkload, read_export, run_perf_analyzer
-from paged_bench._workload import Job
+from paged_bench import _servers as bench
+from paged_bench._engine import Job
+from paged_bench._servers import AnalyzerError, LoadResult, TextWorkload, read_export, run_perf_analyzer
 from paged_client import load
 from paged_client.cli import main
 from paged_client.types import PagedError

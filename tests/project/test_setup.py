@@ -178,8 +178,7 @@ import paged_client.cli, paged_client.commands.serve, paged_client.openai.comman
 import paged_client.serving.demo_model, paged_client.serving.tritonserver
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.assembly import assemble
-from paged_bench._workload import Job
-from paged_bench.engine import run_paged
+from paged_bench._engine import Job, run_paged
 
 assembly = assemble(EngineConfig.from_options({options}))
 run_paged(assembly, [Job(prompt=list(range(100, 132)), output=4)])

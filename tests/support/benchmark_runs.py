@@ -1,6 +1,6 @@
 """Runs of a benchmark's contestants."""
 
-from paged_bench._workload import Run
+from paged_bench._engine import Run
 
 
 def run_of(*outputs, gap=1.0):

@@ -6,8 +6,7 @@ import sys
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.assembly import assemble
-from paged_bench._workload import Job
-from paged_bench.engine import run_paged
+from paged_bench._engine import Job, run_paged
 
 TOKENS, ROUNDS = 64, 3
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from paged_bench._redis_server import RedisServer as LocalRedis
-from paged_bench._redis_server import find_redis
+from paged_bench._servers import RedisServer as LocalRedis
+from paged_bench._servers import find_redis
 from tests.support.forwarding import Forwarder
 
 needs_redis = pytest.mark.skipif(not find_redis(), reason="no redis-server; .ci/run unpacks it")

@@ -1,4 +1,4 @@
-"""Times functions alternately on a device, with inputs that are not in any cache.
+"""Times functions on a device, with inputs that are not in any cache.
 
 On a GPU every contestant is captured in a CUDA graph, so that Python and kernel launches are not part of the time.
 """
@@ -6,7 +6,7 @@ On a GPU every contestant is captured in a CUDA graph, so that Python and kernel
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -88,13 +88,3 @@ def _seconds(run: Callable[[], object], repeats: int, device: torch.device) -> f
     for _ in range(repeats):
         run()
     return time.perf_counter() - started
-
-
-def race(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run each timer once per round and return its seconds by name. Each round starts with another timer."""
-    names = list(timers)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            seconds[name].append(timers[name]())
-    return seconds

@@ -1,0 +1,438 @@
+"""Servers, gateways and Redis servers on this machine, and the load that clients put on them.
+
+A client is this project's load generator (client/paged_client/load.py), perf_analyzer, or for the gateway a load
+generator over HTTP that parses only the length of each event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from paged_bench._engine import WORDS, Job, between
+from paged_bench._harness import ROOT, Contest, Record, latencies, not_measured
+from paged_client import Client, load
+from paged_client.load import ResponseTimes
+from paged_client.serving.ports import choose_ports
+from paged_client.serving.repository import MODEL_NAME
+from paged_client.serving.server_files import perf_analyzer
+from paged_client.serving.tritonserver import TritonServer
+from paged_client.wire import Values
+
+POPULATION_TIMEOUT = 60  # seconds
+UNPACKED = ROOT / ".cache/redis/usr"  # where .ci/run unpacks Debian's packages
+START_SECONDS = 60.0
+MAX_ATTEMPTS = 6  # exports of perf_analyzer 2.51 are sometimes empty or truncated
+
+
+# --- results -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """The throughput and latencies that a client measured. Times are in seconds."""
+
+    tokens: int
+    seconds: float  # time from the first request to the last response
+    responses: int
+    first: list[float]  # time to the first response of each request
+    between: list[float]  # times between two responses of a request
+
+    @classmethod
+    def of(cls, times: Sequence[ResponseTimes], tokens: int) -> LoadResult:
+        """Return the result of requests with `tokens` output tokens in all."""
+        stamps = [request.stamps for request in times]
+        return cls(
+            tokens,
+            max(arrived[-1] for arrived in stamps) - min(request.sent for request in times),
+            sum(map(len, stamps)),
+            [request.stamps[0] - request.sent for request in times],
+            between(stamps),
+        )
+
+    def rate(self) -> float:
+        """Return output tokens per second."""
+        return self.tokens / self.seconds
+
+    def records(self, what: str) -> Iterator[Record]:
+        yield Record(f"output_throughput {what}", self.rate(), "tokens/s")
+        yield Record(f"tokens per response {what}", self.tokens / self.responses, "tokens")
+        yield from latencies(what, {"time to first response": self.first, "time between responses": self.between})
+
+
+def added_latency(
+    contest: Contest[LoadResult], baseline: str, streams: int, target: float | None = None
+) -> Iterator[Record]:
+    """Yield the median latencies of each contestant, and how much they exceed the baseline's of the same round."""
+    for what, of in (
+        ("time to first response", attrgetter("first")),
+        ("time between responses", attrgetter("between")),
+    ):
+        name = f"{what} p50, {streams} streams"
+        times = {who: list(map(of, runs)) for who, runs in contest.runs.items()}
+        if not all(run for rounds in times.values() for run in rounds):
+            yield not_measured(name, "all tokens were in one response")
+            continue
+        medians = {who: [1e3 * statistics.median(run) for run in rounds] for who, rounds in times.items()}
+        yield Record(f"{name} ({baseline})", statistics.median(medians[baseline]), "ms")
+        for who in (name for name in medians if name != baseline):
+            added = [value - base for value, base in zip(medians[who], medians[baseline], strict=True)]
+            yield Record(f"{name} ({who})", statistics.median(medians[who]), "ms")
+            yield Record(f"added to {name} ({who})", statistics.median(added), "ms", target)
+
+
+# --- load over gRPC ------------------------------------------------------------------------------------------------
+
+
+class AnalyzerError(RuntimeError):
+    """perf_analyzer has failed. The message has its error."""
+
+
+@dataclass(frozen=True)
+class TextWorkload:
+    """The same requests as token ids for the engine and as text for a server."""
+
+    jobs: list[Job]
+    texts: list[str]
+
+    @property
+    def tokens(self) -> int:
+        return sum(job.output for job in self.jobs)
+
+    @property
+    def requests(self) -> list[Values]:
+        return [{"text_input": text, "stream": True, "sampling_parameters": self._sampling(job)} for text, job in self]
+
+    @property
+    def input_data(self) -> str:
+        """The requests as input data of perf_analyzer."""
+        data = [{name: [value] for name, value in request.items()} for request in self.requests]
+        return json.dumps({"data": data})
+
+    def __iter__(self) -> Iterator[tuple[str, Job]]:
+        return zip(self.texts, self.jobs, strict=True)
+
+    @staticmethod
+    def _sampling(job: Job) -> str:
+        return json.dumps({"max_tokens": job.output, "temperature": 0, "ignore_eos": True})
+
+
+def text_workload(jobs: Sequence[Job], tokenizer: Any) -> TextWorkload:
+    """Replace the random tokens of prompts by words, whose text a server tokenizes to the same tokens."""
+    rng = random.Random(0)
+    texts, text_jobs = [], []
+    for job in jobs:
+        ids = tokenizer.encode(" ".join(rng.choices(WORDS, k=len(job.prompt))), add_special_tokens=False)
+        texts.append(tokenizer.decode(ids[: len(job.prompt)]))
+        text_jobs.append(replace(job, prompt=tokenizer.encode(texts[-1])))
+    return TextWorkload(text_jobs, texts)
+
+
+def run_lean_client(server: TritonServer, work: TextWorkload, concurrency: int) -> LoadResult:
+    """Run all requests with our load generator."""
+    return LoadResult.of(load.closed_loop(server.grpc_url, MODEL_NAME, work.requests, concurrency), work.tokens)
+
+
+def run_perf_analyzer(server: TritonServer, work: TextWorkload, *flags: str) -> LoadResult:
+    """Run every request once with perf_analyzer. Raises AnalyzerError.
+
+    With --request-count it measures a single window and does not wait for stable results.
+    """
+    found = perf_analyzer()
+    assert found is not None
+    binary, environment = found
+    with tempfile.TemporaryDirectory() as scratch:
+        input_data, export = Path(scratch, "in.json"), Path(scratch, "out.json")
+        input_data.write_text(work.input_data)
+        command = [str(binary), "-m", MODEL_NAME, "-u", server.grpc_url, "-i", "grpc", "--async", "--streaming"]
+        command += ["--input-data", str(input_data), "--request-count", str(len(work.jobs))]
+        command += ["--profile-export-file", str(export), *flags]
+        for _ in range(MAX_ATTEMPTS):
+            export.unlink(missing_ok=True)  # perf_analyzer does not overwrite files
+            completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            if completed.returncode:
+                reason = " ".join(completed.stderr.partition("Usage: ")[0].split())  # the error without the usage text
+                raise AnalyzerError(f"perf_analyzer exits with {completed.returncode}: {reason or 'no reason given'}")
+            with contextlib.suppress(json.JSONDecodeError):
+                return read_export(json.loads(export.read_text()))
+    raise AnalyzerError(f"{MAX_ATTEMPTS} exports of perf_analyzer were truncated")
+
+
+def read_export(export: dict[str, Any]) -> LoadResult:
+    """Parse an export of perf_analyzer, whose timestamps are nanoseconds.
+
+    All requests ignore the end of sequence, so that each one has max_tokens output tokens.
+    """
+    (experiment,) = export["experiments"]
+    requests = experiment["requests"]
+    assert all(request.get("success", True) for request in requests)
+    tokens = sum(json.loads(request["request_inputs"]["sampling_parameters"])["max_tokens"] for request in requests)
+    times = [
+        ResponseTimes(request["timestamp"] / 1e9, [when / 1e9 for when in request["response_timestamps"]])
+        for request in requests
+    ]
+    return LoadResult.of(times, tokens)
+
+
+def busy_cores(server: TritonServer, run: Callable[[], object]) -> dict[str, float]:
+    """Return how many cores the server, the model's process and the client use during `run`.
+
+    The one that reaches its limit is the bottleneck. The limit of the model's process is about 1, because of the GIL.
+    """
+    model = [int(pid) for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()]
+    before, client, begin = [cpu_seconds([server.pid]), cpu_seconds(model)], _client_seconds(), time.perf_counter()
+    run()
+    wall = time.perf_counter() - begin
+    after = [cpu_seconds([server.pid]), cpu_seconds(model)]
+    used = [later - earlier for earlier, later in zip(before, after, strict=True)] + [_client_seconds() - client]
+    return {name: one / wall for name, one in zip(("tritonserver", "model", "client"), used, strict=True)}
+
+
+def wait_until_populated(server: TritonServer) -> None:
+    """Wait until the model's process is idle: after the load it populates the pages of its KV cache."""
+    print("waiting until the KV cache is populated ...", file=sys.stderr, flush=True)
+    for _ in range(POPULATION_TIMEOUT):
+        if busy_cores(server, lambda: time.sleep(1))["model"] < 0.1:
+            return
+    print("the model's process is still busy", file=sys.stderr, flush=True)
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """Return the CPU time of processes so far."""
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def _client_seconds() -> float:
+    """Return the CPU time of this process and of its child processes that have ended, such as perf_analyzer."""
+    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in uses)
+
+
+# --- load over HTTP ------------------------------------------------------------------------------------------------
+
+
+def http_closed_loop(
+    port: int, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int
+) -> list[ResponseTimes]:
+    """POST every body with `concurrency` of them open at any time, and return their times.
+
+    Raises RuntimeError if the status of a response is not 200.
+    """
+    return asyncio.run(_closed_loop(port, [_request(path, body) for body in bodies], concurrency))
+
+
+def _request(path: str, body: Mapping[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    return f"{head}\r\n\r\n".encode() + data
+
+
+async def _closed_loop(port: int, requests: Sequence[bytes], concurrency: int) -> list[ResponseTimes]:
+    remaining = iter(requests)
+    results = await asyncio.gather(*(_run_connection(port, remaining) for _ in range(min(concurrency, len(requests)))))
+    return [times for result in results for times in result]
+
+
+async def _run_connection(port: int, remaining: Iterator[bytes]) -> list[ResponseTimes]:
+    """Send the next remaining request over a connection until there are none."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        return [await _send(request, reader, writer) for request in remaining]
+    finally:
+        writer.close()
+
+
+async def _send(request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> ResponseTimes:
+    times = ResponseTimes(time.perf_counter())
+    writer.write(request)
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    if b" 200 " not in head[:20]:
+        raise RuntimeError(
+            f"the gateway returned {head.splitlines()[0].decode()}: {(await reader.read(1000)).decode()}"
+        )
+    if b"transfer-encoding: chunked" in head:
+        await _read_events(reader, times)
+    else:
+        await reader.readexactly(int(head.partition(b"content-length:")[2].split(b"\r\n")[0]))
+        times.stamps.append(time.perf_counter())
+    return times
+
+
+async def _read_events(reader: asyncio.StreamReader, times: ResponseTimes) -> None:
+    """Read the events of a stream, each of which the gateway sends as a chunk. The end marker is not counted."""
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        event = await reader.readexactly(size + 2)
+        if not event.startswith(b"data: [DONE]"):
+            times.stamps.append(time.perf_counter())
+    await reader.readexactly(2)
+
+
+# --- servers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunningGateway:
+    port: int
+    pid: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@contextmanager
+def gateway(servers: Sequence[TritonServer], *flags: str) -> Iterator[RunningGateway]:
+    """Start a gateway in front of these servers."""
+    (port,) = choose_ports(port=0)
+    urls = [part for server in servers for part in ("--url", server.grpc_url)]
+    command = [sys.executable, "-m", "paged_client", "openai", *urls, "--port", str(port), *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+        try:
+            if not process.stdout or not process.stdout.readline():
+                raise RuntimeError("the gateway did not start")
+            yield RunningGateway(port, process.pid)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@contextmanager
+def servers_of(
+    count: int, options: Mapping[str, Any], *, events: bool
+) -> Iterator[tuple[list[TritonServer], list[str]]]:
+    """Start servers with the same options. Yield them, and the gateway's flags for their KV cache events.
+
+    Args:
+        events: whether they publish events.
+    """
+    made, flags = [], []
+    with ExitStack() as stack:
+        for _ in range(count):
+            own = dict(options)
+            if events:
+                places = [f"tcp://127.0.0.1:{port}" for port in choose_ports(events=0, replay=0)]
+                own["kv_events_config"] = {
+                    "enable_kv_cache_events": True,
+                    "endpoint": places[0],
+                    "replay_endpoint": places[1],
+                }
+                flags += ["--kv-events", ",".join(places)]
+            server = TritonServer(own.pop("model"), own, engine_only=True)
+            stack.callback(server.stop)
+            server.start()
+            made.append(server)
+        for server in made:
+            server.wait_ready()
+        yield made, flags
+
+
+def computed_tokens(server: TritonServer) -> float:
+    """Return the tokens that a server has computed: of prompts, without those that were cached, and of outputs."""
+    with Client(server.grpc_url) as client:
+        client.pool_map(timeout=60)  # brings the metrics up to date
+    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=60) as reply:
+        text = reply.read().decode()
+
+    def total(name: str) -> float:
+        return sum(map(float, re.findall(rf"^{name}\{{.*?\}} (\S+)$", text, re.M)))
+
+    prompts, outputs = total("paged_prompt_tokens_total"), total("paged_generation_tokens_total")
+    return prompts - total("paged_prefix_cache_hit_tokens_total") + outputs
+
+
+@contextmanager
+def trace_receiver() -> Iterator[str]:
+    """Run an HTTP server that accepts all traces and drops them. Yield its endpoint."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Accept) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1/traces"
+        finally:
+            server.shutdown()
+
+
+class _Accept(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def find_redis() -> str | None:
+    """Return the path of `redis-server`, or None."""
+    unpacked = UNPACKED / "bin/redis-server"
+    return shutil.which("redis-server") or (str(unpacked) if unpacked.exists() else None)
+
+
+class RedisServer:
+    """A running `redis-server` with a log in a directory."""
+
+    def __init__(self, directory: Path, *options: str, port: int = 0, tls: bool = False):
+        """Start the server. options: for the command line. port: 0 chooses a free one. tls: accept only TLS."""
+        self.port = port or choose_ports(redis=0)[0]
+        ports = ["--port", "0", "--tls-port", str(self.port)] if tls else ["--port", str(self.port)]
+        self._options = [*ports, "--save", "", "--appendonly", "no", "--dir", str(directory), *options]
+        self._log = directory / "redis.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Start the server, and wait until its port is open. Raises RuntimeError if it does not start."""
+        program = find_redis()
+        assert program
+        paths = [os.environ.get("LD_LIBRARY_PATH"), *map(str, UNPACKED.glob("lib/*"))]
+        environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths))}
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen([program, *self._options], stdout=log, stderr=log, env=environment)
+        deadline = time.monotonic() + START_SECONDS
+        while not self._is_listening():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"redis-server does not start: {self._log.read_text()}")
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """Kill the server, if it runs."""
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def _is_listening(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+            return True
+        return False
