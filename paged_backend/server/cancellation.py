@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import FinishReason
-from paged_backend.server.cancellation_poller import PollResult
-from paged_backend.server.channel import Channel, respond
 from paged_backend.server.open_streams import EngineControl, OpenStreams
-from paged_backend.server.stream import Stream
-from paged_backend.server.wire.control import write_num_stopped
+from paged_backend.server.streams.polling import PollResult
+from paged_backend.server.streams.stream import Stream
+from paged_backend.server.wire.channel import Channel, respond
+from paged_backend.server.wire.responses import write_num_stopped
 
 GRACE_SECONDS = 1.0  # the engine's time to return the beams of a search that is ended early
 

@@ -1,4 +1,4 @@
-"""Answers control requests (server/wire/control.py)."""
+"""Answers control requests (server/wire/call.py)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.engine.engine import Engine
 from paged_backend.loading.adapters import AdapterRegistry
 from paged_backend.scheduling.adapter_slots import AdapterSlots
-from paged_backend.server.channel import Channel, respond
 from paged_backend.server.responder import Responder
-from paged_backend.server.wire.control import write_adapters
+from paged_backend.server.wire.channel import Channel, respond
+from paged_backend.server.wire.responses import write_adapters
 
 
 class ControlRequests:

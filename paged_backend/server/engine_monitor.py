@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.server.open_streams import EngineControl, OpenStreams
-from paged_backend.server.stream import Stream
+from paged_backend.server.streams.stream import Stream
 
 AUDIT_SECONDS = 2.0  # time between two audits, while streams are open
 

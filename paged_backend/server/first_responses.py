@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from paged_backend.server.open_streams import OpenStreams
-from paged_backend.server.stream import Stream
+from paged_backend.server.streams.stream import Stream
 
 
 class FirstResponses:

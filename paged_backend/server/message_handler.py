@@ -10,15 +10,14 @@ from contextlib import contextmanager
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.engine.outputs import EngineDied, PoolMap, RemoteOutput, StepOutput, UnknownRequests
 from paged_backend.server.cancellation import Cancellation
-from paged_backend.server.cancellation_poller import CancellationPoller, PollResult
-from paged_backend.server.channel import Channel
 from paged_backend.server.engine_monitor import EngineMonitor
 from paged_backend.server.first_responses import FirstResponses
-from paged_backend.server.metrics import Metrics
-from paged_backend.server.metrics_updates import MetricsUpdates
+from paged_backend.server.metrics.metrics import Metrics, MetricsUpdates
 from paged_backend.server.open_streams import EngineControl, OpenStreams
 from paged_backend.server.pool_maps import PoolMapRequests
-from paged_backend.server.stream import Stream
+from paged_backend.server.streams.polling import CancellationPoller, PollResult
+from paged_backend.server.streams.stream import Stream
+from paged_backend.server.wire.channel import Channel
 from paged_backend.utils import failure
 
 log = logging.getLogger("paged_llm")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paged_backend.engine.outputs import OutputHandler
-from paged_backend.server.cancellation_poller import PollResult
-from paged_backend.server.channel import Channel
-from paged_backend.server.stream import Stream
+from paged_backend.server.streams.polling import PollResult
+from paged_backend.server.streams.stream import Stream
+from paged_backend.server.wire.channel import Channel
 
 
 class MessageHandler(OutputHandler, Protocol):

@@ -11,11 +11,11 @@ from typing import Protocol
 
 from paged_backend.api.errors import ErrorCode, RequestError, internal_error
 from paged_backend.api.request import FinishReason
-from paged_backend.server.metrics import Metrics
-from paged_backend.server.round_trips import RoundTrips
-from paged_backend.server.stream import Stream
+from paged_backend.server.metrics.metrics import Metrics
+from paged_backend.server.streams.polling import RoundTrips
+from paged_backend.server.streams.stream import Stream
+from paged_backend.server.streams.tracing import Tracing
 from paged_backend.server.tenants import Tenants
-from paged_backend.server.tracing import Tracing
 
 log = logging.getLogger("paged_llm")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.engine.outputs import PoolMap
-from paged_backend.server.channel import Channel, respond
-from paged_backend.server.wire.control import write_pool_map
+from paged_backend.server.wire.channel import Channel, respond
+from paged_backend.server.wire.responses import write_pool_map
 
 
 @dataclass(frozen=True, eq=False)

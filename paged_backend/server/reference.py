@@ -20,9 +20,9 @@ from paged_backend.api.limits import InputLimits
 from paged_backend.api.parameter_parsers import UNSUPPORTED as UNSUPPORTED_PARAMETERS
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.vllm_options import UNSUPPORTED as UNSUPPORTED_OPTIONS
-from paged_backend.server.metric_definitions import FAMILIES
-from paged_backend.server.metrics import Metrics
-from paged_backend.server.tensors import INPUTS, OUTPUTS, TensorSpec
+from paged_backend.server.metrics.families import FAMILIES
+from paged_backend.server.metrics.metrics import Metrics
+from paged_backend.server.wire.tensors import INPUTS, OUTPUTS, TensorSpec
 
 Row = Sequence[str]
 

@@ -20,8 +20,6 @@ from queue import Empty, SimpleQueue
 from paged_backend.engine.outputs import EngineOutput
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.cancellation import Cancellation
-from paged_backend.server.cancellation_poller import CancellationPoller
-from paged_backend.server.channel import Channel
 from paged_backend.server.engine_monitor import EngineMonitor
 from paged_backend.server.first_responses import FirstResponses
 from paged_backend.server.message_handler import ResponderMessageHandler, log_errors
@@ -36,15 +34,15 @@ from paged_backend.server.messages import (
     Stop,
     StreamOpened,
 )
-from paged_backend.server.metrics import Metrics
-from paged_backend.server.metrics_updates import MetricsUpdates
+from paged_backend.server.metrics.metrics import Metrics, MetricsUpdates
 from paged_backend.server.open_streams import EngineControl, OpenStreams
 from paged_backend.server.pool_maps import PoolMapRequests
-from paged_backend.server.round_trips import RoundTrips
-from paged_backend.server.sessions import Sessions
-from paged_backend.server.stream import Stream
+from paged_backend.server.prompts.sessions import Sessions
+from paged_backend.server.streams.polling import CancellationPoller, RoundTrips
+from paged_backend.server.streams.stream import Stream
+from paged_backend.server.streams.tracing import Tracing
 from paged_backend.server.tenants import Tenants
-from paged_backend.server.tracing import Tracing
+from paged_backend.server.wire.channel import Channel
 
 log = logging.getLogger("paged_llm")
 

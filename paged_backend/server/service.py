@@ -20,20 +20,19 @@ from paged_backend.engine.engine_service import EngineService
 from paged_backend.engine.fingerprint import fingerprint
 from paged_backend.guided.compiler import GrammarCompiler
 from paged_backend.scheduling.stats import SchedulerStats
-from paged_backend.server.admission import Admission
-from paged_backend.server.channel import Channel, ServerChannel
+from paged_backend.server.connections.listener import Listener
+from paged_backend.server.connections.migration import Description, Migration, Successors
+from paged_backend.server.connections.replicas import Replicas
 from paged_backend.server.health import Health
-from paged_backend.server.local_listener import Listener
-from paged_backend.server.metrics import Metrics
-from paged_backend.server.migration import Migration
+from paged_backend.server.metrics.metrics import Metrics
 from paged_backend.server.profiler import Profiler
-from paged_backend.server.replicas import Replicas
+from paged_backend.server.prompts.sessions import Sessions
+from paged_backend.server.requests.admission import Admission
 from paged_backend.server.responder import Inbox, Responder
-from paged_backend.server.sessions import Sessions
+from paged_backend.server.streams.tracing import Tracing
 from paged_backend.server.submission import Submission
-from paged_backend.server.successors import Description, Successors
 from paged_backend.server.tenants import Tenants
-from paged_backend.server.tracing import Tracing
+from paged_backend.server.wire.channel import Channel, ServerChannel
 from paged_backend.utils import restarts
 
 log = logging.getLogger("paged_llm")

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError, internal_error
-from paged_backend.server.cancellation_poller import CancellationPoller, PollResult
-from paged_backend.server.channel import Channel, Received, ServerChannel, send_error
-from paged_backend.server.round_trips import RoundTrips
+from paged_backend.server.streams.polling import CancellationPoller, PollResult, RoundTrips
+from paged_backend.server.wire.channel import Channel, Received, ServerChannel, send_error
 from paged_backend.trtllm.interfaces import Interface, RowRequest, create_interface, engine_parameters
 from paged_backend.trtllm.limits import DEFAULT_LIMITS, RelayLimits
 from paged_backend.trtllm.links import Link, Links, Outputs, RetryElsewhere, control_frame

@@ -13,7 +13,7 @@ from paged_backend.api.limits import InputLimits
 from paged_backend.api.request import FinishReason
 from paged_backend.api.structures import read_structure
 from paged_backend.guided.compiler import GrammarCompiler
-from paged_backend.server.metrics import Metrics
+from paged_backend.server.metrics.metrics import Metrics
 from paged_backend.server.service import Service
 from tests.support.callers import serving
 from tests.support.grammars import SLOW

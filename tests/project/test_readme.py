@@ -16,7 +16,7 @@ from paged_backend.api.limits import InputLimits
 from paged_backend.distributed import links
 from paged_backend.memory import block_file
 from paged_backend.server import engine_monitor, service
-from paged_backend.server.metric_definitions import FAMILIES
+from paged_backend.server.metrics.families import FAMILIES
 from paged_client.openai import routing, schema
 from tests.support import runs
 

@@ -8,9 +8,9 @@ import pytest
 
 from paged_backend.execution.runner import Runner
 from paged_backend.server import responder
-from paged_backend.server.metrics import Metrics
+from paged_backend.server.metrics.metrics import Metrics
+from paged_backend.server.prompts.sessions import Sessions
 from paged_backend.server.responder import Responder
-from paged_backend.server.sessions import Sessions
 from paged_backend.server.tenants import Tenants
 from tests.support.callers import serving
 from tests.support.local_engine import engine, socket_directory

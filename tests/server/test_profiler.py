@@ -7,7 +7,7 @@ import time
 import pytest
 
 from paged_backend.api.errors import RequestError
-from paged_backend.server.profiler import Profiler
+from paged_backend.server.profiler import Profiler, StackSampler
 from paged_backend.utils.local_socket import LONGEST_PROFILE
 from tests.support.callers import Caller
 from tests.support.in_process import WAIT
@@ -65,3 +65,41 @@ def test_one_profile_at_a_time():
         profiler.record(0.1)
     thread.join()
     assert profiler.record(0.01)["steps"] == {"count": 0}
+
+
+def blocked_thread(release):
+    """Start a thread that waits in `inner`, called by `outer`."""
+    inside = threading.Event()
+
+    def inner():
+        inside.set()
+        release.wait()
+
+    def outer():
+        inner()
+
+    thread = threading.Thread(target=outer, name="blocked")
+    thread.start()
+    inside.wait()
+    return thread
+
+
+def test_a_call_found_in_several_samples_is_one_event():
+    release = threading.Event()
+    thread = blocked_thread(release)
+    sampler = StackSampler(pid=7)
+    for now in (100.0, 200.0, 300.0):
+        sampler.sample(now)
+    release.set()
+    thread.join()
+    sampler.sample(400.0)
+    sampler.finish(500.0)
+    calls = [event for event in sampler.events if event["ph"] == "X" and event["tid"] == thread.ident]
+    (outer,) = [event for event in calls if ".outer (" in event["name"]]
+    (inner,) = [event for event in calls if ".inner (" in event["name"]]
+    for event in (outer, inner):
+        assert (event["ts"], event["dur"], event["pid"]) == (100.0, 300.0, 7)
+    names = {event["tid"]: event["args"]["name"] for event in sampler.events if event["ph"] == "M"}
+    assert names[thread.ident] == "blocked"
+    assert threading.get_ident() not in names  # the thread that samples
+    assert sum(time for (name, _), time in sampler.self_time.items() if name == "blocked") == 200

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from paged_backend.execution.batch import PackedBatch
     from paged_backend.execution.graphs import ForwardOutput
     from paged_backend.execution.runner import Runner
-    from paged_backend.server.channel import Channel
     from paged_backend.server.service import Service
+    from paged_backend.server.wire.channel import Channel
 
     Outputs = Mapping[str, np.ndarray]
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from paged_backend.server.metric_factory import MetricFactory
+from paged_backend.server.metrics.metrics import MetricFactory
 
 
 class RecordedFamilies:

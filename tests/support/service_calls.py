@@ -91,7 +91,7 @@ HOUR = 3_600_000  # milliseconds
 def outcomes(monkeypatch):
     found = []
     monkeypatch.setattr(
-        "paged_backend.server.metrics.Metrics.count_finished", lambda self, reason: found.append(reason)
+        "paged_backend.server.metrics.metrics.Metrics.count_finished", lambda self, reason: found.append(reason)
     )
     return found
 

@@ -32,7 +32,7 @@ MODEL = """
 import json, os, pathlib, time
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from paged_backend.server.metrics import Metrics
+from paged_backend.server.metrics.metrics import Metrics
 from paged_backend.utils import restarts
 
 class TritonPythonModel:
