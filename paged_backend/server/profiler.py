@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import CodeType, FrameType
@@ -22,8 +21,9 @@ from typing import Any
 import torch
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.engine.outputs import EngineOutput, StepOutput, StepReport
+from paged_backend.engine.outputs import StepOutput, StepReport
 from paged_backend.server.metrics.families import STEP_PHASES
+from paged_backend.server.streams.responder import Responder
 from paged_backend.utils.local_socket import LONGEST_PROFILE
 
 log = logging.getLogger("paged_llm")
@@ -31,26 +31,18 @@ log = logging.getLogger("paged_llm")
 SAMPLE_SECONDS = 0.005
 SHOWN_FUNCTIONS = 40  # functions with the most time, in the figures
 STEPS, SERVER = 1, 2  # ids of rows in the trace, which no thread has
+STACK_DEPTH = 60  # frames of a stack; outer ones beyond that are left out
 
 Profile = dict[str, Any]
+Event = dict[str, Any]  # an event of the Chrome trace format
 
 
 class Profiler:
-    """Passes the engine's outputs on, and records them while a profile is taken.
+    """Takes one profile at a time. The responder records the steps meanwhile."""
 
-    Without a profile, an output costs one comparison.
-    """
-
-    def __init__(self, emit: Callable[[EngineOutput], None]):
-        self._emit = emit
-        self._steps: list[StepOutput] | None = None  # of the profile being taken
+    def __init__(self, responder: Responder):
+        self._responder = responder
         self._busy = threading.Lock()
-
-    def emit(self, output: EngineOutput) -> None:
-        """Take an output of the engine."""
-        if self._steps is not None and isinstance(output, StepOutput) and output.report:
-            self._steps.append(output)
-        self._emit(output)
 
     def record(self, seconds: float) -> Profile:
         """Record for some seconds, and return the profile. Called on a thread of its own.
@@ -66,20 +58,20 @@ class Profiler:
             with _GpuTrace() as gpu:
                 return self._record(seconds, gpu)
         finally:
-            self._steps = None
+            self._responder.recorded_steps = None
             self._busy.release()
 
     def _record(self, seconds: float, gpu: _GpuTrace) -> Profile:
         pid, server_pid = os.getpid(), os.getppid()
         sampler, server = StackSampler(pid), _ServerThreads(server_pid)
         steps: list[StepOutput] = []
-        self._steps = steps
+        self._responder.recorded_steps = steps
         began = now = time.monotonic()
         while now < began + seconds:
             sampler.sample(now * 1e6)
             time.sleep(SAMPLE_SECONDS)
             now = time.monotonic()
-        self._steps = None
+        self._responder.recorded_steps = None
         sampler.finish(now * 1e6)
         threads = server.used()
         events = [*sampler.events, *_thread_events(server_pid, threads, began, now), *_step_events(pid, steps)]
@@ -202,11 +194,6 @@ class _GpuTrace:
             trace = json.loads(Path(path).read_text())
         shift = trace.get("baseTimeNanoseconds", 0) / 1e3 - (time.time() - time.monotonic()) * 1e6
         return [event | {"ts": event["ts"] + shift} if "ts" in event else event for event in trace["traceEvents"]]
-
-
-STACK_DEPTH = 60  # frames of a stack; outer ones beyond that are left out
-
-Event = dict[str, Any]  # an event of the Chrome trace format
 
 
 class StackSampler:

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,7 @@ MICROSECOND = 1e-6  # rounding of times in a trace
 
 def test_a_profile_has_steps_threads_and_functions(serve):
     service, found = serve(), []
-    thread = threading.Thread(target=lambda: found.append(service._profiler.record(1.0)))
+    thread = threading.Thread(target=lambda: found.append(Profiler(service._responder).record(1.0)))
     began, tokens = time.monotonic(), 0
     thread.start()
     while thread.is_alive():
@@ -44,18 +45,17 @@ def test_a_profile_has_steps_threads_and_functions(serve):
         assert figures["seconds"] == pytest.approx(sum(lengths) * 1e-6 / steps["count"])
     assert {one["thread"] for one in profile["functions"]} >= {"engine"}
     json.dumps(profile)
-    service._profiler.record(0.01)  # the next one starts empty
-    assert service._profiler._steps is None
+    assert Profiler(service._responder).record(0.01)["steps"] == {"count": 0}, "the next one starts empty"
 
 
 @pytest.mark.parametrize("seconds", [0, -1, LONGEST_PROFILE + 1])
 def test_an_invalid_length_is_rejected(seconds):
     with pytest.raises(RequestError, match=f"profile={seconds:g}: must be above 0 and at most 60 seconds"):
-        Profiler(print).record(seconds)
+        Profiler(SimpleNamespace()).record(seconds)
 
 
 def test_one_profile_at_a_time():
-    profiler, started = Profiler(print), threading.Event()
+    profiler, started = Profiler(SimpleNamespace()), threading.Event()
     begin = profiler._record
     profiler._record = lambda *arguments: (started.set(), begin(*arguments))[1]
     thread = threading.Thread(target=profiler.record, args=(0.5,))

@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -29,8 +29,8 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.engine.engine_service import EngineService
 from paged_backend.engine.moved_blocks import BlockRun
 from paged_backend.engine.moved_requests import MovedRequests
-from paged_backend.engine.outputs import Emit
 from paged_backend.engine.remote_engine import RemoteEngine
+from paged_backend.server.streams.responder import Responder
 from paged_backend.utils import local_socket
 from paged_backend.utils.local_socket import Connection, FrameError, pack
 
@@ -40,6 +40,8 @@ POLL_SECONDS = 0.25  # time between two searches for a successor, and between mo
 BUSY_SECONDS = 0.02  # the interval between searches while blocks are sent
 MAX_UNSENT_BYTES = 256 << 20  # of blocks; further requests run here until fewer wait to be sent
 RELEASE_SECONDS = 5.0  # time after the last move until the memory is released, as late requests may arrive until then
+ANSWER_SECONDS = 5  # time for another instance to describe itself
+MAX_ATTEMPTS = 3  # after which an instance that does not describe itself is not asked again
 
 
 class Migration:
@@ -47,30 +49,25 @@ class Migration:
 
     def __init__(
         self,
+        successors: Successors,
         moved: MovedRequests,
         service: EngineService,
-        emit: Emit,
-        on_moved: Callable[[int], None],
+        responder: Responder,
         max_frame_bytes: int,
     ):
-        """moved: of the engine. service: the requests of other instances that it runs. emit: receives the outputs of
-        moved requests. on_moved: called with the number of requests that another instance has begun to
-        run."""
+        """moved: of the engine. service: the requests of other instances that it runs. responder: gets the outputs of
+        moved requests."""
+        self._successors = successors
         self._moved = moved
         self._service = service
-        self._emit = emit
-        self._on_moved = on_moved
+        self._responder = responder
         self._max_frame_bytes = max_frame_bytes
-        self._successors: Successors | None = None
         self._engines: dict[str, RemoteEngine] = {}  # by name; guarded by the lock
         self._lock = threading.Lock()
         self._unloading = False
         self._stopping = threading.Event()
         self._moved_at: float | None = None  # time.monotonic() of the last move, or when the successor was found
         self._thread = threading.Thread(target=self._run, name="migration", daemon=True)
-
-    def start(self, successors: Successors) -> None:
-        self._successors = successors
         self._thread.start()
 
     def begin_unload(self) -> None:
@@ -80,20 +77,19 @@ class Migration:
     @property
     def has_successor(self) -> bool:
         """Whether requests are moved to another instance."""
-        return self._successors is not None and self._successor() is not None
+        return self._successor() is not None
 
     def stop(self) -> None:
         """Stop moving requests, and close the connections to other instances."""
         self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
         with self._lock:
             engines = list(self._engines.values())
         for engine in engines:
             engine.close()
 
     def on_started(self, key: int) -> None:
-        self._on_moved(1)
+        self._responder.count("moved")
 
     def on_ended(self, key: int) -> None:
         self._moved.remove(key)
@@ -104,7 +100,6 @@ class Migration:
             log.warning("a request is not moved: %s", rejected)
             self._moved.put_back(replace(request, stays=True))
             return
-        assert self._successors
         self._successors.exclude(engine.name)
         self._moved.put_back(request, self._successor())
 
@@ -148,7 +143,6 @@ class Migration:
 
     def _successor(self) -> RemoteEngine | None:
         """Return a connection to the successor; None if there is none."""
-        assert self._successors
         name = self._successors.find()
         if name is None:
             return None
@@ -159,12 +153,8 @@ class Migration:
                     connection = Connection(local_socket.connect(name), self._max_frame_bytes)
                 except OSError:  # it has just ended
                     return None
-                engine = self._engines[name] = RemoteEngine(name, connection, self._emit, self)
+                engine = self._engines[name] = RemoteEngine(name, connection, self._responder.emit, self)
         return engine if engine.alive else None
-
-
-ANSWER_SECONDS = 5  # time for another instance to describe itself
-MAX_ATTEMPTS = 3  # after which an instance that does not describe itself is not asked again
 
 
 @dataclass(frozen=True)

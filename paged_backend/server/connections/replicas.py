@@ -41,6 +41,11 @@ log = logging.getLogger("paged_llm")
 
 MODULE = "paged_backend.server.connections.replica"  # the process of a replica
 STOP_SECONDS = 10  # time for a replica to end by itself
+MAX_KNOWN_BLOCKS = 1 << 17  # hashes remembered for each replica; the least recently used are forgotten
+HELD_SHARE = 0.5  # share of a prompt that a replica must have computed to be preferred to one with fewer open requests
+# A replica with more open requests than this is not preferred: a multiple of the mean, and the mean plus a few, since
+# small differences cost less than an empty cache.
+LOAD_FACTOR, LOAD_SLACK = 1.25, 8
 
 
 def options_of(config: EngineConfig) -> dict[str, object]:
@@ -53,19 +58,17 @@ class Replicas:
     """The replicas other than this process's engine, which has the number 0. Implements `RequestOwner`."""
 
     def __init__(self, config: EngineConfig, labels: Mapping[str, str], listing: Path | None):
-        """Start the processes, and do not wait for them. With `data_parallel_size=1` there are none.
+        """Start the processes of `data_parallel_size` above 1, and do not wait for them.
 
         labels: name and version of the model. listing: the file that lists LoRA adapters. Raises ConfigError.
         """
-        self.count = count = config.data_parallel_size
+        count = config.data_parallel_size
         self._max_frame_bytes = config.limits.max_frame_bytes
         self._choice = ReplicaChoice(count, config.block_size)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._engines: list[RemoteEngine] = []
         self._own: Engine | None = None
         self._stopping = False
-        if count == 1:
-            return
         share_cores(count)
         start = {
             "model": labels["model"],
@@ -99,11 +102,11 @@ class Replicas:
             name = f"replica {number}"
             on_end = partial(self._report_end, name)
             self._engines.append(RemoteEngine(name, connection, emit, self, stats, title=name, on_end=on_end))
-            log.info("replica %d of %d is ready", number, self.count)
+            log.info("replica %d of %d is ready", number, len(self._processes) + 1)
 
     def place(self, request: GenerateRequest) -> bool:
         """Send a request to a replica, if one is the best choice. Return whether it was sent."""
-        if not self._engines or request.embeds or request.sampling.prefill_only:
+        if request.embeds or request.sampling.prefill_only:
             return False
         assert self._own
         others = [engine.num_open for engine in self._engines]
@@ -197,15 +200,13 @@ def _did_not_start(number: int, reason: str) -> ConfigError:
     return ConfigError(f"data_parallel_size: replica {number} did not start: {reason}")
 
 
-MAX_KNOWN_BLOCKS = 1 << 17  # hashes remembered for each replica; the least recently used are forgotten
-HELD_SHARE = 0.5  # share of a prompt that a replica must have computed to be preferred to one with fewer open requests
-# A replica with more open requests than this is not preferred: a multiple of the mean, and the mean plus a few, since
-# small differences cost less than an empty cache.
-LOAD_FACTOR, LOAD_SLACK = 1.25, 8
-
-
 class ReplicaChoice:
-    """Remembers the prompts of each replica. Used by one thread at a time."""
+    """Chooses the replica that has computed most of the prompt's beginning, unless it is overloaded.
+
+    Like a cache-aware router (Zheng et al.: SGLang, 2024, section 3) it remembers the prompts that were sent to each
+    replica, as a chain of hashes of their blocks. What a replica has evicted since is not known. Used by one thread at
+    a time.
+    """
 
     def __init__(self, count: int, block_size: int):
         """count: the number of replicas."""

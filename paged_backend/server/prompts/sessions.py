@@ -12,11 +12,13 @@ sessions are forgotten. So other tenants can open sessions although many are idl
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -105,7 +107,10 @@ class Turn:
 
 
 class Sessions:
-    """The sessions of one model instance. Thread-safe."""
+    """The sessions of one model instance. Thread-safe.
+
+    count: number of open sessions. next_expiry: the time when the next one expires; infinite if none will.
+    """
 
     def __init__(
         self,
@@ -130,9 +135,8 @@ class Sessions:
         self._clock = clock
         self._lock = threading.Lock()
         self._sessions: OrderedDict[SessionName, Session] = OrderedDict()  # sessions in order of expiry
-
-    def __len__(self) -> int:
-        return len(self._sessions)
+        self.count = 0
+        self.next_expiry = math.inf
 
     def begin(self, name: SessionName, *, start: bool, end: bool) -> Turn:
         """Begin a turn of a session, which `start` creates.
@@ -141,7 +145,7 @@ class Sessions:
         sessions.
         """
         self.expire()
-        with self._lock:
+        with self._changing():
             session = self._sessions.get(name)
             if session and session.busy:
                 raise RequestError(
@@ -209,7 +213,7 @@ class Sessions:
 
     def reserve(self, turn: Turn, nbytes: int) -> None:
         """Count this many bytes for the turn's session. Raises RequestError if that exceeds `max_mib`."""
-        with self._lock:
+        with self._changing():
             if turn.is_last or turn.is_over:  # a turn may end while its prompt is tokenized
                 return
             more = nbytes - turn.session.counted
@@ -232,7 +236,7 @@ class Sessions:
         forget: remove the session.
         put_back: the session to restore, which this turn had replaced with sequence_start.
         """
-        with self._lock:
+        with self._changing():
             turn.is_over = True
             session = put_back or turn.session
             session.busy = False
@@ -252,7 +256,7 @@ class Sessions:
     def expire(self) -> None:
         """Remove the sessions that have expired."""
         expired = []
-        with self._lock:
+        with self._changing():
             while (idle := self._first_idle()) and idle.expires <= self._clock():
                 expired.append(idle.name)
                 self._count(idle, 0)
@@ -260,11 +264,15 @@ class Sessions:
         for name in expired:
             self._unpin(name)
 
-    def seconds_left(self) -> float | None:
-        """Return the time until the next session expires; None if none will."""
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock, and then update what can be read without it."""
         with self._lock:
-            idle = self._first_idle()
-        return None if idle is None else idle.expires - self._clock()
+            try:
+                yield
+            finally:
+                idle = self._first_idle()
+                self.count, self.next_expiry = len(self._sessions), idle.expires if idle else math.inf
 
     def _first_idle(self) -> Session | None:
         return next((one for one in self._sessions.values() if not one.busy), None)

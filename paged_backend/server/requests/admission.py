@@ -1,13 +1,13 @@
 """Admission: reads, checks, tokenizes and queues each request, or rejects it.
 
-A request is rejected, in this order: if the engine does not respond (`Health`); if an input or a sampling parameter is
-invalid; if its session is busy; if the model is asleep (`ModelAsleep`); if the waiting queue is full (`max_queue_size`,
+A request is rejected, in this order: if the engine does not respond; if an input or a sampling parameter is invalid; if
+its session is busy; if the model is asleep (`ModelAsleep`); if the waiting queue is full (`max_queue_size`,
 `QueueFull`) or its tenant has too many open requests (`max_tenant_requests`); if its adapter is unknown, its text is
 too long, two parameters exclude each other, or its conversation is invalid. Its client gets the error; nothing is
-raised to the server.
+raised to the server. A tenant is a `cache_salt`; requests without one belong to one tenant.
 
-A long prompt is read and tokenized in the background (`LongPrompts`): Triton passes requests on one thread, on which
-the next ones wait. The lock is held only to count a request and to open its stream.
+A long prompt is read and tokenized in the background (`LongPrompts`), and a grammar is compiled there: Triton passes
+requests on one thread, on which the next ones wait. The lock is held only to count a request and to open its stream.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
+
+import numpy as np
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import (
@@ -29,30 +30,29 @@ from paged_backend.api.errors import (
     ErrorCode,
     QueueFull,
     RequestError,
+    TenantLimitReached,
     internal_error,
     invalid_argument,
 )
+from paged_backend.api.guide import Guide
 from paged_backend.api.limits import SamplingDefaults
+from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.trace import recorded
 from paged_backend.engine.assembly import Assembly
 from paged_backend.engine.engine import Engine
 from paged_backend.guided.compiler import GrammarCompiler
 from paged_backend.server.connections.replicas import Replicas
-from paged_backend.server.control_requests import ControlRequests
-from paged_backend.server.health import Health
 from paged_backend.server.prompts.encoder import PromptEncoder
 from paged_backend.server.prompts.sessions import SessionName, Sessions, Turn
 from paged_backend.server.requests.arrival import Arrival, StreamBuilder
 from paged_backend.server.requests.long_prompts import LongPrompts
-from paged_backend.server.responder import Responder
+from paged_backend.server.streams.responder import Responder
 from paged_backend.server.streams.tracing import Tracing
-from paged_backend.server.submission import Submission
-from paged_backend.server.tenants import Tenants
 from paged_backend.server.wire.call import Call, read_call, read_control_request, read_request_id
-from paged_backend.server.wire.channel import Channel, send_error
+from paged_backend.server.wire.channel import Channel, Received, respond, send_error
 from paged_backend.server.wire.pooling import parse_pooling_sampling
-from paged_backend.server.wire.responses import SampleOutput, write_response
+from paged_backend.server.wire.responses import SampleOutput, write_adapters, write_response
 from paged_backend.text.tokenizing import SHORT_CHARS
 
 log = logging.getLogger("paged_llm")
@@ -67,28 +67,31 @@ class Admission:
         assembly: Assembly,
         engine: Engine,
         responder: Responder,
-        *,
         sessions: Sessions,
-        tenants: Tenants,
         grammars: GrammarCompiler,
-        health: Health,
-        tracing: Tracing,
-        replicas: Replicas,
+        *,
+        problem: Callable[[], str | None],
+        tracing: Tracing | None,
+        replicas: Replicas | None,
     ):
+        """problem: returns why requests cannot be answered; None if they can."""
         limits, loaded = assembly.limits, assembly.loaded
         self._limits = limits
         self._plain_limits = replace(limits, sampling_defaults=SamplingDefaults())
         self._adapters = assembly.adapters
+        self._adapter_slots = assembly.scheduler.slots
         self._salt_from = config.cache_salt_from
         self._max_queue_size = config.max_queue_size
+        self._max_tenant_requests = config.max_tenant_requests
         self._has_prefix_cache = assembly.scheduler.blocks.caching
         self._has_remote_cache = config.remote_cache_url is not None
         self._engine = engine
         self._responder = responder
         self._sessions = sessions
-        self._tenants = tenants
-        self._health = health
+        self._grammars = grammars
+        self._problem = problem
         self._tracing = tracing
+        self._replicas = replicas
         self._keys = itertools.count()
         self._lock = threading.Lock()  # guards counting a request, from the check of the queue until it is in it
         self._prompts = PromptEncoder(
@@ -106,16 +109,13 @@ class Admission:
             seed=config.seed,
             max_seconds=config.request_timeout or math.inf,
         )
-        self._replicas = replicas
-        self._submission = Submission(engine, grammars, replicas.place)
-        self._control = ControlRequests(engine, responder, assembly.adapters, assembly.scheduler.slots)
         self.long_prompts = LongPrompts(
             self._lock,
             self._prompts,
             self._builder,
             engine,
             responder,
-            self._submission,
+            self.submit,
             seconds=config.tokenize_timeout,
             context=limits.max_model_len,
         )
@@ -126,101 +126,67 @@ class Admission:
 
     def admit(self, channel: Channel) -> None:
         """Queue the channel's request, or answer it. Never raises."""
-        arrived = time.monotonic()
-        with self._rejecting(channel):
-            arrival = self._read(channel, arrived)
-            if arrival is None:
-                return
-            with _undo_on_error(arrival.turn):
-                if arrival.num_chars > SHORT_CHARS:
-                    with self._lock:
-                        self._check_capacity(arrival.sampling)
-                        self.long_prompts.submit(arrival)
-                else:
-                    self._queue(arrival)
-
-    def _queue(self, arrival: Arrival) -> None:
-        with recorded(arrival.trace, "tokenize"):
-            prompt = self._prompts.encode(arrival.prompt())
-        stream = self._builder.build(arrival, prompt)
-        with self._lock:
-            self._check_capacity(arrival.sampling)
-            self._engine.announce(stream.request.key)
-            self._responder.open(stream)
-        self._submission.submit(stream.request)
-
-    @contextmanager
-    def _rejecting(self, channel: Channel) -> Iterator[None]:
-        """Send an error to the client and count the request as rejected."""
+        arrived, turn = time.monotonic(), None
         try:
-            yield
-        except RequestError as error:
-            send_error(channel, error)
-            self._responder.count_rejected(error.outcome)
+            if problem := self._problem():
+                raise RequestError(ErrorCode.UNAVAILABLE, problem)
+            received, input_limits = channel.received(), self._limits.input_limits
+            if name := read_control_request(*received, input_limits=input_limits):
+                request_id = read_request_id(received[1], received[-1], input_limits)
+                self._answer_control_request(name, channel, request_id)
+                return
+            call, sampling = self._read(received, own_defaults=channel.has_own_defaults)
+            if call.sequence:
+                turn = self._begin_turn(call, sampling)
+                if call.only_ends_session:
+                    turn.finish([], "")
+                    channel.send(write_response(call, [SampleOutput("", "stop", ())], prompt_token_ids=()), final=True)
+                    return
+            self._check_capacity(sampling)  # before the work of the further checks, and again with the lock
+            sampling = self._check(call, sampling)
+            trace = self._tracing.begin(call, arrived) if self._tracing else None
+            self._queue(Arrival(next(self._keys), call, channel, arrived, sampling, turn, trace=trace))
         except Exception as error:
-            log.exception("unexpected error while admitting a request")
-            send_error(channel, internal_error(error))
-            self._responder.count_rejected("error")
+            if not isinstance(error, RequestError):
+                log.exception("unexpected error while admitting a request")
+                error = internal_error(error)
+            if turn and not turn.is_over:
+                turn.undo()
+            send_error(channel, error)
+            self._responder.count("finished", label=error.outcome)
 
-    def _read(self, channel: Channel, arrived: float) -> Arrival | None:
-        """Read and check a request. Return None if it was answered here."""
-        if problem := self._health.problem():
-            raise RequestError(ErrorCode.UNAVAILABLE, problem)
-        received, limits = channel.received(), self._limits
-        if name := read_control_request(*received, input_limits=limits.input_limits):
-            request_id = read_request_id(received[1], received[-1], limits.input_limits)
-            self._control.answer(name, channel, request_id)
-            return None
+    def _read(self, received: Received, *, own_defaults: bool) -> tuple[Call, SamplingParams]:
+        """Return a request and its sampling parameters. Raises RequestError if they are invalid."""
+        limits = self._limits
         salt_from: str | None = self._salt_from
-        if channel.has_own_defaults:  # a model of trtllm/, which has made sampling_parameters of request parameters
+        if own_defaults:  # a model of trtllm/, which has made sampling_parameters of request parameters
             salt_from = "sampling_parameters" if salt_from == "parameter" else None
         call = read_call(*received, input_limits=limits.input_limits, salt_from=salt_from)
-        defaults = self._plain_limits if channel.has_own_defaults else limits
+        defaults = self._plain_limits if own_defaults else limits
         if call.pooling_type:
-            sampling = parse_pooling_sampling(call.pooling_type.field, call.sampling, defaults)
-        elif limits.generates:
-            sampling = SamplingParams.parse(call.sampling, defaults)
-        else:
-            problem = f"{GENERATES_NO_TEXT}; use classification_request"
-            if not limits.classification:
-                problem = f"{ONLY_EMBEDS}; use embedding_request"
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{call.prompt_field}: {problem}")
-        turn = self._begin_turn(call, sampling) if call.sequence else None
-        if call.only_ends_session and turn:
-            turn.finish([], "")
-            channel.send(write_response(call, [SampleOutput("", "stop", ())], prompt_token_ids=()), final=True)
-            return None
-        with _undo_on_error(turn):
-            self._check_capacity(sampling)  # before the work of the further checks, and again with the lock
-            return self._check(channel, arrived, call, sampling, turn)
+            return call, parse_pooling_sampling(call.pooling_type.field, call.sampling, defaults)
+        if limits.generates:
+            return call, SamplingParams.parse(call.sampling, defaults)
+        problem = f"{GENERATES_NO_TEXT}; use classification_request"
+        if not limits.classification:
+            problem = f"{ONLY_EMBEDS}; use embedding_request"
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{call.prompt_field}: {problem}")
 
-    def _check_capacity(self, sampling: SamplingParams) -> None:
-        """Raise ModelAsleep if the model sleeps, QueueFull if the waiting queue is full, or TenantLimitReached if the
-        tenant's share is."""
-        self._engine.sleep_mode.check()
-        ended = self.long_prompts.ended_tenants()  # tenants whose text is still in memory
-        waiting, tenant = self._engine.waiting + self._replicas.waiting + len(ended), sampling.cache_salt
-        if self._max_queue_size and waiting >= self._max_queue_size:
-            raise QueueFull(waiting)
-        self._tenants.check(tenant, ended.count(tenant))
-
-    def _check(
-        self, channel: Channel, arrived: float, call: Call, sampling: SamplingParams, turn: Turn | None
-    ) -> Arrival:
-        """Check everything that can be checked before the prompt is tokenized."""
+    def _check(self, call: Call, sampling: SamplingParams) -> SamplingParams:
+        """Check everything that can be checked before the prompt is tokenized. Return the complete parameters."""
         _check_combination(call, sampling)
         if sampling.prefill_only and not self._has_remote_cache:
             raise invalid_argument("prefill_only", True, "needs a remote cache, which is off (remote_cache_url)")
-        sampling = self._prompts.expand_word_bias(sampling)
-        self._check_adapter(sampling.lora_name)
+        if sampling.word_bias:
+            sampling = self._prompts.expand_word_bias(sampling)
+        if sampling.lora_name is not None:
+            self.check_adapter(sampling.lora_name)
         if call.prompt is not None:
             self._prompts.check_length(call.prompt_field, call.prompt)
-        trace = self._tracing.begin(call, arrived)
-        return Arrival(next(self._keys), call, channel, arrived, sampling, turn, trace=trace)
+        return sampling
 
-    def _check_adapter(self, name: str | None) -> None:
-        if name is None:
-            return
+    def check_adapter(self, name: str) -> None:
+        """Raise RequestError if the engine cannot use this LoRA adapter."""
         if self._adapters is None:
             raise RequestError(ErrorCode.INVALID_ARGUMENT, LORA_NOT_ENABLED, verbatim=True)
         self._adapters.check(name)
@@ -237,22 +203,99 @@ class Admission:
         if sampling.prefill_only:
             raise invalid_argument("prefill_only", True, "must be false in a session, whose turns have outputs")
         if sampling.num_seqs > 1:
-            field = next(one for one in ("n", "best_of", "beam_width") if (getattr(sampling, one) or 1) > 1)
+            field = next(name for name in ("n", "best_of", "beam_width") if (getattr(sampling, name) or 1) > 1)
             reason = "must be 1 in a session, which continues a single output"
             raise invalid_argument(field, getattr(sampling, field), reason)
         session = SessionName(sampling.cache_salt, call.sequence.id)
         return self._sessions.begin(session, start=call.sequence.start, end=call.sequence.end)
 
+    def _check_capacity(self, sampling: SamplingParams) -> None:
+        """Raise ModelAsleep if the model sleeps, QueueFull if the waiting queue is full, or TenantLimitReached if the
+        tenant has too many open requests."""
+        self._engine.sleep_mode.check()
+        # Requests whose stream has ended count while their text is still in memory.
+        ended = [stream.tenant for stream in self.long_prompts.pending if stream.ended]
+        waiting, tenant, limit = self._engine.waiting + len(ended), sampling.cache_salt, self._max_tenant_requests
+        if self._replicas:
+            waiting += self._replicas.waiting
+        if self._max_queue_size and waiting >= self._max_queue_size:
+            raise QueueFull(waiting)
+        if limit and self._responder.num_open(tenant) + ended.count(tenant) >= limit:
+            raise TenantLimitReached(limit)
 
-@contextmanager
-def _undo_on_error(turn: Turn | None) -> Iterator[None]:
-    """Restore the session if its turn fails."""
-    try:
-        yield
-    except BaseException:
-        if turn:
-            turn.undo()
-        raise
+    def _queue(self, arrival: Arrival) -> None:
+        """Tokenize the prompt, open the stream and submit the request; a long prompt is tokenized later."""
+        if arrival.num_chars > SHORT_CHARS:
+            with self._lock:
+                self._check_capacity(arrival.sampling)
+                self.long_prompts.submit(arrival)
+            return
+        with recorded(arrival.trace, "tokenize"):
+            prompt = self._prompts.encode(arrival.prompt())
+        stream = self._builder.build(arrival, prompt)
+        with self._lock:
+            self._check_capacity(arrival.sampling)
+            self._engine.announce(stream.request.key)
+            self._responder.open(stream)
+        self.submit(stream.request)
+
+    def submit(self, request: GenerateRequest, *, here: bool = False) -> None:
+        """Give an announced request, whose stream is open, to a replica or to this process's engine, after its grammar
+        is compiled. Never raises: a failure ends the request with an error.
+
+        here: not to a replica.
+        """
+        try:
+            if self._replicas and not here and self._replicas.place(request):
+                return
+            if request.sampling.structure is None:
+                self._engine.deliver(request)
+            else:
+                self._compile_and_deliver(request)
+        except Exception as error:
+            log.exception("request %d: could not be queued", request.key)
+            self._engine.reject(request.key, internal_error(error))
+
+    def _compile_and_deliver(self, request: GenerateRequest) -> None:
+        """Compile the request's grammar in the background, then deliver. The request can be cancelled meanwhile."""
+        key, sampling = request.key, request.sampling
+        assert sampling.structure is not None
+
+        def compiled(guides: tuple[Guide, ...] | RequestError) -> None:
+            if isinstance(guides, RequestError):
+                self._engine.reject(key, guides)
+            else:
+                self._engine.deliver(replace(request, guides=guides))
+
+        self._engine.emit_stats()
+        self._grammars.compile(
+            sampling.structure,
+            sampling.num_samples,
+            compiled,
+            tenant=sampling.cache_salt,
+            still_wanted=lambda: self._engine.is_pending(key),
+        )
+
+    def _answer_control_request(self, name: str, channel: Channel, request_id: str) -> None:
+        """Answer one of CONTROL_REQUESTS. Raises RequestError if it is incomplete."""
+        match name:
+            case "pool_map":
+                self._responder.request_pool_map(channel)
+                self._engine.snapshot_pool()
+            case "adapters" if self._adapters:  # the registry changes only on its own thread
+                self._adapters.run(lambda: respond(channel, self._list_adapters))
+            case "adapters":
+                respond(channel, self._list_adapters)
+            case "stop_request" if request_id:
+                self._responder.cancel(channel, request_id)
+            case _:
+                raise RequestError(
+                    ErrorCode.INVALID_ARGUMENT,
+                    "stop_request: has no request id (`id` over HTTP); set it to that of the request to end",
+                )
+
+    def _list_adapters(self) -> dict[str, np.ndarray]:
+        return write_adapters(self._adapters.describe(self._adapter_slots.resident) if self._adapters else [])
 
 
 def _check_combination(call: Call, sampling: SamplingParams) -> None:

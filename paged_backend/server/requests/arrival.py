@@ -26,6 +26,29 @@ from paged_backend.text.stop_tokens import StopTokens
 from paged_backend.text.tokenizing import decoder
 
 
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """A request that passed the admission checks and whose prompt is still to be encoded."""
+
+    key: int  # the engine's name for the request, unique
+    call: Call
+    channel: Channel
+    arrived: float  # time.monotonic()
+    sampling: SamplingParams
+    turn: Turn | None
+    trace: RequestTrace | None = None  # None: not traced
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of the text, or of the conversation as JSON."""
+        return self.call.num_chars + (self.turn.session.num_chars if self.turn else 0)
+
+    def prompt(self) -> Prompt:
+        """Return what is to be encoded. Raises RequestError if the session has a prompt of another kind."""
+        earlier = self.turn.earlier(chat=self.call.is_chat) if self.turn else Earlier()
+        return Prompt(self.call, self.sampling, earlier)
+
+
 class StreamBuilder:
     """Builds streams for one model."""
 
@@ -172,26 +195,3 @@ def _token_texts(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
     """Return a cached function from a token id to the text of that token alone."""
     decode = decoder(tokenizer, skip_special_tokens=False)
     return functools.cache(lambda token: decode([token]))
-
-
-@dataclass(frozen=True, eq=False)
-class Arrival:
-    """A request that passed the admission checks and whose prompt is still to be encoded."""
-
-    key: int  # the engine's name for the request, unique
-    call: Call
-    channel: Channel
-    arrived: float  # time.monotonic()
-    sampling: SamplingParams
-    turn: Turn | None
-    trace: RequestTrace | None = None  # None: not traced
-
-    @property
-    def num_chars(self) -> int:
-        """Characters of the text, or of the conversation as JSON."""
-        return self.call.num_chars + (self.turn.session.num_chars if self.turn else 0)
-
-    def prompt(self) -> Prompt:
-        """Return what is to be encoded. Raises RequestError if the session has a prompt of another kind."""
-        earlier = self.turn.earlier(chat=self.call.is_chat) if self.turn else Earlier()
-        return Prompt(self.call, self.sampling, earlier)

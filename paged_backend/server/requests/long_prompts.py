@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 
 from paged_backend.api.errors import RequestError, internal_error
+from paged_backend.api.request import GenerateRequest
 from paged_backend.api.trace import recorded
 from paged_backend.engine.engine import Engine
 from paged_backend.server.prompts.encoder import EncodedPrompt, Prompt, PromptEncoder
 from paged_backend.server.prompts.encoder_process import PromptProcess
 from paged_backend.server.requests.arrival import Arrival, StreamBuilder
-from paged_backend.server.responder import Responder
+from paged_backend.server.streams.responder import Responder
 from paged_backend.server.streams.stream import Stream
-from paged_backend.server.submission import Submission
 from paged_backend.text.tokenizing import LONG_CHARS
 from paged_backend.utils.worker import BackgroundWorker
 
@@ -39,12 +39,13 @@ class LongPrompts:
         builder: StreamBuilder,
         engine: Engine,
         responder: Responder,
-        submission: Submission,
+        submit: Callable[[GenerateRequest], None],
         *,
         seconds: float,
         context: int,
     ):
         """admission_lock: guards `pending`; its holder admits one request at a time.
+        submit: gives an announced request to the engine.
         seconds: time limit for a prompt above LONG_CHARS.
         context: `max_model_len`. If such prompts fit into it, their process starts at once."""
         self.pending: list[Stream] = []
@@ -53,15 +54,11 @@ class LongPrompts:
         self._builder = builder
         self._engine = engine
         self._responder = responder
-        self._submission = submission
+        self._submit = submit
         self._process = PromptProcess(prompts, seconds)
         self._worker, self._long_worker = BackgroundWorker("prompts"), BackgroundWorker("long prompts")
         if context * TOKEN_CHARS > LONG_CHARS:
             self._long_worker.submit(self._process.start)
-
-    def ended_tenants(self) -> list[str]:
-        """Return the tenant of each pending request whose stream has ended."""
-        return [stream.tenant for stream in self.pending if stream.ended]
 
     def submit(self, arrival: Arrival) -> None:
         """Open the request's stream and encode its prompt later. The caller holds the admission lock."""
@@ -100,4 +97,4 @@ class LongPrompts:
             self._engine.reject(arrival.key, error)
         elif tokenized:
             self._responder.set_prompt(opened, tokenized)
-            self._submission.submit(tokenized.request)
+            self._submit(tokenized.request)

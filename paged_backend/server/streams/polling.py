@@ -21,6 +21,11 @@ log = logging.getLogger("paged_llm")
 
 SECONDS = 0.05  # pause between two rounds
 BATCH = 48  # requests per round from each of the two queues
+HELPERS = 4  # threads for round trips, in addition to the calling one
+SHARE = 16  # maximum round trips that the calling thread makes alone
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
 
 
 class Pollable(Protocol):
@@ -55,15 +60,10 @@ class CancellationPoller(Generic[Request]):
     After a round that found a cancelled request the next round follows at once: its client may have cancelled more.
     """
 
-    def __init__(
-        self,
-        is_open: Callable[[Request], bool],
-        round_trips: RoundTrips,
-        report: Callable[[PollResult[Request]], None],
-    ) -> None:
+    def __init__(self, is_open: Callable[[Request], bool], report: Callable[[PollResult[Request]], None]):
         """report: called on the poller's thread with each result that is not empty."""
+        self.round_trips = RoundTrips()
         self._is_open = is_open
-        self._round_trips = round_trips
         self._report = report
         self._waiting: deque[Request] = deque()  # waiting requests, and some that run or have ended by now
         self._running: deque[Request] = deque()  # running requests, and some that have ended by now
@@ -79,6 +79,7 @@ class CancellationPoller(Generic[Request]):
         self._stopping.set()
         self._added.set()
         self._thread.join()
+        self.round_trips.stop()
 
     def add(self, request: Request) -> None:
         """Poll a waiting request from now on."""
@@ -109,7 +110,7 @@ class CancellationPoller(Generic[Request]):
     def _poll(self) -> PollResult[Request]:
         result: PollResult[Request] = PollResult()
         batch = self._next(self._running) + self._next(self._waiting)
-        for (queue, request), answer in self._round_trips.each(_is_cancelled, batch):
+        for (queue, request), answer in self.round_trips.each(_is_cancelled, batch):
             if isinstance(answer, Exception):
                 result.failed.append((request, answer))
             elif answer:
@@ -136,13 +137,6 @@ class CancellationPoller(Generic[Request]):
 def _is_cancelled(item: tuple[deque[Request], Request]) -> bool:
     _, request = item
     return request.channel.is_cancelled()
-
-
-HELPERS = 4  # threads in addition to the calling one
-SHARE = 16  # maximum items per thread
-
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
 
 
 class RoundTrips:

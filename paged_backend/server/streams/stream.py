@@ -84,15 +84,13 @@ class Stream:
     def ended(self) -> bool:
         return self.finished or self.error is not None
 
-    def mark_scheduled(self, when: float) -> None:
-        self.scheduled_at = when
-
-    def fail(self, error: RequestError) -> None:
-        self.error = error
-
-    def await_early_finish(self, reason: FinishReason, *, deadline: float) -> None:
-        """Wait until `deadline` for the engine to end the search with the beams that it has."""
-        self.early_finish, self.deadline = reason, deadline
+    @property
+    def outcome(self) -> str:
+        """Why it ended, for the metrics: of samples with different reasons, the last in FinishReason's order."""
+        if self.error:
+            return self.error.outcome
+        reasons = {sample.finish for sample in self.returned_samples}
+        return next(reason.value for reason in reversed(FinishReason) if reason in reasons)
 
     def take(self, delta: TokenDelta, when: float) -> None:
         """Add the tokens of one step to a sample."""

@@ -35,26 +35,21 @@ FLUSH_MILLIS = 2000  # time to export the last spans when the model is unloaded
 
 
 class Tracing:
-    """Traces the requests of one model.
+    """Traces the requests of one model. Methods may be called from any thread."""
 
-    Without an endpoint it does nothing. Methods may be called from any thread.
-    """
-
-    def __init__(self, endpoint: str | None, *, model: str, sample_ratio: float = 1.0):
-        """endpoint: URL that takes OTLP over HTTP, such as http://localhost:4318/v1/traces; None: no tracing.
+    def __init__(self, endpoint: str, *, model: str, sample_ratio: float = 1.0):
+        """endpoint: URL that takes OTLP over HTTP, such as http://localhost:4318/v1/traces.
         model: name of the served model.
         sample_ratio: share of the requests to trace. A request with a parent is traced if its parent is.
 
         Raises ConfigError if OpenTelemetry is not installed.
         """
         self._model = model
-        self._provider = _provider(endpoint, sample_ratio) if endpoint else None
-        self._tracer = self._provider.get_tracer("paged_backend") if self._provider else None
+        self._provider = _provider(endpoint, sample_ratio)
+        self._tracer = self._provider.get_tracer("paged_backend")
 
     def begin(self, call: Call, arrived: float) -> RequestTrace | None:
         """Return a new trace of a request, or None if the request is not traced. arrived: time.monotonic()."""
-        if self._tracer is None:
-            return None
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -75,7 +70,7 @@ class Tracing:
     def end(self, stream: Stream) -> None:
         """Export the spans of a request whose last response was sent. Does nothing if the request is not traced."""
         trace = stream.request.trace
-        if trace is None or self._tracer is None:
+        if trace is None:
             return
         try:
             self._export(trace, stream)
@@ -84,14 +79,12 @@ class Tracing:
 
     def stop(self) -> None:
         """Export the remaining spans."""
-        if self._provider:
-            self._provider.force_flush(FLUSH_MILLIS)
-            self._provider.shutdown()
+        self._provider.force_flush(FLUSH_MILLIS)
+        self._provider.shutdown()
 
     def _export(self, trace: RequestTrace, stream: Stream) -> None:
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
-        assert self._tracer
         now = time.monotonic()
         context = set_span_in_context(trace.span)
         for phase in (*trace.phases, *_phases_of(stream, now)):

@@ -2,8 +2,8 @@
 
 `read_call` takes a bounded time, because other requests wait for it. JSON of megabytes is left to `read_prompt`.
 
-Over gRPC a client sets parameters, the timeout and the ids on the request; over the generate endpoints, and on some
-servers also over gRPC, they are fields of the JSON body.
+Over gRPC a client sets parameters on the request. Over the generate endpoints they are fields of the JSON body, and on
+some servers so are the timeout and the ids.
 """
 
 from __future__ import annotations
@@ -22,6 +22,26 @@ from paged_backend.api.sampling_params import PARAMETER_NAMES
 from paged_backend.server.wire.pooling import ClassificationCall, EmbeddingCall, PoolingCall
 from paged_backend.server.wire.tensors import LIST_PARAMETERS, SCALAR_PARAMETERS
 from paged_backend.text.conversation import check_messages, check_template_variables, check_tools
+
+ERROR_PREFIX = "Error generating stream: "
+STREAM_WITH_INPUT = f"{ERROR_PREFIX}When streaming, `exclude_input_in_output` = False is not allowed."
+Tensors = Mapping[str, np.ndarray]
+CONTROL_REQUESTS = ("pool_map", "adapters", "stop_request")  # names of the inputs
+SEQUENCE_START, SEQUENCE_END = 1, 2  # bits of a Triton request's flags
+_SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
+TRACE_CONTEXT = ("traceparent", "tracestate")
+_PARAMETERS = PARAMETER_NAMES.union(_SEQUENCE, ("timeout", "id"))
+# HTTP headers without a dash in their names. A server with header forwarding passes headers on as parameters.
+_HEADERS = frozenset(
+    "accept authorization baggage connection cookie forwarded from host origin referer te traceparent tracestate"
+    " upgrade via".split()
+)
+_POOLING: dict[str, type[PoolingCall]] = {one.field: one for one in (EmbeddingCall, ClassificationCall)}
+# Inputs that may be sent together with an embedding_request or a classification_request.
+_WITH_POOLING = frozenset(
+    ("sampling_parameters", "stream", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens",
+     "return_receipt")
+)  # fmt: skip
 
 
 class SequenceControl(NamedTuple):
@@ -80,58 +100,6 @@ class Call:
     def prompt_field(self) -> str:
         """The input tensor that the prompt came in."""
         return "text_input" if self.prompt is not None else "messages" if self.is_chat else "input_ids"
-
-
-ERROR_PREFIX = "Error generating stream: "
-STREAM_WITH_INPUT = f"{ERROR_PREFIX}When streaming, `exclude_input_in_output` = False is not allowed."
-Tensors = Mapping[str, np.ndarray]
-
-
-def scalar(tensors: Tensors, name: str) -> Any:
-    """Return the only element of a tensor; None if the tensor is missing."""
-    tensor = tensors.get(name)
-    if tensor is None:
-        return None
-    if tensor.size != 1:
-        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: has {tensor.size} elements; must have 1")
-    return tensor.reshape(-1)[0]
-
-
-def boolean(tensors: Tensors, name: str, default: bool = False) -> bool:
-    value = scalar(tensors, name)
-    return default if value is None else bool(value)
-
-
-def string(tensors: Tensors, name: str) -> str | None:
-    value = scalar(tensors, name)
-    return None if value is None else decode(name, value)
-
-
-def decode(name: str, value: bytes | str) -> str:
-    if isinstance(value, str):
-        return value
-    try:
-        return value.decode()
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            ErrorCode.INVALID_ARGUMENT, f"{name}: byte {error.start} is not valid UTF-8; send UTF-8 text"
-        ) from None
-
-
-def parse_json(name: str, text: str) -> Any:
-    """Parse the JSON of an input. Raises RequestError if it is invalid."""
-    try:
-        return strict_json.parse(text)
-    except ValueError as error:
-        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not valid JSON: {error}") from None
-
-
-_POOLING: dict[str, type[PoolingCall]] = {one.field: one for one in (EmbeddingCall, ClassificationCall)}
-# Inputs that may be sent together with an embedding_request or a classification_request.
-_WITH_POOLING = frozenset(
-    ("sampling_parameters", "stream", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens",
-     "return_receipt")
-)  # fmt: skip
 
 
 def read_call(
@@ -202,6 +170,32 @@ def read_prompt(call: Call, input_limits: InputLimits) -> Call:
     if (name := "chat_template_kwargs") in values:
         call = replace(call, template_variables=check_template_variables(values[name], input_limits))
     return call
+
+
+def read_control_request(
+    tensors: Tensors,
+    parameters: Mapping[str, Any],
+    timeout_us: int = 0,
+    sequence_id: int | str = 0,
+    flags: int = 0,
+    request_id: str = "",
+    *,
+    input_limits: InputLimits = InputLimits(),
+) -> str | None:
+    """Return which of CONTROL_REQUESTS this is; None for an ordinary request.
+
+    Takes what `read_call` takes. Raises RequestError for any other input, which would have no effect.
+    """
+    name = next((name for name in CONTROL_REQUESTS if boolean(tensors, name)), None)
+    if name is None:
+        return None
+    sampling, timeout_us = read_parameters(parameters, timeout_us)
+    others = [*sorted(tensors.keys() - {name}), *sorted(sampling)]
+    others += ["timeout"] * bool(timeout_us)
+    others += ["sequence_id"] * bool(read_sequence(parameters, sequence_id, flags, input_limits))
+    if others:
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{others[0]}: has no effect with {name}; leave it out")
+    return name
 
 
 def _prompt(tensors: Tensors, *, may_omit: bool) -> tuple[str | None, np.ndarray | None]:
@@ -304,46 +298,6 @@ def _echo(tensors: Tensors, *, stream: bool, chat: bool, tokens: bool) -> bool:
     return not exclude
 
 
-CONTROL_REQUESTS = ("pool_map", "adapters", "stop_request")  # names of the inputs
-
-
-def read_control_request(
-    tensors: Tensors,
-    parameters: Mapping[str, Any],
-    timeout_us: int = 0,
-    sequence_id: int | str = 0,
-    flags: int = 0,
-    request_id: str = "",
-    *,
-    input_limits: InputLimits = InputLimits(),
-) -> str | None:
-    """Return which of CONTROL_REQUESTS this is; None for an ordinary request.
-
-    Takes what `read_call` takes. Raises RequestError for any other input, which would have no effect.
-    """
-    name = next((name for name in CONTROL_REQUESTS if boolean(tensors, name)), None)
-    if name is None:
-        return None
-    sampling, timeout_us = read_parameters(parameters, timeout_us)
-    others = [*sorted(tensors.keys() - {name}), *sorted(sampling)]
-    others += ["timeout"] * bool(timeout_us)
-    others += ["sequence_id"] * bool(read_sequence(parameters, sequence_id, flags, input_limits))
-    if others:
-        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{others[0]}: has no effect with {name}; leave it out")
-    return name
-
-
-SEQUENCE_START, SEQUENCE_END = 1, 2  # bits of a Triton request's flags
-_SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
-TRACE_CONTEXT = ("traceparent", "tracestate")
-_PARAMETERS = PARAMETER_NAMES.union(_SEQUENCE, ("timeout", "id"))
-# HTTP headers without a dash in their names. A server with header forwarding passes headers on as parameters.
-_HEADERS = frozenset(
-    "accept authorization baggage connection cookie forwarded from host origin referer te traceparent tracestate"
-    " upgrade via".split()
-)
-
-
 def read_parameters(parameters: Mapping[str, Any], timeout_us: int) -> tuple[dict[str, Any], int]:
     """Return the sampling parameters among the request's, and its timeout in microseconds.
 
@@ -407,3 +361,42 @@ def read_request_id(parameters: Mapping[str, Any], request_id: str, input_limits
         raise invalid_argument("id", name, "must be a string")
     input_limits.check("max_request_id_bytes", "id", len(name.encode(errors="replace")), "bytes")
     return name or request_id
+
+
+def scalar(tensors: Tensors, name: str) -> Any:
+    """Return the only element of a tensor; None if the tensor is missing."""
+    tensor = tensors.get(name)
+    if tensor is None:
+        return None
+    if tensor.size != 1:
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: has {tensor.size} elements; must have 1")
+    return tensor.reshape(-1)[0]
+
+
+def boolean(tensors: Tensors, name: str, default: bool = False) -> bool:
+    value = scalar(tensors, name)
+    return default if value is None else bool(value)
+
+
+def string(tensors: Tensors, name: str) -> str | None:
+    value = scalar(tensors, name)
+    return None if value is None else decode(name, value)
+
+
+def decode(name: str, value: bytes | str) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            ErrorCode.INVALID_ARGUMENT, f"{name}: byte {error.start} is not valid UTF-8; send UTF-8 text"
+        ) from None
+
+
+def parse_json(name: str, text: str) -> Any:
+    """Parse the JSON of an input. Raises RequestError if it is invalid."""
+    try:
+        return strict_json.parse(text)
+    except ValueError as error:
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not valid JSON: {error}") from None

@@ -128,10 +128,11 @@ def send_error(channel: Failable, error: RequestError) -> None:
         log.exception("could not send the error: %s", error)
 
 
-def respond(channel: Channel, answer: Callable[[], None]) -> None:
-    """Call `answer`, which answers a control request; if it raises, send that as an error. Never raises."""
+def respond(channel: Channel, answer: Callable[[], Mapping[str, np.ndarray]]) -> None:
+    """Answer a control request with the outputs that `answer` returns, or with the error that it raises. Never
+    raises."""
     try:
-        answer()
+        channel.send(answer(), final=True)
     except Exception as error:
         log.exception("could not answer a control request")
         with suppress(Exception):

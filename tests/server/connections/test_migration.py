@@ -14,7 +14,7 @@ from paged_backend.server.connections.migration import MAX_ATTEMPTS, Description
 from paged_backend.utils import local_socket
 from paged_backend.utils.local_socket import Connection, FrameError, pack
 from tests.support.callers import serving
-from tests.support.service_calls import SingleCaller
+from tests.support.service_calls import SingleCaller, counted
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("socket_directory")
@@ -67,10 +67,7 @@ def serve(tiny, **options):
 
 def test_streams_continue_in_the_new_instance(tiny, slow, monkeypatch):
     """And are counted."""
-    counts = []
-    monkeypatch.setattr(
-        "paged_backend.server.metrics.metrics.Metrics.count_moved", lambda self, count: counts.append(count)
-    )
+    moves = counted(monkeypatch, "moved")
     with serve(tiny) as first:
         sampling = [LONG | {"seed": seed} for seed in range(len(TEXTS))]
         sampling[1] |= {"stop": ["zz"], "n": 2}
@@ -89,7 +86,7 @@ def test_streams_continue_in_the_new_instance(tiny, slow, monkeypatch):
                 assert reason(rest) == reason(whole)
             assert moved(first.service) == 0 and second.service._engine_service.num_open == 0
             assert not first.service._engine._state.num_open
-    assert sum(counts) == len(TEXTS)
+    assert len(moves) == len(TEXTS)
 
 
 def test_structured_output_and_beams_continue(tiny, slow):
@@ -122,7 +119,7 @@ def test_moved_requests_are_cancelled_stopped_and_time_out(tiny, slow):
             until(lambda: served.num_open == 2, "a request that was cancelled")
             SingleCaller(first.service, {"request_id": "c"}, stop_request=True)
             until(lambda: served.num_open == 1, "a request that was stopped")
-            (stream,) = [one for one in first.service._responder.streams.by_key.values() if not one.ended]
+            (stream,) = [one for one in first.service._responder.streams.values() if not one.ended]
             stream.deadline = 0.0
             until(lambda: served.num_open == 0, "a request whose deadline has passed")
             assert reason(timed.all()) == "timeout"
@@ -149,10 +146,7 @@ def test_requests_return_when_the_new_instance_is_unloaded(tiny, slow, monkeypat
 
 def test_requests_move_on_to_the_newest_instance(tiny, slow, monkeypatch):
     """Each move is counted."""
-    counts = []
-    monkeypatch.setattr(
-        "paged_backend.server.metrics.metrics.Metrics.count_moved", lambda self, count: counts.append(count)
-    )
+    moves = counted(monkeypatch, "moved")
     with serve(tiny) as first:
         expected = ask(first.service, "abcd", seed=1, **LONG).all()
         slow.seconds = 0.06
@@ -166,7 +160,7 @@ def test_requests_move_on_to_the_newest_instance(tiny, slow, monkeypatch):
                 assert text_of(stream.all()) == text_of(expected)
                 for service in (second.service, third.service):  # it continued from the blocks of the one before
                     assert service._assembly.scheduler.stats.cached_tokens
-    assert sum(counts) == 2
+    assert len(moves) == 2
 
 
 def test_turn_of_a_session_moves(tiny, slow):
@@ -205,10 +199,7 @@ def test_requests_stay_if_the_other_instance_is_no_successor(tiny, slow, differe
 
 
 def test_request_stays_if_the_new_instance_cannot_run_it(tiny, slow, monkeypatch):
-    counts = []
-    monkeypatch.setattr(
-        "paged_backend.server.metrics.metrics.Metrics.count_moved", lambda self, count: counts.append(count)
-    )
+    moves = counted(monkeypatch, "moved")
     with serve(tiny) as first:
         slow.seconds = 0.06
         stream = ask(first.service, "abcd", **LONG)
@@ -216,7 +207,7 @@ def test_request_stays_if_the_new_instance_cannot_run_it(tiny, slow, monkeypatch
             until(lambda: any(group.request.stays for group in first.service._assembly.scheduler.running))
             slow.seconds = 0.0
             assert reason(stream.all()) == "length"
-    assert counts == []
+    assert moves == []
 
 
 def test_streams_fail_with_one_error_if_the_new_instance_dies(tiny, slow):

@@ -1,6 +1,7 @@
 """Sessions: turns, expiry, and limits."""
 
 import json
+import math
 from contextlib import ExitStack
 
 import pytest
@@ -99,16 +100,16 @@ def test_a_concurrent_turn_is_rejected(sessions):
 def test_an_expired_session_is_rejected_and_unpinned(sessions, clock, unpinned):
     begun(sessions)
     clock.now = 9.9
-    assert sessions.seconds_left() == pytest.approx(0.1)
+    assert sessions.next_expiry == 10
     begun(sessions, start=False)
     clock.now = 19.8
-    assert sessions.seconds_left() == pytest.approx(0.1)
+    assert sessions.next_expiry == pytest.approx(19.9)
     sessions.expire()
     assert unpinned == []
     clock.now = 19.9
     sessions.expire()
     assert unpinned == [NAME]
-    assert sessions.seconds_left() is None
+    assert sessions.next_expiry == math.inf
     assert "expired after session_ttl=10 seconds" in rejection(sessions)
 
 
@@ -117,9 +118,9 @@ def test_a_session_does_not_expire_during_a_turn(sessions, clock, unpinned):
     clock.now = 100
     sessions.expire()
     assert unpinned == []
-    assert sessions.seconds_left() is None
+    assert sessions.next_expiry == math.inf
     turn.finish([1], "")
-    assert sessions.seconds_left() == 10
+    assert sessions.next_expiry == 110
 
 
 def test_sequence_end_removes_the_session(sessions, unpinned):
@@ -155,15 +156,15 @@ def test_sessions_beyond_max_sessions_are_rejected(sessions, clock):
     assert "UNAVAILABLE: sequence_id=7: max_sessions=2 are open" in rejection(sessions, start=True)
     clock.now = 10
     begun(sessions)
-    assert len(sessions) == 1
+    assert sessions.count == 1
 
 
 def test_a_failed_start_restores_the_replaced_session(sessions, clock):
     begun(sessions)
     clock.now = 5
     sessions.begin(NAME, start=True, end=False).undo()
-    assert len(sessions) == 1
-    assert sessions.seconds_left() == 10
+    assert sessions.count == 1
+    assert sessions.next_expiry == 15
     assert sessions.begin(NAME, start=False, end=False).earlier(chat=False).tokens.tolist() == [1, 2, 3]
 
 

@@ -57,7 +57,7 @@ def test_the_open_request_limit_applies_per_tenant(serve, gate, monkeypatch):
     others += [ask(service, cache_salt="one"), ask(service, cache_salt="two")]
     gate.open()
     assert [finish(one)[0] for one in (waiting, *others)] == ["length"] * 6
-    assert len(service._tenants) == 0
+    assert not service._responder.streams
     assert sorted(ended) == ["cancelled"] + ["length"] * 6 + ["refused"] + ["tenant_full"] * 2
 
 

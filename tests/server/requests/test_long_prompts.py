@@ -12,16 +12,16 @@ import pytest
 from tokenizers import decoders
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.server import responder
-from paged_backend.server.metrics.metrics import Metrics
 from paged_backend.server.prompts import encoder
 from paged_backend.server.prompts.encoder import EncodedPrompt
 from paged_backend.server.prompts.encoder_process import PromptProcess
 from paged_backend.server.requests import admission, long_prompts
+from paged_backend.server.streams import responder
 from paged_backend.server.wire import call as wire_call
 from paged_backend.text import tokenizing
 from tests.support.callers import Caller, serving
 from tests.support.in_process import WAIT, byte_tokenizer
+from tests.support.service_calls import outcomes
 from tests.support.tokenizers import SlowTokenizer
 from tests.support.waiting import until
 
@@ -63,10 +63,9 @@ def serve(tiny, slow, monkeypatch):
     encode = lambda self, prompt: EncodedPrompt(slow.encode(prompt.call.prompt, False))  # noqa: E731
     monkeypatch.setattr(PromptProcess, "encode", encode)
     monkeypatch.setattr(PromptProcess, "start", lambda self: None)
-    outcomes = SimpleQueue()
-    monkeypatch.setattr(Metrics, "count_finished", lambda self, reason: outcomes.put(reason))
+    ended = outcomes(monkeypatch)
     with serving(tiny[0], max_queue_size=2) as server:
-        server.outcomes = outcomes
+        server.outcomes = ended
         yield server
         slow.go_on.set()
 
@@ -120,7 +119,7 @@ def test_long_prompts_count_as_waiting(serve, slow):
 
 def test_long_prompts_count_for_their_tenant(serve, slow, monkeypatch):
     """They count before they are tokenized, and do not delay other tenants."""
-    monkeypatch.setattr(serve.service._tenants, "_max_requests", 1)
+    monkeypatch.setattr(serve.service._admission, "_max_tenant_requests", 1)
     first = request_of(LONG)
     serve.service.submit(first)
     slow.began.get(timeout=WAIT)
@@ -235,7 +234,8 @@ def test_a_cancelled_long_prompt_is_not_tokenized(serve, slow):
     slow.go_on.set()
     assert first.all()
     assert slow.began.empty()
-    assert {serve.outcomes.get(timeout=WAIT) for _ in range(2)} == {"length", "cancelled"}
+    until(lambda: len(serve.outcomes) == 2)
+    assert set(serve.outcomes) == {"length", "cancelled"}
 
 
 def test_stop_request_finds_a_long_prompt(serve, slow):
@@ -284,7 +284,8 @@ def test_a_long_prompt_times_out_before_it_is_tokenized(serve, slow, advance_an_
         (answer,) = one.all()
         if limit == "timeout_ms":
             assert (answer["finish_reason"], answer["num_output_tokens"]) == ([b"timeout"], [0])
-    assert [serve.outcomes.get(timeout=WAIT) for _ in waiting] == ["timeout"] * 2
+    until(lambda: len(serve.outcomes) == 2)
+    assert serve.outcomes == ["timeout"] * 2
     assert (
         "2 requests wait (max_queue_size)" in serve.call(text_input="abcd").rejection()
     )  # their texts are still in memory

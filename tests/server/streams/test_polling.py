@@ -14,13 +14,6 @@ from tests.support.streams import Client
 from tests.support.waiting import until
 
 
-@pytest.fixture
-def round_trips():
-    made = RoundTrips(threads=2, batch=4)
-    yield made
-    made.stop()
-
-
 class LoggingClient(Client):
     """A client that logs each poll."""
 
@@ -33,14 +26,14 @@ class LoggingClient(Client):
         return self.cancelled
 
 
-def poller_of(round_trips, clients, report=lambda found: None):
-    made = CancellationPoller(lambda stream: not stream.channel.closed, round_trips, report)
+def poller_of(clients, report=lambda found: None):
+    made = CancellationPoller(lambda stream: not stream.channel.closed, report)
     for client in clients:
         made.add(client.stream)
     return made
 
 
-def test_running_requests_are_polled_more_often_than_waiting_ones(round_trips, monkeypatch):
+def test_running_requests_are_polled_more_often_than_waiting_ones(monkeypatch):
     monkeypatch.setattr(polling, "BATCH", 2)
     monkeypatch.setattr(polling, "SECONDS", 0)
     asked, seen = Counter(), SimpleQueue()
@@ -51,8 +44,8 @@ def test_running_requests_are_polled_more_often_than_waiting_ones(round_trips, m
             seen.put(dict(asked))
 
     clients = [LoggingClient(key, log) for key in range(21)]
-    made = poller_of(round_trips, clients)
-    clients[0].stream.mark_scheduled(1.0)
+    made = poller_of(clients)
+    clients[0].stream.scheduled_at = 1.0
     made.mark_running(clients[0].stream)
     made.start()
     others = seen.get(timeout=WAIT)
@@ -61,10 +54,10 @@ def test_running_requests_are_polled_more_often_than_waiting_ones(round_trips, m
 
 
 @pytest.mark.parametrize(("took", "rest"), [(0.0, 0.05), (0.02, 0.03), (0.2, 0.2)])
-def test_the_poller_sleeps_at_least_as_long_as_it_polls(round_trips, monkeypatch, took, rest):
+def test_the_poller_sleeps_at_least_as_long_as_it_polls(monkeypatch, took, rest):
     clock, rests, end = iter([0.0, took, 10.0, 10.0]), SimpleQueue(), Event()
     monkeypatch.setattr(polling, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    made = poller_of(round_trips, [Client(key) for key in range(3)])
+    made = poller_of([Client(key) for key in range(3)])
 
     def wait(seconds):
         rests.put(seconds)
@@ -76,10 +69,10 @@ def test_the_poller_sleeps_at_least_as_long_as_it_polls(round_trips, monkeypatch
     made.stop()
 
 
-def test_an_ended_request_is_not_polled(round_trips):
+def test_an_ended_request_is_not_polled():
     asked, found = Counter(), SimpleQueue()
     clients = [LoggingClient(key, lambda key: asked.update([key])) for key in range(2)]
-    made = poller_of(round_trips, clients, found.put)
+    made = poller_of(clients, found.put)
     clients[0].stream.channel.closed = True
     clients[1].cancelled = True
     made.start()
@@ -88,13 +81,13 @@ def test_an_ended_request_is_not_polled(round_trips):
     assert asked == {1: 1}
 
 
-def test_a_request_that_starts_running_during_a_round_is_still_polled(round_trips):
+def test_a_request_that_starts_running_during_a_round_is_still_polled():
     """It has left the waiting queue but is not in the running queue yet."""
     found = SimpleQueue()
     client = Client(1)
     client.cancelled = True
-    client.stream.mark_scheduled(1.0)
-    made = poller_of(round_trips, [client], found.put)
+    client.stream.scheduled_at = 1.0
+    made = poller_of([client], found.put)
     made.start()
     until(lambda: not (made._waiting or made._added.is_set()))
     made.mark_running(client.stream)
@@ -102,7 +95,7 @@ def test_a_request_that_starts_running_during_a_round_is_still_polled(round_trip
     made.stop()
 
 
-def test_a_failed_round_does_not_stop_the_poller(round_trips, caplog):
+def test_a_failed_round_does_not_stop_the_poller(caplog):
     reported, clients = SimpleQueue(), [Client(key) for key in range(2)]
 
     def report(found):
@@ -110,7 +103,7 @@ def test_a_failed_round_does_not_stop_the_poller(round_trips, caplog):
         if found.cancelled == [clients[0].stream]:
             raise RuntimeError("it went wrong")
 
-    made = poller_of(round_trips, clients, report)
+    made = poller_of(clients, report)
     made.start()
     for client in clients:
         client.cancelled = True
@@ -119,7 +112,7 @@ def test_a_failed_round_does_not_stop_the_poller(round_trips, caplog):
     assert "it went wrong" in caplog.text
 
 
-def test_a_request_is_in_only_one_queue(round_trips, monkeypatch):
+def test_a_request_is_in_only_one_queue(monkeypatch):
     monkeypatch.setattr(polling, "SECONDS", 0)
     asked, enough = Counter(), Event()
 
@@ -129,8 +122,8 @@ def test_a_request_is_in_only_one_queue(round_trips, monkeypatch):
             enough.set()
 
     clients = [LoggingClient(key, log) for key in range(2)]
-    made = poller_of(round_trips, clients)
-    clients[0].stream.mark_scheduled(1.0)
+    made = poller_of(clients)
+    clients[0].stream.scheduled_at = 1.0
     made.mark_running(clients[0].stream)
     made.start()
     assert enough.wait(WAIT)
@@ -139,14 +132,14 @@ def test_a_request_is_in_only_one_queue(round_trips, monkeypatch):
 
 
 @pytest.fixture
-def four_threads():
+def round_trips():
     made = RoundTrips(threads=3, batch=4)
     yield made
     made.stop()
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 9, 100])
-def test_each_item_is_handled_once_and_errors_stay_separate(four_threads, count):
+def test_each_item_is_handled_once_and_errors_stay_separate(round_trips, count):
     asked = Counter()
 
     def ask(item):
@@ -155,15 +148,15 @@ def test_each_item_is_handled_once_and_errors_stay_separate(four_threads, count)
             raise ValueError(item)
         return item * 10
 
-    answers = dict(four_threads.each(ask, range(count)))
+    answers = dict(round_trips.each(ask, range(count)))
     assert asked == Counter(range(count))
     assert answers.keys() == asked.keys()
     for item, answer in answers.items():
         assert isinstance(answer, ValueError) if item % 3 == 0 else answer == item * 10
 
 
-def test_round_trips_run_concurrently(four_threads):
+def test_round_trips_run_concurrently(round_trips):
     """A single thread would wait forever for the others."""
     together = Barrier(4)
-    answers = four_threads.each(lambda _: together.wait(WAIT), range(16))
+    answers = round_trips.each(lambda _: together.wait(WAIT), range(16))
     assert not any(isinstance(answer, Exception) for _, answer in answers)

@@ -10,10 +10,10 @@ from paged_backend.engine import step_loop
 from paged_backend.engine.outputs import EngineDied, PoolMap
 from paged_backend.server.metrics.metrics import Metrics
 from paged_backend.server.prompts.sessions import Sessions
-from paged_backend.server.responder import Responder
-from paged_backend.server.tenants import Tenants
+from paged_backend.server.streams.responder import Responder
 from tests.support.callers import serving
 from tests.support.in_process import WAIT
+from tests.support.metric_families import RecordedFamilies
 from tests.support.pb_utils import PB_UTILS, Sent
 from tests.support.streams import POOL, STATS
 
@@ -22,7 +22,7 @@ ENGINE = SimpleNamespace(busy_seconds=0.0)
 
 @pytest.fixture
 def responder():
-    made = Responder(ENGINE, Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0), max_model_len=256)
+    made = Responder(ENGINE, Metrics(PB_UTILS, {}), Sessions(60, 1, print), max_model_len=256)
     made.start()
     yield made
     made.stop()
@@ -58,25 +58,21 @@ def test_every_caller_gets_next_pool_map_once(responder):
 
 
 def test_metrics_match_pool_map():
-    shown, held = [], []
-
-    class RecordedMetrics(Metrics):
-        def update(self, stats):
-            shown.append(stats)
+    families, held = RecordedFamilies(), []
 
     class Reader(Sent):
         def send(self, response, flags):
-            held.append(list(shown))
+            held.append(families.values["vllm:num_requests_running"][()])
             super().send(response, flags)
 
-    responder = Responder(ENGINE, RecordedMetrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0))
+    responder = Responder(ENGINE, Metrics(families, {}), Sessions(60, 1, print))
     responder.start()
     for running in (1, 0):  # the second comes before the next regular update of the metrics
         sent = Reader()
         responder.request_pool_map(sent.channel())
         responder.emit(PoolMap(12.5, "12c.", 20, replace(STATS, running=running)))
         sent.the_only()
-        assert held[-1][-1].running == running
+        assert held[-1] == running
     responder.stop()
 
 
@@ -91,7 +87,7 @@ def test_engine_failure_answers_waiting_and_new_callers(responder):
 
 def test_stalled_engine_times_out_pool_map():
     made, waiting = (
-        Responder(ENGINE, Metrics(PB_UTILS, {}), Sessions(60, 1, print), Tenants(0), stall_seconds=0),
+        Responder(ENGINE, Metrics(PB_UTILS, {}), Sessions(60, 1, print), stall_seconds=0),
         Sent(),
     )
     made.start()

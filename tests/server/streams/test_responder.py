@@ -6,15 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from paged_backend.api.errors import ErrorCode, RequestError, TenantLimitReached
+from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import FinishReason, TokenDelta
 from paged_backend.engine.outputs import EngineDied, UnknownRequests
-from paged_backend.server import engine_monitor
-from paged_backend.server.messages import ClientsPolled
 from paged_backend.server.streams import polling
 from paged_backend.server.streams.polling import PollResult
+from paged_backend.server.streams.responder import AUDIT_SECONDS
 from paged_backend.server.streams.stream import Stream
-from paged_backend.server.tenants import Tenants
 from tests.support.callers import Caller
 from tests.support.in_process import WAIT
 from tests.support.pb_utils import Sent
@@ -85,11 +83,7 @@ def test_after_a_cancellation_the_next_batch_is_polled_at_once(opened, monkeypat
 
 def test_simultaneous_cancellations_are_counted_together(opened):
     """An update of a metric is a round trip to the server, too."""
-    responder, metrics, _ = opened
-    recorded = []
-    for outcome in metrics._finished.values():
-        (metric,) = outcome._metrics
-        metric.increment = recorded.append
+    responder, families, _ = opened
     clients = [Client(key) for key in range(96)]
     clients[0].may_send.clear()
     for client in clients:
@@ -98,6 +92,7 @@ def test_simultaneous_cancellations_are_counted_together(opened):
     clients[0].may_send.set()
     for client in clients:
         client.got.get(timeout=WAIT)
+    recorded = [count for name, count in families.updates if name == "paged_requests_finished_total"]
     assert sum(recorded) == 96
     assert len(recorded) <= 12
 
@@ -140,7 +135,7 @@ def test_an_unexpected_responder_error_fails_no_stream(serve, gate, monkeypatch)
     gate.open()
     fails = iter([True])
 
-    def show(self, stats):
+    def show(self, *, idle):
         if next(fails, False):
             raise RuntimeError("metrics are gone")
 
@@ -151,12 +146,13 @@ def test_an_unexpected_responder_error_fails_no_stream(serve, gate, monkeypatch)
 
 
 def test_tokens_after_a_stop_string_in_one_step_are_not_counted(opened):
-    responder, metrics, aborted = opened
+    responder, families, aborted = opened
     client = Client(1, stop=["cd"])
     responder.open(client.stream)
     responder.emit(step(1, "abcdef"))
     assert client.got.get(timeout=WAIT) == ("ab", None, True)
-    assert metrics.generated_tokens._metrics[0].value() == client.stream.usage_receipt()["generated_tokens"] == 4
+    generated = families.values["paged_generation_tokens_total"][()]
+    assert generated == client.stream.usage_receipt()["generated_tokens"] == 4
     assert aborted.get(timeout=WAIT) == 1
 
 
@@ -189,11 +185,11 @@ def test_a_result_that_was_already_finished_wins_over_a_cancellation(opened):
     made, _, aborted = opened
     done = Client(1)
     busy = blocked_client(made, done)
-    made._inbox.put(ClientsPolled(PollResult([done.stream])))
+    made._poller._report(PollResult([done.stream]))
     made.emit(step(1, "b", FinishReason.LENGTH))
     busy.may_send.set()
     assert done.got.get(timeout=WAIT) == ("b", None, True)
-    made._inbox.put(ClientsPolled(PollResult([done.stream], [done.stream], [(done.stream, RuntimeError("gone"))])))
+    made._poller._report(PollResult([done.stream], [done.stream], [(done.stream, RuntimeError("gone"))]))
     made.emit(step(0, "c", FinishReason.LENGTH))
     while not busy.got.get(timeout=WAIT)[2]:
         pass
@@ -206,7 +202,7 @@ def test_a_stream_reported_cancelled_twice_is_cancelled_once(opened, caplog):
     gone = Client(1)
     busy = blocked_client(made, gone)
     for _ in range(2):
-        made._inbox.put(ClientsPolled(PollResult([gone.stream])))
+        made._poller._report(PollResult([gone.stream]))
     busy.may_send.set()
     reason = "CANCELLED: the request was cancelled by its client"
     assert gone.got.get(timeout=WAIT) == (None, reason, True)
@@ -225,15 +221,17 @@ def test_requests_after_the_engine_died_fail(opened, caplog):
 
 def test_inter_token_latency_is_counted_per_token_of_a_sample(opened):
     """The first token has none; tokens of one step share its time."""
-    responder, metrics, _ = opened
-    client, latencies = Client(1), []
-    metrics.steps.add_latencies = lambda found: latencies.append(dict(found))
+    responder, families, _ = opened
+    client = Client(1)
     responder.open(client.stream)
     for text, when, ended in (("a", 1.0, None), ("b", 1.5, None), ("cd", 2.5, FinishReason.LENGTH)):
         responder.emit(replace(step(1, text, ended), finished_at=when))
     while not client.got.get(timeout=WAIT)[2]:
         pass
-    assert latencies == [{}, {0.5: 1}, {0.5: 2}]
+    responder.stop()
+    name = "paged_inter_token_latency_seconds"
+    assert families.values[f"{name}_sum"] == {(): 1.5} and families.values[f"{name}_count"] == {(): 3}
+    assert families.values[f"{name}_bucket"]["0.5",] == 3
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -275,7 +273,7 @@ def test_a_request_that_the_engine_no_longer_tracks_fails(serve, gate, clock, mo
     lost, kept = ask(service), ask(service, "efgh")
     gate.wait()
     scheduler.abort(0)
-    clock.ahead += engine_monitor.AUDIT_SECONDS + 1
+    clock.ahead += AUDIT_SECONDS + 1
     gate.open()
     assert "INTERNAL: the engine has lost the request" in lost.answer()
     assert finish(kept) == ("length", 9)
@@ -330,32 +328,12 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_a_tenants_place_is_released_however_a_request_ends(opened, tenants, end):
+def test_a_tenants_place_is_released_however_a_request_ends(opened, end):
     responder, _, _ = opened
     client = Client(1)
     responder.open(client.stream)
-    assert len(tenants) == 1
+    assert responder.num_open(client.stream.tenant) == 1
     end(responder, client)
     while not client.got.get(timeout=WAIT)[2]:
         pass
-    assert len(tenants) == 0
-
-
-def test_requests_that_are_leaving_count_for_the_limit():
-    tenants = Tenants(2)
-    tenants.enter("a")
-    tenants.check("a")
-    tenants.check("b", leaving=1)
-    with pytest.raises(TenantLimitReached, match="2 requests of this cache_salt are open"):
-        tenants.check("a", leaving=1)
-    tenants.leave("a")
-    tenants.check("a", leaving=1)
-    assert len(tenants) == 0
-
-
-def test_zero_is_no_limit():
-    tenants = Tenants(0)
-    for _ in range(3):
-        tenants.check("a", leaving=9)
-        tenants.enter("a")
-    assert len(tenants) == 1
+    assert responder.num_open(client.stream.tenant) == 0

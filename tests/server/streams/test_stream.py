@@ -84,7 +84,7 @@ def test_a_response_has_an_element_for_each_sample_in_order():
 def test_a_receipt_excludes_preempted_time_from_every_phase():
     """2 of the 4 seconds between scheduling and the first token were preempted, and 3 of the 5 seconds after it."""
     stream = Client(1).stream
-    stream.mark_scheduled(1.0)
+    stream.scheduled_at = 1.0
     for when, waited in ((5.0, 2.0), (10.0, 5.0)):
         usage = Usage(*[0] * 6, preempted_seconds=waited)
         stream.take(step(1, "a").deltas[0]._replace(usage=usage), when)

@@ -7,9 +7,8 @@ from threading import Event
 import pytest
 
 from paged_backend.engine.engine import Engine
-from paged_backend.server import cancellation
-from paged_backend.server.prompts.sessions import Sessions
-from paged_backend.server.streams.stream import Stream
+from paged_backend.server.streams import responder
+from paged_backend.server.streams.responder import Responder
 from tests.support.callers import Caller
 from tests.support.in_process import WAIT, running, tiny_assembly
 from tests.support.pairwise import pairwise
@@ -18,6 +17,7 @@ from tests.support.service_calls import (
     ask,
     finish,
 )
+from tests.support.waiting import until
 
 BEAM_SEARCH = {"beam_width": 3, "logprobs": 1, "stop_token_ids": list(range(0, 250, 3)), "early_stopping": "never"}
 
@@ -50,11 +50,11 @@ class BeamSearchCaller(Caller):
 
 
 @pytest.fixture
-def scheduled(monkeypatch):
+def scheduled():
     """Return a function that waits until the responder knows that a request runs: it asks the engine only then."""
-    found, mark = Event(), Stream.mark_scheduled
-    monkeypatch.setattr(Stream, "mark_scheduled", lambda self, when: (mark(self, when), found.set()))
-    return lambda: found.wait(WAIT) or pytest.fail("it was not scheduled")
+    return lambda service: until(
+        lambda: any(stream.scheduled_at for stream in list(service._responder.streams.values())), "the first step"
+    )
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def expire_called(monkeypatch):
     """Return a function that waits until the engine is asked to end a beam search; the grace period is an hour."""
     asked, expire = Event(), Engine.expire
     monkeypatch.setattr(Engine, "expire", lambda self, key: (expire(self, key), asked.set()))
-    monkeypatch.setattr(cancellation, "GRACE_SECONDS", HOUR)
+    monkeypatch.setattr(responder, "GRACE_SECONDS", HOUR)
     return lambda: asked.wait(WAIT) or pytest.fail("it was not asked")
 
 
@@ -79,17 +79,17 @@ def test_a_waiting_request_times_out(serve, gate, clock):
 
 
 def test_a_pause_during_a_check_does_not_postpone_the_next_one(serve, gate, clock, monkeypatch):
-    service, paused, expire = serve(), Event(), Sessions.expire
+    service, paused, check = serve(), Event(), Responder._fail_stalled
     waiting = ask(service, timeout_ms=HOUR)
     gate.wait()
 
-    def pause(sessions):
+    def pause(self):
         if not paused.is_set():
             clock.ahead += HOUR / 1e3
             paused.set()
-        expire(sessions)
+        check(self)
 
-    monkeypatch.setattr(Sessions, "expire", pause)
+    monkeypatch.setattr(Responder, "_fail_stalled", pause)
     assert paused.wait(WAIT)
     assert waiting.answer()["finish_reason"] == [b"timeout"]
     gate.open()
@@ -125,7 +125,7 @@ def test_a_timed_out_beam_search_returns_its_best_beams(serve, gate, clock, sche
     cut = BeamSearchCaller(service, n=n, stream=stream, max_tokens=40, timeout_ms=HOUR)
     gate.wait()
     gate.step(steps)
-    scheduled()
+    scheduled(service)
     clock.ahead += HOUR / 1e3
     expire_called()
     gate.open()
@@ -142,11 +142,11 @@ def test_a_timed_out_beam_search_does_not_wait_for_a_stuck_engine(serve, gate, c
     cut = ask(service, timeout_ms=HOUR, beam_width=3, n=3)
     gate.wait()
     gate.step(2)
-    scheduled()
+    scheduled(service)
     clock.ahead += HOUR / 1e3
     expire_called()
     assert cut.empty()
-    clock.ahead += cancellation.GRACE_SECONDS
+    clock.ahead += responder.GRACE_SECONDS
     assert cut.answer()["finish_reason"] == [b"timeout"] * 3
     gate.open()
 
@@ -159,7 +159,7 @@ def test_a_preempted_beam_search_times_out_with_its_best_beams(serve, gate, cloc
     higher = ask(service, "b" * 40, max_tokens=4)
     gate.step()
     assert service._assembly.scheduler.stats.preemptions == 1
-    scheduled()
+    scheduled(service)
     clock.ahead += HOUR / 1e3
     expire_called()
     gate.open()
@@ -173,8 +173,8 @@ def test_a_stopped_beam_search_returns_its_best_beams(serve, gate, scheduled, ex
     cut = ask(service, beam_width=2, n=2, max_tokens=20)
     gate.wait()
     gate.step(3)
-    (stream,) = service._responder.streams.by_key.values()
-    scheduled()
+    (stream,) = service._responder.streams.values()
+    scheduled(service)
     stream.channel.stopped = True
     expire_called()
     gate.open()
