@@ -1,7 +1,4 @@
-"""The outputs of the engine, emitted from its thread: step outputs, pool maps, unknown request keys and its failure.
-
-Each output passes itself to its method of `OutputHandler`.
-"""
+"""The outputs of the engine, emitted from its thread: step outputs, pool maps, unknown request keys and its failure."""
 
 from __future__ import annotations
 
@@ -9,22 +6,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from paged_backend.api.request import TokenDelta
 from paged_backend.scheduling.block_pool import CACHED, FREE, PINNED
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.stats import SchedulerStats
-
-
-class OutputHandler(Protocol):
-    """Receives the outputs of an engine, as the responder does."""
-
-    def on_step(self, output: StepOutput) -> None: ...
-    def on_remote_output(self, output: RemoteOutput) -> None: ...
-    def on_pool_map(self, pool: PoolMap) -> None: ...
-    def on_unknown_requests(self, unknown: UnknownRequests) -> None: ...
-    def on_engine_died(self, died: EngineDied) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +38,6 @@ class StepOutput:
     entered: tuple[int, ...] = ()  # keys of the requests that this step scheduled for the first time
     report: StepReport | None = None  # of the step that computed the tokens; None without a step, or after an error
 
-    def dispatch(self, handler: OutputHandler) -> None:
-        handler.on_step(self)
-
 
 @dataclass(frozen=True)
 class RemoteOutput:
@@ -63,9 +47,6 @@ class RemoteOutput:
     finished_at: float
     started_at: float = 0.0
     entered: tuple[int, ...] = ()
-
-    def dispatch(self, handler: OutputHandler) -> None:
-        handler.on_remote_output(self)
 
 
 @dataclass(frozen=True)
@@ -90,9 +71,6 @@ class PoolMap:
         tokens = held * stats.block_size - scheduler.empty_slots
         return cls(time.time(), states, tokens, stats, slots.states(pinned) if slots else "")
 
-    def dispatch(self, handler: OutputHandler) -> None:
-        handler.on_pool_map(self)
-
 
 @dataclass(frozen=True)
 class UnknownRequests:
@@ -100,18 +78,12 @@ class UnknownRequests:
 
     keys: tuple[int, ...]
 
-    def dispatch(self, handler: OutputHandler) -> None:
-        handler.on_unknown_requests(self)
-
 
 @dataclass(frozen=True)
 class EngineDied:
     """The engine loop has ended with an error; every open request fails."""
 
     reason: str
-
-    def dispatch(self, handler: OutputHandler) -> None:
-        handler.on_engine_died(self)
 
 
 EngineOutput: TypeAlias = StepOutput | RemoteOutput | PoolMap | UnknownRequests | EngineDied

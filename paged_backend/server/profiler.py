@@ -8,20 +8,22 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.engine.outputs import EngineOutput, StepOutput, StepReport
-from paged_backend.server.metric_definitions import STEP_PHASES
-from paged_backend.server.stack_sampler import Event, StackSampler
+from paged_backend.engine.outputs import StepOutput, StepReport
+from paged_backend.server.metrics.families import STEP_PHASES
+from paged_backend.server.streams.responder import Responder
 from paged_backend.utils.local_socket import LONGEST_PROFILE
 
 log = logging.getLogger("paged_llm")
@@ -29,26 +31,18 @@ log = logging.getLogger("paged_llm")
 SAMPLE_SECONDS = 0.005
 SHOWN_FUNCTIONS = 40  # functions with the most time, in the figures
 STEPS, SERVER = 1, 2  # ids of rows in the trace, which no thread has
+STACK_DEPTH = 60  # frames of a stack; outer ones beyond that are left out
 
 Profile = dict[str, Any]
+Event = dict[str, Any]  # an event of the Chrome trace format
 
 
 class Profiler:
-    """Passes the engine's outputs on, and records them while a profile is taken.
+    """Takes one profile at a time. The responder records the steps meanwhile."""
 
-    Without a profile, an output costs one comparison.
-    """
-
-    def __init__(self, emit: Callable[[EngineOutput], None]):
-        self._emit = emit
-        self._steps: list[StepOutput] | None = None  # of the profile being taken
+    def __init__(self, responder: Responder):
+        self._responder = responder
         self._busy = threading.Lock()
-
-    def emit(self, output: EngineOutput) -> None:
-        """Take an output of the engine."""
-        if self._steps is not None and isinstance(output, StepOutput) and output.report:
-            self._steps.append(output)
-        self._emit(output)
 
     def record(self, seconds: float) -> Profile:
         """Record for some seconds, and return the profile. Called on a thread of its own.
@@ -64,20 +58,20 @@ class Profiler:
             with _GpuTrace() as gpu:
                 return self._record(seconds, gpu)
         finally:
-            self._steps = None
+            self._responder.recorded_steps = None
             self._busy.release()
 
     def _record(self, seconds: float, gpu: _GpuTrace) -> Profile:
         pid, server_pid = os.getpid(), os.getppid()
         sampler, server = StackSampler(pid), _ServerThreads(server_pid)
         steps: list[StepOutput] = []
-        self._steps = steps
+        self._responder.recorded_steps = steps
         began = now = time.monotonic()
         while now < began + seconds:
             sampler.sample(now * 1e6)
             time.sleep(SAMPLE_SECONDS)
             now = time.monotonic()
-        self._steps = None
+        self._responder.recorded_steps = None
         sampler.finish(now * 1e6)
         threads = server.used()
         events = [*sampler.events, *_thread_events(server_pid, threads, began, now), *_step_events(pid, steps)]
@@ -200,3 +194,67 @@ class _GpuTrace:
             trace = json.loads(Path(path).read_text())
         shift = trace.get("baseTimeNanoseconds", 0) / 1e3 - (time.time() - time.monotonic()) * 1e6
         return [event | {"ts": event["ts"] + shift} if "ts" in event else event for event in trace["traceEvents"]]
+
+
+class StackSampler:
+    """Merges samples of the same call into one event.
+
+    A call that is found in two samples is taken to have run between them. Times are in microseconds.
+    """
+
+    def __init__(self, pid: int):
+        self.self_time: Counter[tuple[str, str]] = Counter()  # microseconds by thread and innermost function
+        self.events: list[Event] = []
+        self._pid = pid
+        self._open: dict[int, list[tuple[CodeType, float]]] = {}  # thread -> its calls and when they were first seen
+        self._names: dict[int, str] = {}
+        self._last: float | None = None
+
+    def sample(self, now: float) -> None:
+        """Add the current stacks of all threads but the caller's."""
+        elapsed = 0.0 if self._last is None else now - self._last
+        self._last, own = now, threading.get_ident()
+        self._names |= {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
+        current = {ident: _stack(frame) for ident, frame in sys._current_frames().items() if ident != own}
+        for ident in self._open.keys() | current.keys():
+            self._update(ident, current.get(ident, []), now)
+        for ident, stack in current.items():
+            if stack:
+                self.self_time[self._name(ident), _label(stack[-1])] += round(elapsed)
+
+    def finish(self, now: float) -> None:
+        """End all calls."""
+        for ident in list(self._open):
+            self._update(ident, [], now)
+        self.events += [
+            {"ph": "M", "name": "thread_name", "pid": self._pid, "tid": ident, "args": {"name": self._name(ident)}}
+            for ident in self._open
+        ]
+
+    def _update(self, ident: int, stack: list[CodeType], now: float) -> None:
+        calls = self._open.setdefault(ident, [])
+        same = next((i for i, (old, new) in enumerate(zip(calls, stack, strict=False)) if old[0] is not new), None)
+        if same is None:
+            same = min(len(calls), len(stack))
+        for code, began in calls[same:]:
+            self.events.append(
+                {"ph": "X", "name": _label(code), "pid": self._pid, "tid": ident, "ts": began, "dur": now - began}
+            )
+        calls[same:] = [(code, now) for code in stack[same:]]
+
+    def _name(self, ident: int) -> str:
+        return self._names.get(ident, str(ident))
+
+
+def _stack(frame: FrameType | None) -> list[CodeType]:
+    """Return the code of a stack's functions, the outermost first."""
+    codes: list[CodeType] = []
+    while frame is not None and len(codes) < STACK_DEPTH:
+        codes.append(frame.f_code)
+        frame = frame.f_back
+    return codes[::-1]
+
+
+def _label(code: CodeType) -> str:
+    parts = code.co_filename.rsplit("/", 2)
+    return f"{getattr(code, 'co_qualname', code.co_name)} ({'/'.join(parts[-2:])}:{code.co_firstlineno})"

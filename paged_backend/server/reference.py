@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from paged_backend.api.config import EngineConfig
@@ -20,9 +19,8 @@ from paged_backend.api.limits import InputLimits
 from paged_backend.api.parameter_parsers import UNSUPPORTED as UNSUPPORTED_PARAMETERS
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.vllm_options import UNSUPPORTED as UNSUPPORTED_OPTIONS
-from paged_backend.server.metric_definitions import FAMILIES
-from paged_backend.server.metrics import Metrics
-from paged_backend.server.tensors import INPUTS, OUTPUTS, TensorSpec
+from paged_backend.server.metrics.families import FAMILIES, Family
+from paged_backend.server.wire.tensors import INPUTS, OUTPUTS, TensorSpec
 
 Row = Sequence[str]
 
@@ -164,11 +162,10 @@ def _request_tensors() -> str:
 
 
 def _metrics() -> str:
-    labels = _metric_labels()
     parts = [METRICS]
     for title, prefix, note in METRIC_GROUPS:
         rows = [
-            (f"`{family.name}`", family.kind.lower(), labels.get(family.name, ""), f"{family.help}.")
+            (f"`{family.name}`", family.kind.lower(), _labels(family), f"{family.help}.")
             for family in FAMILIES.values()
             if family.name.startswith(prefix)
         ]
@@ -176,31 +173,12 @@ def _metrics() -> str:
     return _page(*parts)
 
 
-def _metric_labels() -> dict[str, str]:
-    """Return the labels of each family, as `name`: `value`, `value`, by creating all metrics. Histograms that are
-    reported as counters are left out: they have no labels besides `le`."""
-    created: dict[str, list[Mapping[str, str]]] = {}
-
-    class MetricFamily:
-        GAUGE, COUNTER, HISTOGRAM = "GAUGE", "COUNTER", "HISTOGRAM"
-
-        def __init__(self, *, name: str, description: str, kind: str):
-            self._labels = created.setdefault(name, [])
-
-        def Metric(self, *, labels: Mapping[str, str], buckets: object = None) -> Any:
-            self._labels.append(labels)
-            return SimpleNamespace(set=lambda value: None, increment=lambda value: None)
-
-    Metrics(SimpleNamespace(MetricFamily=MetricFamily), {})
-    return {name: _format_labels(series) for name, series in created.items()}
-
-
-def _format_labels(series: Iterable[Mapping[str, str]]) -> str:
-    values: dict[str, list[str]] = {}
-    for labels in series:
-        for name, value in labels.items():
-            values.setdefault(name, []).append(f"`{value}`")
-    return "; ".join(f"`{name}`: {', '.join(each)}" for name, each in values.items())
+def _labels(family: Family) -> str:
+    """Return the labels of a family, as `name`: `value`, `value`."""
+    values = {name: [value] for name, value in family.labels.items()}
+    if family.label:
+        values[family.label] = list(family.series)
+    return "; ".join(f"`{name}`: {', '.join(f'`{value}`' for value in each)}" for name, each in values.items())
 
 
 def _sections(columns: Row, specs: Iterable[Field[Any]]) -> list[str]:

@@ -8,32 +8,28 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from paged_backend.api.config import EngineConfig
-from paged_backend.api.errors import LORA_NOT_ENABLED, ErrorCode, RequestError
 from paged_backend.api.request import GenerateRequest
 from paged_backend.engine.assembly import assemble
 from paged_backend.engine.engine_service import EngineService
 from paged_backend.engine.fingerprint import fingerprint
 from paged_backend.guided.compiler import GrammarCompiler
 from paged_backend.scheduling.stats import SchedulerStats
-from paged_backend.server.admission import Admission
-from paged_backend.server.channel import Channel, ServerChannel
-from paged_backend.server.health import Health
-from paged_backend.server.local_listener import Listener
-from paged_backend.server.metrics import Metrics
-from paged_backend.server.migration import Migration
+from paged_backend.server.connections.listener import Listener
+from paged_backend.server.connections.migration import Description, Migration, Successors
+from paged_backend.server.connections.replicas import Replicas
+from paged_backend.server.metrics.metrics import Metrics
 from paged_backend.server.profiler import Profiler
-from paged_backend.server.replicas import Replicas
-from paged_backend.server.responder import Inbox, Responder
-from paged_backend.server.sessions import Sessions
-from paged_backend.server.submission import Submission
-from paged_backend.server.successors import Description, Successors
-from paged_backend.server.tenants import Tenants
-from paged_backend.server.tracing import Tracing
+from paged_backend.server.prompts.sessions import Sessions
+from paged_backend.server.requests.admission import Admission
+from paged_backend.server.streams.responder import Inbox, Responder
+from paged_backend.server.streams.tracing import Tracing
+from paged_backend.server.wire.channel import Channel, ServerChannel
 from paged_backend.utils import restarts
 
 log = logging.getLogger("paged_llm")
@@ -62,32 +58,48 @@ class Service:
             instance of this name. None: requests are not moved.
         """
         self._pb_utils = pb_utils
-        self._stop_timeout = config.stop_timeout
+        self._stall_timeout, self._stop_timeout = config.stall_timeout, config.stop_timeout
         # Before the model is loaded: an error of these options should not take minutes.
-        self._tracing = Tracing(
-            config.otlp_traces_endpoint, model=labels["model"], sample_ratio=config.trace_sample_ratio
-        )
+        endpoint, ratio = config.otlp_traces_endpoint, config.trace_sample_ratio
+        self._tracing = Tracing(endpoint, model=labels["model"], sample_ratio=ratio) if endpoint else None
+        self._listener: Listener | None = None
+        self._migration: Migration | None = None
         # Before the model is loaded here, so that all load it at the same time.
-        self._replicas = Replicas(config, labels, listing)
+        self._replicas = Replicas(config, labels, listing) if config.data_parallel_size > 1 else None
         try:
-            self._start(config, labels, listing, instance)
+            self._load(config, labels, listing)
+            self._responder.start()
+            self._engine.start()
+            self._listen(config, labels, instance)
         except BaseException:
-            self._replicas.stop()
+            if self._replicas:
+                self._replicas.stop()
             raise
+        # Objects from loading live as long as the process, so exclude them from garbage collection.
+        gc.collect()
+        gc.freeze()
 
-    def _start(self, config: EngineConfig, labels: dict[str, str], listing: Path | None, instance: str | None) -> None:
-        """Load the model, and start the threads."""
-        replicas, pb_utils = self._replicas, self._pb_utils
+    def _load(self, config: EngineConfig, labels: dict[str, str], listing: Path | None) -> None:
+        """Load the model, and create everything that answers requests."""
         self._assembly = assembly = assemble(config, listing)
-        limits, loaded = assembly.limits, assembly.loaded
+        limits, loaded, replicas = assembly.limits, assembly.loaded, self._replicas
+        inbox: Inbox = SimpleQueue()
+        self._engine_service = EngineService(limits, loaded.tokenizer, inbox.put)
+        self._engine = assembly.engine(self._engine_service.emit)
         metrics = Metrics(
-            pb_utils,
+            self._pb_utils,
             labels,
             max_model_len=limits.max_model_len,
-            max_num_seqs=limits.max_num_seqs,
             memory=assembly.memory,
-            restarts=restarts.read(),
+            add_stats=replicas.add_stats if replicas else lambda stats: stats,
             enabled=not config.disable_log_stats,
+        )
+        sessions = Sessions(
+            config.session_ttl,
+            config.max_sessions,
+            self._engine.unpin,
+            max_mib=config.max_sessions_mib,
+            max_per_tenant=config.max_tenant_sessions,
         )
         self._grammars = GrammarCompiler(
             loaded.tokenizer,
@@ -97,69 +109,64 @@ class Service:
             any_whitespace=not config.disable_any_whitespace,
             input_limits=limits.input_limits,
         )
-        inbox: Inbox = SimpleQueue()
-        self._profiler = Profiler(inbox.put)
-        self._engine_service = EngineService(limits, loaded.tokenizer, self._profiler.emit)
-        self._engine = assembly.engine(self._engine_service.emit)
-        self._tenants = Tenants(config.max_tenant_requests)
-        sessions = Sessions(
-            config.session_ttl,
-            config.max_sessions,
-            self._engine.unpin,
-            max_mib=config.max_sessions_mib,
-            max_per_tenant=config.max_tenant_sessions,
-        )
         self._responder = Responder(
             self._engine,
             metrics,
             sessions,
-            self._tenants,
             inbox=inbox,
             first_response=None if config.first_response_ms < 0 else config.first_response_ms / 1e3,
             max_response_mib=config.max_response_mib,
             stall_seconds=config.stall_timeout,
             max_model_len=limits.max_model_len,
             tracing=self._tracing,
-            add_stats=replicas.add_stats,
         )
-        self._health = Health(self._engine, self._responder, config.stall_timeout, replicas.problem)
         self._admission = Admission(
             config,
             assembly,
             self._engine,
             self._responder,
-            sessions=sessions,
-            tenants=self._tenants,
-            grammars=self._grammars,
-            health=self._health,
+            sessions,
+            self._grammars,
+            problem=self._problem,
             tracing=self._tracing,
             replicas=replicas,
         )
-        self._migration = Migration(
-            self._engine.moved_requests,
-            self._engine_service,
-            self._responder.emit,
-            self._responder.count_moved,
-            limits.input_limits.max_frame_bytes,
-        )
-        replicas.connect(self._engine, self._responder.emit)
-        metrics.update(replicas.add_stats(assembly.scheduler.stats))
-        self._responder.start()
-        self._engine.start()
-        description = None
+        if replicas:
+            replicas.connect(self._engine, self._responder.emit)
+        metrics.set("max_requests", limits.max_num_seqs, "max")
+        for reason, count in restarts.read().items():
+            metrics.count("restarts", count, reason)
+        metrics.record(assembly.scheduler.stats)
+        metrics.update()
+
+    def _listen(self, config: EngineConfig, labels: dict[str, str], instance: str | None) -> None:
+        """Open the socket for the models of trtllm/ and for other instances; without it the model still serves its own
+        clients."""
+        limits, model, description = self._assembly.limits, labels["model"], None
         if instance is not None:
-            submission = Submission(self._engine, self._grammars)
-            moved = self._engine.moved_requests
-            announce = moved.announce
-            self._engine_service.start(self._engine, announce, submission.submit, self._check, moved.store)
-            name = f"{labels.get('version')}/{instance}"
-            description = Description(name, time.monotonic_ns(), fingerprint(config, loaded, limits))
-        self._listener = self._listen(labels["model"], description)
-        if self._listener and description:
-            self._migration.start(Successors(labels["model"], self._listener.name, description))
-        # Objects from loading live as long as the process, so exclude them from garbage collection.
-        gc.collect()
-        gc.freeze()
+            moved, submit = self._engine.moved_requests, partial(self._admission.submit, here=True)
+            self._engine_service.start(self._engine, moved.announce, submit, self._check, moved.store)
+            digest = fingerprint(config, self._assembly.loaded, limits)
+            description = Description(f"{labels.get('version')}/{instance}", time.monotonic_ns(), digest)
+        try:
+            self._listener = Listener(
+                model,
+                self.handle,
+                limits.input_limits,
+                record_profile=Profiler(self._responder).record,
+                sleep_mode=None if self._replicas else self._engine.sleep_mode,
+                engine_service=self._engine_service,
+                description=description.write() if description else None,
+            )
+        except OSError as error:
+            log.warning("models in front of this one (trtllm/) cannot connect to it: %s", error)
+            return
+        if description:
+            successors = Successors(model, self._listener.name, description)
+            max_frame_bytes = limits.input_limits.max_frame_bytes
+            self._migration = Migration(
+                successors, self._engine.moved_requests, self._engine_service, self._responder, max_frame_bytes
+            )
 
     @property
     def socket_name(self) -> str | None:
@@ -175,7 +182,19 @@ class Service:
     def ready(self) -> bool:
         """Whether requests will be answered: the model is awake, and the engine's and the responder's threads live and
         make progress."""
-        return self._health.problem() is None and self._engine.sleep_mode.problem is None
+        return self._problem() is None and self._engine.sleep_mode.problem is None
+
+    def _problem(self) -> str | None:
+        """Return why requests cannot be answered; None if they can."""
+        if not (self._engine.alive and self._responder.alive):
+            return "the engine has stopped; reload the model"
+        for action, seconds in (
+            ("a step", self._engine.busy_seconds),
+            ("sending responses", self._responder.busy_seconds),
+        ):
+            if seconds > self._stall_timeout:
+                return f"{action} has taken {seconds:.0f} s, more than stall_timeout={self._stall_timeout}"
+        return self._replicas.problem() if self._replicas else None
 
     def submit(self, pb_request: Any) -> None:
         """Handle one request of the server. Returns once it is queued or rejected."""
@@ -196,48 +215,34 @@ class Service:
 
         The server calls this once its own requests have ended, and waits for it; nothing can be sent to it any more.
         """
+        drained = 0.0
         if self._listener:
-            self._migration.begin_unload()
-            began = time.monotonic()
-            self._listener.drain(DRAIN_SHARE * self._stop_timeout, lambda: self._migration.has_successor)
+            migration, began = self._migration, time.monotonic()
+            if migration:
+                migration.begin_unload()
+            seconds = DRAIN_SHARE * self._stop_timeout
+            self._listener.drain(seconds, lambda: migration is not None and migration.has_successor)
             self._listener.close()
-            drained = min(time.monotonic() - began, DRAIN_SHARE * self._stop_timeout)
-        else:
-            drained = 0.0
+            drained = min(time.monotonic() - began, seconds)
         deadline = time.monotonic() + self._stop_timeout - drained
 
         def remaining() -> float:
             return max(0.0, deadline - time.monotonic())
 
-        self._migration.stop()
+        if self._migration:
+            self._migration.stop()
         self._grammars.stop()
         self._engine.stop(remaining())
         self._responder.stop(remaining())
         self._admission.stop(remaining())
-        self._tracing.stop()
-        self._replicas.stop()
+        if self._tracing:
+            self._tracing.stop()
+        if self._replicas:
+            self._replicas.stop()
         self._assembly.close()
 
     def _check(self, request: GenerateRequest) -> None:
         """Raise RequestError if a request of another instance cannot run."""
         self._engine.sleep_mode.check()
-        if (name := request.sampling.lora_name) is not None:
-            if self._assembly.adapters is None:
-                raise RequestError(ErrorCode.INVALID_ARGUMENT, LORA_NOT_ENABLED)
-            self._assembly.adapters.check(name)
-
-    def _listen(self, model: str, description: Description | None) -> Listener | None:
-        """Open the socket for the models of trtllm/; without it the model still serves its own clients."""
-        try:
-            return Listener(
-                model,
-                self.handle,
-                self._assembly.limits.input_limits,
-                record_profile=self._profiler.record,
-                sleep_mode=None if self._replicas.count > 1 else self._engine.sleep_mode,
-                engine_service=self._engine_service,
-                description=description.write() if description else None,
-            )
-        except OSError as error:
-            log.warning("models in front of this one (trtllm/) cannot connect to it: %s", error)
-            return None
+        if request.sampling.lora_name is not None:
+            self._admission.check_adapter(request.sampling.lora_name)

@@ -17,7 +17,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.files.start_checks import check_start, remote_cache_problem
 from paged_backend.server.placement import GPU_DEVICE_IDS, visible_gpus
-from paged_backend.server.tensors import INPUTS, OUTPUTS
+from paged_backend.server.wire.tensors import INPUTS, OUTPUTS
 
 log = logging.getLogger("paged_llm")
 

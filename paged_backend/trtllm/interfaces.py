@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.server.channel import Channel
+from paged_backend.server.wire.channel import Channel
 from paged_backend.trtllm import llmapi, requests, responses
 from paged_backend.trtllm.limits import DEFAULT_LIMITS, RelayLimits
 from paged_backend.trtllm.rows import Tensors

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.server.channel import Received
-from paged_backend.server.local_tensors import read_tensors, write_tensors
-from paged_backend.server.tensors import OUTPUTS
+from paged_backend.server.wire.channel import Received
+from paged_backend.server.wire.tensors import OUTPUTS, read_tensors, write_tensors
 from paged_backend.utils import local_socket
 from paged_backend.utils.local_socket import Connection, FrameError, pack
 

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError, internal_error
-from paged_backend.server.cancellation_poller import CancellationPoller, PollResult
-from paged_backend.server.channel import Channel, Received, ServerChannel, send_error
-from paged_backend.server.round_trips import RoundTrips
+from paged_backend.server.streams.polling import CancellationPoller, PollResult
+from paged_backend.server.wire.channel import Channel, Received, ServerChannel, send_error
 from paged_backend.trtllm.interfaces import Interface, RowRequest, create_interface, engine_parameters
 from paged_backend.trtllm.limits import DEFAULT_LIMITS, RelayLimits
 from paged_backend.trtllm.links import Link, Links, Outputs, RetryElsewhere, control_frame
@@ -108,16 +107,12 @@ class Relay:
         self._wake = threading.Event()  # set when a row is to be cancelled, stopped or moved, or the relay stops
         self._row_updater = threading.Thread(target=self._update_rows, name="row-updater", daemon=True)
         self._row_updater.start()
-        self._round_trips = RoundTrips()
-        self._poller: CancellationPoller[Job] = CancellationPoller(
-            lambda job: not job.channel.closed, self._round_trips, self._on_polled
-        )
+        self._poller: CancellationPoller[Job] = CancellationPoller(lambda job: not job.channel.closed, self._on_polled)
         self._poller.start()
 
     def stop(self) -> None:
         """Stop the threads and cancel what the engine still runs. Triton calls this once every request has ended."""
         self._poller.stop()
-        self._round_trips.stop()
         self._stopping = True
         self._wake.set()
         self._row_updater.join()

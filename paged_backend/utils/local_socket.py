@@ -10,7 +10,7 @@ Frames to the engine:   {"id": 7, "request": {"tensors": {name: [values]}, "para
                         {"id": 7, "cancel": true}, or {"id": 7, "stop": true}, which keeps the output so far
 Frames from the engine: {"id": 7, "outputs": {name: [values]}, "final": false}
                         {"id": 7, "profile": {...}}, see server/profiler.py
-                        {"id": 7, "describe": {...}}, see server/successors.py
+                        {"id": 7, "describe": {...}}, see server/connections/migration.py
                         {"id": 7, "sleep": {"changed": true, "seconds": ..., "bytes": {"pool": ..., "weights": ...,
                         "graphs": ...}}}, before it {"id": 7, "open": number of open requests}; "wake" likewise
                         {"id": 7, "error": {"code": "UNAVAILABLE", "text": ...}}, which is final; with
@@ -21,7 +21,7 @@ Frames from the engine: {"id": 7, "outputs": {name: [values]}, "final": false}
 Instances of a model move requests to each other with the frames of engine/remote_engine.py.
 
 The sender of a request chooses its id, unique on the connection. Each frame is preceded by its length as a 4-byte
-big-endian integer. The types of tensors are those of server/tensors.py.
+big-endian integer. The types of tensors are those of server/wire/tensors.py.
 """
 
 from __future__ import annotations

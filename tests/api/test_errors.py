@@ -6,7 +6,7 @@ from paged_backend.api import errors
 from paged_backend.api.errors import SHOWN_CHARS, RequestError, invalid_argument
 from paged_backend.api.limits import EngineLimits
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.server.wire.read import read_call
+from paged_backend.server.wire.call import read_call
 from tests.support.wire_requests import text
 
 LIMITS = EngineLimits(64, 320, 256, 4, 8)

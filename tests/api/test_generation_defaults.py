@@ -9,7 +9,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import KEYS, to_defaults
 from paged_backend.api.request import fit_max_tokens
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.server.pooling import parse_pooling_sampling
+from paged_backend.server.wire.pooling import parse_pooling_sampling
 from tests.support.sampling_params import LIMITS
 
 VALUES = {

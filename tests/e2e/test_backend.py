@@ -10,7 +10,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from paged_backend.server.tensors import INPUTS, OUTPUTS
+from paged_backend.server.wire.tensors import INPUTS, OUTPUTS
 from paged_client.cli import main
 from tests.support.triton import plain_server, post
 from tests.support.waiting import until

@@ -67,7 +67,12 @@ def find(pid, program):
         (STUB, run_out_of_memory, [], "was ended by SIGKILL, as when the machine or its container is out"),
         (b"paged_backend.engine.rank\0", kill, ["--tensor-parallel-size=2"], "rank 1 of 2 has ended: its process"),
         (b"paged_backend.engine.rank\0", kill, ["--pipeline-parallel-size=2"], "rank 1 of 2 has ended: its process"),
-        (b"paged_backend.server.replica\0", kill, ["--data-parallel-size=2"], "The engine has failed: replica 1 has"),
+        (
+            b"paged_backend.server.connections.replica\0",
+            kill,
+            ["--data-parallel-size=2"],
+            "The engine has failed: replica 1 has",
+        ),
     ],
     ids=["tritonserver", "stub", "out of memory", "tensor parallel", "pipeline parallel", "replica"],
 )

@@ -51,7 +51,7 @@ def replicas(server):
     found = []
     for stub in children(server.pid):
         for process in children(stub):
-            if b"paged_backend.server.replica" in Path(f"/proc/{process}/cmdline").read_bytes():
+            if b"paged_backend.server.connections.replica" in Path(f"/proc/{process}/cmdline").read_bytes():
                 found.append(process)
     return found
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paged_backend.sampling import fingerprints
-from paged_backend.server.replica_choice import ReplicaChoice
+from paged_backend.server.connections.replicas import ReplicaChoice
 from tests.support.adapters import LORA, make_adapter, write_adapter_list
 from tests.support.callers import serving
 from tests.support.digests import digest_of_tokens, fingerprints_of_tokens

@@ -13,7 +13,7 @@ from paged_backend.api.limits import InputLimits
 from paged_backend.api.request import FinishReason
 from paged_backend.api.structures import read_structure
 from paged_backend.guided.compiler import GrammarCompiler
-from paged_backend.server.metrics import Metrics
+from paged_backend.server.metrics.metrics import Metrics
 from paged_backend.server.service import Service
 from tests.support.callers import serving
 from tests.support.grammars import SLOW
@@ -201,8 +201,8 @@ def test_compiling_request_can_be_cancelled_while_others_run(service):
 
 
 def test_compiling_request_counts_as_waiting(service, monkeypatch):
-    shown, show = SimpleQueue(), Metrics.update
-    monkeypatch.setattr(Metrics, "update", lambda self, stats: (show(self, stats), shown.put(stats.waiting)))
+    shown, record = SimpleQueue(), Metrics.record
+    monkeypatch.setattr(Metrics, "record", lambda self, stats: (record(self, stats), shown.put(stats.waiting)))
     slow = request(json_schema=SLOW)
     service.submit(slow)
     while shown.get(timeout=WAIT) != 1:

@@ -12,7 +12,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import InputLimits
 from paged_backend.loading.classifier import load_classifier
-from paged_backend.server.classification import ClassificationCall
+from paged_backend.server.wire.pooling import ClassificationCall
 from tests.support.classifiers import LABELS, QWEN3, SIZES, TEMPLATE, save_classifier, scores_of
 from tests.support.in_process import byte_tokenizer, running, save_tiny, tiny_assembly
 

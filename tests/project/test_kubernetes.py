@@ -12,7 +12,7 @@ import yaml
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
-from paged_backend.server.metric_definitions import FAMILIES
+from paged_backend.server.metrics.families import FAMILIES
 from paged_client.cli import parse
 from paged_client.serving.repository import check_options
 

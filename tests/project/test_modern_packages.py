@@ -25,8 +25,8 @@ NAMED = ("numpy", "transformers", "tritonclient", "protobuf", "opentelemetry-exp
 CUDA = ("nvidia-", "cuda-")  # packages of PyTorch's CUDA build, which is installed or not
 TESTS = (
     # the class that Triton loads, its tensors, and traces
-    *("server/test_triton_model.py", "server/test_channel.py", "server/test_tensors.py", "server/test_service.py"),
-    *("server/test_local_tensors.py", "server/test_tracing.py"),
+    *("server/test_triton_model.py", "server/wire/test_channel.py", "server/wire/test_tensors.py"),
+    *("server/test_service.py", "server/streams/test_tracing.py"),
     # the clients and the gateway
     *("client/test_grpc_wire.py", "client/test_sync_client.py", "client/test_async_client.py"),
     *("client/test_sync_grpc.py", "client/test_async_grpc.py", "client/openai/test_streaming.py"),

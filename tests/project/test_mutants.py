@@ -61,7 +61,7 @@ def unit_tests_of(file):
         return ("memory/test_block_file", "engine/test_prefix_tiers")
     names = sorted(file.stem for file in (ROOT / "tests/scheduling").glob("test_*.py"))
     slow = {"test_speculation"} if file == BEAM_SEARCH else {"test_speculation", "test_beam_search"}
-    return (*(f"scheduling/{name}" for name in names if name not in slow), "server/test_sessions")
+    return (*(f"scheduling/{name}" for name in names if name not in slow), "server/prompts/test_sessions")
 
 
 def run_unit_tests(modules, directory, mutant=None):

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from paged_backend.execution.runner import Runner
-from paged_backend.server import responder
-from paged_backend.server.metrics import Metrics
-from paged_backend.server.responder import Responder
-from paged_backend.server.sessions import Sessions
-from paged_backend.server.tenants import Tenants
+from paged_backend.server.metrics.metrics import Metrics
+from paged_backend.server.prompts.sessions import Sessions
+from paged_backend.server.streams import responder
+from paged_backend.server.streams.responder import Responder
 from tests.support.callers import serving
 from tests.support.local_engine import engine, socket_directory
-from tests.support.pb_utils import PB_UTILS
+from tests.support.metric_families import RecordedFamilies
 from tests.support.service_calls import UNHELD, Clock, Gate
 
 __all__ = ["engine", "socket_directory"]
@@ -54,17 +53,12 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def tenants():
-    return Tenants(0)
-
-
-@pytest.fixture
-def opened(tenants):
-    """Return (responder, metrics, keys of aborted requests)."""
-    metrics, aborted = Metrics(PB_UTILS, {}), SimpleQueue()
+def opened():
+    """Return (responder, its metrics as recorded, keys of aborted requests)."""
+    families, aborted = RecordedFamilies(), SimpleQueue()
     engine = {"abort": aborted.put, "end": lambda key, index: aborted.put(key), "end_all": aborted.put}
     engine |= {"report_unknown": lambda keys: None, "busy_seconds": 0.0}
-    made = Responder(SimpleNamespace(**engine), metrics, Sessions(60, 1, print), tenants)
+    made = Responder(SimpleNamespace(**engine), Metrics(families, {}), Sessions(60, 1, print))
     made.start()
-    yield made, metrics, aborted
+    yield made, families, aborted
     made.stop()

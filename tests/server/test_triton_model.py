@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paged_backend.server.tensors import INPUTS, OUTPUTS
+from paged_backend.server.wire.tensors import INPUTS, OUTPUTS
 from tests.support.pb_utils import PB_UTILS
 
 CONFIG = {"parameters": {}, "model_transaction_policy": {"decoupled": True}}

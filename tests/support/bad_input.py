@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tritonclient.grpc import service_pb2
 
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.server.tensors import INPUTS
+from paged_backend.server.wire.tensors import INPUTS
 
 GOOD = {"text_input": "abcd", "max_tokens": 2, "temperature": 0}
 PARAMETERS = sorted(spec.name for spec in fields(SamplingParams))

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from paged_backend.execution.batch import PackedBatch
     from paged_backend.execution.graphs import ForwardOutput
     from paged_backend.execution.runner import Runner
-    from paged_backend.server.channel import Channel
     from paged_backend.server.service import Service
+    from paged_backend.server.wire.channel import Channel
 
     Outputs = Mapping[str, np.ndarray]
 
@@ -255,7 +255,7 @@ def _log_drops(occurrence: int, service: Service, assembly: Assembly) -> None:
     """Log when an aborted request's blocks are free, from this occurrence on. Not a fault."""
     scheduler, engine, count = assembly.scheduler, service._engine, itertools.count(1)
     post_abort, abort, ids = engine.abort, scheduler.abort, {}
-    streams = service._responder.streams.by_key
+    streams = service._responder.streams
 
     def remember(key: int) -> None:
         if stream := streams.get(key):  # else the request has ended

@@ -22,7 +22,7 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.outputs import StepOutput
-from paged_backend.server.pooling import parse_pooling_sampling
+from paged_backend.server.wire.pooling import parse_pooling_sampling
 
 WAIT = 60  # seconds after which a missing step fails the test
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from paged_backend.api.limits import InputLimits
-from paged_backend.server.channel import Channel
-from paged_backend.server.local_listener import Listener
+from paged_backend.server.connections.listener import Listener
+from paged_backend.server.wire.channel import Channel
 from paged_backend.utils import local_socket
 from paged_backend.utils.local_socket import Connection, pack
 from tests.support.in_process import WAIT

@@ -2,15 +2,14 @@
 
 from collections import defaultdict
 
-from paged_backend.server.metric_factory import MetricFactory
-
 
 class RecordedFamilies:
-    """Pass it as `pb_utils`. `values` has the value of each series by family and by its label values."""
+    """Pass it as `pb_utils`. `values` has the value of each series by family and by its label values, and `updates` all
+    updates in order: (family, what was set, added or observed)."""
 
     def __init__(self):
         self.values = defaultdict(dict)
-        self.updates = 0
+        self.updates = []
         outer = self
 
         class MetricFamily:
@@ -18,29 +17,30 @@ class RecordedFamilies:
 
             def __init__(self, *, name, description, kind):
                 self.name = name
+                outer.values[name]
 
             def Metric(self, *, labels, buckets=None):
-                return _Series(outer, outer.values[self.name], tuple(labels.values()))
+                return _Series(outer, self.name, tuple(labels.values()))
 
         self.MetricFamily = MetricFamily
 
 
 class _Series:
-    def __init__(self, families, values, labels):
-        self.families, self.values, self.labels = families, values, labels
+    def __init__(self, families, name, labels):
+        self.families, self.name, self.labels = families, name, labels
+
+    @property
+    def values(self):
+        return self.families.values[self.name]
 
     def increment(self, value):
-        self.set(self.values.get(self.labels, 0) + value)
+        self.families.updates.append((self.name, value))
+        self.values[self.labels] = self.values.get(self.labels, 0) + value
 
     def set(self, value):
-        self.families.updates += 1
+        self.families.updates.append((self.name, value))
         self.values[self.labels] = value
 
     def observe(self, value):
-        self.families.updates += 1
+        self.families.updates.append((self.name, value))
         self.values.setdefault(self.labels, []).append(value)
-
-
-def factory(families):
-    """Return a factory of metrics without labels of their own."""
-    return MetricFactory(families, {}, max_model_len=1024, enabled=True)

@@ -48,7 +48,7 @@ OFFLOAD, PINS, PLANNER, POOL, REGISTRY, RESULT, SCHEDULER, SEQUENCE, TABLES, WAI
     )
 )
 WINDOWED, LAYOUT, STATES = "scheduling/windowed_pool.py", "api/block_layout.py", "scheduling/state_slots.py"
-SESSIONS = "server/sessions.py"
+SESSIONS = "server/prompts/sessions.py"
 SCORES, SCORE_CACHE = "scheduling/block_scores.py", "scheduling/score_cache.py"
 REQUEST, DISK = "api/request.py", "memory/block_file.py"
 POOL_MODULES = (

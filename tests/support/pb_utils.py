@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from paged_backend.server.channel import ServerChannel
+from paged_backend.server.wire.channel import ServerChannel
 from tests.support.in_process import WAIT
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from paged_backend.server.wire.call import Call
-from paged_backend.server.wire.write import SampleOutput, write_response
+from paged_backend.server.wire.responses import SampleOutput, write_response
 from tests.support.in_process import WAIT
 from tests.support.pb_utils import untraced
 

@@ -6,6 +6,7 @@ from queue import SimpleQueue
 from threading import Semaphore
 
 from paged_backend.execution.runner import Runner
+from paged_backend.server.metrics.metrics import Metrics
 from tests.support.callers import Caller
 from tests.support.in_process import WAIT
 
@@ -88,12 +89,22 @@ class Clock:
 HOUR = 3_600_000  # milliseconds
 
 
-def outcomes(monkeypatch):
-    found = []
-    monkeypatch.setattr(
-        "paged_backend.server.metrics.Metrics.count_finished", lambda self, reason: found.append(reason)
-    )
+def counted(monkeypatch, event):
+    """Return a list that gets the label of each event that a service counts."""
+    found, count = [], Metrics.count
+
+    def record(self, name, amount=1, label=""):
+        if name == event:
+            found.append(label)
+        count(self, name, amount, label)
+
+    monkeypatch.setattr(Metrics, "count", record)
     return found
+
+
+def outcomes(monkeypatch):
+    """Return a list that gets the outcome of each request."""
+    return counted(monkeypatch, "finished")
 
 
 def stop(service, name, **beside):

@@ -10,10 +10,9 @@ from paged_backend.api.request import GenerateRequest, TokenDelta, TokenLogprob
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.outputs import PoolMap, StepOutput
 from paged_backend.scheduling.stats import SchedulerStats
-from paged_backend.server.channel import ServerChannel
-from paged_backend.server.sample import Sample
-from paged_backend.server.stream import Stream
+from paged_backend.server.streams.stream import Sample, Stream
 from paged_backend.server.wire.call import Call
+from paged_backend.server.wire.channel import ServerChannel
 from paged_backend.text.detokenizer import Detokenizer
 from tests.support.in_process import WAIT, byte_tokenizer
 from tests.support.pb_utils import PB_UTILS

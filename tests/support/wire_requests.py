@@ -5,7 +5,7 @@ import pytest
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.limits import InputLimits
-from paged_backend.server.wire.read import read_call, read_prompt
+from paged_backend.server.wire.call import read_call, read_prompt
 
 
 def text(value):

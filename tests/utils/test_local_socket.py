@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from paged_backend.server import local_listener
+from paged_backend.server.connections import listener
 from paged_backend.utils import local_socket
 from paged_backend.utils.local_socket import Connection, FrameError, pack
 from tests.support.local_engine import Engine, connected
@@ -40,7 +40,7 @@ def test_a_directory_accessible_to_others_is_rejected(socket_directory, monkeypa
 
 
 def test_another_users_process_is_rejected(engine, monkeypatch):
-    monkeypatch.setattr(local_listener.local_socket, "is_own", lambda end: False)
+    monkeypatch.setattr(listener.local_socket, "is_own", lambda end: False)
     assert list(connected().frames()) == []
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.server.local_listener import Listener
+from paged_backend.server.connections.listener import Listener
 from paged_backend.utils import local_socket
 from paged_client.cli import main
 from paged_client.commands.profile import report

@@ -5,7 +5,7 @@ import pytest
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.engine.model_memory import ReleasedMemory
 from paged_backend.engine.sleep_mode import NOTHING, Transition
-from paged_backend.server.local_listener import Listener
+from paged_backend.server.connections.listener import Listener
 from paged_client.cli import main
 from tests.support.local_engine import socket_directory
 

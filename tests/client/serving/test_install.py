@@ -27,7 +27,7 @@ def imported_from(file, tmp_path):
     (tmp_path / "triton_python_backend_utils.py").write_text("")
     code = (
         f"import runpy, sys; runpy.run_path({str(file)!r}); assert 'torch' not in sys.modules;"
-        " print(sys.modules['paged_backend.server.tensors'].__file__);"
+        " print(sys.modules['paged_backend.server.wire.tensors'].__file__);"
         " import importlib.util; print(importlib.util.find_spec('paged_kernels').origin)"
     )
     packages = [path for path in sys.path if path.endswith("site-packages")]
@@ -43,7 +43,7 @@ def test_installed_backend_imports_the_engine(directory, arguments, capsys):
     assert main(["install-backend", str(directory), *arguments]) == 0
     file = directory / (arguments or ["", "paged"])[-1] / "model.py"
     assert capsys.readouterr().out.splitlines() == [str(file)]
-    expected = [ROOT / "paged_backend/server/tensors.py", ROOT / "kernels/paged_kernels/__init__.py"]
+    expected = [ROOT / "paged_backend/server/wire/tensors.py", ROOT / "kernels/paged_kernels/__init__.py"]
     assert imported_from(file, directory) == expected
 
 

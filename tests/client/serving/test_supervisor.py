@@ -32,7 +32,7 @@ MODEL = """
 import json, os, pathlib, time
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from paged_backend.server.metrics import Metrics
+from paged_backend.server.metrics.metrics import Metrics
 from paged_backend.utils import restarts
 
 class TritonPythonModel:
@@ -42,7 +42,10 @@ class TritonPythonModel:
         self.failing = model / "failing"
         while (model / "blocked").exists():
             time.sleep(0.01)
-        self.metrics = Metrics(pb_utils, {"model": "m", "version": "1"}, restarts=restarts.read())
+        self.metrics = Metrics(pb_utils, {"model": "m", "version": "1"})
+        for reason, count in restarts.read().items():
+            self.metrics.count("restarts", count, reason)
+        self.metrics.flush()
 
     def execute(self, requests):
         for request in requests:

@@ -1,0 +1,309 @@
+"""Admission: reads, checks, tokenizes and queues each request, or rejects it.
+
+A request is rejected, in this order: if the engine does not respond; if an input or a sampling parameter is invalid; if
+its session is busy; if the model is asleep (`ModelAsleep`); if the waiting queue is full (`max_queue_size`,
+`QueueFull`) or its tenant has too many open requests (`max_tenant_requests`); if its adapter is unknown, its text is
+too long, two parameters exclude each other, or its conversation is invalid. Its client gets the error; nothing is
+raised to the server. A tenant is a `cache_salt`; requests without one belong to one tenant.
+
+A long prompt is read and tokenized in the background (`LongPrompts`), and a grammar is compiled there: Triton passes
+requests on one thread, on which the next ones wait. The lock is held only to count a request and to open its stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.errors import (
+    GENERATES_NO_TEXT,
+    LORA_NOT_ENABLED,
+    ONLY_EMBEDS,
+    ErrorCode,
+    QueueFull,
+    RequestError,
+    TenantLimitReached,
+    internal_error,
+    invalid_argument,
+)
+from paged_backend.api.guide import Guide
+from paged_backend.api.limits import SamplingDefaults
+from paged_backend.api.request import GenerateRequest
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.trace import recorded
+from paged_backend.engine.assembly import Assembly
+from paged_backend.engine.engine import Engine
+from paged_backend.guided.compiler import GrammarCompiler
+from paged_backend.server.connections.replicas import Replicas
+from paged_backend.server.prompts.encoder import PromptEncoder
+from paged_backend.server.prompts.sessions import SessionName, Sessions, Turn
+from paged_backend.server.requests.arrival import Arrival, StreamBuilder
+from paged_backend.server.requests.long_prompts import LongPrompts
+from paged_backend.server.streams.responder import Responder
+from paged_backend.server.streams.tracing import Tracing
+from paged_backend.server.wire.call import Call, read_call, read_control_request, read_request_id
+from paged_backend.server.wire.channel import Channel, Received, respond, send_error
+from paged_backend.server.wire.pooling import parse_pooling_sampling
+from paged_backend.server.wire.responses import SampleOutput, write_adapters, write_response
+from paged_backend.text.tokenizing import SHORT_CHARS
+
+log = logging.getLogger("paged_llm")
+
+
+class Admission:
+    """Admits requests to one engine. `admit` may be called from any thread; requests are queued one at a time."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        assembly: Assembly,
+        engine: Engine,
+        responder: Responder,
+        sessions: Sessions,
+        grammars: GrammarCompiler,
+        *,
+        problem: Callable[[], str | None],
+        tracing: Tracing | None,
+        replicas: Replicas | None,
+    ):
+        """problem: returns why requests cannot be answered; None if they can."""
+        limits, loaded = assembly.limits, assembly.loaded
+        self._limits = limits
+        self._plain_limits = replace(limits, sampling_defaults=SamplingDefaults())
+        self._adapters = assembly.adapters
+        self._adapter_slots = assembly.scheduler.slots
+        self._salt_from = config.cache_salt_from
+        self._max_queue_size = config.max_queue_size
+        self._max_tenant_requests = config.max_tenant_requests
+        self._has_prefix_cache = assembly.scheduler.blocks.caching
+        self._has_remote_cache = config.remote_cache_url is not None
+        self._engine = engine
+        self._responder = responder
+        self._sessions = sessions
+        self._grammars = grammars
+        self._problem = problem
+        self._tracing = tracing
+        self._replicas = replicas
+        self._keys = itertools.count()
+        self._lock = threading.Lock()  # guards counting a request, from the check of the queue until it is in it
+        self._prompts = PromptEncoder(
+            loaded.tokenizer,
+            limits,
+            max_chars=config.limits.max_prompt_chars,
+            template_timeout=config.chat_template_timeout,
+            typed_tokens=config.special_tokens_in_messages,
+        )
+        self._builder = StreamBuilder(
+            loaded.tokenizer,
+            loaded.spec.eos_ids,
+            limits,
+            self._prompts,
+            seed=config.seed,
+            max_seconds=config.request_timeout or math.inf,
+        )
+        self.long_prompts = LongPrompts(
+            self._lock,
+            self._prompts,
+            self._builder,
+            engine,
+            responder,
+            self.submit,
+            seconds=config.tokenize_timeout,
+            context=limits.max_model_len,
+        )
+
+    def stop(self, seconds: float) -> None:
+        """Stop tokenizing long prompts, waiting at most this many seconds."""
+        self.long_prompts.stop(seconds)
+
+    def admit(self, channel: Channel) -> None:
+        """Queue the channel's request, or answer it. Never raises."""
+        arrived, turn = time.monotonic(), None
+        try:
+            if problem := self._problem():
+                raise RequestError(ErrorCode.UNAVAILABLE, problem)
+            received, input_limits = channel.received(), self._limits.input_limits
+            if name := read_control_request(*received, input_limits=input_limits):
+                request_id = read_request_id(received[1], received[-1], input_limits)
+                self._answer_control_request(name, channel, request_id)
+                return
+            call, sampling = self._read(received, own_defaults=channel.has_own_defaults)
+            if call.sequence:
+                turn = self._begin_turn(call, sampling)
+                if call.only_ends_session:
+                    turn.finish([], "")
+                    channel.send(write_response(call, [SampleOutput("", "stop", ())], prompt_token_ids=()), final=True)
+                    return
+            self._check_capacity(sampling)  # before the work of the further checks, and again with the lock
+            sampling = self._check(call, sampling)
+            trace = self._tracing.begin(call, arrived) if self._tracing else None
+            self._queue(Arrival(next(self._keys), call, channel, arrived, sampling, turn, trace=trace))
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                log.exception("unexpected error while admitting a request")
+                error = internal_error(error)
+            if turn and not turn.is_over:
+                turn.undo()
+            send_error(channel, error)
+            self._responder.count("finished", label=error.outcome)
+
+    def _read(self, received: Received, *, own_defaults: bool) -> tuple[Call, SamplingParams]:
+        """Return a request and its sampling parameters. Raises RequestError if they are invalid."""
+        limits = self._limits
+        salt_from: str | None = self._salt_from
+        if own_defaults:  # a model of trtllm/, which has made sampling_parameters of request parameters
+            salt_from = "sampling_parameters" if salt_from == "parameter" else None
+        call = read_call(*received, input_limits=limits.input_limits, salt_from=salt_from)
+        defaults = self._plain_limits if own_defaults else limits
+        if call.pooling_type:
+            return call, parse_pooling_sampling(call.pooling_type.field, call.sampling, defaults)
+        if limits.generates:
+            return call, SamplingParams.parse(call.sampling, defaults)
+        problem = f"{GENERATES_NO_TEXT}; use classification_request"
+        if not limits.classification:
+            problem = f"{ONLY_EMBEDS}; use embedding_request"
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{call.prompt_field}: {problem}")
+
+    def _check(self, call: Call, sampling: SamplingParams) -> SamplingParams:
+        """Check everything that can be checked before the prompt is tokenized. Return the complete parameters."""
+        _check_combination(call, sampling)
+        if sampling.prefill_only and not self._has_remote_cache:
+            raise invalid_argument("prefill_only", True, "needs a remote cache, which is off (remote_cache_url)")
+        if sampling.word_bias:
+            sampling = self._prompts.expand_word_bias(sampling)
+        if sampling.lora_name is not None:
+            self.check_adapter(sampling.lora_name)
+        if call.prompt is not None:
+            self._prompts.check_length(call.prompt_field, call.prompt)
+        return sampling
+
+    def check_adapter(self, name: str) -> None:
+        """Raise RequestError if the engine cannot use this LoRA adapter."""
+        if self._adapters is None:
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, LORA_NOT_ENABLED, verbatim=True)
+        self._adapters.check(name)
+
+    def _begin_turn(self, call: Call, sampling: SamplingParams) -> Turn:
+        """Begin a turn of a session. Raises RequestError for a request that a session cannot have."""
+        assert call.sequence
+        if not self._has_prefix_cache:
+            reason = "sessions need the prefix cache, which is off (enable_prefix_caching)"
+            raise invalid_argument("sequence_id", call.sequence.id, reason)
+        if sampling.truncate_prompt_tokens is not None:
+            reason = "a session keeps all of its prompt; leave it out"
+            raise invalid_argument("truncate_prompt_tokens", sampling.truncate_prompt_tokens, reason)
+        if sampling.prefill_only:
+            raise invalid_argument("prefill_only", True, "must be false in a session, whose turns have outputs")
+        if sampling.num_seqs > 1:
+            field = next(name for name in ("n", "best_of", "beam_width") if (getattr(sampling, name) or 1) > 1)
+            reason = "must be 1 in a session, which continues a single output"
+            raise invalid_argument(field, getattr(sampling, field), reason)
+        session = SessionName(sampling.cache_salt, call.sequence.id)
+        return self._sessions.begin(session, start=call.sequence.start, end=call.sequence.end)
+
+    def _check_capacity(self, sampling: SamplingParams) -> None:
+        """Raise ModelAsleep if the model sleeps, QueueFull if the waiting queue is full, or TenantLimitReached if the
+        tenant has too many open requests."""
+        self._engine.sleep_mode.check()
+        # Requests whose stream has ended count while their text is still in memory.
+        ended = [stream.tenant for stream in self.long_prompts.pending if stream.ended]
+        waiting, tenant, limit = self._engine.waiting + len(ended), sampling.cache_salt, self._max_tenant_requests
+        if self._replicas:
+            waiting += self._replicas.waiting
+        if self._max_queue_size and waiting >= self._max_queue_size:
+            raise QueueFull(waiting)
+        if limit and self._responder.num_open(tenant) + ended.count(tenant) >= limit:
+            raise TenantLimitReached(limit)
+
+    def _queue(self, arrival: Arrival) -> None:
+        """Tokenize the prompt, open the stream and submit the request; a long prompt is tokenized later."""
+        if arrival.num_chars > SHORT_CHARS:
+            with self._lock:
+                self._check_capacity(arrival.sampling)
+                self.long_prompts.submit(arrival)
+            return
+        with recorded(arrival.trace, "tokenize"):
+            prompt = self._prompts.encode(arrival.prompt())
+        stream = self._builder.build(arrival, prompt)
+        with self._lock:
+            self._check_capacity(arrival.sampling)
+            self._engine.announce(stream.request.key)
+            self._responder.open(stream)
+        self.submit(stream.request)
+
+    def submit(self, request: GenerateRequest, *, here: bool = False) -> None:
+        """Give an announced request, whose stream is open, to a replica or to this process's engine, after its grammar
+        is compiled. Never raises: a failure ends the request with an error.
+
+        here: not to a replica.
+        """
+        try:
+            if self._replicas and not here and self._replicas.place(request):
+                return
+            if request.sampling.structure is None:
+                self._engine.deliver(request)
+            else:
+                self._compile_and_deliver(request)
+        except Exception as error:
+            log.exception("request %d: could not be queued", request.key)
+            self._engine.reject(request.key, internal_error(error))
+
+    def _compile_and_deliver(self, request: GenerateRequest) -> None:
+        """Compile the request's grammar in the background, then deliver. The request can be cancelled meanwhile."""
+        key, sampling = request.key, request.sampling
+        assert sampling.structure is not None
+
+        def compiled(guides: tuple[Guide, ...] | RequestError) -> None:
+            if isinstance(guides, RequestError):
+                self._engine.reject(key, guides)
+            else:
+                self._engine.deliver(replace(request, guides=guides))
+
+        self._engine.emit_stats()
+        self._grammars.compile(
+            sampling.structure,
+            sampling.num_samples,
+            compiled,
+            tenant=sampling.cache_salt,
+            still_wanted=lambda: self._engine.is_pending(key),
+        )
+
+    def _answer_control_request(self, name: str, channel: Channel, request_id: str) -> None:
+        """Answer one of CONTROL_REQUESTS. Raises RequestError if it is incomplete."""
+        match name:
+            case "pool_map":
+                self._responder.request_pool_map(channel)
+                self._engine.snapshot_pool()
+            case "adapters" if self._adapters:  # the registry changes only on its own thread
+                self._adapters.run(lambda: respond(channel, self._list_adapters))
+            case "adapters":
+                respond(channel, self._list_adapters)
+            case "stop_request" if request_id:
+                self._responder.cancel(channel, request_id)
+            case _:
+                raise RequestError(
+                    ErrorCode.INVALID_ARGUMENT,
+                    "stop_request: has no request id (`id` over HTTP); set it to that of the request to end",
+                )
+
+    def _list_adapters(self) -> dict[str, np.ndarray]:
+        return write_adapters(self._adapters.describe(self._adapter_slots.resident) if self._adapters else [])
+
+
+def _check_combination(call: Call, sampling: SamplingParams) -> None:
+    """Raise RequestError for sampling parameters that this kind of request cannot have."""
+    if call.stream and sampling.selects_best_of:
+        reason = f"must be n={sampling.n} when streaming: the best samples are known only at the end"
+        raise invalid_argument("best_of", sampling.best_of, reason)
+    if sampling.logits_digest and not call.return_receipt:
+        raise invalid_argument("logits_digest", True, "needs return_receipt, since the receipt has the digest")
+    if call.is_chat and sampling.echo:
+        raise invalid_argument("echo", True, "has no effect with messages; leave it out")

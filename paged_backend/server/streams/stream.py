@@ -1,0 +1,298 @@
+"""An open request and its samples: from the tokens that the engine generates to the text that is sent."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from paged_backend.api.errors import RequestError
+from paged_backend.api.request import FinishReason, GenerateRequest, Logprobs, TokenDelta, Usage
+from paged_backend.server.prompts.sessions import Turn
+from paged_backend.server.wire.call import Call
+from paged_backend.server.wire.channel import Channel
+from paged_backend.server.wire.responses import SampleOutput, write_response
+from paged_backend.text.detokenizer import Detokenizer
+from paged_backend.text.stop_tokens import StopTokens, stop_word_reason
+
+RESPONSE_BYTES = 1024  # memory of a response in the server in addition to its tensors
+
+
+@dataclass(eq=False)
+class Stream:
+    """One open request. Owned by the responder's thread once it has been opened.
+
+    All times are time.monotonic().
+    """
+
+    request: GenerateRequest
+    call: Call
+    channel: Channel
+    samples: list[Sample]
+    arrived: float
+    encode: Callable[[str], list[int]]
+    token_text: Callable[[int], str]
+    prompt_offsets: Sequence[int] | None = None  # offset of each prompt token in the echoed prompt; None once sent
+    turn: Turn | None = None
+    block_size: int = 1
+    max_seconds: float = math.inf  # limit of its duration, in addition to its own time limit
+    error: RequestError | None = None
+    usage: Usage | None = None
+    scheduled_at: float | None = field(default=None, init=False)  # time of its first step
+    first_token: float | None = field(default=None, init=False)
+    last_token: float | None = field(default=None, init=False)
+    num_steps: int = field(default=0, init=False)  # steps that returned tokens of any sample
+    preempted_in_prompt: float = field(default=0.0, init=False)  # seconds, before the first token
+    finished: bool = field(default=False, init=False)  # whether all samples have ended
+    sent: bool = field(default=False, init=False)  # whether a response has been sent
+    sent_bytes: int = field(default=0, init=False)
+    prompt_logprobs: tuple[Logprobs, ...] | None = field(default=None, init=False)  # unsent ones
+    deadline: float = field(init=False)
+    early_finish: FinishReason | None = field(default=None, init=False)  # why the engine ends a search early
+
+    def __post_init__(self) -> None:
+        limits = (self.call.timeout_us / 1e6, (self.request.sampling.timeout_ms or 0) / 1e3)
+        if self.request.sampling.prompt_logprobs is not None and len(self.request.prompt_token_ids) == 1:
+            self.prompt_logprobs = ()  # empty: the only token is the first one, which has none
+        self.deadline = self.arrived + min(*filter(None, limits), self.max_seconds, math.inf)
+
+    def set_prompt(self, tokenized: Stream) -> None:
+        """Take the tokenized prompt over from a stream of the same request; nothing has been sent yet."""
+        self.request, self.samples, self.call = tokenized.request, tokenized.samples, tokenized.call
+        self.prompt_offsets, self.prompt_logprobs = tokenized.prompt_offsets, tokenized.prompt_logprobs
+
+    @property
+    def is_tokenized(self) -> bool:
+        """Whether the prompt has been tokenized; no prompt is empty."""
+        return bool(self.request.prompt_token_ids)
+
+    @property
+    def is_search(self) -> bool:
+        """Whether the samples are the beams of a beam search."""
+        return self.request.sampling.beam_width > 1
+
+    @property
+    def tenant(self) -> str:
+        return self.request.sampling.cache_salt
+
+    @property
+    def ended(self) -> bool:
+        return self.finished or self.error is not None
+
+    @property
+    def outcome(self) -> str:
+        """Why it ended, for the metrics: of samples with different reasons, the last in FinishReason's order."""
+        if self.error:
+            return self.error.outcome
+        reasons = {sample.finish for sample in self.returned_samples}
+        return next(reason.value for reason in reversed(FinishReason) if reason in reasons)
+
+    def take(self, delta: TokenDelta, when: float) -> None:
+        """Add the tokens of one step to a sample."""
+        self.usage = delta.usage or self.usage
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+        if delta.token_ids or delta.hidden is not None or delta.prompt_logprobs is not None:
+            if self.first_token is None:
+                self.first_token = when
+                self.preempted_in_prompt = self.usage.preempted_seconds if self.usage else 0.0
+            self.num_steps += when != self.last_token
+            self.last_token = when
+        self.error = delta.error
+        if delta.prompt_fingerprints:
+            for each in self.samples:
+                assert each.digest
+                each.digest.update(b"".join(delta.prompt_fingerprints))
+        sample = self.samples[delta.sample]
+        if delta.hidden is not None:
+            assert self.call.pooling
+            sample.text = self.call.pooling.answer(delta.hidden)
+        sample.take(delta)
+        if sample.finish:
+            if self.early_finish:
+                sample.finish, sample.stop_reason = self.early_finish, None
+            self.finished = all(one.finish for one in self.samples)
+
+    def has_new_text(self) -> bool:
+        """Return whether a streaming request has text to send, after decoding its tokens."""
+        if not self.call.stream:
+            return False
+        for sample in self.samples:
+            sample.detokenize()
+        return any([sample.text for sample in self.samples])
+
+    @property
+    def returned_samples(self) -> list[Sample]:
+        """The samples that the client gets: of `best_of` samples the `n` most likely ones, best first."""
+        sampling = self.request.sampling
+        if not sampling.selects_best_of:
+            return self.samples
+        return sorted(self.samples, key=lambda one: one.cumulative_logprob, reverse=True)[: sampling.n]
+
+    def take_outputs(self) -> dict[str, np.ndarray]:
+        """Return the output tensors of the next response, and mark their content as sent."""
+        call, logprobs = self.call, self.request.sampling.logprobs is not None
+        outputs = write_response(
+            call,
+            [
+                sample.take_output(offsets=call.return_text_offsets, logprobs=logprobs)
+                for sample in self.returned_samples
+            ],
+            prompt_token_ids=self.request.prompt_token_ids,
+            first=not self.sent,
+            prompt_logprobs=self.prompt_logprobs,
+            prompt_text_offsets=self.prompt_offsets,
+            token_text=self.token_text,
+            receipt=self.usage_receipt() if self.finished and call.return_receipt else None,
+        )
+        self.sent, self.prompt_logprobs, self.prompt_offsets = True, None, None
+        self.sent_bytes += RESPONSE_BYTES + sum(map(_nbytes, outputs.values()))
+        return outputs
+
+    def usage_receipt(self) -> dict[str, Any]:
+        """Return the content of the `receipt` tensor: tokens, blocks, and seconds in each phase."""
+        now = time.monotonic()
+        scheduled, first, last = self.scheduled_at or now, self.first_token or now, self.last_token or now
+        usage = self.usage or Usage(*[0] * len(Usage._fields))
+        preempted = usage.preempted_seconds - self.preempted_in_prompt
+        digests = [sample.digest.hexdigest() for sample in self.returned_samples if sample.digest]
+        return {
+            "prompt_tokens": len(self.request.prompt_token_ids),
+            "generated_tokens": sum(sample.num_tokens for sample in self.samples),
+            **usage._asdict(),
+            "blocks_missed": -(-(len(self.request.prompt_token_ids) - usage.cached_tokens) // self.block_size),
+            "queued_seconds": scheduled - self.arrived,
+            "prefill_seconds": first - scheduled - self.preempted_in_prompt,
+            "decode_seconds": last - first - preempted,
+            "arrival_time_ns": int(self.arrived * 1e9),
+            "first_scheduled_time_ns": int(scheduled * 1e9),
+            "first_token_time_ns": int(first * 1e9),
+            "last_token_time_ns": int(last * 1e9),
+            **({"logits_digests": digests} if digests else {}),
+        }
+
+    def settle_session(self, *, answered: bool) -> None:
+        """Update the session before the final response: add this turn, or restore it if the turn was not answered."""
+        if self.turn is None:
+            return
+        if not (answered and self.is_tokenized):
+            self.turn.undo()
+            return
+        (sample,) = self.samples
+        # A stop string is cut from the text but not from the tokens, so the text that was sent is encoded again.
+        tokens = self.encode(sample.all_text) if sample.detokenizer.stopped else sample.tokens
+        self.turn.finish([*self.request.prompt_token_ids, *tokens], sample.all_text)
+
+    def end(self, finish: FinishReason) -> None:
+        """End every sample that has not ended."""
+        for sample in self.samples:
+            if not sample.finish:
+                sample.end(finish)
+        self.finished = True
+
+
+def _nbytes(tensor: np.ndarray) -> int:
+    return sum(map(len, tensor)) if tensor.dtype == np.object_ else tensor.nbytes
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One sample of a request.
+
+    Tokens are decoded only when a response is sent, unless a stop string may end the output.
+
+    tokens | in `text_pieces`, sent | in `text` | not decoded yet |
+                                                ^ num_decoded
+    """
+
+    detokenizer: Detokenizer
+    include_stop: bool  # whether the token that ends the sample is part of its text
+    stop_tokens: StopTokens = field(default_factory=StopTokens)
+    text: str = ""  # text not sent yet
+    unsent: list[int] = field(default_factory=list)  # tokens not sent yet, including the one that ends the sample
+    num_tokens: int = 0
+    finish: FinishReason | None = None
+    stop_reason: str | None = None  # the stop string, or the token id or the stop word's token ids as JSON
+    tokens: list[int] = field(default_factory=list)  # tokens whose text is part of the output
+    num_decoded: int = 0  # number of `tokens` that were decoded
+    text_pieces: list[str] = field(default_factory=list)  # all text so far
+    logprobs: list[Logprobs] = field(default_factory=list)  # logprobs of the unsent tokens
+    cumulative_logprob: float = 0.0  # sum over all tokens so far
+    digest: hashlib._Hash | None = None  # of the logits of its tokens and of the prompt, if it is requested
+    last_token: float | None = None  # time.monotonic() of its newest token
+
+    @property
+    def all_text(self) -> str:
+        return "".join(self.text_pieces)
+
+    def take(self, delta: TokenDelta) -> None:
+        """Add the tokens of one step. A stop string or stop word may end the sample before the engine does."""
+        tokens, finish, include_last = delta.token_ids, delta.finish, self.include_stop
+        if self.stop_tokens.words and (found := self.stop_tokens.find(self.tokens, tokens)):
+            tokens, finish, include_last = tokens[: found[0]], FinishReason.STOP, True
+            self.stop_reason = stop_word_reason(found[1])
+        elif finish is FinishReason.STOP and tokens:
+            self.stop_reason = self.stop_tokens.reason(tokens[-1])
+        count = len(tokens)
+        # The token that ends the output is counted, but its text is not output.
+        self.tokens += tokens[:-1] if finish is FinishReason.STOP and not include_last else tokens
+        if self.detokenizer.has_stop:
+            self.detokenize()
+            if self.detokenizer.stopped:
+                del self.tokens[self.detokenizer.num_tokens :]
+                count = len(self.tokens) - self.num_tokens
+                self.finish = FinishReason.STOP
+                self.stop_reason = self.detokenizer.matched_stop
+        self.num_tokens += count
+        self.unsent += tokens[:count]
+        if delta.logprobs:
+            counted = delta.logprobs[:count]
+            self.logprobs += counted
+            self.cumulative_logprob += sum(chosen.logprob for chosen, *_ in counted)
+        if self.digest:
+            self.digest.update(b"".join(delta.fingerprints[:count]))
+        if finish and not self.finish:
+            self.end(finish)
+
+    def detokenize(self) -> None:
+        """Decode the tokens that have not been decoded."""
+        if self.num_decoded < len(self.tokens):
+            new = self.tokens[self.num_decoded :] if self.num_decoded else self.tokens
+            self.num_decoded = len(self.tokens)
+            self._append(self.detokenizer.push(new))
+
+    def end(self, finish: FinishReason) -> None:
+        """Decode the rest, including text held back as a possible stop string, and set why the sample ended."""
+        self.detokenize()
+        self._append(self.detokenizer.flush())
+        self.finish = finish
+        if self.detokenizer.stopped:
+            self.finish, self.stop_reason = FinishReason.STOP, self.detokenizer.matched_stop
+
+    def take_output(self, *, offsets: bool, logprobs: bool) -> SampleOutput:
+        """Return everything that has not been sent, and mark it as sent."""
+        output = SampleOutput(
+            self.text,
+            self.finish.value if self.finish else None,
+            self.unsent,
+            self._unsent_offsets() if offsets else (),
+            self.logprobs if logprobs else None,
+            self.cumulative_logprob,
+            self.stop_reason,
+        )
+        self.text, self.unsent, self.logprobs = "", [], []
+        return output
+
+    def _unsent_offsets(self) -> list[int]:
+        found = self.detokenizer.offsets[self.num_tokens - len(self.unsent) : self.num_tokens]
+        # A token that ended the sample and has no text in the output begins where the text ends.
+        return found + [self.detokenizer.num_chars] * (len(self.unsent) - len(found))
+
+    def _append(self, text: str) -> None:
+        if text:
+            self.text += text
+            self.text_pieces.append(text)
