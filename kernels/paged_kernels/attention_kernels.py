@@ -111,10 +111,12 @@ def pools_of_head(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Return the pools of the program's KV head."""
     kv_head = (tl.program_id(1) // LAYER.HEAD_TILES).to(tl.int64)
-    if CACHE.FORMAT is not None:
-        key_scales += kv_head * CACHE.S_HEAD
-        value_scales += kv_head * CACHE.S_HEAD
-    return Pools(keys + kv_head * CACHE.K_HEAD, values + kv_head * CACHE.V_HEAD, key_scales, value_scales)
+    key, value = keys + kv_head * CACHE.K_HEAD, values + kv_head * CACHE.V_HEAD
+    if CACHE.FORMAT is None:
+        pools = Pools(key, value, key, value)  # there are no scales to read
+    else:
+        pools = Pools(key, value, key_scales + kv_head * CACHE.S_HEAD, value_scales + kv_head * CACHE.S_HEAD)
+    return pools
 
 
 @triton.jit
@@ -170,13 +172,13 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _widen(codes, FORMAT: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def _widen(codes, CACHE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Convert codes to `dtype` exactly. The result for fp8 is 256 times too small.
 
     An e4m3 that is widened to 16 bits and shifted by 7 is a float16 with another exponent bias, once the copy of the
     sign in bit 14 is cleared. This holds for subnormal numbers too.
     """
-    if FORMAT == "fp8":
+    if CACHE.FORMAT == "fp8":
         codes = ((codes.to(tl.int16) << 7) & -0x4001).to(tl.float16, bitcast=True)
     return codes.to(dtype)
 
@@ -258,9 +260,9 @@ def _softmax_step(  # type: ignore[no-untyped-def]
     dtype: tl.constexpr = queries.first.dtype
     CODE_UNIT: tl.constexpr = 256.0 if CACHE.FORMAT == "fp8" else 1.0  # factor code / _widen(code)
     if CACHE.FORMAT is not None:
-        k = _widen(k, CACHE.FORMAT, dtype)
-        k_rest = _widen(k_rest, CACHE.FORMAT, dtype)
-        v = _widen(v, CACHE.FORMAT, dtype)
+        k = _widen(k, CACHE, dtype)
+        k_rest = _widen(k_rest, CACHE, dtype)
+        v = _widen(v, CACHE, dtype)
 
     scores = tl.dot(queries.first, k, input_precision=LAYER.PRECISION)
     if LAYER.BLOCK_R > 0:

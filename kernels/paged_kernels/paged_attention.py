@@ -78,10 +78,8 @@ def plan_launch(
     layer."""
     settings = Settings(scale, sliding_window, softcap, sinks)
     key = (*layout_of(query, cache), sliding_window, softcap is not None, sinks is not None, cache.batch_invariant)
-    if (key, device) not in paging.derived:
-        plan = invariant_attention.plan if cache.batch_invariant else _plan
-        paging.derived[key, device] = plan(out, query, cache, paging, settings, device)
-    found: AttentionPlan = paging.derived[key, device]
+    plan = invariant_attention.plan if cache.batch_invariant else _plan
+    found = paging.plan((key, device), lambda: plan(out, query, cache, paging, settings, device))
     return found.launches(out, query, cache, settings)
 
 

@@ -1,11 +1,14 @@
 """The addresses of a packed batch in the block pool. The shapes are defined in kernels/README.md."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +70,19 @@ class Paging:
         return self.block_tables.shape[0]
 
     @cached_property
-    def derived(self) -> dict[Any, Any]:
-        """Values that an implementation computes once per step and reuses for all layers. Each implementation has its
-        own keys."""
+    def plans(self) -> dict[Hashable, Any]:
+        """The plans of the step; see `plan`."""
         return {}
+
+    def plan(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
+        """Return what `make` returned for the step's first layer with this key, or call it.
+
+        An implementation of attention plans a step once for all layers with the same shapes. Each has its own keys.
+        """
+        if key not in self.plans:
+            self.plans[key] = make()
+        found: Plan = self.plans[key]
+        return found
 
 
 @dataclass(frozen=True, eq=False)

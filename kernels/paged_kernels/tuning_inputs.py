@@ -80,7 +80,7 @@ def _attention_problem(key: TuningKey, device: torch.device, dtype: torch.dtype,
     out = torch.empty_like(query)
 
     def plan(cache: LayerCache) -> list[Launch]:
-        step.derived.clear()
+        step.plans.clear()
         return attention.plan_launch(
             out, query, cache, step,
             scale=0.1, sliding_window=None, softcap=None, sinks=None, device=device_of(device),

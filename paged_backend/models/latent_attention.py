@@ -105,10 +105,8 @@ class LatentAttention:
         """
         if self._min_rows is None or paging.max_query_len < self._min_rows:
             return self._absorbed(query, cache, paging, spec)
-        key = "latent", self._min_rows, cache.keys.shape[2]
-        if key not in paging.derived:
-            paging.derived[key] = split_chunks(paging, cache.keys.shape[2], self._min_rows)
-        chunks: Chunks = paging.derived[key]
+        block_size, min_rows = cache.keys.shape[2], self._min_rows
+        chunks = paging.plan(("latent", min_rows, block_size), lambda: split_chunks(paging, block_size, min_rows))
         if chunks.absorbed is not None:
             out = self._absorbed(query, cache, chunks.absorbed, spec)
         else:

@@ -23,7 +23,7 @@ def test_nan_affects_only_rows_that_attend_to_it(attend, format, device):
         query, cache, paging = make_inputs(case, torch.float32, place).arrays
         clean = attend(query, cache, paging, scale=0.1)
         getattr(cache, pool)[paging.block_tables[2, 1].long(), 1, 3] = float("nan")
-        paging.derived.clear()
+        paging.plans.clear()
         spoilt = attend(query, cache, paging, scale=0.1)
         heads = slice(case.group, 2 * case.group)
         assert spoilt[2, heads].isnan().all()

@@ -124,13 +124,15 @@ def _plan(
     """
     _, num_kv_heads, block_size, head_dim = shape
     key = (num_kv_heads, block_size, head_dim, value_dim, dtype, window)
-    if key not in paging.derived:
+
+    def make() -> list[Call]:
         block_bytes = num_kv_heads * block_size * (head_dim + value_dim) * dtype.itemsize
         groups = list(_groups(list(_spans(paging, block_size, window)), block_bytes))
         pages = max((len(g) * g[0].num_blocks * num_kv_heads for g in groups), default=0)
         scratch = [torch.empty((pages, block_size * size), dtype=dtype) for size in (head_dim, value_dim)]
-        paging.derived[key] = [_call(group, paging, shape, scratch, window) for group in groups]
-    return paging.derived[key]
+        return [_call(group, paging, shape, scratch, window) for group in groups]
+
+    return paging.plan(key, make)
 
 
 def _gather(pool: Tensor, scales: Tensor | None, call: Call, into: Tensor) -> Tensor:

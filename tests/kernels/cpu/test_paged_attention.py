@@ -114,9 +114,9 @@ def test_layers_of_a_step_share_one_plan():
     query, cache, paging = make_inputs(Case(), torch.float32).arrays
     for _ in range(3):
         cpu.paged_attention(query, cache, paging, scale=1.0)
-    assert len(paging.derived) == 1
+    assert len(paging.plans) == 1
     cpu.paged_attention(query, cache, paging, scale=1.0, sliding_window=8)
-    assert len(paging.derived) == 2
+    assert len(paging.plans) == 2
 
 
 def test_window_gathers_only_its_own_blocks():
