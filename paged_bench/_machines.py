@@ -93,7 +93,7 @@ def machines(count: int) -> Iterator[list[Machine]]:
     bridge, network, made = f"{PREFIX}{os.getpid()}", subnet(), list[Machine]()
     ip("link", "add", bridge, "type", "bridge")
     with ExitStack() as stack:
-        stack.callback(_remove_bridge, bridge)
+        stack.callback(_remove_link, bridge)
         ip("addr", "add", f"{server_address()}/{network.prefixlen}", "dev", bridge)
         ip("link", "set", bridge, "up")
         for index in range(count):
@@ -101,6 +101,7 @@ def machines(count: int) -> Iterator[list[Machine]]:
             machine = Machine(name, f"pgv{os.getpid()}-{index}", str(network[index + 2]))
             stack.enter_context(namespace(name))
             ip("link", "add", machine.link, "type", "veth", "peer", "name", "eth0", "netns", name)
+            stack.callback(_remove_link, machine.link)  # the kernel removes that of a deleted namespace only later
             ip("link", "set", machine.link, "master", bridge, "up")
             ip("-n", name, "addr", "add", f"{machine.address}/{network.prefixlen}", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
@@ -117,7 +118,7 @@ def remove_leftovers() -> None:
         if "-" in name:
             _remove_namespace(name)
         else:
-            _remove_bridge(name)
+            _remove_link(name)
 
 
 def _remove_namespace(name: str) -> None:
@@ -125,5 +126,5 @@ def _remove_namespace(name: str) -> None:
     shutil.rmtree(OWN_FILES / name, ignore_errors=True)
 
 
-def _remove_bridge(name: str) -> None:
+def _remove_link(name: str) -> None:
     subprocess.run(["ip", "link", "del", name], check=False, capture_output=True)
