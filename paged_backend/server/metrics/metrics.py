@@ -30,7 +30,9 @@ MEMORY_SECONDS = 1.0  # interval between measurements of the memory in use
 
 
 class Metrics:
-    """The metrics of one model instance. Events are named as in FAMILIES.
+    """The metrics of one model instance.
+
+    `count`, `observe` and `set` take the name of an event in FAMILIES. If its family has a label, `label` is its value.
 
     Does nothing if metrics are not `enabled`, or if the server was started without metrics.
     """
