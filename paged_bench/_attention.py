@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paged_backend.execution.batch import shared_prefixes
 from paged_backend.execution.upload import DeviceUpload
-from paged_backend.memory.kv_cache import KVCache, LayerShape
+from paged_backend.kv.cache import KVCache, LayerShape
 from paged_bench._timing import Call, rotations
 from paged_kernels.cascade import read_ratio
 from paged_kernels.cpu import native

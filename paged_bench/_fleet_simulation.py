@@ -26,14 +26,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.content import Entry, IndexListener
-from paged_backend.scheduling.plan import Plan
+from paged_backend.kv.blocks import BlockManager
+from paged_backend.kv.content import CacheEvent, Entry, Listener
+from paged_backend.kv.sequence import Sequence
+from paged_backend.scheduling.plan import Plan, StepResult
 from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.sequence import Sequence
-from paged_backend.scheduling.step_result import StepResult
 from paged_bench._engine import DATASETS, lengths
 from paged_client.openai.routing import Route, Router, conversation_key
 
@@ -189,6 +189,9 @@ class _Listener:
         self._held = held
         self._replica = replica
 
+    def __call__(self, event: CacheEvent) -> None:
+        (self.stored if event.stored else self.removed)(event.entry)
+
     def stored(self, entry: Entry) -> None:
         blocks = self._held[entry.tokens[-1]]
         blocks[self._replica] = blocks.get(self._replica, 0) + 1
@@ -321,9 +324,9 @@ class Replica:
         listener: receives the contents that are cached and dropped.
     """
 
-    def __init__(self, num_blocks: int, costs: StepCosts, listener: IndexListener | None = None) -> None:
+    def __init__(self, num_blocks: int, costs: StepCosts, listener: Listener | None = None) -> None:
         self.scheduler = Scheduler(
-            BlockManager(num_blocks, BLOCK_SIZE, caching=True, listener=listener),
+            BlockManager(num_blocks, BlockLayout(BLOCK_SIZE), caching=True, listener=listener),
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             preemption="recompute",

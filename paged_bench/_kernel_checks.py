@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_backend.memory.kv_cache import KVCache, LayerShape
+from paged_backend.kv.cache import KVCache, LayerShape
 from paged_bench._attention import AttentionInputs, Cell, error
 from paged_bench._harness import Record, Records, count, first_line, not_measured
 from paged_kernels import ops

@@ -22,7 +22,7 @@ from torch import nn
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.assembly import Assembly, assemble
-from paged_backend.memory.kv_cache import bytes_per_block
+from paged_backend.kv.cache import bytes_per_block
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.utils.machine import usable_cores
 from paged_bench._engine import (

@@ -145,7 +145,7 @@ def _kv_cache_sizes(name: str, assembly: Assembly, vllm: Vllm | None, runs: Mapp
     }
     if vllm and VLLM in runs:
         sizes[VLLM] = vllm.kv_cache_tokens
-    return Record(f"KV cache {name}", blocks.num_blocks * blocks.block_size, "tokens", peers=sizes)
+    return Record(f"KV cache {name}", blocks.num_pages * blocks.block_size, "tokens", peers=sizes)
 
 
 def _peer_settings(what: str, run: Run, count: int) -> Iterator[Record]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paged_backend.memory.kv_cache import KVCache, LayerShape
+from paged_backend.kv.cache import KVCache, LayerShape
 from paged_bench._attention import OURS, UNQUANTIZED, AttentionInputs, Cell, Unavailable, contestants, error, targets
 from paged_bench._harness import (
     Bars,

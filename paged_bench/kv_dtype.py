@@ -20,11 +20,11 @@ from paged_backend.engine.assembly import Assembly
 from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
 from paged_backend.execution.upload import DeviceUpload
+from paged_backend.kv import cache as kv_cache
+from paged_backend.kv.cache import KVCache
 from paged_backend.loading.model_options import pick_kv_dtype
-from paged_backend.memory import kv_cache
-from paged_backend.memory.kv_cache import KVCache
+from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
-from paged_backend.scheduling.sequence import Group
 from paged_bench._engine import load
 from paged_bench._harness import (
     ROOT,
@@ -93,7 +93,7 @@ def log_probabilities(assembly: Assembly, pool: KVCache, window: Sequence[int]) 
     """Return the log probabilities of every position's next token, in one forward pass with a KV cache."""
     request = GenerateRequest(0, tuple(window), SamplingParams(temperature=0.0), 0, frozenset())
     sequence = Group(request).leader
-    sequence.blocks = list(range(-(-len(window) // BLOCK_SIZE)))
+    sequence.tables = [list(range(-(-len(window) // BLOCK_SIZE)))]
     packed = pack(Plan((Chunk(sequence, 0, len(window), sampled_sequences=()),)), block_size=BLOCK_SIZE)
     batch = DeviceUpload(assembly.device)(packed)
     every = torch.arange(len(window), device=assembly.device)

@@ -20,8 +20,8 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly
 from paged_backend.execution.batch import pack
 from paged_backend.models.peft_files import Factors
+from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
-from paged_backend.scheduling.sequence import Group
 from paged_bench._engine import load
 from paged_bench._harness import Bars, Benchmark, Option, Record, alternate, figures, model_option, rounds_option
 from paged_client.serving.repository import resolve_model
@@ -51,7 +51,7 @@ def decode_plan(adapters: Sequence[Adapter], rows: int, context: int) -> Plan:
         request = GenerateRequest(row, (row,) * context, SamplingParams(temperature=0.0), 0, frozenset())
         adapter = adapters[row % len(adapters)] if adapters else None
         sequence = Group(replace(request, adapter=adapter)).leader
-        sequence.blocks = list(range(row * width, (row + 1) * width))
+        sequence.tables = [list(range(row * width, (row + 1) * width))]
         chunks.append(Chunk(sequence, context - 1, 1, sampled_sequences=(sequence,)))
     return Plan(tuple(chunks), adapters={adapter.digest: slot for slot, adapter in enumerate(adapters)})
 

@@ -20,20 +20,20 @@ from typing import Any
 
 import torch
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.recurrent_models import num_state_slots
-from paged_backend.memory.cache_layout import CacheLayout
-from paged_backend.memory.kv_cache import LayerShape, bytes_per_block
-from paged_backend.memory.state_cache import StateShape, TensorShape, bytes_per_slot
+from paged_backend.kv.blocks import BlockManager
+from paged_backend.kv.cache import LayerShape, bytes_per_block
+from paged_backend.kv.cache_layout import CacheLayout
+from paged_backend.kv.sequence import Sequence
+from paged_backend.kv.state_cache import StateShape, TensorShape, bytes_per_slot
 from paged_backend.scheduling.beam_search import Candidate
-from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.plan import Plan
+from paged_backend.scheduling.plan import Plan, StepResult
 from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.sequence import Sequence
-from paged_backend.scheduling.step_result import StepResult
 from paged_bench._engine import DATASETS, greedy, lengths, load, serve
 from paged_bench._harness import (
     Bars,
@@ -99,7 +99,7 @@ def requests(
 
 def simulate(work: Rows[GenerateRequest], block_size: int, every: int = 16) -> Iterator[Sample]:
     """Schedule all requests, and sample the pool every `every` steps while requests wait for blocks."""
-    blocks = BlockManager(POOL_SLOTS // block_size, block_size)
+    blocks = BlockManager(POOL_SLOTS // block_size, BlockLayout(block_size))
     scheduler = Scheduler(blocks, max_num_seqs=4096, max_num_batched_tokens=16_384)
     for request in work:
         scheduler.add(request)
@@ -157,7 +157,7 @@ def sample_pool(scheduler: Scheduler) -> Sample:
         if group.beams:
             totals["analytic"] += distinct_slots(group.sequences, size) - shared
         for sequence in group.active:
-            held = len(sequence.blocks) * size
+            held = sequence.num_blocks * size
             totals["unshared"] += held
             totals["live"] += sequence.computed - shared
             if not group.beams:
@@ -211,7 +211,7 @@ def sharing(requested: int, widths: Rows[int]) -> Iterator[Record]:
 def bookkeeping(steps: int) -> Iterator[Record]:
     """Measure the time of schedule and commit for each decoding sequence, in microseconds."""
     for running, context in itertools.product((256, 1024), (64, 1024)):
-        blocks = BlockManager(running * (context // BLOCK_SIZE + 32), BLOCK_SIZE, caching=True)
+        blocks = BlockManager(running * (context // BLOCK_SIZE + 32), BlockLayout(BLOCK_SIZE), caching=True)
         scheduler = Scheduler(blocks, max_num_seqs=running, max_num_batched_tokens=running * context)
         for key in range(running):
             prompt = tuple((key * 7919 + position) % 50_000 for position in range(context))
@@ -345,7 +345,7 @@ def cache_memory() -> Iterator[Record]:
 def held_pages(layout: CacheLayout, length: int) -> int:
     """Return the largest number of pages that a sequence holds while it decodes up to `length` tokens."""
     pages = layout.blocks.pages_for([length], [length], 0)
-    blocks = BlockManager(pages, BLOCK_SIZE, layout=layout.blocks)
+    blocks = BlockManager(pages, layout.blocks)
     scheduler = Scheduler(blocks, max_num_seqs=1, max_num_batched_tokens=CHUNK)
     prompt = (0,) * (length - DECODED)
     scheduler.add(GenerateRequest(0, prompt, SamplingParams(max_tokens=DECODED), 0, frozenset()))

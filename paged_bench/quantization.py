@@ -29,8 +29,8 @@ from paged_backend.engine.assembly import Assembly
 from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
 from paged_backend.execution.upload import DeviceUpload
+from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
-from paged_backend.scheduling.sequence import Group
 from paged_backend.utils.machine import busy_seconds, usable_cores
 from paged_bench._checkpoints import (
     CheckpointFormat,
@@ -121,7 +121,7 @@ def step(assembly: Assembly, rows: int) -> Callable[[], float]:
     """Return a function that measures a forward pass of `rows` prompt tokens, in ms."""
     request = GenerateRequest(0, (0,) * rows, SamplingParams(temperature=0.0), 0, frozenset())
     sequence = Group(request).leader
-    sequence.blocks = list(range(-(-rows // BLOCK_SIZE)))
+    sequence.tables = [list(range(-(-rows // BLOCK_SIZE)))]
     batch = DeviceUpload(assembly.device)(
         pack(Plan((Chunk(sequence, 0, rows, sampled_sequences=(sequence,)),)), block_size=BLOCK_SIZE)
     )

@@ -15,6 +15,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -70,7 +71,7 @@ class TieredEngine(RunningEngine):
     def stats(self) -> SchedulerStats:
         """The current statistics of the tiers."""
         assert self.assembly.tiers
-        return self.assembly.tiers.add_stats(self.assembly.scheduler.stats)
+        return replace(self.assembly.scheduler.stats, **self.assembly.tiers.named_stats())  # type: ignore[arg-type]
 
 
 @contextmanager

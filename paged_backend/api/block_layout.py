@@ -1,13 +1,13 @@
-"""How the layers of a model divide a block into pages, and how many pages sequences need.
+"""The kinds of layers of a model, and how many pages of the KV cache its sequences need.
 
-A page holds the keys and values of some layers for `block_size` tokens. It is the unit in which a pool allocates
-memory. Without sliding windows, a block is a single page. With them, a block has base pages, for the layers whose
-queries see all tokens, and window pages, which are freed as soon as no query can see their tokens:
+A block holds the keys and values of `block_size` tokens for all layers of one kind. It consists of pages, the unit in
+which a pool allocates memory. All pages have the same size, so that a freed page can be used for any kind:
 
-    block          0     1     2     3     4     5
-    base page      17    4     9     22    30    8       full attention
-    window pages   -     -     -     14,6  2,40  31,5    sliding window of two blocks; each page holds as many layers
-                                                         as a base page
+    block of a sequence     0     1     2     3     4     5
+    full attention          17    4     9     22    30    8       one page each
+    window of two blocks    -     -     -     14,6  2,40  31,5    two pages each; freed when no later token reads them
+
+Most models have one kind of layer, whose blocks are single pages.
 """
 
 from __future__ import annotations
@@ -20,41 +20,58 @@ MAX_LENGTH = 2**31  # above the length of any sequence; with windows alone, a sm
 
 
 @dataclass(frozen=True)
+class LayerKind:
+    """Layers whose blocks are allocated and freed together.
+
+    A subclass for another kind of attention overrides `keeps_all`, `needed` and `max_blocks`.
+    """
+
+    pages: int = 1  # pages of a block
+    window: int = 0  # tokens that a query sees, with its own; 0: all
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether later tokens read every block before them."""
+        return not self.window
+
+    def needed(self, num_blocks: int, block_size: int) -> range:
+        """Return which of the first `num_blocks` blocks, all full, are read by later tokens. The others are freed.
+
+        A block that is needed after `num_blocks` blocks is also needed after fewer, if it is among them. Prefix hits
+        rely on it.
+        """
+        return range(max(0, num_blocks * block_size + 1 - self.window) // block_size if self.window else 0, num_blocks)
+
+    def max_blocks(self, num_blocks: int, pending: int, block_size: int) -> int:
+        """Return how many of a sequence's `num_blocks` blocks are held at most at the same time.
+
+        pending: tokens in the steps that are planned and not committed, whose blocks are not freed yet. The result
+        includes the offset of the window within a block.
+        """
+        if not self.window:
+            return num_blocks
+        return min(num_blocks, max(1, (self.window + pending - 4) // block_size + 3))
+
+
+FULL = LayerKind()
+
+
+@dataclass(frozen=True)
 class BlockLayout:
-    """The pages of a block, and when its window pages are freed."""
+    """The kinds of layers of a model, and the number of tokens in a block."""
 
     block_size: int
-    base_pages: int = 1  # pages that are kept as long as the block
-    window_pages: int = 0  # pages that are freed when the block has left the window
-    window: int = 0  # tokens that a query sees in the layers of the window pages, with its own
+    kinds: tuple[LayerKind, ...] = (FULL,)
     max_pending: int = 0  # maximum tokens of a sequence in the steps that may be planned and not committed
 
     @property
     def pages(self) -> int:
-        """The pages of a block that is in the window."""
-        return self.base_pages + self.window_pages
+        """The pages of a block in all kinds together."""
+        return sum(kind.pages for kind in self.kinds)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
-
-    def window_start(self, position: int) -> int:
-        """Return the first block whose window pages a query at `position`, or after it, can see."""
-        return max(0, position + 1 - self.window) // self.block_size if self.window_pages else 0
-
-    def kept_from(self, committed: int) -> int:
-        """Return the first block that keeps its window pages when `committed` tokens have been computed.
-
-        Those are the blocks that a query after the last full block can see, so that a later request can continue from
-        the cached full blocks.
-        """
-        return self.window_start(committed // self.block_size * self.block_size)
-
-    def max_blocks_in_window(self, pending: int) -> int:
-        """Return the maximum number of a sequence's blocks that have window pages while its last `pending` tokens are
-        computed. The steps in flight, and the offset of the window within a block, are included."""
-        pending = min(pending, self.max_pending)
-        return max(1, (self.window + pending - 4) // self.block_size + 3)
 
     def pages_for(self, lengths: Sequence[int], pending: Sequence[int], shared: int) -> int:
         """Return the pages that a request needs at most for all of its samples.
@@ -65,21 +82,20 @@ class BlockLayout:
             shared: number of leading blocks that all samples share.
         """
         blocks = list(map(self.blocks_for, lengths))
-        pages = self.base_pages * (sum(blocks) - (len(blocks) - 1) * shared)
-        return pages + self.window_pages_for(blocks, pending, shared) if self.window_pages else pages
+        return sum(kind.pages * self.blocks_of_kind(kind, blocks, pending, shared) for kind in self.kinds)
+
+    def blocks_of_kind(self, kind: LayerKind, blocks: Sequence[int], pending: Sequence[int], shared: int) -> int:
+        """Return the blocks of one kind that a request holds at most. blocks: number of blocks of each sample."""
+        limits = [min(tokens, self.max_pending) for tokens in pending]
+        if len(blocks) == 1:
+            return kind.max_blocks(blocks[0], limits[0], self.block_size)
+        own = zip(blocks, limits, strict=True)
+        return kind.max_blocks(shared, limits[0], self.block_size) + sum(
+            kind.max_blocks(count - shared, limit, self.block_size) for count, limit in own
+        )
 
     def max_tokens(self, num_pages: int) -> int:
         """Return the length of the longest sequence for which a pool of this size has room."""
-        lengths = range(1, num_pages * self.block_size + 1) if self.base_pages else range(1, MAX_LENGTH)
+        keeps_all = any(kind.keeps_all for kind in self.kinds)
+        lengths = range(1, num_pages * self.block_size + 1) if keeps_all else range(1, MAX_LENGTH)
         return bisect_right(lengths, num_pages, key=lambda length: self.pages_for([length], [length], 0))
-
-    def window_pages_for(self, blocks: Sequence[int], pending: Sequence[int], shared: int) -> int:
-        """Return the window pages among `pages_for`. blocks: number of blocks of each sample."""
-        if not self.window_pages:
-            return 0
-        if len(blocks) == 1:
-            return self.window_pages * min(blocks[0], self.max_blocks_in_window(pending[0]))
-        own = zip(blocks, pending, strict=True)
-        count = min(shared, self.max_blocks_in_window(pending[0]))
-        count += sum(min(each - shared, self.max_blocks_in_window(left)) for each, left in own)
-        return self.window_pages * count

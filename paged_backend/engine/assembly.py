@@ -32,18 +32,18 @@ from paged_backend.engine.tier_builder import build_tiers, read_remote_access
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.runner import Runner
 from paged_backend.files.start_checks import ROOT, check_host_pool
+from paged_backend.kv.blocks import BlockManager
+from paged_backend.kv.content import Listener
+from paged_backend.kv.states import StateSlots, num_draft_slots
+from paged_backend.kv.stores.chain import TierChain
 from paged_backend.loading import model_loader, model_options
 from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
 from paged_backend.loading.model_loader import LoadedModel
-from paged_backend.memory.tier_chain import TierChain
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.tensor_parallel import check_devices
-from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.cache_events import DEVICE, HOST, CacheEvents
 from paged_backend.scheduling.prefill_budget import PrefillBudget
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup, Proposer, propose_placeholders
-from paged_backend.scheduling.windowed_pool import make_pool
 from paged_backend.utils.machine import MemoryUsage, release_openmp_threads, resident_memory, trim_memory
 from paged_kernels.compilation import after_ready
 
@@ -148,7 +148,7 @@ def _assemble(
     publisher = None
     with ExitStack() as failure:  # what to undo if the engine is not assembled
         if config.kv_events_config.is_enabled:  # its sockets are bound before the weights are loaded
-            publisher = CacheEventPublisher(config.kv_events_config, CacheEvents(), config.block_size)
+            publisher = CacheEventPublisher(config.kv_events_config, config.block_size)
             failure.callback(publisher.close)
         prepared = prepare_model(config, group)
         # Must precede the end of the process group: NCCL waits for captured calls.
@@ -169,7 +169,7 @@ def _build(
     links: StageLinks | None,
 ) -> Assembly:
     loaded, device = prepared.loaded, prepared.runner.kv.device
-    blocks = _block_manager(config, prepared, publisher.events if publisher else None)
+    blocks = _block_manager(config, prepared, publisher.events.append if publisher else None)
     limits = _limits(config, loaded, blocks)
     launch = FirstStage(prepared.runner, links).launch if links else None
     runner = ParallelRunner(prepared.runner, workers, launch) if workers else prepared.runner
@@ -180,14 +180,12 @@ def _build(
         max_num_batched_tokens=config.max_num_batched_tokens,
         costs=prepared.costs,
         preemption=config.preemption_mode,
-        session_blocks=int(blocks.num_blocks * config.session_memory),
+        session_pages=int(blocks.num_pages * config.session_memory),
         proposer=_proposer(config),
         max_draft_tokens=config.num_speculative_tokens,
         prefill_budget=_prefill_budget(config, prepared),
         max_loras=config.max_loras if config.enable_lora else 0,
         fair_tenants=config.fair_tenants,
-        state_slots=num_state_slots(config) if loaded.spec.states else 0,
-        host_state_slots=prepared.num_host_state_slots,
         stages=config.pipeline_parallel_size,
         whole_prompts=loaded.spec.pooling is not None,
     )
@@ -207,21 +205,27 @@ def _build(
     )
 
 
-def _block_manager(config: EngineConfig, prepared: PreparedModel, events: CacheEvents | None) -> BlockManager:
+def _block_manager(config: EngineConfig, prepared: PreparedModel, listener: Listener | None) -> BlockManager:
     """Return the block manager of the device pool and the host pool."""
-    layout, host = prepared.layout.blocks, None
-    caching = config.enable_prefix_caching and not prepared.loaded.spec.pooling
-    if prepared.num_host_blocks:
-        host_listener = events.listener(HOST) if events else None
-        host = make_pool(prepared.num_host_blocks, layout, caching=caching, listener=host_listener)
-    listener = events.listener(DEVICE) if events else None
+    spec = prepared.loaded.spec
+    caching = config.enable_prefix_caching and not spec.pooling
+    states = StateSlots(
+        num_state_slots(config) if spec.states else 0,
+        config.max_num_seqs,
+        block_size=config.block_size,
+        caching=caching,
+        num_host_slots=prepared.num_host_state_slots,
+        num_draft_slots=num_draft_slots(
+            config.max_num_seqs, config.max_num_batched_tokens, config.num_speculative_tokens
+        ),
+    )
     return BlockManager(
         prepared.num_blocks,
-        config.block_size,
-        layout=layout,
+        prepared.layout.blocks,
         caching=caching,
+        num_host_pages=prepared.num_host_blocks,
+        states=states,
         keeps_scores=config.batch_invariant,
-        host=host,
         listener=listener,
     )
 
@@ -230,7 +234,7 @@ def _limits(config: EngineConfig, loaded: LoadedModel, blocks: BlockManager) -> 
     return EngineLimits(
         max_model_len=loaded.spec.max_model_len,
         vocab_size=loaded.spec.vocab_size,
-        num_blocks=blocks.num_blocks,
+        num_blocks=blocks.num_pages,
         layout=blocks.layout,
         max_num_seqs=config.max_num_seqs,
         embedding=loaded.spec.embedding,

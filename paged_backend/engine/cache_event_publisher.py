@@ -30,8 +30,7 @@ import msgspec
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.kv_events import KvEventsConfig
 from paged_backend.api.request import Origin
-from paged_backend.scheduling.cache_events import CacheEvent, CacheEvents
-from paged_backend.scheduling.content import Entry
+from paged_backend.kv.content import CacheEvent, Entry
 
 log = logging.getLogger("paged_llm")
 
@@ -47,8 +46,8 @@ WARN_SECONDS = 60.0  # time between two equal warnings
 class CacheEventPublisher:
     """Sends batches on a thread of its own."""
 
-    def __init__(self, config: KvEventsConfig, events: CacheEvents, block_size: int):
-        """Bind the sockets. events: the changes to publish. Raises ConfigError if an endpoint cannot be bound or a
+    def __init__(self, config: KvEventsConfig, block_size: int):
+        """Bind the sockets. Raises ConfigError if an endpoint cannot be bound or a
         package is missing."""
         try:
             import zmq
@@ -59,7 +58,7 @@ class CacheEventPublisher:
         self._pack = msgspec.msgpack.encode
         self._again = zmq.Again
         self._topic = config.topic.encode()
-        self.events = events
+        self.events: list[CacheEvent] = []  # the changes to publish; belongs to the engine's thread
         self._block_size = block_size
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
@@ -89,7 +88,8 @@ class CacheEventPublisher:
     def publish(self) -> None:
         """Queue the changes since the last call, on the engine's thread. Those that do not fit the queue are dropped,
         with a warning."""
-        events = self.events.take()
+        events = self.events[:]
+        self.events.clear()
         if not events:
             return
         try:

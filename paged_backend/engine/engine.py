@@ -38,8 +38,8 @@ from paged_backend.engine.sleep_mode import SleepMode
 from paged_backend.engine.state import EngineState, SleepingMemory
 from paged_backend.engine.step_loop import StepLoop
 from paged_backend.execution.runner import StepRunner
+from paged_backend.kv.stores.chain import TierChain
 from paged_backend.loading.adapters import AdapterRegistry
-from paged_backend.memory.tier_chain import TierChain
 from paged_backend.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("paged_llm")

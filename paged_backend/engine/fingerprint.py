@@ -8,8 +8,8 @@ from hashlib import blake2b
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import EngineLimits
 from paged_backend.engine.request_frames import FRAMES_VERSION
+from paged_backend.kv.stores.block_file import BlockSource
 from paged_backend.loading.model_loader import LoadedModel
-from paged_backend.memory.block_file import BlockSource
 
 
 def fingerprint(config: EngineConfig, loaded: LoadedModel, limits: EngineLimits) -> str:

@@ -22,10 +22,10 @@ from torch import UntypedStorage
 
 from paged_backend.api.sizes import GIB
 from paged_backend.distributed.process_group import ProcessGroup
+from paged_backend.engine.host_copy import HostCopy, allocate, distinct_storages, fill_zeros, find_tensors, release
 from paged_backend.execution.runner import Runner
+from paged_backend.kv.page_population import populate_in_background, wait_until_populated
 from paged_backend.loading.model_loader import LoadedModel
-from paged_backend.memory.host_copy import HostCopy, allocate, distinct_storages, fill_zeros, find_tensors, release
-from paged_backend.memory.page_population import populate_in_background, wait_until_populated
 from paged_backend.utils.machine import available_memory
 
 
@@ -98,7 +98,7 @@ class ModelMemory:
         """Release the memory. Raises MemoryShortage if the host cannot hold the weights."""
         assert self._released is None
         runner = self._runner
-        runner.transfers.settle()
+        runner.copier.settle()
         self._had_graphs, reserved = runner.has_graphs, self._reserved_bytes()
         runner.release_graphs()
         graphs = reserved - self._reserved_bytes()
@@ -131,7 +131,7 @@ class ModelMemory:
         if self._runner.kv.device.type == "cuda":
             torch._C._host_emptyCache()  # PyTorch would keep the pinned memory
         fill_zeros(self._pool)
-        self._runner.transfers.update_addresses()
+        self._runner.copier.update_addresses()
         if self._runner.kv.device.type == "cpu":
             populate_in_background(self._runner.kv)
         self._capture_graphs()

@@ -13,6 +13,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.sizes import GIB
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.stage_links import StageLinks
+from paged_backend.engine.host_copy import distinct_storages, find_tensors
 from paged_backend.engine.model_memory import ModelMemory
 from paged_backend.engine.recurrent_models import (
     blocks_without_memory,
@@ -28,13 +29,12 @@ from paged_backend.execution.cpu_threads import count_threads
 from paged_backend.execution.launched_step import LaunchedStep
 from paged_backend.execution.runner import Runner
 from paged_backend.files.start_checks import ROOT
+from paged_backend.kv import cache as kv_cache
+from paged_backend.kv.cache_layout import CacheLayout, CacheSpec
+from paged_backend.kv.state_cache import bytes_per_slot
 from paged_backend.loading import model_loader
 from paged_backend.loading.description import Description
 from paged_backend.loading.model_loader import LoadedModel
-from paged_backend.memory import kv_cache
-from paged_backend.memory.cache_layout import CacheLayout, CacheSpec
-from paged_backend.memory.host_copy import distinct_storages, find_tensors
-from paged_backend.memory.state_cache import bytes_per_slot
 from paged_backend.scheduling.plan import Costs
 from paged_backend.utils.machine import limit_torch_threads
 from paged_kernels.compilation import check_cache

@@ -22,7 +22,7 @@ from paged_backend.engine.messages import Message, StoreMoved
 from paged_backend.engine.model_memory import MemoryShortage
 from paged_backend.engine.moved_blocks import BlockRun
 from paged_backend.engine.state import EngineState, LateRequests, Moved, OtherEngine
-from paged_backend.scheduling.sequence import Group
+from paged_backend.scheduling.group import Group
 
 log = logging.getLogger("paged_llm")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from paged_backend.api.request import TokenDelta
-from paged_backend.scheduling.block_pool import CACHED, FREE, PINNED
+from paged_backend.kv.pages import CACHED, FREE, PINNED
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.stats import SchedulerStats
 
@@ -54,7 +54,7 @@ class PoolMap:
     """The state of every block of the pool at one moment."""
 
     taken_at: float  # time.time()
-    states: str  # one character per block, see BlockPool.states
+    states: str  # one character per block, see PagePool.map
     tokens: int  # tokens in blocks that sequences use; a shared block counts once
     stats: SchedulerStats
     state_slots: str = ""  # one character per slot for states of recurrent layers; a checkpoint is like a cached block
@@ -62,14 +62,15 @@ class PoolMap:
     @classmethod
     def of(cls, scheduler: Scheduler, stats: SchedulerStats) -> PoolMap:
         """Return the map of the scheduler's pool."""
-        states = scheduler.blocks.pool.states(scheduler.pins.counts)
-        if scheduler.blocks.layout.pages > 1:
-            held = len({block for group in scheduler.running for one in group.sequences for block in one.blocks})
+        pool, slots = scheduler.blocks.pool, scheduler.blocks.states
+        states = pool.map(scheduler.pins.counts)
+        if len(scheduler.blocks.layout.kinds) > 1:
+            sequences = (sequence for group in scheduler.running for sequence in group.sequences)
+            held = len({block for sequence in sequences for block in sequence.tables[0]})
         else:
             held = len(states) - sum(map(states.count, (FREE, CACHED, PINNED)))
-        slots, pinned = scheduler.states.pool, Counter(scheduler.states.pinned)
         tokens = held * stats.block_size - scheduler.empty_slots
-        return cls(time.time(), states, tokens, stats, slots.states(pinned) if slots else "")
+        return cls(time.time(), states, tokens, stats, slots.pool.map(Counter(slots.pinned)) if slots.pool else "")
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from paged_backend.engine.model_memory import MemoryCommand, ModelMemory, Releas
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.batch import PackedBatch
 from paged_backend.execution.runner import PendingStep, Runner, RunnerDied
-from paged_backend.scheduling.plan import Plan
-from paged_backend.scheduling.step_result import StepResult
+from paged_backend.scheduling.plan import Plan, StepResult
 
 T = TypeVar("T")
 
@@ -25,16 +24,13 @@ class ParallelRunner:
         self._launch = launch or (lambda packed: runner.launch(packed))
         self.workers = workers
         self.kv, self.host, self.host_states = runner.kv, runner.host, runner.host_states
-        self.drafter, self.transfers = runner.drafter, runner.transfers
+        self.drafter, self.copier = runner.drafter, runner.copier
         self.gqa_group, self.uniform = runner.gqa_group, runner.uniform
 
     def move(self, plan: Plan) -> None:
         """Enqueue the block transfers of a plan on all ranks."""
-        if plan.moves_out or plan.moves_in or plan.copies:
-            moves_out, moves_in = (
-                tuple(move._replace(entry=None) for move in moves) for moves in (plan.moves_out, plan.moves_in)
-            )
-            self.workers.send(Plan((), moves_out=moves_out, moves_in=moves_in, copies=plan.copies))
+        if any(plan.transfers):
+            self.workers.send(Plan(transfers=plan.transfers.without_entries()))
         self.run_or_fail(lambda: self._runner.move(plan))
 
     def launch(self, packed: PackedBatch) -> ParallelStep:

@@ -23,7 +23,7 @@ from paged_backend.execution.batch import PackedBatch
 from paged_backend.execution.launched_step import LaunchedStep
 from paged_backend.execution.runner import Runner
 from paged_backend.models.pipeline import Stage
-from paged_backend.scheduling.step_result import StepResult
+from paged_backend.scheduling.plan import StepResult
 
 
 class FirstStage:

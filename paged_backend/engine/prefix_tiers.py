@@ -11,16 +11,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from torch import Tensor
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.engine.prefill_transfers import PrefillTransfers
 from paged_backend.execution.runner import StepRunner
-from paged_backend.memory.tier_chain import TierChain
-from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.content import Chain, Entry, PrefixParent
+from paged_backend.kv.blocks import BlockManager
+from paged_backend.kv.content import BlockKey, Chain, Entry, PrefixParent
+from paged_backend.kv.ledger import Transfers
+from paged_backend.kv.stores.chain import TierChain
 from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.utils.machine import use_single_thread
@@ -40,7 +42,7 @@ class PrefetchedBlocks:
 
     request: GenerateRequest
     chain: Chain  # of the prompt, for the engine's thread, so that no block of it is looked up twice
-    blocks: Sequence[tuple[int, list[Tensor]]]  # (index of the block in the prompt, its tensors)
+    blocks: Sequence[tuple[int, int, list[Tensor]]]  # (index of the block in the prompt, kind of layer, tensors)
     stored: threading.Event = field(default_factory=threading.Event)  # set when they are in the host pool
 
 
@@ -87,29 +89,51 @@ class PrefixTiers:
                 deliver(found)
                 found.stored.wait(STORE_SECONDS)  # so that this thread does not slow down the engine's
             if request.sampling.prefill_only and self._tiers.shared:
-                self._tiers.shared.refresh(list(self._entries(request)))
+                self._tiers.shared.refresh(self._keys_to_transfer(request))
         except Exception:  # computes the request without them
             log.exception("request %d: could not read its prefix from a tier", request.key)
         done(request)
 
     def _read(self, request: GenerateRequest) -> Iterator[PrefetchedBlocks]:
-        """Yield the blocks of the prompt's prefix that are in neither pool, up to the first one that no tier has.
+        """Yield the blocks of the prompt's prefix that are in neither pool, up to the first one that no tier has, and
+        then those of the other kinds of layers that a hit of this length needs.
 
         The pools' indexes belong to the engine's thread and may change meanwhile. That costs a read or a hit, but never
         gives a wrong block, because every block is looked up by its content.
         """
-        blocks = self._blocks
-        indexed: PrefixParent | None = request.origin  # the interned entry of the prefix, while there is one
-        missing: list[tuple[int, Entry]] = []
-        for index, entry in enumerate(self._entries(request)):
-            if (index + 1) * blocks.block_size == len(request.prompt_token_ids):
-                break  # the last token is always computed
-            indexed = known = None if indexed is None else blocks.cache.contents.find(indexed, entry.tokens)
-            if known is None or blocks.cache.find(known) is None:
-                missing.append((index, entry))
-        chain, indices = Chain(request.origin), iter([index for index, _ in missing])
-        for found in self._tiers.read([entry for _, entry in missing[: self._host_blocks.num_available]]):
-            yield PrefetchedBlocks(request, chain, [(next(indices), block) for block in found])
+        blocks, size = self._blocks, self._blocks.block_size
+        count = (len(request.prompt_token_ids) - 1) // size  # the last token is always computed
+        entries = list(islice(self._entries(request), count))
+        known: list[Entry | None] = []  # their interned entries, as far as there are some
+        indexed: PrefixParent | None = request.origin
+        for entry in entries:
+            indexed = None if indexed is None else blocks.contents.find(indexed, entry.tokens)
+            known.append(indexed)
+        chain = Chain(request.origin)
+        for place, kind in enumerate(blocks.layout.kinds):
+            missing = [
+                index
+                for index in kind.needed(count, size)
+                if (interned := known[index]) is None or blocks.locate(BlockKey(interned, place)) is None
+            ]
+            wanted, read = missing[: self._host_blocks.num_available // kind.pages], 0
+            for found in self._tiers.read([BlockKey(entries[index], place) for index in wanted]):
+                indices = missing[read : read + len(found)]
+                yield PrefetchedBlocks(
+                    request, chain, [(index, place, block) for index, block in zip(indices, found, strict=True)]
+                )
+                read += len(found)
+            if kind.keeps_all and read < len(missing):
+                count = missing[read]
+
+    def _keys_to_transfer(self, request: GenerateRequest) -> list[BlockKey]:
+        """Return the blocks that another server needs to continue after the prompt."""
+        entries = list(self._entries(request))
+        return [
+            BlockKey(entries[index], place)
+            for place, kind in enumerate(self._blocks.layout.kinds)
+            for index in kind.needed(len(entries), self._blocks.block_size)
+        ]
 
     def _entries(self, request: GenerateRequest) -> Iterator[Entry]:
         """Yield the contents of the prompt's full blocks."""
@@ -127,21 +151,21 @@ class PrefixTiers:
             prefetched.stored.set()
 
     def _store(self, prefetched: PrefetchedBlocks) -> None:
-        for index, content in prefetched.blocks:
-            entry = self._blocks.cache.entry(prefetched.chain, prefetched.request.prompt_token_ids, index)
-            tensors_per_page = len(self._host_cache.tensors)
-            trimmed = len(content) < self._blocks.layout.pages * tensors_per_page
-            block = self._blocks.offload.add_host_block(entry, trimmed=trimmed)
+        tokens = prefetched.request.prompt_token_ids
+        for index, kind, content in prefetched.blocks:
+            entry = self._blocks.contents.extend(prefetched.chain, tokens, index + 1, self._blocks.block_size)
+            block = self._blocks.add_to_host(BlockKey(entry, kind))
             if block is not None:
                 self._host_cache.write_block(self._host_blocks.pages_of(block), content)
 
-    def write_moved_out(self, plan: Plan) -> None:
+    def write_moved_out(self, transfers: Transfers) -> None:
         """Also write the blocks that a step moved to the host pool to the tiers. Called after the step."""
-        for move in plan.moves_out:
-            if self.transfers and move.entry and self.transfers.stages(move.entry):
-                continue
-            if move.entry and self._tiers.should_write(move.entry):
-                self._tiers.put(move.entry, self._host_cache.read_block(move.target_pages))
+        for move in transfers.moves_out:
+            if move.entry:
+                key = BlockKey(move.entry, self._host_blocks.kind_of(move.target))
+                staged = self.transfers is not None and self.transfers.stages(key)
+                if not staged and self._tiers.should_write(key):
+                    self._tiers.put(key, self._host_cache.read_block([target for _, target in move.pages]))
 
     def hand_over(self) -> None:
         """Hand the next blocks of `prefill_only` requests to the shared tier. Called between two steps."""
@@ -164,21 +188,21 @@ class PrefixTiers:
             return 0 if self._tiers.free_queue_slots else TRANSFER_SECONDS
         if self._all_spilled:
             return None
-        return 0 if self._tiers.free_queue_slots and self._blocks.offload.has_unspilled else SPILL_SECONDS
+        return 0 if self._tiers.free_queue_slots and self._blocks.has_unspilled else SPILL_SECONDS
 
     def spill(self) -> bool:
         """Write a few cached blocks that a tier lacks, as many as the write queues take. Called only while no step is
         in flight. Return whether none are left."""
-        slots, offload = self._tiers.free_queue_slots, self._blocks.offload
-        if not slots and not offload.has_moves_out:
+        slots, blocks = self._tiers.free_queue_slots, self._blocks
+        if not slots and not blocks.ledger.has_moves_out:
             return False
-        limit = 0 if offload.has_moves_out else min(SPILL_BLOCKS, slots)  # planned moves have the slots
-        plan = Plan((), moves_out=offload.spill(self._tiers.should_write, limit))
-        self._runner.move(plan)
-        self._runner.transfers.settle()
-        self.write_moved_out(plan)
-        self._blocks.offload.finish_moves_out(plan.moves_out)
-        self._all_spilled = not plan.moves_out and self._tiers.is_idle
+        limit = 0 if blocks.ledger.has_moves_out else min(SPILL_BLOCKS, slots)  # planned moves have the slots
+        transfers = blocks.spill(self._tiers.should_write, limit)
+        self._runner.move(Plan(transfers=transfers))
+        self._runner.copier.settle()
+        self.write_moved_out(transfers)
+        blocks.ledger.finish(transfers)
+        self._all_spilled = not transfers.moves_out and self._tiers.is_idle
         return self._all_spilled
 
     def spill_rest(self, deadline: float) -> bool:
@@ -197,4 +221,4 @@ class PrefixTiers:
 
     def add_stats(self, stats: SchedulerStats) -> SchedulerStats:
         """Return the statistics with those of the tiers added."""
-        return self._tiers.add_stats(stats)
+        return replace(stats, **self._tiers.named_stats())  # type: ignore[arg-type]  # names are checked at run time

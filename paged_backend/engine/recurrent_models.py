@@ -9,11 +9,11 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.sizes import GIB
+from paged_backend.kv.cache import bytes_per_block, host_bytes
+from paged_backend.kv.cache_layout import CacheSpec
+from paged_backend.kv.state_cache import bytes_per_slot
+from paged_backend.kv.states import num_draft_slots
 from paged_backend.loading.model_loader import LoadedModel
-from paged_backend.memory.cache_layout import CacheSpec
-from paged_backend.memory.kv_cache import bytes_per_block, host_bytes
-from paged_backend.memory.state_cache import bytes_per_slot
-from paged_backend.scheduling.state_slots import num_draft_slots
 
 log = logging.getLogger("paged_llm")
 

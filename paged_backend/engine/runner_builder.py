@@ -14,11 +14,11 @@ from paged_backend.execution.drafter import Drafter
 from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, graph_shapes
 from paged_backend.execution.graphs import GraphCapture, graph_capture
 from paged_backend.execution.runner import Runner
+from paged_backend.kv.cache import KVCache
+from paged_backend.kv.cache_layout import CacheLayout, CacheSpec
+from paged_backend.kv.page_population import populate_in_background
+from paged_backend.kv.state_cache import StateCache
 from paged_backend.loading.model_loader import LoadedModel
-from paged_backend.memory.cache_layout import CacheLayout, CacheSpec
-from paged_backend.memory.kv_cache import KVCache
-from paged_backend.memory.page_population import populate_in_background
-from paged_backend.memory.state_cache import StateCache
 from paged_backend.models.native_decoder import runs_natively
 from paged_backend.utils.startup import Progress
 
@@ -61,7 +61,7 @@ def build_runner(
             dtype=loaded.spec.kv_dtype,
             device=device,
             pinned=pinned,
-            places=layout.places if layout.blocks.window_pages else None,
+            places=layout.places if layout.blocks.pages > 1 or not layout.blocks.kinds[0].keeps_all else None,
         )
 
     kv, drafter = cache(num_blocks, device), None

@@ -23,9 +23,9 @@ from paged_backend.engine.model_preparation import rank_bytes, rank_cache
 from paged_backend.engine.recurrent_models import state_bytes
 from paged_backend.engine.runner_builder import cache_layout
 from paged_backend.files.start_checks import ROOT, find_local
+from paged_backend.kv.cache import bytes_per_block, pool_bytes
+from paged_backend.kv.cache_layout import CacheSpec
 from paged_backend.loading.description import Description, describe
-from paged_backend.memory.cache_layout import CacheSpec
-from paged_backend.memory.kv_cache import bytes_per_block, pool_bytes
 from paged_backend.utils.machine import available_memory
 
 CONTEXTS = tuple(2**power for power in range(10, 22, 2))  # 1,024 to 1,048,576 tokens

@@ -29,8 +29,7 @@ from paged_backend.engine.outputs import EngineDied, StepReport
 from paged_backend.engine.state import EngineState
 from paged_backend.execution.batch import pack
 from paged_backend.execution.runner import PendingStep, RunnerDied, StepRunner
-from paged_backend.scheduling.plan import Plan
-from paged_backend.scheduling.step_result import StepResult
+from paged_backend.scheduling.plan import Plan, StepResult
 
 log = logging.getLogger("paged_llm")
 
@@ -196,7 +195,7 @@ class StepLoop:
             results = step.result()
             arrived = time.monotonic()
             if self._tiers:
-                self._tiers.write_moved_out(step.plan)
+                self._tiers.write_moved_out(step.plan.transfers)
         except RunnerDied:
             raise
         except Exception as error:  # fails this step's requests; other requests continue
@@ -212,7 +211,7 @@ class StepLoop:
         """
         log.error("a step failed", exc_info=error)
         try:
-            self._runner.transfers.finish()  # blocks may be reused only when nothing reads or writes them
+            self._runner.copier.finish()  # blocks may be reused only when nothing reads or writes them
         except Exception as lasting:
             raise RunnerDied(f"the device has failed: {type(error).__name__}: {error}") from lasting
         message = f"the step failed: {type(error).__name__}: {error}"

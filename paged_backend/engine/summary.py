@@ -8,13 +8,14 @@ from dataclasses import fields
 
 import torch
 
+from paged_backend.api.block_layout import FULL
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.model_preparation import PreparedModel
+from paged_backend.kv import cache as kv_cache
+from paged_backend.kv.state_cache import bytes_per_slot
 from paged_backend.loading.model_loader import LoadedModel
-from paged_backend.memory import kv_cache
-from paged_backend.memory.state_cache import bytes_per_slot
 from paged_backend.utils.machine import cpu_name, usable_cores
 from paged_backend.utils.startup import NO_CHAT, ONLY_EMBEDDINGS, ONLY_LABELS, startup_log
 from paged_kernels.cpu import native
@@ -179,7 +180,7 @@ def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
 
     def pool(blocks: int) -> str:
         held = f"{blocks * size} tokens in {blocks} blocks"
-        if layout.blocks.window_pages:
+        if layout.blocks.kinds != (FULL,):
             held = f"{blocks} pages of {size} tokens in {len(layout.shapes)} layers"
         return f"{held}, {blocks * block / GIB:.2f} GiB"
 
@@ -187,9 +188,10 @@ def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
     parts = [pool(pages)]
     if needed := layout.blocks.pages_for([length], [length], 0):
         parts[0] += f", for {_counted(pages // needed, 'request')} of {length} tokens"
-    if layout.blocks.window_pages:
-        windowed = sum(page >= layout.blocks.base_pages for page, _ in layout.places)
-        parts.append(f"{windowed} of {len(layout.places)} layers keep {layout.blocks.window} tokens")
+    windowed = layout.blocks.kinds[-1]
+    if windowed.window:
+        count = sum(page >= layout.blocks.pages - windowed.pages for page, _ in layout.places)
+        parts.append(f"{count} of {len(layout.places)} layers keep {windowed.window} tokens")
     if prepared.num_host_blocks:
         parts.append(f"host memory {pool(prepared.num_host_blocks)}")
     if config.disk_cache_dir and prepared.num_host_blocks:

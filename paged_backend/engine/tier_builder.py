@@ -15,12 +15,11 @@ from paged_backend.api.secrets import read_key, read_secret
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.model_preparation import PreparedModel
 from paged_backend.execution.runner import StepRunner
-from paged_backend.memory.block_file import BlockSource
-from paged_backend.memory.cache_tier import CacheTier
-from paged_backend.memory.disk import DiskTier
-from paged_backend.memory.redis_store import RedisStore
-from paged_backend.memory.remote import RemoteTier
-from paged_backend.memory.tier_chain import TierChain
+from paged_backend.kv.stores.block_file import BlockSource
+from paged_backend.kv.stores.chain import TierChain
+from paged_backend.kv.stores.disk import DiskTier
+from paged_backend.kv.stores.remote import RedisStore, RemoteTier
+from paged_backend.kv.stores.store import BlockStore
 
 
 class RemoteAccess(NamedTuple):
@@ -49,41 +48,39 @@ def build_tiers(config: EngineConfig, prepared: PreparedModel, runner: StepRunne
     loaded, layout = prepared.loaded, prepared.layout.blocks
     paths = [loaded.path, *([loaded.draft.path] if loaded.draft else [])]
     source = BlockSource(config, layout, paths, loaded.spec.dtype, loaded.spec.kv_dtype, prepared.runner.kv.device)
-    block = runner.host.read_block(range(layout.pages))
-    num_base = layout.base_pages * len(runner.host.tensors) or None
-    tiers: list[CacheTier] = []
+    blocks = [runner.host.read_block(range(kind.pages)) for kind in layout.kinds]
+    tiers: list[BlockStore] = []
     shared = None
     if config.disk_cache_dir is not None:
         directory = Path(config.disk_cache_dir).expanduser()
-        budget = _budget(config, "disk_cache_gib", block)
-        tiers.append(DiskTier(directory, source.fingerprint, budget, block, num_base))
+        budget = _budget(config, "disk_cache_gib", blocks)
+        tiers.append(DiskTier(directory, source.fingerprint, budget, blocks))
     if access := read_remote_access(config):
-        shared = _remote_tier(config, access, source, block, num_base)
+        shared = _remote_tier(config, access, source, blocks)
         tiers.append(shared)
     compute_seconds = prepared.costs.token * config.block_size
     max_seconds = compute_seconds if config.tier_read_mode == "auto" else math.inf
     return TierChain(tiers, max_seconds, shared=shared) if tiers else None
 
 
-def _budget(config: EngineConfig, option: str, block: list[torch.Tensor]) -> int:
+def _budget(config: EngineConfig, option: str, blocks: list[list[torch.Tensor]]) -> int:
     """Return the bytes of a tier. Raises ConfigError if they hold no block."""
-    wanted, block_bytes = getattr(config, option), sum(tensor.nbytes for tensor in block)
+    wanted, block_bytes = getattr(config, option), sum(tensor.nbytes for block in blocks for tensor in block)
     if wanted * GIB < block_bytes:
         raise ConfigError(f"{option}={wanted:g}: one block takes {block_bytes} bytes; raise it")
     return int(wanted * GIB)
 
 
 def _remote_tier(
-    config: EngineConfig, access: RemoteAccess, source: BlockSource, block: list[torch.Tensor], num_base: int | None
+    config: EngineConfig, access: RemoteAccess, source: BlockSource, blocks: list[list[torch.Tensor]]
 ) -> RemoteTier:
     """Return the tier of a Redis server. Raises ConfigError if its budget holds no block."""
-    budget = _budget(config, "remote_cache_gib", block)
+    budget = _budget(config, "remote_cache_gib", blocks)
     return RemoteTier(
         RedisStore(access.address, access.password, config.remote_cache_timeout_ms / 1e3),
         source.fingerprint,
-        block,
+        blocks,
         budget=budget,
         ttl=config.remote_cache_ttl,
         secret=access.key,
-        num_base=num_base,
     )

@@ -23,20 +23,19 @@ from paged_backend.api.limits import InputLimits
 from paged_backend.api.request import GenerateRequest, bitmask
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.runner_builder import build_runner, cache_layout, capture_graphs, graph_shapes_of
-from paged_backend.execution.batch import PackedBatch, pack
+from paged_backend.execution.batch import PackedBatch, PageTables, pack
 from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, largest_shapes
 from paged_backend.execution.runner import Runner
+from paged_backend.kv.blocks import BlockManager
+from paged_backend.kv.ledger import Transfer, Transfers
+from paged_backend.kv.states import StateSlots
 from paged_backend.loading.model_loader import LoadedModel, ModelSpec
 from paged_backend.models.adapter_rows import adapter_rows
 from paged_backend.models.distinct_layers import distinct_layers
 from paged_backend.models.lora import Lora
-from paged_backend.scheduling.block_manager import BlockManager, Copy
-from paged_backend.scheduling.host_offload import BlockTransfer
-from paged_backend.scheduling.plan import Chunk, Costs, Plan
-from paged_backend.scheduling.plan_builder import MAX_SCORED
+from paged_backend.scheduling.group import Group
+from paged_backend.scheduling.plan import MAX_SCORED, Chunk, Costs, Plan
 from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.sequence import Group
-from paged_backend.scheduling.state_slots import StateCopies, StateCopy
 from paged_backend.utils.startup import Progress
 from paged_kernels import launch_table
 from paged_kernels.attention_plan import CHOICES, Choice, force
@@ -78,9 +77,10 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     count = min(config.max_num_seqs, -(-tokens // length))
     layout = cache_layout(config, loaded.cache).blocks
     pages = layout.pages_for([length] * count, [length] * count, 0)
-    blocks = BlockManager(pages, config.block_size, layout=layout)
-    plan = _largest_plan(config, blocks, count, length, has_states=bool(spec.states))
-    runner = build_runner(config, loaded, device, num_blocks=blocks.num_blocks, num_state_slots=config.max_num_seqs)
+    states = StateSlots(config.max_num_seqs, count) if spec.states else None
+    blocks = BlockManager(pages, layout, states=states)
+    plan = _largest_plan(blocks, count, length)
+    runner = build_runner(config, loaded, device, num_blocks=pages, num_state_slots=config.max_num_seqs)
 
     def step() -> None:
         runner.launch(largest()).result()
@@ -106,13 +106,12 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     return WarmUpResult(seconds / plan.num_tokens, activations + graphs)
 
 
-def _largest_plan(config: EngineConfig, blocks: BlockManager, count: int, length: int, *, has_states: bool) -> Plan:
+def _largest_plan(blocks: BlockManager, count: int, length: int) -> Plan:
     scheduler = Scheduler(
         blocks,
         max_num_seqs=count,
         max_num_batched_tokens=count * length,
         preemption="recompute",
-        state_slots=config.max_num_seqs if has_states else 0,
     )
     for key in range(count):
         scheduler.add(GenerateRequest(key, (0,) * length, SamplingParams(max_tokens=1), 0, frozenset()))
@@ -152,10 +151,10 @@ def run_warm_up_steps(config: EngineConfig, spec: ModelSpec, runner: Runner, adv
                 advance()
 
 
-def block_zero(runner: Runner) -> np.ndarray | None:
-    """Return page tables in which block 0 has the first pages."""
-    pages = runner.kv.pages
-    return np.arange(max(pages) + 1, dtype=np.int32)[None] if pages else None
+def block_zero(runner: Runner) -> PageTables:
+    """Return page tables in which block 0, the only one of a step, has the first pages."""
+    count = max(runner.kv.pages, default=0) + 1
+    return lambda kind, tables: [tables + np.int32(page) for page in range(count)]
 
 
 class WarmUpStep(NamedTuple):
@@ -185,7 +184,7 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
         allowed = bitmask(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None
         request = GenerateRequest(0, tokens, params, 0, frozenset(), logprobs=params.logprobs, allowed=allowed)
         sequence = Group(request).leader
-        sequence.blocks = [0] * -(-len(tokens) // config.block_size)
+        sequence.tables = [[0] * -(-len(tokens) // config.block_size)]
         sequence.state_slot = 0
         return Chunk(sequence, start, length, sampled_sequences=(sequence,))
 
@@ -279,17 +278,18 @@ def measure_costs(runner: Runner, seconds_per_token: float, num_host_blocks: int
     num_blocks = len(runner.kv.layers[0].keys)
     count = min(MEASURED_BLOCKS, num_host_blocks, num_blocks)
     if count:
-        moves = tuple(BlockTransfer(block, block, None) for block in range(count))
-        swap = Plan((), moves_out=moves, moves_in=moves)
+        moves = tuple(Transfer(block, block, pages=((block, block),)) for block in range(count))
+        swap = Plan(transfers=Transfers(moves, moves))
         move = _median_seconds(lambda: runner.move(swap), runner.kv.device) / 2 / count
     count = min(MEASURED_BLOCKS, num_blocks // 2)
     if count:
-        copies = tuple(Copy(block, count + block) for block in range(count))
-        copy = _median_seconds(lambda: runner.move(Plan((), copies=copies)), runner.kv.device) / count
+        copies = tuple(Transfer(block, count + block, pages=((block, count + block),)) for block in range(count))
+        step = Plan(transfers=Transfers(copies=copies))
+        copy = _median_seconds(lambda: runner.move(step), runner.kv.device) / count
     move_state = 0.0
     if runner.host_states:
-        there_and_back = (StateCopy(0, 0),)
-        swap = Plan((), states=StateCopies(there_and_back, there_and_back))
+        there_and_back = (Transfer(0, 0),)
+        swap = Plan(state_transfers=Transfers(there_and_back, there_and_back))
         move_state = _median_seconds(lambda: runner.move(swap), runner.kv.device) / 2
     return Costs(token=seconds_per_token, copy=copy, move=move, move_state=move_state)
 

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paged_backend.kv.sequence import SamplePosition
 from paged_backend.models.adapter_rows import AdapterRows, adapter_rows
 from paged_backend.models.state_rows import StateRows, state_rows
 from paged_backend.sampling.fingerprints import FingerprintRows
 from paged_backend.sampling.logprobs import LogprobRows, PromptLogprobRows
 from paged_backend.sampling.sampler import SamplingBatch, prepare, resolve_tokens
 from paged_backend.scheduling.plan import Chunk, Plan
-from paged_backend.scheduling.sequence import SamplePosition
 from paged_kernels.cascade import find_prefix_groups
 from paged_kernels.paging import PageAddresses, Paging, SharedPrefixes
+
+# From block tables of a kind of layer [num_seqs, max_blocks] int32 to tables of the pages of these blocks.
+PageTables: TypeAlias = Callable[[int, np.ndarray], list[np.ndarray]]
+
+
+def blocks_are_pages(kind: int, tables: np.ndarray) -> list[np.ndarray]:
+    """Return the page tables of a model with one kind of layer, whose blocks are single pages."""
+    return [tables]
 
 
 class UniformBatch(NamedTuple):
@@ -85,15 +94,14 @@ def pack(
     draft: bool = False,
     gqa_group: int | None = None,
     uniform: UniformBatch | None = None,
-    page_tables: np.ndarray | None = None,
+    page_tables: PageTables = blocks_are_pages,
 ) -> PackedBatch:
     """Pack a plan into tensors on the host.
 
     draft: whether a draft model will propose the plan's draft tokens. gqa_group: query heads per KV head if attention
     can read a shared prefix once for several sequences, else None. uniform: pad steps with draft tokens to this batch
-    if they fit and share no prefixes. page_tables: [num_blocks, pages] int32, the pages of each block; None: blocks are
-    pages. Padding rows hold tokens that were computed before; they write no keys and
-    values, and their logits are not used.
+    if they fit and share no prefixes; padding rows hold tokens that were computed before, they write no keys and
+    values, and their logits are not used. page_tables: see `BlockManager`; by default blocks are pages.
     """
     chunks = plan.chunks
     rows = _pack_rows(chunks, block_size, gqa_group, uniform, page_tables)
@@ -149,20 +157,20 @@ def _pack_rows(
     block_size: int,
     gqa_group: int | None,
     uniform: UniformBatch | None,
-    page_tables: np.ndarray | None,
+    page_tables: PageTables,
 ) -> _Rows:
     firsts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
     ends = np.fromiter((chunk.start + chunk.length for chunk in chunks), np.int64, len(chunks))
     tables, lengths, shared = _block_tables(chunks), ends - firsts, None
     if gqa_group is not None:
-        shared = shared_prefixes(tables, ends, lengths, block_size=block_size, group=gqa_group)
+        shared = shared_prefixes(tables[0], ends, lengths, block_size=block_size, group=gqa_group)
     if shared is None:  # sharing prefixes requires one row per sequence, so no padding
         lengths = _padded_lengths(firsts, ends, uniform)
     starts = ends - lengths
     query_starts = np.concatenate(([0], np.cumsum(lengths)))
     positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
     owner = np.repeat(np.arange(len(chunks)), lengths)
-    pages = [tables] if page_tables is None else list(np.ascontiguousarray(page_tables[tables].transpose(2, 0, 1)))
+    pages = [table for kind, of_kind in enumerate(tables) for table in page_tables(kind, of_kind)]
     slots, is_padding = [], positions < firsts[owner]
     for of_page in pages:
         written = of_page[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
@@ -299,12 +307,13 @@ def _tokens(chunks: tuple[Chunk, ...], starts: list[int]) -> np.ndarray:
     return np.array(tokens, dtype=np.int64)
 
 
-def _block_tables(chunks: tuple[Chunk, ...]) -> np.ndarray:  # [num_seqs, max_blocks] int32
-    width = max(len(chunk.sequence.blocks) for chunk in chunks)
-    tables = np.zeros((len(chunks), width), dtype=np.int32)
-    for row, chunk in zip(tables, chunks, strict=True):
-        row[: len(chunk.sequence.blocks)] = chunk.sequence.blocks
-    return tables
+def _block_tables(chunks: tuple[Chunk, ...]) -> list[np.ndarray]:  # by kind of layer: [num_seqs, max_blocks] int32
+    width = max(chunk.sequence.num_blocks for chunk in chunks)
+    tables = np.zeros((len(chunks[0].sequence.tables), len(chunks), width), dtype=np.int32)
+    for row, chunk in enumerate(chunks):
+        for kind, table in enumerate(chunk.sequence.tables):
+            tables[kind, row, : len(table)] = table
+    return list(tables)
 
 
 def resolve_placeholders(tokens: Tensor, previous: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from paged_backend.execution.batch import Drafting, PackedBatch
 from paged_backend.execution.forward import paged_logits
-from paged_backend.memory.kv_cache import KVCache
+from paged_backend.kv.cache import KVCache
 from paged_backend.sampling.sampler import sample
 from paged_kernels.paging import PageAddresses, Paging
 

@@ -18,7 +18,7 @@ from paged_backend.execution.batch import DraftCheck
 from paged_backend.sampling.fingerprints import FingerprintTensors
 from paged_backend.sampling.logprobs import LogprobsTensors
 from paged_backend.sampling.sampler import TopLogprobs
-from paged_backend.scheduling.step_result import StepResult, accept_draft_tokens
+from paged_backend.scheduling.plan import StepResult, accept_draft_tokens
 
 NOT_FINITE = "the model's outputs for this request are not finite; other requests are not affected"
 

@@ -20,18 +20,17 @@ from paged_backend.execution.graph_shapes import GraphShape, draft_shapes
 from paged_backend.execution.graphs import ForwardOutput, GraphCapture, Graphs
 from paged_backend.execution.launched_step import LaunchedStep
 from paged_backend.execution.upload import DeviceUpload
-from paged_backend.memory.kv_cache import KVCache
-from paged_backend.memory.state_cache import StateCache
-from paged_backend.memory.transfers import Transfers
+from paged_backend.kv.cache import KVCache
+from paged_backend.kv.ledger import Transfers
+from paged_backend.kv.state_cache import StateCache
+from paged_backend.kv.transfers import PageCopier
 from paged_backend.models.hidden_states import record_hidden_states
 from paged_backend.models.lora import Lora
 from paged_backend.models.pipeline import Stage
 from paged_backend.sampling.fingerprints import compute_fingerprints
 from paged_backend.sampling.logprobs import compute_prompt_logprobs
 from paged_backend.sampling.sampler import SamplingBatch, compute_logprobs, sample, top_logprobs
-from paged_backend.scheduling.plan import Plan
-from paged_backend.scheduling.state_slots import StateCopies
-from paged_backend.scheduling.step_result import StepResult
+from paged_backend.scheduling.plan import Plan, StepResult
 from paged_kernels.layer_cache import LayerCache
 
 log = logging.getLogger("paged_llm")
@@ -61,7 +60,7 @@ class StepRunner(Protocol):
     host: KVCache | None  # the host pool
     host_states: StateCache | None  # the states of preempted sequences, on the host
     drafter: Drafter | None
-    transfers: Transfers
+    copier: PageCopier
     gqa_group: int | None  # query heads per KV head; None if attention cannot share prefixes
 
     @property
@@ -107,7 +106,7 @@ class Runner:
         self.host_states = host_states
         self._threads = threads
         self.gqa_group = _gqa_group(model, kv.device, kv.layers[0])
-        self.transfers = Transfers(kv, host)
+        self.copier = PageCopier(kv, host)
         self._broadcast_tokens = broadcast_tokens
         self._upload = DeviceUpload(kv.device)
         self._graphs: Graphs | None = None
@@ -171,13 +170,13 @@ class Runner:
     @torch.inference_mode()
     def move(self, plan: Plan) -> None:
         """Enqueue the block transfers and the adapter loads of a plan. Before `launch`."""
-        self.transfers.move(plan.moves_out, plan.moves_in, plan.copies)
-        self._move_states(plan.states)
+        self.copier.move(plan.transfers)
+        self._move_states(plan.state_transfers)
         for slot, adapter in plan.loads:
             assert self.lora
             self.lora.load_slot(slot, adapter)
 
-    def _move_states(self, moved: StateCopies) -> None:
+    def _move_states(self, moved: Transfers) -> None:
         """Enqueue the moves and copies of states, in their order."""
         states, host = self.states, self.host_states
         if moved.moves_out:

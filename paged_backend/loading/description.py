@@ -16,6 +16,7 @@ from paged_backend.api.generation_defaults import BUILT_IN
 from paged_backend.files import model_files
 from paged_backend.files.model_files import GGUF, WeightTotals
 from paged_backend.files.start_checks import draft_errors
+from paged_backend.kv.cache_layout import CacheSpec
 from paged_backend.loading import encoders, model_sizes, stages
 from paged_backend.loading.architectures import check_architecture
 from paged_backend.loading.attention_probe import probe_layers
@@ -32,7 +33,6 @@ from paged_backend.loading.model_options import (
 from paged_backend.loading.model_source import find_files, read_config
 from paged_backend.loading.quantized_checkpoint import check_method
 from paged_backend.loading.weights import is_quantized
-from paged_backend.memory.cache_layout import CacheSpec
 from paged_backend.models import tensor_parallel
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.latent_attention import find_latent_layers

@@ -20,6 +20,9 @@ from paged_backend.files.generation_config import read_sampling_defaults
 from paged_backend.files.model_files import GGUF
 from paged_backend.files.quantization_fields import method_of
 from paged_backend.files.start_checks import draft_errors
+from paged_backend.kv.cache import NO_ATTENTION, LayerShape
+from paged_backend.kv.cache_layout import CacheSpec
+from paged_backend.kv.state_cache import StateShape
 from paged_backend.loading import encoders
 from paged_backend.loading.classifier import is_classifier, load_classifier
 from paged_backend.loading.description import Description, check_config, describe_files, draft_options
@@ -38,9 +41,6 @@ from paged_backend.loading.stored_weights import StoredQuantizer, StoredWeights,
 from paged_backend.loading.tokenizer_loader import load_tokenizer
 from paged_backend.loading.verification import verify_model
 from paged_backend.loading.weights import load_weights
-from paged_backend.memory.cache_layout import CacheSpec
-from paged_backend.memory.kv_cache import NO_ATTENTION, LayerShape
-from paged_backend.memory.state_cache import StateShape
 from paged_backend.models import rope, tensor_parallel
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.hidden_states import hidden_size

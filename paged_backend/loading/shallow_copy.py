@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paged_backend.memory.kv_cache import LayerShape
+from paged_backend.kv.cache import LayerShape
 
 MOST_LAYERS = 12  # of a copy: first layers, and as many later ones
 SHARED_LAYERS = "num_kv_shared_layers"  # layers that read the keys and values of another one

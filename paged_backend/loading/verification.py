@@ -44,18 +44,19 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
 from paged_backend.execution.upload import DeviceUpload
+from paged_backend.kv import sequence
+from paged_backend.kv.cache import KVCache, LayerShape
+from paged_backend.kv.state_cache import StateCache
 from paged_backend.loading.attention_probe import Probed, probe_layers
 from paged_backend.loading.earlier_starts import EarlierStarts, Outcome, OutdatedOutcome
 from paged_backend.loading.shallow_copy import WINDOW, layer_modules, representative_layers, shallow_copy
-from paged_backend.memory.kv_cache import KVCache, LayerShape
-from paged_backend.memory.state_cache import StateCache
 from paged_backend.models import recurrent, rope
 from paged_backend.models.attention import ATTENTION, UnsupportedModel
 from paged_backend.models.batch_invariance import check_invariance
 from paged_backend.models.latent_attention import find_latent_layers
 from paged_backend.models.model_variants import ModelVariant, model_variants
 from paged_backend.models.quantization import Quantizer
-from paged_backend.scheduling import sequence
+from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.utils.startup import Progress, startup_log
 from paged_kernels.compilation import compile_ahead
@@ -569,7 +570,7 @@ def _paged_logits_of(
     width = -(-len(prompts[0]) // block_size)
     kv = KVCache.allocate(layers, num_blocks=2 * width + 1, block_size=block_size, dtype=dtype, device=model.device)
     long, short = (_greedy_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))
-    long.blocks, short.blocks = list(range(2 * width, 0, -2)), list(range(1, 2 * width, 2))
+    long.tables, short.tables = [list(range(2 * width, 0, -2))], [list(range(1, 2 * width, 2))]
     states = None
     if shapes := recurrent.state_shapes(model):
         states = StateCache.allocate(shapes, num_slots=3, device=model.device)
@@ -597,4 +598,4 @@ def _paged_logits_of(
 
 
 def _greedy_sequence(key: int, ids: list[int]) -> sequence.Sequence:
-    return sequence.Group(GenerateRequest(key, tuple(ids), SamplingParams(temperature=0.0), 0, frozenset())).leader
+    return Group(GenerateRequest(key, tuple(ids), SamplingParams(temperature=0.0), 0, frozenset())).leader

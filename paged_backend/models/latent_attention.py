@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paged_backend.memory.kv_cache import LayerShape
+from paged_backend.kv.cache import LayerShape
 from paged_backend.models.attention import AttentionSpec, attend_pages
 from paged_kernels.cpu import native
 from paged_kernels.cpu.packed_linear import pack_linear

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paged_backend.kv.sequence import SamplePosition
+from paged_backend.kv.sequence import Sequence as Sample
 from paged_backend.sampling.masks import ConstrainedRows, Mask, apply_mask, build_mask
-from paged_backend.scheduling.sequence import SamplePosition
-from paged_backend.scheduling.sequence import Sequence as Sample
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from torch.nn.functional import embedding, pad
 
 from paged_backend.api.guide import GuideError
 from paged_backend.api.request import GenerateRequest
-from paged_backend.scheduling.sequence import Sequence as Sample
+from paged_backend.kv.sequence import Sequence as Sample
 
 BITS = 32  # tokens per mask word; token t is bit t % 32 of word t // 32
 

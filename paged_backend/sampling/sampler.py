@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.kv.sequence import SamplePosition
 from paged_backend.sampling import constraints
 from paged_backend.sampling.constraints import Constraints, apply_constraints
 from paged_backend.sampling.fingerprints import FingerprintRows
 from paged_backend.sampling.logprobs import LogprobRows, LogprobsTensors, PromptLogprobRows
 from paged_backend.scheduling.beam_search import Candidate, num_candidates
-from paged_backend.scheduling.sequence import SamplePosition
 from paged_kernels import ops
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 

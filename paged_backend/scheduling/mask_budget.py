@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from paged_backend.scheduling.sequence import Group, Sequence
+from paged_backend.kv.sequence import Sequence
+from paged_backend.scheduling.group import Group
 
 SECONDS = 0.01  # five times what the masks of 64 ordinary grammars take
 MEMORY = 0.8  # how much of a sequence's former cost is remembered with each mask

@@ -1,27 +1,24 @@
-"""The plan of one step, as integers: which blocks to move and copy, and which tokens to compute for which sequence."""
+"""The plan of one step, as integers: which blocks to move and copy, and which tokens to compute for which sequence; and
+the results of the step, as the runner returns them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paged_backend.api.errors import RequestError
+from paged_backend.api.request import Fingerprint, HiddenState, Logprobs
 from paged_backend.api.trace import RequestTrace
-from paged_backend.scheduling.adapter_slots import AdapterLoad
-from paged_backend.scheduling.block_manager import Copy
-from paged_backend.scheduling.host_offload import BlockTransfer
-from paged_backend.scheduling.sequence import Sequence
-from paged_backend.scheduling.state_slots import NO_STATE_COPIES, StateCopies
+from paged_backend.kv.blocks import NO_BLOCKS, Allocation, BlockManager
+from paged_backend.kv.ledger import NO_TRANSFERS, Transfers
+from paged_backend.kv.sequence import Sequence
+from paged_backend.scheduling.adapter_slots import AdapterLoad, AdapterSlots
+from paged_backend.scheduling.beam_search import Candidate
+from paged_backend.scheduling.group import Group
 
-
-class Allocation(NamedTuple):
-    """The blocks allocated to a sequence for a chunk."""
-
-    new: int
-    copied: int  # new blocks that are copies on write, a part of `new`
-
-
-NO_BLOCKS = Allocation(0, 0)
+MAX_SCORED = 256  # prompt positions with log probabilities in a step: each needs the logits of the whole vocabulary
 
 
 @dataclass(slots=True)
@@ -88,13 +85,12 @@ class TracedWork(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one step, in order of execution: moves out, moves in, copies, then the chunks in the order of their
+    """The plan of one step, in order of execution: transfers, adapter loads, then the chunks in the order of their
     rows, decode first."""
 
-    chunks: tuple[Chunk, ...]
-    moves_out: tuple[BlockTransfer, ...] = ()  # device to host
-    moves_in: tuple[BlockTransfer, ...] = ()  # host to device
-    copies: tuple[Copy, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    transfers: Transfers = NO_TRANSFERS  # of blocks
+    state_transfers: Transfers = NO_TRANSFERS  # of the states of recurrent layers
     admitted: tuple[int, ...] = ()  # keys of requests that are computed for the first time
     planned_at: float = 0.0  # time by the scheduler's clock
     prefill_tokens: int | None = None  # prompt tokens in a step that also decodes; None in a step without decode
@@ -102,7 +98,6 @@ class Plan:
     adapters: Mapping[bytes, int] = field(default_factory=dict)  # slots of the adapters in use, by digest
     has_prompt_outputs: bool = False  # whether any chunk has `scored` or `ends_request` set
     traced: tuple[TracedWork, ...] = ()
-    states: StateCopies = NO_STATE_COPIES  # of recurrent layers, before the chunks
 
     @property
     def num_tokens(self) -> int:
@@ -112,3 +107,118 @@ class Plan:
         """Add the step's work to the traces of its requests."""
         for work in self.traced:
             work.trace.add(work.name, self.planned_at, finished_at, **work.attributes)
+
+
+class PlanBuilder:
+    """Builds a plan and keeps the remaining budgets of the step."""
+
+    def __init__(self, budget: int, planned_at: float, *, in_flight: bool, max_scored: int = MAX_SCORED):
+        """budget: tokens of the step. in_flight: whether another step is in flight; then no request may be
+        preempted."""
+        self.budget = budget
+        self.scored_budget = max_scored  # prompt positions that may still get log probabilities
+        self.planned_at = planned_at
+        self.in_flight = in_flight
+        self.blocked = False  # whether a request waits for the commit of the step in flight
+        self.prefill_tokens: int | None = None
+        self.chunks: list[Chunk] = []
+        self.admitted: list[int] = []
+        self._has_traces = False  # whether any chunk is of a traced request
+        self._moved: list[TracedWork] = []
+        self._has_prompt_outputs = False
+
+    def limit_scored(self, group: Group, start: int, length: int) -> int:
+        """Return how many of the `length` prompt tokens from `start` fit into the limit of scored positions."""
+        unscored = group.unscored(start, start + length)
+        return length if len(unscored) <= self.scored_budget else unscored.start + self.scored_budget - start
+
+    def add_chunk(self, group: Group, sequence: Sequence, length: int, allocated: Allocation) -> None:
+        """Add the next `length` tokens of a sequence."""
+        start = sequence.computed
+        end = start + length
+        is_last = end == len(sequence.tokens)
+        sampled: tuple[Sequence, ...] = ()
+        if is_last and group.has_output:
+            sampled = (sequence,) if group.forked else tuple(group.sequences)
+        forks = () if group.forked or end != sequence.num_prompt else tuple(group.sequences[1:])
+        self.budget -= length
+        self._has_traces |= group.request.trace is not None
+        if group.scores_prompt or not group.has_output:
+            scored = group.unscored(start, end)
+            self.scored_budget -= len(scored)
+            self._has_prompt_outputs = True
+            ends_request = is_last and not group.has_output
+            self.chunks.append(Chunk(sequence, start, length, sampled, allocated, forks, (), (), scored, ends_request))
+        else:
+            self.chunks.append(Chunk(sequence, start, length, sampled, allocated, forks))
+
+    def trace_moves(self, group: Group, name: str, num_blocks: int) -> None:
+        """Record that this step moves blocks of a request, if it is traced."""
+        if trace := group.request.trace:
+            self._moved.append(TracedWork(trace, name, {"paged_llm.blocks": num_blocks}))
+
+    def remove(self, group: Group) -> None:
+        """Remove the chunks of a request."""
+        removed = [chunk for chunk in self.chunks if chunk.sequence.request is group.request]
+        self.budget += sum(chunk.length for chunk in removed)
+        self.scored_budget += sum(len(chunk.scored) for chunk in removed)
+        self.chunks = [chunk for chunk in self.chunks if chunk.sequence.request is not group.request]
+
+    def build(self, blocks: BlockManager, slots: AdapterSlots) -> Plan | None:
+        """Return the plan with all planned transfers and adapter loads; None if it has no chunk."""
+        if not self.chunks:
+            return None
+        return Plan(
+            chunks=tuple(self.chunks),
+            transfers=blocks.ledger.take(),
+            state_transfers=blocks.states.prepare(chunk.sequence for chunk in self.chunks),
+            admitted=tuple(self.admitted),
+            planned_at=self.planned_at,
+            prefill_tokens=self.prefill_tokens,
+            loads=slots.take_loads(),
+            adapters=slots.slots_of(chunk.sequence.request for chunk in self.chunks),
+            has_prompt_outputs=self._has_prompt_outputs,
+            traced=(*self._moved, *self._traced_chunks()),
+        )
+
+    def _traced_chunks(self) -> Iterator[TracedWork]:
+        for chunk in self.chunks if self._has_traces else ():
+            trace = chunk.sequence.request.trace
+            if trace and not chunk.is_decode:
+                attributes = {"paged_llm.first_token": chunk.start, "paged_llm.tokens": chunk.length}
+                yield TracedWork(trace, "prefill", attributes)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The results of a step, by sampled sequence or by chunk.
+
+    Sampled sequences are those in `Chunk.sampled_sequences`, numbered from 0 over all chunks in the plan's order. A
+    sequence or chunk without a value is missing from the mapping.
+    """
+
+    tokens: Items[list[int]]  # per sequence: the sampled token; or accepted draft tokens, then the bonus token
+    logprobs: Mapping[int, list[Logprobs]] = field(default_factory=dict)  # by sequence: one entry per token
+    candidates: Mapping[int, list[Candidate]] = field(default_factory=dict)  # by sequence, for live beams
+    errors: Mapping[int, RequestError] = field(default_factory=dict)  # by sequence: why it has no token
+    prompt_logprobs: Mapping[int, list[Logprobs]] = field(default_factory=dict)  # by chunk: one per scored position
+    fingerprints: Mapping[int, list[Fingerprint]] = field(default_factory=dict)  # by sequence: one per token
+    prompt_fingerprints: Mapping[int, list[Fingerprint]] = field(default_factory=dict)  # by chunk, as `prompt_logprobs`
+    hidden_states: Mapping[int, HiddenState] = field(default_factory=dict)  # by chunk, for embedding requests
+    prompt_errors: Mapping[int, RequestError] = field(default_factory=dict)  # by chunk: why one of the two is missing
+
+    @classmethod
+    def of_tokens(cls, tokens: Iterable[int]) -> StepResult:
+        """Return a result with one sampled token for each sampled sequence and nothing else."""
+        return cls([[token] for token in tokens])
+
+
+def accept_draft_tokens(sampled: Items[int], draft_tokens: Items[int]) -> list[int]:
+    """Return the tokens that verification accepts: `sampled` up to and including the first that differs from its draft.
+
+    sampled: the token sampled before each draft token, and the one after the last (the bonus token).
+    """
+    accepted = 0
+    while accepted < len(draft_tokens) and sampled[accepted] == draft_tokens[accepted]:
+        accepted += 1
+    return list(sampled[: accepted + 1])

@@ -1,43 +1,54 @@
 """Continuous batching with chunked prefill: plans each step and commits its results. Integers only, no tensors.
 
-Scheduler           plans a step, commits it, ends requests
-  RequestRegistry   registry.py: the waiting queue (waiting_queue.py), the running batch, ends of requests
-  ChunkPlanner      chunk_planner.py: the next chunks of running requests, and their draft tokens
-  MaskBudget        mask_budget.py: which structured outputs take part in a step
-  BatchAdmission    batch_admission.py: which waiting requests are admitted; block demand is in block_demand.py
-  Preemption        preemption.py: swaps out or recomputes running requests
-  StepCommitter     step_commit.py: stores a step's results, ends sequences; beams are in beam_commit.py
-  BlockTables       block_tables.py: the blocks of each sequence, over the BlockManager
+schedule    decode chunks of running requests, then their prefill chunks, then waiting requests, then draft tokens;
+            requests of the lowest priority are preempted when blocks run out
+commit      new tokens, full blocks to the prefix cache, ends of sequences and requests
+
+The scheduler owns the requests, the `BlockManager` their blocks. What only orders or limits has modules of its own:
+waiting_queue.py and accounts.py (who is next), prefill_budget.py, mask_budget.py, adapter_slots.py, speculation.py,
+beam_search.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.api.request import GenerateRequest, TokenDelta
+from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState, TokenDelta
+from paged_backend.kv.blocks import NO_BLOCKS, NO_HIT, BlockManager, Hit
+from paged_backend.kv.pages import NULL
+from paged_backend.kv.pins import Pins
+from paged_backend.kv.scores import BlockScores
+from paged_backend.kv.sequence import Sequence
 from paged_backend.scheduling.accounts import Accounts
 from paged_backend.scheduling.adapter_slots import AdapterSlots
-from paged_backend.scheduling.batch_admission import BatchAdmission
-from paged_backend.scheduling.beam_commit import BeamCommitter
-from paged_backend.scheduling.block_demand import BlockDemand
-from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.block_tables import BlockTables
-from paged_backend.scheduling.chunk_planner import ChunkPlanner
+from paged_backend.scheduling.beam_search import Continuation
+from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.mask_budget import MaskBudget
-from paged_backend.scheduling.pins import Pins
-from paged_backend.scheduling.plan import Costs, Plan
-from paged_backend.scheduling.plan_builder import PlanBuilder
-from paged_backend.scheduling.preemption import Preemption
+from paged_backend.scheduling.plan import Chunk, Costs, Plan, PlanBuilder, StepResult
 from paged_backend.scheduling.prefill_budget import PrefillBudget
-from paged_backend.scheduling.registry import RequestRegistry
-from paged_backend.scheduling.sequence import Group
 from paged_backend.scheduling.speculation import Proposer
-from paged_backend.scheduling.state_slots import StateSlots, num_draft_slots
 from paged_backend.scheduling.stats import SchedulerCounters, SchedulerStats
-from paged_backend.scheduling.step_commit import StepCommitter
-from paged_backend.scheduling.step_result import StepResult
+from paged_backend.scheduling.waiting_queue import WaitingQueue
+
+
+@dataclass
+class _Room:
+    """What is left for waiting requests in this step."""
+
+    num_seqs: int
+    reserved_pages: int  # pages that running requests still need for their tokens
+
+
+class _Demand(NamedTuple):
+    """What a waiting request needs to be admitted."""
+
+    pages: int  # must be available
+    hit: Hit
 
 
 class Scheduler:
@@ -58,170 +69,96 @@ class Scheduler:
         max_num_batched_tokens: int,
         costs: Costs | None = None,
         preemption: str = "auto",
-        session_blocks: int = 0,
+        session_pages: int = 0,
         proposer: Proposer | None = None,
         max_draft_tokens: int = 0,
         prefill_budget: PrefillBudget | None = None,
         mask_budget: MaskBudget | None = None,
         max_loras: int = 0,
         fair_tenants: bool = False,
-        state_slots: int = 0,
-        host_state_slots: int = 0,
         stages: int = 1,
         whole_prompts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """preemption: "swap", "recompute", or "auto" for the cheaper one. session_blocks: maximum blocks pinned for
+        """preemption: "swap", "recompute", or "auto" for the cheaper one. session_pages: maximum pages pinned for
         sessions between turns. max_draft_tokens: maximum per sequence and step. prefill_budget: limits the prompt
         tokens of a step that decodes. mask_budget: limits the time for masks. max_loras: maximum adapters on
         the device. fair_tenants: within a priority, admit the tenant that was served the fewest tokens instead of first
-        come, first served. state_slots: slots for the states of recurrent layers, at least max_num_seqs and
-        `num_draft_slots`; 0: the model has none. host_state_slots: slots on the host for the states of swapped-out
-        requests. stages: pipeline stages. whole_prompts: compute each prompt in one step; prompts have at most
-        max_num_batched_tokens. clock: returns seconds.
+        come, first served. stages: pipeline stages. whole_prompts: compute each prompt in one step, because its tokens
+        attend to later ones; prompts have at most max_num_batched_tokens. clock: returns seconds.
         """
         assert max_num_batched_tokens >= max_num_seqs >= 1
         self.blocks = blocks
         self.costs = costs or Costs()
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.stages = stages
         self.slots = AdapterSlots(max_loras)
+        self.pins = Pins(blocks, session_pages)
         self.admitted: list[int] = []  # keys of requests that the last `schedule` admitted for the first time
-        self._counters = SchedulerCounters()
-        self._accounts = Accounts(by_tenant=fair_tenants)
-        self.states = StateSlots(
-            state_slots,
-            max_num_seqs,
-            contents=blocks.cache.contents,
-            block_size=blocks.block_size,
-            caching=blocks.caching,
-            num_host_slots=host_state_slots,
-            num_draft_slots=num_draft_slots(max_num_seqs, max_num_batched_tokens, max_draft_tokens),
-        )
-        self.pins = Pins(blocks, session_blocks, self.states)
-        self._tables = BlockTables(blocks, self.costs, preemption, self.states)
-        self._requests = RequestRegistry(blocks, self._tables, self.slots, self.pins, self._accounts)
-        self._preemption = Preemption(self._requests, blocks, self._tables, self._counters, clock)
-        masks = mask_budget or MaskBudget()
-        self._planner = ChunkPlanner(
-            self._requests, self._tables, self.pins, self._preemption, masks, self._counters, stages
-        )
-        self._admission = BatchAdmission(
-            self._requests,
-            blocks,
-            self._tables,
-            BlockDemand(blocks, self.costs, self.states),
-            self.slots,
-            self.pins,
-            self._accounts,
-            self._planner,
-            self._preemption,
-            masks,
-            self._counters,
-            clock,
-            max_num_seqs=max_num_seqs,
-            whole_prompts=whole_prompts,
-        )
-        self._beams = BeamCommitter(self._requests, self._tables)
-        self._committer = StepCommitter(self._requests, self._tables, self._beams, self._counters)
+        self._states = blocks.states
+        self._preemption = preemption
         self._proposer = proposer if max_draft_tokens else None
         self._max_draft_tokens = max_draft_tokens
         self._prefill_budget = prefill_budget
+        self._masks = mask_budget or MaskBudget()
+        self._whole_prompts = whole_prompts
         self._clock = clock
-        self.stages = stages
+
+        self._waiting = WaitingQueue()
+        self._running: dict[int, Group] = {}  # running requests by key, in scheduling order
+        self._accounts = Accounts(by_tenant=fair_tenants)
+        self._admission_indices = count()
+        self._num_preempted = 0  # waiting requests that were preempted
         self._in_flight = 0  # plans that were neither committed nor failed
         self._blocked = False  # whether a request waits for a commit
         self._committed_at = 0.0  # time of the last commit
         self._prefill = (0, 0)  # requests that prefilled in the last step, and their tokens
+        self._counters = SchedulerCounters()
+
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests.running or self._requests.waiting)
-
-    @property
-    def stats(self) -> SchedulerStats:
-        blocks, pool, host, counters = self.blocks, self.blocks.pool, self.blocks.host, self._counters
-        prefill = self._prefill if self._requests.running else (0, 0)
-        return SchedulerStats(
-            running=len(self._requests.running),
-            waiting=len(self._requests.waiting),
-            blocks_total=blocks.num_blocks,
-            blocks_used=pool.num_used,
-            blocks_cached=pool.num_cached,
-            blocks_shared=pool.num_shared,
-            blocks_pinned=self.pins.num_blocks,
-            block_size=blocks.block_size,
-            host_total=host.num_blocks if host else 0,
-            host_cached=host.num_cached if host else 0,
-            host_used=host.num_used if host else 0,
-            recomputed=counters.recomputed,
-            swapped=counters.swapped,
-            queried_tokens=counters.queried_tokens,
-            cached_tokens=counters.cached_tokens,
-            host_tokens=counters.host_tokens,
-            evictions=pool.num_evictions,
-            copies=blocks.num_copies,
-            moves_out=blocks.offload.num_moves_out,
-            moves_in=blocks.offload.num_moves_in,
-            draft_tokens=counters.draft_tokens,
-            accepted_tokens=counters.accepted_tokens,
-            paused=self._requests.num_preempted,
-            steps=counters.steps,
-            context_requests=prefill[0],
-            context_tokens=prefill[1],
-            state_slots_total=self.states.num_slots,
-            state_slots_used=self.states.num_held,
-            state_checkpoints=self.states.num_checkpoints,
-            host_state_slots_total=self.states.num_host_slots,
-            host_state_slots_used=self.states.num_host_used,
-            compute_seconds=self.costs.token * blocks.block_size,
-            host_seconds=self.costs.move,
-        )
+        return bool(self._running or self._waiting)
 
     @property
     def running(self) -> tuple[Group, ...]:
         """The running requests, by priority, then by first admission."""
-        return tuple(self._requests.running.values())
+        return tuple(self._running.values())
 
     @property
     def waiting(self) -> tuple[Group, ...]:
         """The waiting requests, in no particular order."""
-        return tuple(self._requests.waiting)
-
-    @property
-    def empty_slots(self) -> int:
-        """Slots in use that hold no token. Between steps these are the rest of each sequence's last block."""
-        groups = self._requests.running.values()
-        last = {one.blocks[-1]: one for group in groups for one in group.sequences if one.blocks}
-        return sum(len(one.blocks) * self.blocks.block_size - one.computed for one in last.values())
+        return tuple(self._waiting)
 
     @property
     def needs_results(self) -> bool:
         """True if the steps in flight must be committed before the next one is planned, since requests depend on it."""
         if self._blocked or self.stages > 1:  # with stages, each sequence waits for its own results
             return self._blocked
-        running = self._requests.running.values()  # beams, guides and draft tokens depend on results
+        running = self._running.values()  # beams, guides and draft tokens depend on results
         return self._proposer is not None or any(group.needs_previous_result for group in running)
 
     def add(self, request: GenerateRequest) -> None:
         """Add a new request to the waiting queue."""
-        self._requests.add(request)
+        self._waiting.add(Group(request, self._accounts.open_request(request), len(self.blocks.layout.kinds)))
 
     def has_request(self, key: int) -> bool:
         """Return whether a request waits or runs."""
-        return self._requests.find(key) is not None
+        return self._find(key) is not None
 
     def abort(self, key: int) -> bool:
         """Remove a request and free its blocks at once. False if it has ended already."""
-        group = self._requests.find(key)
+        group = self._find(key)
         if group is None:
             return False
-        self._requests.abort(group)
+        self._abort(group)
         return True
 
     def end(self, key: int, index: int) -> bool:
         """End one sample, whose text met a stop string, and free its blocks at once. False if it has ended already."""
-        group = self._requests.find(key)
+        group = self._find(key)
         if group is None:
             return False
         if group.beams:  # beam outputs are not sequences: the search continues until all have ended
@@ -230,65 +167,195 @@ class Scheduler:
         sequence = next((one for one in group.sequences if one.index == index), None)
         if sequence is None:
             return False
-        self._requests.finish_sequence(group, sequence)
+        self._finish(group, sequence)
         return True
 
     def end_all(self, key: int) -> bool:
         """End every sample of a request. Its blocks are freed, or pinned for its session. False if it has ended."""
-        group = self._requests.find(key)
+        group = self._find(key)
         if group is None or group.beams:
             return self.abort(key)
-        self._requests.finish_all(group)
+        self._finish_all(group)
         return True
 
     def expire(self, key: int) -> list[TokenDelta]:
         """End a beam search, and return the best outputs that it has. Empty if it has ended already."""
-        group = self._requests.find(key)
-        return self._beams.expire(group) if group else []
+        group = self._find(key)
+        if group is None:
+            return []
+        assert group.beams
+        group.beams.search.cut([one.output for one in group.sequences])
+        self._abort(group)
+        return _beam_outputs(group)
+
+    def _find(self, key: int) -> Group | None:
+        return self._running.get(key) or self._waiting.get(key)
+
+    def _abort(self, group: Group) -> None:
+        """Remove a request, and free its blocks."""
+        self._remove(group)
+        for sequence in group.sequences:
+            self.blocks.restart(sequence)
+
+    def _finish(self, group: Group, sequence: Sequence) -> None:
+        """End one sample, and the request with its last one. Pin the full blocks for the request's session, if it has
+        one, and free the others."""
+        session = group.request.session
+        if session is not None and sequence.num_blocks and not sequence.on_host:
+            self.pins.pin_and_free(session, sequence)
+        else:
+            self.blocks.free(sequence)
+        sequence.ended = True
+        group.sequences.remove(sequence)
+        if not group.sequences:
+            self._remove(group)
+
+    def _finish_all(self, group: Group) -> None:
+        for sequence in list(group.sequences):
+            self._finish(group, sequence)
+
+    def _fail(self, group: Group, error: RequestError) -> TokenDelta:
+        """End all samples of a request with an error. After an internal error, its blocks are not cached."""
+        if error.code is ErrorCode.INTERNAL:
+            for sequence in group.sequences:
+                self.blocks.invalidate(sequence)
+        self._abort(group)
+        for sequence in group.sequences:
+            if error.code is ErrorCode.INTERNAL:
+                self._states.forget_checkpoints(sequence)
+            sequence.ended = True
+        return TokenDelta(group.key, error=error)
+
+    def _remove(self, group: Group) -> None:
+        """Remove a request that has ended, whose blocks the caller frees."""
+        if group.key in self._running:
+            self._stop_running(group)
+        else:
+            self._waiting.remove(group)
+            self._num_preempted -= group.admission_index is not None
+        self._accounts.close_request(group.account, was_admitted=group.admission_index is not None)
+
+    def _stop_running(self, group: Group) -> None:
+        del self._running[group.key]
+        if group.request.adapter:
+            self.slots.release(group.request.adapter)
+
+    # --- schedule ---------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Plan | None:
         """Plan the next step. None if nothing can run. One step may be in flight, or one for each other stage."""
         assert self._in_flight <= max(1, self.stages - 1)
-        builder = PlanBuilder(self.max_num_batched_tokens, self._clock(), in_flight=self._in_flight > 0)
+        step = PlanBuilder(self.max_num_batched_tokens, self._clock(), in_flight=self._in_flight > 0)
         preemptions = self._counters.preemptions
-        decoding, prefilling = self._planner.split(in_flight=builder.in_flight)
-        self._planner.extend_all(decoding, builder)
-        decodes = bool(builder.chunks)
-        withheld = max(0, builder.budget - self._prefill_budget.tokens) if self._prefill_budget and decodes else 0
-        builder.budget -= withheld
-        left = builder.budget
-        self._planner.extend_all(prefilling, builder)
-        running = self._requests.running
-        generating = len(running) - len({group.key for group, _ in prefilling} & running.keys())
+        decoding, prefilling = self._split(in_flight=step.in_flight)
+        self._plan_chunks(decoding, step)
+        decodes = bool(step.chunks)
+        withheld = max(0, step.budget - self._prefill_budget.tokens) if self._prefill_budget and decodes else 0
+        step.budget -= withheld
+        left = step.budget
+        self._plan_chunks(prefilling, step)
+        generating = len(self._running) - len({group.key for group, _ in prefilling} & self._running.keys())
         if self._counters.preemptions == preemptions:
-            self._admission.admit(builder)
-        prefill_tokens = max(0, left - builder.budget)
-        self._prefill = len(self._requests.running) - generating, prefill_tokens
-        builder.prefill_tokens = prefill_tokens if decodes else None
-        builder.budget += withheld  # the limit is for prompt tokens, not for draft tokens
+            self._admit_waiting(step)
+        prefill_tokens = max(0, left - step.budget)
+        self._prefill = len(self._running) - generating, prefill_tokens
+        step.prefill_tokens = prefill_tokens if decodes else None
+        step.budget += withheld  # the limit is for prompt tokens, not for draft tokens
         if self._proposer:
-            self._planner.add_draft_tokens(builder, self._proposer, self._max_draft_tokens)
-        self.admitted, self._blocked = builder.admitted, builder.blocked
-        plan = builder.build(self.blocks, self.slots, self.states)
+            self._add_draft_tokens(step, self._proposer)
+        self.admitted, self._blocked = step.admitted, step.blocked
+        plan = step.build(self.blocks, self.slots)
         if plan is not None:
             self._advance(plan)
         return plan
 
+    def _split(self, *, in_flight: bool) -> tuple[list[tuple[Group, Sequence]], list[tuple[Group, Sequence]]]:
+        """Return the sequences that decode and those that prefill, each in scheduling order.
+
+        Decode is planned first, so that a long prompt hardly delays running streams. Sequences for whose masks there is
+        no time are left out. In a pipeline, sequences with a placeholder wait for its token, and at most an equal share
+        of those that decode is returned for each stage.
+        """
+        self._masks.renew()
+        self._masks.prepare(self._running.values())
+        decoding: list[tuple[Group, Sequence]] = []
+        prefilling: list[tuple[Group, Sequence]] = []
+        waiting = 0  # sequences that decode in other steps of the pipeline
+        for group in self._running.values():  # iterates in scheduling order, which `check` asserts
+            for sequence in group.active:
+                if self.stages > 1 and sequence.tokens[-1] < 0:
+                    waiting += 1
+                elif not (sequence.needs_mask or (in_flight and sequence.has_all_tokens)):
+                    is_decode = len(sequence.tokens) - sequence.computed == 1
+                    (decoding if is_decode else prefilling).append((group, sequence))
+        if self.stages > 1:
+            del decoding[-(-(len(decoding) + waiting) // self.stages) :]
+        return decoding, prefilling
+
+    def _plan_chunks(self, ordered: list[tuple[Group, Sequence]], step: PlanBuilder) -> None:
+        """Plan the next chunk of each sequence that still runs."""
+        for group, sequence in ordered:
+            if group.key in self._running:  # false if an earlier sequence has preempted it
+                self._plan_chunk(group, sequence, step)
+
+    def _plan_chunk(self, group: Group, sequence: Sequence, step: PlanBuilder) -> None:
+        """Plan the sequence's next chunk. If the pool is exhausted, unpin idle sessions and then preempt the last
+        running requests in scheduling order, possibly this one."""
+        end = len(sequence.tokens) if group.forked else group.prefill_len
+        length = min(end - sequence.computed, step.budget)
+        if group.scores_prompt:
+            length = step.limit_scored(group, sequence.computed, length)
+        if length == 0:
+            return
+        length = self._states.chunk_length(sequence.computed, length, end)
+        while (allocated := self.blocks.extend(sequence, sequence.computed + length)) is None:
+            if self.pins.drop_oldest():
+                continue
+            if step.in_flight:
+                step.blocked = True
+                return
+            preempted = self._last_running
+            self._preempt(preempted, step)
+            if preempted is group:
+                return
+        step.add_chunk(group, sequence, length, allocated)
+
+    def _add_draft_tokens(self, step: PlanBuilder, propose: Proposer) -> None:
+        """Add draft tokens to decode chunks, as far as the step's budget and the pool allow."""
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            group = self._running[sequence.key]
+            if chunk.sampled_sequences != (sequence,) or chunk.length > 1 or not sequence.generated:
+                continue
+            if group.needs_previous_result:
+                continue
+            left = sequence.request.sampling.max_tokens - sequence.generated - 1
+            most = min(self._max_draft_tokens, step.budget, left)
+            tokens = propose(sequence, most) if most > 0 else []
+            if not tokens:
+                continue
+            allocated = self.blocks.grow(sequence, chunk.start + 1 + len(tokens))
+            if allocated is not None:
+                chunk.add_draft_tokens(tokens, allocated, self._states.take_draft_slots(len(tokens)))
+                step.budget -= len(tokens)
+                self._counters.draft_tokens += len(tokens)
+
     def _advance(self, plan: Plan) -> None:
         """Count the plan's tokens as computed, and append placeholders for the tokens to sample."""
         self._in_flight += 1
-        running = self._requests.running
         if self._accounts.by_tenant:
             for chunk in plan.chunks:
-                running[chunk.sequence.key].account.served_tokens += len(chunk.sampled_sequences)
+                self._running[chunk.sequence.key].account.served_tokens += len(chunk.sampled_sequences)
         rows = 0
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.computed = chunk.start + chunk.length
             if sequence.computed == sequence.num_prompt:
-                group = running[sequence.request.key]
+                group = self._running[sequence.key]
                 if not group.forked:
-                    self._tables.fork(group)
+                    for sample in group.sequences[1:]:
+                        self.blocks.fork(sequence, sample)
+                    group.forked = True
             if chunk.draft_tokens:
                 sequence.tokens.extend(chunk.draft_tokens)
                 rows += len(chunk.draft_tokens)
@@ -298,8 +365,226 @@ class Scheduler:
                 if not is_beam:
                     sequence.tokens.append(-rows)
 
+    # --- admission --------------------------------------------------------------------------------------------------
+
+    def _admit_waiting(self, step: PlanBuilder) -> None:
+        """Admit waiting requests until the next one does not fit.
+
+        A request is admitted only if the pages for all of its tokens are available and not reserved for prompts that
+        are still being computed. This keeps prompts from preempting each other during prefill. A request that has
+        output already, such as a preempted one, also waits for its masks.
+        """
+        self._masks.renew()
+        room = self._room() if self._waiting else _Room(0, 0)
+        while step.budget > 0 and (group := self._next_waiting()):
+            if self._whole_prompts and group.prefill_len > step.budget:
+                return
+            self._masks.prepare([group])
+            if any(sequence.needs_mask for sequence in group.sequences):
+                return
+            self._take_scores(group)
+            if not step.scored_budget and group.unscored(0, group.leader.num_prompt):
+                return
+            slot_users = self._preemptible_slot_users(group)
+            demand = self._demand(group) if group.num_seqs <= room.num_seqs else None
+            if demand and not slot_users and self._fits(demand.pages, room):
+                self._enter(group, self._affordable_hit(demand, room), step)
+                room.num_seqs -= group.num_seqs
+                room.reserved_pages += self._missing_pages(group)
+            elif self._running and not self._would_fit(group, room, demand):
+                return
+            elif demand and not slot_users and self.pins.drop_oldest():
+                continue  # unpins idle sessions before any request is preempted
+            elif step.in_flight:
+                step.blocked = True
+                return
+            elif self._running:
+                for preempted in slot_users or [self._last_running]:
+                    self._preempt(preempted, step)
+                room = self._room()
+            else:
+                return
+
+    def _next_waiting(self) -> Group | None:
+        """Return the next request. If its adapter has no slot and none can be freed by preemption, return the first
+        request without an adapter. Another adapter request could keep the slots occupied and starve this one."""
+        first = self._waiting.first()
+        if first is None or self._has_slot(first) or self._preemptible_slot_users(first):
+            return first
+        return self._waiting.first_without_adapter()
+
+    def _has_slot(self, group: Group) -> bool:
+        return group.request.adapter is None or self.slots.has_room(group.request.adapter)
+
+    def _preemptible_slot_users(self, group: Group) -> list[Group]:
+        """Return the running requests to preempt so that the group's adapter gets a slot: all users of one adapter,
+        each of a lower priority than the group.
+
+        Of several such adapters, take the one whose first user has the lowest priority, then the one with the fewest
+        users. Empty if the group needs no slot, one is available, or there is no such adapter.
+        """
+        if self._has_slot(group):
+            return []
+        users: dict[bytes, list[Group]] = {}
+        for one in self._running.values():  # iterates in scheduling order
+            if one.request.adapter:
+                users.setdefault(one.request.adapter.digest, []).append(one)
+        lower = (ones for ones in users.values() if ones[0].priority > group.priority)
+        return max(lower, key=lambda ones: (ones[0].priority, -len(ones), ones[0].scheduling_order), default=[])
+
+    def _room(self) -> _Room:
+        running = self._running.values()
+        return _Room(
+            num_seqs=self.max_num_seqs - sum(group.num_seqs for group in running),
+            reserved_pages=sum(map(self._missing_pages, running)),
+        )
+
+    def _missing_pages(self, group: Group) -> int:
+        return self.blocks.missing_pages(group.sequences, forked=group.forked)
+
+    def _demand(self, group: Group) -> _Demand:
+        """Return what a waiting request needs for all of its tokens."""
+        if group.is_swapped:
+            return _Demand(self.blocks.pages_to_swap_in(group.sequences, group.active), NO_HIT)
+        hit = self.blocks.match(group.leader, group.max_cacheable_tokens)
+        return _Demand(self.blocks.pages_to_admit(group.sequences, hit), hit)
+
+    def _fits(self, needed: int, room: _Room) -> bool:
+        return needed <= self.blocks.pool.num_available - room.reserved_pages
+
+    def _affordable_hit(self, demand: _Demand, room: _Room) -> Hit:
+        """Return the hit to use: without its partial block if copying that would cost more than computing its tokens,
+        or if there is no room for it."""
+        hit = demand.hit
+        if not hit.partial:
+            return hit
+        cost = self.costs.move if hit.partial[0].on_host else self.costs.copy
+        fits = self._fits(demand.pages + self.blocks.pages_to_copy_partial(hit), room)
+        return hit if fits and cost <= hit.partial_tokens * self.costs.token else hit.without_partial()
+
+    def _would_fit(self, group: Group, room: _Room, demand: _Demand | None) -> bool:
+        """Return whether a request would fit if all requests of lower priority were preempted and all sessions
+        unpinned."""
+        lower = [one for one in self._running.values() if one.priority > group.priority]
+        if not lower or group.num_seqs > room.num_seqs + sum(one.num_seqs for one in lower):
+            return False
+        tables = [table for one in lower for sequence in one.sequences for table in sequence.tables] + self.pins.tables
+        reserved = room.reserved_pages - sum(map(self._missing_pages, lower))
+        pool = self.blocks.pool
+        return (demand or self._demand(group)).pages <= pool.num_available + pool.num_freed_by(tables) - reserved
+
+    def _enter(self, group: Group, hit: Hit, step: PlanBuilder) -> None:
+        """Admit a request that fits, and plan its first chunk."""
+        is_new = group.admission_index is None
+        self._start_running(group)
+        if not is_new:
+            self._end_preemption(group)
+        if group.is_swapped:
+            moved = self.blocks.swap_in(group.sequences)
+            step.trace_moves(group, "swap_in", moved)
+            for sequence in group.active:
+                self._plan_chunk(group, sequence, step)
+            return
+        leader = group.leader
+        self.blocks.adopt(leader, hit)
+        length = min(group.prefill_len - leader.computed, step.budget)
+        if group.scores_prompt:
+            length = step.limit_scored(group, leader.computed, length)
+        length = self._states.chunk_length(leader.computed, length, group.prefill_len)
+        allocated = self.blocks.grow(leader, leader.computed + length)
+        assert allocated is not None, "pages that were counted available are not"
+        group.block_usage.new += allocated
+        if is_new:
+            step.admitted.append(group.key)
+            self._accounts.admit_request(group.account, group.prefill_len - leader.computed)
+            self._count_hit(group, hit)
+        step.add_chunk(group, leader, length, NO_BLOCKS)
+
+    def _start_running(self, group: Group) -> None:
+        """Move a request from the waiting queue to the running batch."""
+        last = self._last_running if self._running else None
+        self._waiting.remove(group)
+        self._running[group.key] = group
+        if group.request.adapter:
+            self.slots.acquire(group.request.adapter)
+        if group.admission_index is None:
+            group.admission_index = next(self._admission_indices)
+        else:
+            self._num_preempted -= 1
+        if last and last.scheduling_order > group.scheduling_order:
+            ordered = sorted(self._running.values(), key=lambda one: one.scheduling_order)
+            self._running = {one.key: one for one in ordered}
+
+    def _end_preemption(self, group: Group) -> None:
+        now = self._clock()
+        group.preempted_seconds += now - group.preempted_at
+        if trace := group.request.trace:
+            kind = "swap" if group.is_swapped else "recompute"
+            trace.add("preempted", group.preempted_at, now, **{"paged_llm.kind": kind})
+
+    def _count_hit(self, group: Group, hit: Hit) -> None:
+        size, first = self.blocks.block_size, hit.tables[0] if hit.tables else []
+        group.cached_tokens = group.leader.computed
+        self._counters.queried_tokens += group.prefill_len
+        self._counters.cached_tokens += group.cached_tokens
+        self._counters.host_tokens += size * sum(one is not None and one.on_host for one in first)
+        if hit.partial and hit.partial[0].on_host:
+            self._counters.host_tokens += hit.partial_tokens
+
+    # --- preemption -------------------------------------------------------------------------------------------------
+
+    @property
+    def _last_running(self) -> Group:
+        """The last running request in scheduling order: of those with the lowest priority, the one admitted last."""
+        return next(reversed(self._running.values()))
+
+    def _preempt(self, group: Group, step: PlanBuilder) -> None:
+        """Move a running request with all of its samples back to the waiting queue, swapped out or to be recomputed.
+        Their tokens are kept, so the output does not change."""
+        assert not step.in_flight
+        step.remove(group)
+        # Blocks assigned in the step being planned are still empty, so they cannot be swapped out.
+        is_filled = not self.blocks.ledger.cancel(group.key)
+        if is_filled and self._swap_is_cheaper(group) and self.blocks.swap_out(group.sequences):
+            self._counters.swapped += 1
+            step.trace_moves(group, "swap_out", self._num_distinct_blocks(group))
+        else:
+            self._restart(group)
+            self._counters.recomputed += 1
+        group.preemptions += 1
+        group.preempted_at = self._clock()
+        self._stop_running(group)
+        self._num_preempted += 1
+        self._waiting.add(group)
+
+    def _swap_is_cheaper(self, group: Group) -> bool:
+        """Return whether moving blocks and states to the host and back is cheaper than computing them again."""
+        if self._preemption != "auto":
+            return self._preemption == "swap"
+        states = {one.state_slot for one in group.sequences} - {None}
+        shared = group.leader.num_prompt * (len(group.sequences) - 1) if group.forked else 0
+        tokens = sum(one.computed for one in group.sequences) - shared
+        moves = self._num_distinct_blocks(group) * self.costs.move + len(states) * self.costs.move_state
+        return 2 * moves < tokens * self.costs.token
+
+    def _num_distinct_blocks(self, group: Group) -> int:
+        """Return the number of blocks of the first kind that a request holds."""
+        return len({block for one in group.sequences for block in one.tables[0]} - {NULL})
+
+    def _restart(self, group: Group) -> None:
+        """Free all blocks of a request, so that its tokens are computed again."""
+        for sequence in group.sequences:
+            self.blocks.restart(sequence)
+        group.num_stored_scores = 0
+        group.forked = len(group.sequences) == 1
+        if group.beams:
+            group.beams.candidates.clear()
+
+    # --- commit -----------------------------------------------------------------------------------------------------
+
     def commit(self, plan: Plan, result: StepResult) -> list[TokenDelta]:
-        """Commit the results of the oldest step in flight, and return the new tokens and finished samples."""
+        """Commit the results of the oldest step in flight, and return the new tokens and finished samples. Skips
+        requests and samples that have ended since the step was planned."""
         self._in_flight -= 1
         self._counters.steps += 1
         if self._prefill_budget:
@@ -307,46 +592,260 @@ class Scheduler:
             if plan.prefill_tokens is not None:
                 started = plan.planned_at if self.stages > 1 else max(last, plan.planned_at)
                 self._prefill_budget.record_step(plan.prefill_tokens, self._committed_at - started)
-        self.blocks.offload.finish_moves_out(plan.moves_out)
-        self.blocks.offload.finish_moves_in(plan.moves_in)
-        self.blocks.finish_copies(plan.copies)
-        self.states.finish(plan.states)
-        deltas = self._committer.commit(plan, result)
-        self.states.free_draft_slots()
+        self.blocks.ledger.finish(plan.transfers)
+        self._states.finish(plan.state_transfers)
+        deltas: list[TokenDelta] = []
+        sampled = 0  # index of the sampled sequence, over all chunks
+        for index, chunk in enumerate(plan.chunks):
+            group = self._running.get(chunk.sequence.request.key)
+            if group:
+                if chunk.allocated is not NO_BLOCKS and not chunk.sequence.ended:
+                    group.block_usage.new += chunk.allocated.new
+                    group.block_usage.copied += chunk.allocated.copied
+                for sequence in (chunk.sequence, *chunk.forks):  # the leader may have ended while its samples continue
+                    if not sequence.ended:
+                        self.blocks.commit(sequence, chunk.start + chunk.length - len(chunk.draft_tokens))
+            if plan.has_prompt_outputs and group:
+                deltas += self._commit_prompt(group, chunk, result, index)
+            for sequence in chunk.sampled_sequences:
+                if group is not None and not sequence.ended:
+                    if sampled in result.errors:
+                        deltas.append(self._fail(group, result.errors[sampled]))
+                    elif group.beams:
+                        deltas += self._commit_beam(group, sequence, result, sampled)
+                    else:
+                        deltas.append(self._commit_sample(group, sequence, chunk, result, sampled))
+                sampled += 1
+        assert sampled == len(result.tokens), f"{len(result.tokens)} results for {sampled} sequences"
+        self._states.free_draft_slots()
         return deltas
 
     def fail(self, plan: Plan, message: str) -> list[TokenDelta]:
         """Fail the requests of a step that could not run. Blocks that it wrote or moved are not cached."""
         self._in_flight -= 1
-        self.blocks.offload.finish_moves_out(plan.moves_out, done=False)
-        self.blocks.offload.finish_moves_in(plan.moves_in, done=False)
-        self.blocks.finish_copies(plan.copies)
-        lost = {move.target for move in plan.moves_out}
-        lost_states = {move.target for move in plan.states.moves_out}
-        for group in self._requests.waiting:
-            if any(lost.intersection(one.host_blocks) or one.host_state_slot in lost_states for one in group.sequences):
-                self._tables.restart(group)
+        self.blocks.ledger.finish(plan.transfers, done=False)
+        lost = {move.target for move in plan.transfers.moves_out}
+        lost_states = {move.target for move in plan.state_transfers.moves_out}
+        for group in self._waiting:
+            if any(_is_lost(one, lost, lost_states) for one in group.sequences if one.on_host):
+                self._restart(group)
         error = RequestError(ErrorCode.INTERNAL, message)
         keys = dict.fromkeys(chunk.sequence.key for chunk in plan.chunks)
         ended = [TokenDelta(key, error=error) for key in keys if self.abort(key)]
-        self.states.finish(plan.states, done=False)  # last: the states of these requests have not arrived
-        self.states.free_draft_slots()
+        self._states.finish(plan.state_transfers, done=False)  # last: the states of these requests have not arrived
+        self._states.free_draft_slots()
         self.slots.fail(plan.loads)
         return ended
+
+    def _commit_sample(
+        self, group: Group, sequence: Sequence, chunk: Chunk, result: StepResult, index: int
+    ) -> TokenDelta:
+        """Commit the tokens of a sequence, with what was requested for each. index: of the sequence in the results."""
+        delta = self._append(group, sequence, result.tokens[index], chunk)
+        count = len(delta.token_ids)
+        if index in result.fingerprints:
+            delta = delta._replace(fingerprints=tuple(result.fingerprints[index][:count]))
+        if index in result.logprobs:
+            delta = delta._replace(logprobs=tuple(result.logprobs[index][:count]))
+        return delta
+
+    def _append(self, group: Group, sequence: Sequence, tokens: list[int], chunk: Chunk) -> TokenDelta:
+        """Append the new tokens of a sequence, up to the one that ends the output."""
+        request, first = sequence.request, sequence.committed
+        sequence.tokens[first] = tokens[0]
+        finish = _finish_reason(request, tokens[0], first + 1 - sequence.num_prompt)
+        if chunk.draft_tokens:
+            self._counters.accepted_tokens += len(tokens) - 1
+            group.draft_tokens += len(chunk.draft_tokens)
+            group.accepted_tokens += len(tokens) - 1
+            length = 1
+            while finish is None and length < len(tokens):
+                finish = _finish_reason(request, tokens[length], first + 1 + length - sequence.num_prompt)
+                length += 1
+            tokens = tokens[:length]
+            # Keys and values of rejected tokens are overwritten later. Blocks that hold nothing else are freed.
+            sequence.tokens[first:] = tokens
+            sequence.computed = first + length - 1
+            self.blocks.commit(sequence, sequence.computed)
+            self.blocks.truncate(sequence, sequence.computed)
+            self._states.accept(sequence, chunk.draft_slots, length - 1)
+            group.account.served_tokens += length - 1  # one token was counted when the step was planned
+        if finish:
+            self._finish(group, sequence)
+        return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage)
+
+    def _commit_prompt(self, group: Group, chunk: Chunk, result: StepResult, index: int) -> list[TokenDelta]:
+        """Commit the prompt results of a chunk: log probabilities, a hidden state, the end of a request without
+        output."""
+        if index in result.prompt_errors:
+            return [self._fail(group, result.prompt_errors[index])]
+        deltas: list[TokenDelta] = []
+        if chunk.scored:
+            # If the leader ends, the next one computes the prompt again, while results of the former still arrive.
+            known = len(group.prompt_logprobs) - chunk.scored.start
+            assert known >= 0
+            group.prompt_logprobs += result.prompt_logprobs[index][known:]
+            group.prompt_fingerprints += result.prompt_fingerprints.get(index, [])[known:]
+        if group.prompt_logprobs:
+            self._store_scores(group)
+        if group.scores_prompt and not group.unscored(0, chunk.sequence.num_prompt):
+            group.scores_prompt = False
+            scores, fingerprints = tuple(group.prompt_logprobs), tuple(group.prompt_fingerprints)
+            deltas.append(TokenDelta(group.key, prompt_logprobs=scores, prompt_fingerprints=fingerprints))
+        if chunk.ends_request and (chunk.forks or not chunk.sequence.ended):
+            deltas += self._finish_without_output(group, result.hidden_states.get(index))
+        return deltas
+
+    def _finish_without_output(self, group: Group, hidden: HiddenState | None) -> list[TokenDelta]:
+        """End a request after its prompt."""
+        finish = FinishReason.LENGTH if hidden is None else FinishReason.STOP
+        self._finish_all(group)
+        return [
+            TokenDelta(group.key, finish=finish, sample=index, usage=group.usage, hidden=hidden)
+            for index in range(group.request.sampling.num_samples)
+        ]
+
+    # --- prompt log probabilities that are cached with blocks -------------------------------------------------------
+
+    def _take_scores(self, group: Group) -> None:
+        """Continue a group's prompt scores with those of cached blocks, up to the first block that lacks some.
+
+        They stay valid if the blocks are evicted before the group is admitted, since they depend on the tokens alone.
+        """
+        if not (self.blocks.keeps_scores and group.scores_prompt):
+            return
+        leader, size = group.leader, self.blocks.block_size
+        num_top, digest = group.num_top_prompt, group.request.sampling.logits_digest
+        for index in range(self._num_scored_blocks(group), leader.num_prompt // size):
+            scores = self.blocks.find_scores(leader, index)
+            if scores is None or not scores.covers(num_top, fingerprints=digest):
+                break
+            known = len(group.prompt_logprobs) - _first_score(index, size)
+            group.prompt_logprobs += scores.logprobs(num_top)[known:]
+            if digest:
+                group.prompt_fingerprints += scores.fingerprints[known:]
+            group.num_stored_scores = max(group.num_stored_scores, index + 1)
+
+    def _store_scores(self, group: Group) -> None:
+        """Store the scores of those full blocks of the prompt that are cached and have none."""
+        if not self.blocks.keeps_scores:
+            return
+        leader, size = group.leader, self.blocks.block_size
+        end = min(leader.committed // size, self._num_scored_blocks(group))
+        for index in range(group.num_stored_scores, end):
+            tokens = slice(_first_score(index, size), (index + 1) * size - 1)
+            scores = BlockScores(group.num_top_prompt, group.prompt_logprobs[tokens], group.prompt_fingerprints[tokens])
+            self.blocks.add_scores(leader, index, scores)
+        group.num_stored_scores = max(group.num_stored_scores, end)
+
+    def _num_scored_blocks(self, group: Group) -> int:
+        """Return how many blocks, from the first on, the group has all scores of."""
+        return (len(group.prompt_logprobs) + 1) // self.blocks.block_size
+
+    # --- beam search ------------------------------------------------------------------------------------------------
+
+    def _commit_beam(self, group: Group, sequence: Sequence, result: StepResult, index: int) -> list[TokenDelta]:
+        """Store a live beam's candidates. Once every live beam has its own, advance the search: fork the beams that
+        continue in several ways, and drop those that do not continue. index: of the beam in the results."""
+        beams, candidates = group.beams, result.candidates[index]
+        assert beams
+        if index in result.fingerprints:
+            candidates = [one._replace(fingerprint=result.fingerprints[index][0]) for one in candidates]
+        beams.candidates[sequence.index] = candidates
+        if len(beams.candidates) < len(group.sequences):
+            return []
+        rows = [beams.candidates[one.index] for one in group.sequences]
+        beams.candidates.clear()
+        continuations = beams.search.advance([one.output for one in group.sequences], rows)
+        self._branch(group, continuations)
+        if continuations:
+            return _agreed_outputs(group)
+        self._remove(group)
+        return _beam_outputs(group)
+
+    def _branch(self, group: Group, continuations: list[Continuation]) -> None:
+        """Replace the live beams by their continuations. The first continuation of a beam takes over its blocks, the
+        others share them. Beams without continuations are freed."""
+        parents, beams = group.sequences, []
+        for index in set(range(len(parents))) - {one.beam for one in continuations}:  # first: forks need their slots
+            self.blocks.free(parents[index])
+        left = dict(enumerate(parents))
+        for continuation in continuations:
+            parent = parents[continuation.beam]
+            beam = left.pop(continuation.beam, None)
+            if beam is None:
+                beam = Sequence(
+                    parent.request, list(parent.tokens), parent.chain, usage=parent.usage, num_kinds=len(parent.tables)
+                )
+                self.blocks.fork(parent, beam)
+            beams.append((beam, continuation.token))
+        for index, (beam, token) in enumerate(beams):
+            beam.index = index
+            beam.tokens.append(token)
+        group.sequences = [beam for beam, _ in beams]
+
+    # --- statistics and checks --------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> SchedulerStats:
+        pool, host, ledger, states = self.blocks.pool, self.blocks.host, self.blocks.ledger, self._states
+        counters = self._counters
+        prefill = self._prefill if self._running else (0, 0)
+        return SchedulerStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            blocks_total=pool.num_pages,
+            blocks_used=pool.num_used,
+            blocks_cached=pool.num_cached,
+            blocks_shared=pool.num_shared,
+            blocks_pinned=self.pins.num_pages,
+            block_size=self.blocks.block_size,
+            host_total=host.num_pages if host else 0,
+            host_cached=host.num_cached if host else 0,
+            host_used=host.num_used if host else 0,
+            recomputed=counters.recomputed,
+            swapped=counters.swapped,
+            queried_tokens=counters.queried_tokens,
+            cached_tokens=counters.cached_tokens,
+            host_tokens=counters.host_tokens,
+            evictions=pool.num_evictions,
+            copies=ledger.num_copies,
+            moves_out=ledger.num_moves_out,
+            moves_in=ledger.num_moves_in,
+            draft_tokens=counters.draft_tokens,
+            accepted_tokens=counters.accepted_tokens,
+            paused=self._num_preempted,
+            steps=counters.steps,
+            context_requests=prefill[0],
+            context_tokens=prefill[1],
+            state_slots_total=states.num_slots,
+            state_slots_used=states.num_held,
+            state_checkpoints=states.num_checkpoints,
+            host_state_slots_total=states.num_host_slots,
+            host_state_slots_used=states.num_host_used,
+            compute_seconds=self.costs.token * self.blocks.block_size,
+            host_seconds=self.costs.move,
+        )
+
+    @property
+    def empty_slots(self) -> int:
+        """Token slots in blocks in use that hold no token. Between steps these are the rest of each sequence's last
+        block."""
+        last = {one.tables[0][-1]: one for one in self._sequences() if one.num_blocks and not one.on_host}
+        return sum(one.num_blocks * self.blocks.block_size - one.computed for one in last.values())
 
     def clear_cache(self) -> None:
         """Forget all contents of the pool and of the state slots, also of sessions. Called while no request is open."""
         assert not self.has_work and not self._in_flight
         while self.pins.drop_oldest():
             pass
-        self.blocks.offload.clear()
-        self.blocks.cache.clear()
-        self.states.clear()
+        self.blocks.clear()
 
     def check(self) -> None:
         """Assert every invariant of the scheduler and the pools. For tests and idle moments."""
-        assert sum(group.num_seqs for group in self._requests.running.values()) <= self.max_num_seqs
-        for sequence in self._requests.sequences():
+        running, sequences = list(self._running.values()), list(self._sequences())
+        assert sum(group.num_seqs for group in running) <= self.max_num_seqs
+        for sequence in sequences:
             assert 0 <= sequence.committed <= sequence.computed <= len(sequence.tokens)
             assert not sequence.ended
             guides = sequence.request.guides
@@ -354,6 +853,71 @@ class Scheduler:
             if not self._in_flight:
                 assert sequence.committed == sequence.computed, "computed, but not committed"
                 assert min(sequence.tokens) >= 0, "a placeholder is left"
-            assert sequence.computed <= len(sequence.blocks or sequence.host_blocks) * self.blocks.block_size
-        self._requests.check()
-        self.states.check(self._requests.sequences())
+            assert sequence.computed <= sequence.num_blocks * self.blocks.block_size
+        assert [group.scheduling_order for group in running] == sorted(group.scheduling_order for group in running)
+        waiting = [sequence for group in self._waiting for sequence in group.sequences]
+        assert not any(sequence.num_blocks and not sequence.on_host for sequence in waiting)
+        assert not any(group.is_swapped for group in running)
+        assert self._num_preempted == sum(group.preemptions > 0 for group in self._waiting)
+        self._waiting.check()
+        self._accounts.check(
+            (group.account for group in self._waiting if group.admission_index is None),
+            (group.account for group in (*running, *self._waiting) if group.admission_index is not None),
+        )
+        self.slots.check(group.request for group in running)
+        self.blocks.check(sequences, self.pins.tables)
+
+    def _sequences(self) -> Iterator[Sequence]:
+        for group in (*self._running.values(), *self._waiting):
+            yield from group.sequences
+
+
+def _finish_reason(request: GenerateRequest, token: int, length: int) -> FinishReason | None:
+    """Return why an output of `length` tokens ends with its last token, or None if it continues."""
+    if token in request.stop_ids and (request.guides or length >= request.sampling.min_tokens):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if length >= request.sampling.max_tokens else None
+
+
+def _first_score(index: int, block_size: int) -> int:
+    """Return which score of a prompt is the first of a block. The first token of a prompt has none."""
+    return max(0, index * block_size - 1)
+
+
+def _is_lost(sequence: Sequence, blocks: set[int], states: set[int]) -> bool:
+    """Return whether a part of a swapped-out sequence is in blocks or slots of the host that were not written."""
+    return sequence.state_slot in states or any(blocks.intersection(table) for table in sequence.tables)
+
+
+def _agreed_outputs(group: Group) -> list[TokenDelta]:
+    """Return the new tokens that all outputs of a beam search have in common, for each output."""
+    assert group.beams
+    search = group.beams.search
+    tokens = search.agree([one.output for one in group.sequences])
+    if not tokens:
+        return []
+    logprobs, fingerprints = search.agreed_logprobs(len(tokens)), search.agreed_fingerprints(len(tokens))
+    return [
+        TokenDelta(group.key, tokens, sample=index, usage=group.usage, logprobs=logprobs, fingerprints=fingerprints)
+        for index in range(group.request.sampling.n)
+        if index not in group.beams.ended
+    ]
+
+
+def _beam_outputs(group: Group) -> list[TokenDelta]:
+    """Return the outputs of a beam search that has ended, without the tokens that were returned before."""
+    assert group.beams
+    sent = group.beams.search.num_agreed
+    return [
+        TokenDelta(
+            group.key,
+            one.tokens[sent:],
+            one.finish,
+            sample=index,
+            usage=group.usage,
+            logprobs=one.logprobs[sent:],
+            fingerprints=one.fingerprints[sent:],
+        )
+        for index, one in enumerate(group.beams.search.best)
+        if index not in group.beams.ended
+    ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paged_backend.scheduling.sequence import Sequence
+from paged_backend.kv.sequence import Sequence
 
 Proposer = Callable[[Sequence, int], list[int]]  # (sequence, limit) -> at most `limit` draft tokens
 

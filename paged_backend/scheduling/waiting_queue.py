@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 
-from paged_backend.scheduling.sequence import Group
+from paged_backend.scheduling.group import Group
 
 
 class WaitingQueue:

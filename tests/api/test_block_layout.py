@@ -1,53 +1,77 @@
-"""The number of pages that sequences need."""
+"""The number of blocks and pages that sequences need, by kind of layer."""
 
 import itertools
 
 import pytest
 
-from paged_backend.api.block_layout import BlockLayout
+from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind
+from tests.support.shadow import StridedKind
 
-LAYOUT = BlockLayout(16, base_pages=1, window_pages=5, window=512, max_pending=4096)
+WINDOW = LayerKind(pages=5, window=512)
+LAYOUT = BlockLayout(16, (FULL, WINDOW), max_pending=4096)
 
 
-def test_without_windows_pages_are_blocks():
+def test_full_attention_needs_every_block():
     layout = BlockLayout(16)
     assert layout.pages_for([33], [33], 0) == 3
     assert layout.pages_for([33, 40], [1, 1], 1) == 1 + 2 * 2
     assert layout.max_tokens(8) == 128
-    assert layout.window_start(1000) == layout.kept_from(1000) == 0
+    assert FULL.keeps_all and FULL.needed(5, 16) == range(5)
+    assert not WINDOW.keeps_all
 
 
-@pytest.mark.parametrize(("position", "first"), [(0, 0), (511, 0), (526, 0), (527, 1), (1000, 30)])
-def test_first_block_that_a_query_sees(position, first):
-    assert LAYOUT.window_start(position) == first
+@pytest.mark.parametrize(("num_blocks", "first"), [(0, 0), (31, 0), (32, 0), (33, 1), (62, 30)])
+def test_first_block_that_later_tokens_read(num_blocks, first):
+    """The query after 33 blocks is at position 528, and sees position 17."""
+    assert WINDOW.needed(num_blocks, 16) == range(first, num_blocks)
 
 
-@pytest.mark.parametrize(("block_size", "window"), list(itertools.product([1, 2, 4, 16], [1, 2, 5, 16, 33])))
-def test_bound_of_blocks_in_the_window(block_size, window):
-    """The bound holds for every number of committed and pending tokens, and some reach it."""
-    layout = BlockLayout(block_size, 1, 1, window, max_pending=1000)
+@pytest.mark.parametrize("kind", [FULL, LayerKind(1, 1), LayerKind(1, 7), LayerKind(1, 33), StridedKind(stride=16)])
+def test_a_block_that_is_needed_was_needed_before(kind):
+    """A prefix hit of fewer blocks is not possible without it."""
+    for count in range(40):
+        assert {block for block in kind.needed(count + 1, 4) if block < count} <= set(kind.needed(count, 4))
+
+
+KINDS = [LayerKind(1, window) for window in (1, 2, 5, 16, 33)] + [StridedKind(stride=16), StridedKind(stride=64)]
+
+
+@pytest.mark.parametrize(("block_size", "kind"), list(itertools.product([1, 2, 4, 16], KINDS)), ids=str)
+def test_bound_of_blocks_that_are_held(block_size, kind):
+    """It holds for every number of committed and pending tokens. With windows, some reach it."""
+    layout = BlockLayout(block_size, (kind,), max_pending=1000)
     for pending in (1, 2, 7, 64):
-        held = [
-            layout.blocks_for(committed + pending) - layout.kept_from(committed)
-            for committed in range(window, window + 8 * block_size)
-        ]
-        assert max(held) <= layout.max_blocks_in_window(pending) <= max(held) + 1
+        for start in (1, kind.window + 1):
+            held = {
+                committed: len(kind.needed(committed // block_size, block_size))
+                + layout.blocks_for(committed + pending)
+                - committed // block_size
+                for committed in range(start, start + 8 * block_size)
+            }
+            for committed, count in held.items():
+                assert count <= kind.max_blocks(layout.blocks_for(committed + pending), pending, block_size)
+    if kind.window:
+        assert kind.max_blocks(10**6, 64, block_size) <= max(held.values()) + 1
 
 
-def test_a_long_sequence_needs_window_pages_for_its_window_only():
+def test_a_long_sequence_needs_the_pages_of_its_window_only():
     blocks = LAYOUT.blocks_for(32_768)
     decode = LAYOUT.pages_for([32_768], [1], 0)
     assert decode <= 1.05 * (blocks + 5 * 512 / 16)
-    assert LAYOUT.pages_for([32_768], [32_768], 0) == blocks + 5 * LAYOUT.max_blocks_in_window(4096)
+    assert LAYOUT.pages_for([32_768], [32_768], 0) == blocks + 5 * WINDOW.max_blocks(blocks, 4096, 16)
 
 
-def test_samples_share_the_window_pages_of_the_prompt():
+def test_samples_share_the_blocks_of_the_prompt():
     alone = LAYOUT.pages_for([320], [320], 0)
     both = LAYOUT.pages_for([336, 336], [336, 336], 20)
-    assert both == alone + 2 * 6
+    assert both == alone + 2 * LAYOUT.pages == alone + 2 * 6
 
 
-def test_longest_sequence_of_a_pool():
-    for pages in (30, 1000, 5000):
-        longest = LAYOUT.max_tokens(pages)
-        assert LAYOUT.pages_for([longest], [longest], 0) <= pages < LAYOUT.pages_for([longest + 1], [longest + 1], 0)
+@pytest.mark.parametrize("kinds", [(FULL, WINDOW), (WINDOW, LayerKind(1, 64)), (FULL, StridedKind(3), WINDOW)])
+def test_longest_sequence_of_a_pool(kinds):
+    layout = BlockLayout(16, kinds, max_pending=128)
+    for pages in (30, 100, 230):
+        longest = layout.max_tokens(pages)
+        assert layout.pages_for([longest], [longest], 0) <= pages
+        assert longest == 2**31 - 1 or layout.pages_for([longest + 1], [longest + 1], 0) > pages
+    assert (longest == 2**31 - 1) == (FULL not in kinds)

@@ -5,8 +5,9 @@ from itertools import islice, pairwise
 
 import pytest
 
-from paged_backend.api.request import Origin
-from paged_backend.scheduling.content import Chain
+from paged_backend.api.request import GenerateRequest
+from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.scheduling.group import Group
 from paged_bench._fleet_simulation import (
     BLOCK_SIZE,
     H100_QWEN3,
@@ -132,9 +133,10 @@ def test_cached_blocks_are_those_that_the_block_managers_find(monkeypatch):
     def choose(self, conversation, turn):
         prompt = conversation.prompt(turn)
         for replica, share in zip(fleet.replicas, self._cached.shares(conversation, turn), strict=True):
-            hit = replica.scheduler.blocks.match(Chain(Origin("")), prompt)
+            request = GenerateRequest(0, tuple(prompt), SamplingParams(), 0, frozenset())
+            hit = replica.scheduler.blocks.match(Group(request).leader, len(prompt))
             compared.append(share)
-            assert share == pytest.approx(len(hit.blocks) * BLOCK_SIZE / len(prompt))
+            assert share == pytest.approx(hit.num_blocks * BLOCK_SIZE / len(prompt))
         return routed(self, conversation, turn)
 
     monkeypatch.setattr(GatewayRouter, "choose", choose)

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig
 
 from paged_backend.api.request import Origin
-from paged_backend.scheduling.content import Entry
+from paged_backend.kv.content import Entry
 from paged_client.serving.tritonserver import TritonServer
 from tests.support.in_process import byte_tokenizer, save_tiny
 from tests.support.triton import idle, metrics, post, raw_stream, raw_streams

@@ -8,9 +8,9 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.engine import assembly
+from paged_backend.kv import cache as kv_cache
+from paged_backend.kv.cache import LayerShape
 from paged_backend.loading import model_loader
-from paged_backend.memory import kv_cache
-from paged_backend.memory.kv_cache import LayerShape
 from tests.support.in_process import tiny_assembly
 
 
@@ -62,18 +62,18 @@ def test_pool_size_follows_byte_budget(tiny):
     layers = (LayerShape(num_kv_heads=2, head_dim=16),) * 3
     per_block = kv_cache.bytes_per_block(layers, 4, torch.float32)
     assert per_block == 3 * 2 * 2 * 16 * 4 * 4
-    assert assembly.scheduler.blocks.num_blocks == 100_000 // per_block
+    assert assembly.scheduler.blocks.num_pages == 100_000 // per_block
     nbytes = sum(tensor.nbytes for tensor in assembly.runner.kv.tensors)
-    assert nbytes == assembly.scheduler.blocks.num_blocks * per_block
+    assert nbytes == assembly.scheduler.blocks.num_pages * per_block
 
 
 def test_pool_size_follows_available_memory(tiny, monkeypatch):
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 2_000_000)
-    small = tiny_assembly(tiny[0], num_gpu_blocks_override=None).scheduler.blocks.num_blocks
+    small = tiny_assembly(tiny[0], num_gpu_blocks_override=None).scheduler.blocks.num_pages
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 4_000_000)
-    large = tiny_assembly(tiny[0], num_gpu_blocks_override=None).scheduler.blocks.num_blocks
+    large = tiny_assembly(tiny[0], num_gpu_blocks_override=None).scheduler.blocks.num_pages
     assert (small, large) == (1_000_000 // 3072, 2_000_000 // 3072)
     monkeypatch.setattr(kv_cache, "CPU_POOL_LIMIT", kv_cache.CPU_POOL_LIMIT >> 12)  # a pool of 4 GiB takes seconds
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 1 << 40)
-    largest = tiny_assembly(tiny[0], num_gpu_blocks_override=None).scheduler.blocks.num_blocks
+    largest = tiny_assembly(tiny[0], num_gpu_blocks_override=None).scheduler.blocks.num_pages
     assert largest == (1 << 20) // 3072, "4 GiB is the most that is taken without being asked for"

@@ -10,8 +10,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.kv_events import KvEventsConfig
 from paged_backend.api.request import Origin
 from paged_backend.engine.cache_event_publisher import END_OF_REPLAY, CacheEventPublisher
-from paged_backend.scheduling.cache_events import DEVICE, CacheEvents
-from paged_backend.scheduling.content import Entry
+from paged_backend.kv.content import DEVICE, CacheEvent, Entry
 from paged_client.serving.ports import choose_ports
 from tests.support.in_process import WAIT, running, tiny_assembly
 
@@ -54,13 +53,26 @@ class Subscriber:
             batches[int.from_bytes(number, "big")] = msgspec.msgpack.decode(payload)
 
 
+class Listener:
+    """Gives a publisher the changes of one pool."""
+
+    def __init__(self, publisher, medium=DEVICE):
+        self._events, self._medium = publisher.events, medium
+
+    def stored(self, entry):
+        self._events.append(CacheEvent(True, entry, self._medium))
+
+    def removed(self, entry):
+        self._events.append(CacheEvent(False, entry, self._medium))
+
+
 @pytest.fixture
 def published():
-    """(events, publisher, subscriber)"""
-    events, places = CacheEvents(), endpoints()
-    publisher = CacheEventPublisher(KvEventsConfig(**OPTIONS, **places), events, block_size=2)
+    """(listener, publisher, subscriber)"""
+    places = endpoints()
+    publisher = CacheEventPublisher(KvEventsConfig(**OPTIONS, **places), block_size=2)
     with Subscriber(**places) as subscriber:
-        yield events, publisher, subscriber
+        yield Listener(publisher), publisher, subscriber
         publisher.close()
 
 
@@ -74,10 +86,9 @@ def entries(count, adapter=b""):
 
 
 def test_batches_have_the_format_of_vllm(published):
-    events, publisher, subscriber = published
+    device, publisher, subscriber = published
     start = min(subscriber.replay(0))
     first, second, third = entries(3)
-    device = events.listener(DEVICE)
     for entry in (first, second):
         device.stored(entry)
     publisher.publish()
@@ -102,8 +113,8 @@ def test_batches_have_the_format_of_vllm(published):
 
 def test_a_slow_client_gets_all_past_batches(published):
     """They are more than the queues between the two hold."""
-    events, publisher, subscriber = published
-    device, count, start = events.listener(DEVICE), 3000, min(subscriber.replay(0))
+    device, publisher, subscriber = published
+    count, start = 3000, min(subscriber.replay(0))
 
     def publish(number):
         device.stored(Entry(Origin("", b""), tuple(range(number, number + 1000))))
@@ -148,11 +159,10 @@ def test_a_client_cannot_fill_memory(published):
 
 
 def test_batches_beyond_the_queue_are_dropped_with_a_warning(caplog):
-    events, places = CacheEvents(), endpoints()
-    publisher = CacheEventPublisher(KvEventsConfig(**OPTIONS | {"max_queue_size": 1}, **places), events, block_size=2)
+    publisher = CacheEventPublisher(KvEventsConfig(**OPTIONS | {"max_queue_size": 1}, **endpoints()), block_size=2)
     publisher.close()  # nothing is sent any more
     for entry in entries(2):
-        events.listener("GPU").stored(entry)
+        Listener(publisher).stored(entry)
         publisher.publish()
     assert publisher._batches.qsize() == 1
     assert "KV cache events were dropped: max_queue_size" in caplog.text
@@ -175,7 +185,7 @@ def test_the_numbers_of_a_restarted_publisher_are_higher(published):
     before = max(subscriber.replay(0))
     publisher.close()
     places = endpoints()
-    restarted = CacheEventPublisher(KvEventsConfig(**OPTIONS, **places), CacheEvents(), block_size=2)
+    restarted = CacheEventPublisher(KvEventsConfig(**OPTIONS, **places), block_size=2)
     with Subscriber(**places) as other:
         assert min(other.replay(before)) > before + 1
     restarted.close()
@@ -183,8 +193,8 @@ def test_the_numbers_of_a_restarted_publisher_are_higher(published):
 
 def test_subscribers_get_numbered_messages(published):
     """A subscriber may connect after the first batches; it asks for those that it missed."""
-    events, publisher, subscriber = published
-    device, entry = events.listener(DEVICE), entries(1)[0]
+    device, publisher, subscriber = published
+    entry = entries(1)[0]
     received = []
     subscriber.sub.setsockopt(zmq.RCVTIMEO, 50)
     while not received:
@@ -200,8 +210,8 @@ def test_subscribers_get_numbered_messages(published):
 
 
 def test_blocks_of_an_adapter_have_its_number_and_a_name(published):
-    events, publisher, subscriber = published
-    events.listener(DEVICE).stored(entries(1, b"\0\0\1\2rest")[0])
+    device, publisher, subscriber = published
+    device.stored(entries(1, b"\0\0\1\2rest")[0])
     publisher.publish()
     while len(batches := subscriber.replay(0)) < 2:
         pass
@@ -228,13 +238,13 @@ def test_an_engine_publishes_what_it_caches(tiny):
 def test_an_endpoint_that_cannot_be_bound_is_named(name):
     config = KvEventsConfig(**OPTIONS, **endpoints() | {name: "tcp://256.0.0.1:1"})
     with pytest.raises(ConfigError, match=rf'kv_events_config.{name}="tcp://256.0.0.1:1": '):
-        CacheEventPublisher(config, CacheEvents(), block_size=2)
+        CacheEventPublisher(config, block_size=2)
 
 
 @pytest.mark.parametrize("name", ["endpoint", "replay_endpoint"])
 def test_an_endpoint_of_another_server_ends_the_load(tmp_path, name):
     taken = endpoints()
-    other = CacheEventPublisher(KvEventsConfig(**OPTIONS, **taken), CacheEvents(), block_size=2)
+    other = CacheEventPublisher(KvEventsConfig(**OPTIONS, **taken), block_size=2)
     places = endpoints() | {name: taken[name]}
     with pytest.raises(ConfigError, match=rf"kv_events_config\.{name}=.*Address already in use"):
         tiny_assembly(tmp_path / "none", kv_events_config=OPTIONS | places, enable_prefix_caching=True)
@@ -249,5 +259,5 @@ def test_endpoints_are_bound_before_the_model_is_loaded(tmp_path):
         tiny_assembly(tmp_path / "none", kv_events_config=OPTIONS | invalid, enable_prefix_caching=True)
     with pytest.raises(ConfigError, match="none"):
         tiny_assembly(tmp_path / "none", kv_events_config=OPTIONS | places, enable_prefix_caching=True)
-    publisher = CacheEventPublisher(KvEventsConfig(**OPTIONS, **places), CacheEvents(), block_size=2)
+    publisher = CacheEventPublisher(KvEventsConfig(**OPTIONS, **places), block_size=2)
     publisher.close()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
@@ -18,7 +19,7 @@ from paged_backend.engine.messages import (
 from paged_backend.engine.outputs import PoolMap, StepOutput, UnknownRequests
 from paged_backend.engine.state import EngineState
 from paged_backend.execution.runner import RunnerDied
-from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.kv.blocks import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
 
 
@@ -33,7 +34,7 @@ def outputs():
 
 @pytest.fixture
 def state(outputs):
-    scheduler = Scheduler(BlockManager(8, 4, caching=True), max_num_seqs=2, max_num_batched_tokens=16)
+    scheduler = Scheduler(BlockManager(8, BlockLayout(4), caching=True), max_num_seqs=2, max_num_batched_tokens=16)
     return EngineState(scheduler, outputs.append)
 
 

@@ -112,7 +112,7 @@ def test_windows_states_and_latents_move(tmp_path, family):
     moved, runs, stats = run_moved(tmp_path, {}, options, tokens=10)
     assert moved == run_alone(tmp_path, {}, options)
     assert stats.cached_tokens >= 28  # the prompt and some of the output
-    assert any(run.state for run in runs) == (family in HYBRID_FAMILIES)
+    assert any(run.kind is None for run in runs) == (family in HYBRID_FAMILIES)
 
 
 def test_blocks_that_do_not_fit_are_computed_again(tiny):
@@ -160,16 +160,17 @@ def test_end_of_the_connection_ends_the_wait(tiny):
 
 def run_of(**changes):
     content = [torch.zeros(8, dtype=torch.uint8)]
-    values = {"origin": Origin("a", b"b"), "tokens": [1, 2, 3, 4], "first": 0, "pages": [1], "content": content}
+    values = {"origin": Origin("a", b"b"), "tokens": [1, 2, 3, 4], "first": 0, "kind": 0, "content": content}
     return BlockRun(**values | changes)
 
 
 def test_frame_has_the_same_run():
-    run = run_of(content=[torch.arange(8, dtype=torch.uint8)], state=[torch.arange(3, dtype=torch.uint8)])
-    values, attached = run.write()
-    read = BlockRun.read(values, b"".join(attached))
-    assert (read.origin, read.tokens, read.first, read.pages) == (run.origin, run.tokens, run.first, run.pages)
-    assert [part.tolist() for part in (*read.content, *read.state)] == [list(range(8)), list(range(3))]
+    for kind in (0, None):
+        run = run_of(kind=kind, content=[torch.arange(8, dtype=torch.uint8), torch.arange(3, dtype=torch.uint8)])
+        values, attached = run.write()
+        read = BlockRun.read(values, b"".join(attached))
+        assert (read.origin, read.tokens, read.first, read.kind) == (run.origin, run.tokens, run.first, run.kind)
+        assert [part.tolist() for part in read.content] == [list(range(8)), list(range(3))]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_frame_has_the_same_run():
     [
         ({"tokens": "1"}, "tokens must be a list of numbers"),
         ({"first": -1}, "first must be"),
-        ({"pages": [True]}, "pages must be"),
+        ({"kind": True}, "kind must be"),
         ({"content": [9]}, "8 bytes are attached, not 9"),
         ({"origin": ["a"]}, "blocks: ValueError"),
         ({"origin": ["a", "xy"]}, "blocks: ValueError"),
@@ -191,9 +192,9 @@ def test_malformed_frames_are_rejected(change, problem):
 
 def test_blocks_of_another_size_are_not_stored(tiny, caplog):
     with two_engines(tiny[0]) as (_, other, _, peer):
-        for run in (run_of(), run_of(pages=[3]), run_of(tokens=[1])):
+        for run in (run_of(), run_of(kind=3), run_of(kind=None), run_of(tokens=[1])):
             stored = threading.Event()
             other.store([run], stored.set)
             assert stored.wait(WAIT)
-        until(lambda: caplog.text.count("have another size") == 3, "the warnings")
+        until(lambda: caplog.text.count("have another size") == 4, "the warnings")
         assert peer.engine._state.scheduler.blocks.pool.num_cached == 0

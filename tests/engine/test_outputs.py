@@ -1,17 +1,20 @@
 """Engine outputs: pool maps."""
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.outputs import PoolMap
-from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.kv.blocks import BlockManager
+from paged_backend.kv.states import StateSlots
+from paged_backend.scheduling.plan import StepResult
 from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.step_result import StepResult
 
 
 def test_pool_map_has_the_slots_of_states():
     """One sequence runs, and the state at the end of its first block was kept; another checkpoint is a session's."""
-    blocks = BlockManager(16, 4, caching=True)
-    scheduler = Scheduler(blocks, max_num_seqs=2, max_num_batched_tokens=16, state_slots=6, session_blocks=16)
+    states = StateSlots(6, 2, block_size=4, caching=True)
+    blocks = BlockManager(16, BlockLayout(4), caching=True, states=states)
+    scheduler = Scheduler(blocks, max_num_seqs=2, max_num_batched_tokens=16, session_pages=16)
     for key, session in enumerate(("chat", None)):
         tokens = range(10 * key, 10 * key + 6)
         scheduler.add(
@@ -29,7 +32,7 @@ def test_pool_map_has_the_slots_of_states():
 
 def test_pool_map_of_running_scheduler():
     """Two samples of a prompt of two and a half blocks: a block that both hold counts once."""
-    scheduler = Scheduler(BlockManager(8, 4, caching=True), max_num_seqs=2, max_num_batched_tokens=16)
+    scheduler = Scheduler(BlockManager(8, BlockLayout(4), caching=True), max_num_seqs=2, max_num_batched_tokens=16)
     scheduler.add(GenerateRequest(0, tuple(range(10)), SamplingParams(n=2), 0, frozenset()))
     plan = scheduler.schedule()
     scheduler.commit(plan, StepResult.of_tokens([50, 60]))

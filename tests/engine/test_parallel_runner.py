@@ -7,11 +7,10 @@ import pytest
 from paged_backend.engine.model_memory import MemoryCommand
 from paged_backend.engine.parallel_runner import ParallelMemory, ParallelRunner
 from paged_backend.execution.runner import RunnerDied
-from paged_backend.scheduling.block_manager import Copy
-from paged_backend.scheduling.host_offload import BlockTransfer
+from paged_backend.kv.ledger import Transfer, Transfers
 from paged_backend.scheduling.plan import Plan
 
-STATE = dict.fromkeys("kv host host_states drafter transfers gqa_group uniform".split())
+STATE = dict.fromkeys("kv host host_states drafter copier gqa_group uniform".split())
 
 
 class FakeWorkers:
@@ -31,9 +30,9 @@ def test_transfers_are_sent_without_contents_and_chunks():
     """A content is an object of rank 0's prefix cache."""
     moved, workers = [], FakeWorkers()
     runner = ParallelRunner(SimpleNamespace(**STATE, move=moved.append), workers)
-    plan = Plan(("chunk",), moves_out=(BlockTransfer(1, 2, "entry"),), copies=(Copy(3, 4),))
+    plan = Plan(("chunk",), Transfers((Transfer(1, 2, "entry", ((1, 2),)),), copies=(Transfer(3, 4),)))
     runner.move(plan)
-    assert workers.sent == [Plan((), moves_out=(BlockTransfer(1, 2, None),), copies=(Copy(3, 4),))]
+    assert workers.sent == [Plan((), Transfers((Transfer(1, 2, None, ((1, 2),)),), copies=(Transfer(3, 4),)))]
     assert moved == [plan]
 
 

@@ -99,7 +99,7 @@ def test_ranks_hold_the_layers_of_their_stage_only(alone, staged):
     assert [share.layers for share in staged.shares] == [
         layers for layers in {2: [2, 2], 3: [1, 1, 2]}[stages] for _ in range(tensor)
     ]
-    assert staged.scheduler.blocks.num_blocks == alone.scheduler.blocks.num_blocks
+    assert staged.scheduler.blocks.num_pages == alone.scheduler.blocks.num_pages
     head_dim = COMMON["hidden_size"] // COMMON["num_attention_heads"]
     angles = 4 * COMMON["max_position_embeddings"] * 2 * head_dim  # a table of fused layers
     embeddings = 4 * COMMON["vocab_size"] * COMMON["hidden_size"]  # tied: the first and the last stage have them

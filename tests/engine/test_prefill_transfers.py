@@ -8,7 +8,7 @@ from transformers import Gemma3TextConfig
 
 from paged_backend.api.errors import RequestError
 from paged_backend.engine.outputs import UnknownRequests
-from paged_backend.memory.redis_store import RedisStore
+from paged_backend.kv.stores.remote import RedisStore
 from tests.support.in_process import EngineHarness, generate_with_transformers, running, save_tiny, tiny_assembly
 from tests.support.redis_server import needs_redis, running_redis
 from tests.support.waiting import until
@@ -84,7 +84,7 @@ def test_blocks_are_stored_while_other_requests_run(assembly, server):
 
 def test_host_pool_that_is_smaller_than_the_prompt(assembly):
     made = assembly(swap_space=0.00002)
-    assert made.scheduler.blocks.host.num_blocks < 12
+    assert made.scheduler.blocks.host.num_pages < 12
     with running(made) as engine:
         assert prefill(engine, PROMPT, PROMPT[::-1]) == [48, 48]
 

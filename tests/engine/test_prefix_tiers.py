@@ -12,13 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from paged_backend.api.errors import ConfigError
-from paged_backend.memory import block_file
-from paged_backend.memory.block_file import TOKENS
-from paged_backend.memory.cache_tier import ReadCost
-from paged_backend.memory.disk import DiskTier
-from paged_backend.memory.tier_chain import READ_BLOCKS
+from paged_backend.kv.stores import block_file
+from paged_backend.kv.stores.block_file import TOKENS
+from paged_backend.kv.stores.chain import READ_BLOCKS
+from paged_backend.kv.stores.disk import DiskTier
+from paged_backend.kv.stores.store import ReadCost
 from tests.support.in_process import WAIT, EngineHarness, generate_with_transformers, running, tiny_assembly
-from tests.support.pool_machine import truncated_keys
+from tests.support.shadow import truncated_keys
 
 PROMPT = list(range(40, 89))
 MAX_TOKENS = 4
@@ -202,7 +202,7 @@ def test_full_disk_disables_the_tier(assembly, tmp_path, monkeypatch, alone, cap
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("paged_backend.memory.disk.os.replace", full)
+    monkeypatch.setattr("paged_backend.kv.stores.disk.os.replace", full)
     made = assembly()
     assert ask(made)[0] == alone
     assert not made.tiers.up

@@ -11,8 +11,8 @@ from paged_backend.api.errors import ConfigError, ErrorCode
 from paged_backend.api.sizes import GIB
 from paged_backend.engine import model_preparation
 from paged_backend.engine.recurrent_models import log_restrictions
-from paged_backend.memory import kv_cache
-from paged_backend.memory.state_cache import bytes_per_slot
+from paged_backend.kv import cache as kv_cache
+from paged_backend.kv.state_cache import bytes_per_slot
 from tests.support.families import DEFAULT_HYBRIDS, HYBRID_FAMILIES
 from tests.support.in_process import WAIT, generate_with_transformers, running, save_tiny, tiny_assembly
 from tests.support.packed_steps import random_prompts
@@ -160,7 +160,7 @@ def test_states_are_part_of_the_memory_budget(lfm2, monkeypatch):
     assembly = assembly_of(lfm2, max_num_seqs=8, num_gpu_blocks_override=None)
     assert assembly.runner.states.num_slots == 8 + 8  # sequences and checkpoints
     block = assembly.runner.kv.tensors[0][0].nbytes * 2
-    assert assembly.scheduler.blocks.num_blocks == 100_000 // block
+    assert assembly.scheduler.blocks.num_pages == 100_000 // block
 
 
 def test_states_are_part_of_the_pool_that_was_asked_for(lfm2):
@@ -169,7 +169,7 @@ def test_states_are_part_of_the_pool_that_was_asked_for(lfm2):
     with_states = tiny_assembly(lfm2, **options, kv_cache_memory_bytes=size)
     slot = bytes_per_slot(with_states.loaded.spec.states)
     block = kv_cache.bytes_per_block(with_states.loaded.layers, with_states.scheduler.blocks.block_size, torch.float32)
-    assert with_states.scheduler.blocks.num_blocks == (size - 8 * slot) // block
+    assert with_states.scheduler.blocks.num_pages == (size - 8 * slot) // block
     with pytest.raises(ConfigError, match=f"must fit into kv_cache_memory_bytes={7 * slot}; lower"):
         tiny_assembly(lfm2, **options, kv_cache_memory_bytes=7 * slot)
     with pytest.raises(ConfigError, match=rf"takes \d+ bytes, and the recurrent states take {8 * slot}; give the pool"):

@@ -10,7 +10,7 @@ from paged_backend.engine import model_memory
 from paged_backend.engine.outputs import PoolMap
 from paged_backend.engine.sleep_mode import ASLEEP, GOING_TO_SLEEP, NOTHING, SleepMode
 from paged_backend.execution.runner import Runner
-from paged_backend.scheduling.block_pool import FREE
+from paged_backend.kv.pages import FREE
 from tests.support.in_process import WAIT, generate_with_transformers, running, tiny_assembly
 from tests.support.service_calls import Gate
 from tests.support.waiting import until

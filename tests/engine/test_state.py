@@ -2,16 +2,17 @@
 
 from types import SimpleNamespace
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.outputs import PoolMap
 from paged_backend.engine.state import EngineState
-from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.kv.blocks import BlockManager
 from paged_backend.scheduling.scheduler import Scheduler
 
 
 def state_of(outputs, **parts):
-    scheduler = Scheduler(BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=16)
+    scheduler = Scheduler(BlockManager(8, BlockLayout(4)), max_num_seqs=2, max_num_batched_tokens=16)
     return EngineState(scheduler, outputs.append, **parts)
 
 

@@ -18,8 +18,8 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine import warm_up
 from paged_backend.execution import graph_shapes
 from paged_backend.execution.batch import pack
+from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
-from paged_backend.scheduling.sequence import Group
 from paged_kernels import launch_table
 from paged_kernels.launch import Device
 from paged_kernels.launch_table import Tile, TuningKey
@@ -153,7 +153,7 @@ def test_warm_up_compiles_every_attention_variant(sizes, table, monkeypatch):
             tokens = (0,) * (start + length)
             sequence = Group(GenerateRequest(0, tokens, SamplingParams(), 0, frozenset())).leader
             shared = 200 if row < sharing_rows else rnd.randrange(2) * 200  # blocks
-            sequence.blocks = [0] * shared + list(range(own, own + 1100))
+            sequence.tables = [[0] * shared + list(range(own, own + 1100))]
             own += 1100
             chunks.append(Chunk(sequence, start, length, (sequence,)))
         for variant in compiled(Plan(tuple(chunks)), heads, kv_heads, rnd.choice((None, group))):
@@ -170,7 +170,7 @@ def test_warm_up_compiles_every_tile_of_shared_prefixes(heads, kv_heads):
 
     warmed = warmed_variants(config, heads, kv_heads)
     sequence = Group(GenerateRequest(0, (0,) * 3000, SamplingParams(), 0, frozenset())).leader
-    sequence.blocks = list(range(200))
+    sequence.tables = [list(range(200))]
     found = set()
     for count in (*range(2, 70), 127, 128, 129, 255, 256, 257, 500, 512):
         found |= variants(Plan((Chunk(sequence, 2999, 1, (sequence,)),) * count))

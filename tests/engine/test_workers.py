@@ -83,7 +83,7 @@ def test_embeddings_match_a_single_process(alone, shared):
 
 def test_rank_holds_its_share_of_weights_and_kv_cache(alone, shared):
     assert [assembly.runner.kv.layers[0].keys.shape[1] for assembly in (alone, shared)] == [2, 1]
-    assert alone.scheduler.blocks.num_blocks == shared.scheduler.blocks.num_blocks
+    assert alone.scheduler.blocks.num_pages == shared.scheduler.blocks.num_pages
     whole, part = (
         sum(p.untyped_storage().nbytes() for p in assembly.loaded.model.parameters()) for assembly in (alone, shared)
     )

@@ -6,15 +6,15 @@ import torch
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import UniformBatch, pack, resolve_placeholders
+from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
-from paged_backend.scheduling.sequence import Group
 from paged_kernels import cascade
 from tests.support.scheduler_stress import request, scheduler
 
 
 def sequence_of(key, prompt, blocks, **sampling):
     sequence = Group(GenerateRequest(key, tuple(prompt), SamplingParams(**sampling), 0, frozenset())).leader
-    sequence.blocks = blocks
+    sequence.tables = [blocks]
     return sequence
 
 
@@ -65,7 +65,7 @@ def test_draft_of_one_sequence_keeps_shared_prefix_of_the_others(prompt, monkeyp
     for key, drafts in enumerate([(1, 2, 3), (), (), ()]):
         sampling = SamplingParams(max_tokens=9)
         sequence = Group(GenerateRequest(key, (5,) * prompt, sampling, 0, frozenset())).leader
-        sequence.blocks = [*range(18), 20 + key]
+        sequence.tables = [[*range(18), 20 + key]]
         sequence.tokens.extend(drafts)
         chunks.append(Chunk(sequence, prompt - 1, 1 + len(drafts), (sequence,), draft_tokens=drafts))
     packed = pack(Plan(tuple(chunks)), block_size=16, gqa_group=4, uniform=UniformBatch(queries=4, seqs=8))

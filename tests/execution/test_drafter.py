@@ -2,14 +2,15 @@
 
 import torch
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import pack
 from paged_backend.execution.drafter import propose
-from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.kv.blocks import BlockManager
+from paged_backend.scheduling.plan import StepResult
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import propose_placeholders
-from paged_backend.scheduling.step_result import StepResult
 
 VOCAB = 50
 
@@ -17,7 +18,7 @@ VOCAB = 50
 def drafted_batch(max_tokens):
     """Return the first decode step of requests with so many tokens, whose last tokens are 10, 20 and so on."""
     scheduler = Scheduler(
-        BlockManager(32, 4), max_num_seqs=8, max_num_batched_tokens=64, proposer=propose_placeholders,
+        BlockManager(32, BlockLayout(4)), max_num_seqs=8, max_num_batched_tokens=64, proposer=propose_placeholders,
         max_draft_tokens=3,
     )  # fmt: skip
     for key, count in enumerate(max_tokens):

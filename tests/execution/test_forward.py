@@ -7,7 +7,7 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
-from paged_backend.scheduling.step_result import StepResult
+from paged_backend.scheduling.plan import StepResult
 from tests.support.in_process import tiny_assembly
 
 PROMPTS = [list(range(5, 15)), [7, 8, 9]]

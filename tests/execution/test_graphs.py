@@ -271,7 +271,7 @@ def checked(capture, monkeypatch):
         own.clear()
         for chunk in plan.chunks:
             for position in range(chunk.start, chunk.start + chunk.length):
-                own.add(chunk.sequence.blocks[position // block_size] * block_size + position % block_size)
+                own.add(chunk.sequence.tables[0][position // block_size] * block_size + position % block_size)
         return pack(plan, block_size=block_size, **options)
 
     def addresses(paging):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution import graph_shapes
@@ -11,15 +12,15 @@ from paged_backend.execution.batch import pack
 from paged_backend.execution.drafter import Drafter
 from paged_backend.execution.runner import Runner
 from paged_backend.execution.upload import map_tensors
-from paged_backend.memory.kv_cache import KVCache, LayerShape
+from paged_backend.kv.blocks import BlockManager
+from paged_backend.kv.cache import KVCache, LayerShape
 from paged_backend.models import rope
 from paged_backend.models.attention import ATTENTION, AttentionSpec
 from paged_backend.models.fusion import FusedModel, fuse
 from paged_backend.scheduling.beam_search import Candidate
-from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.plan import StepResult
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import propose_placeholders
-from paged_backend.scheduling.step_result import StepResult
 from paged_kernels import ops
 from paged_kernels.cpu import pytorch
 
@@ -78,7 +79,7 @@ def test_launch_does_not_synchronize(model, sampling):
     kv = KVCache.allocate([LayerShape(2, 8)] * 2, num_blocks=32, block_size=4, dtype=torch.float32, device=META)
     runner = Runner(model, kv, max_sampled=8)
     runner._upload = lambda tree, head=None: map_tensors(tree, lambda tensor: tensor.to(META))
-    scheduler = Scheduler(BlockManager(32, 4, caching=True), max_num_seqs=8, max_num_batched_tokens=8)
+    scheduler = Scheduler(BlockManager(32, BlockLayout(4), caching=True), max_num_seqs=8, max_num_batched_tokens=8)
     stop_ids = frozenset({5}) if "min_tokens" in sampling else frozenset()
     for key in range(2):
         params = SamplingParams(max_tokens=6, **sampling)
@@ -111,7 +112,7 @@ def test_drafting_and_verification_do_not_synchronize(model, captured):
         shapes = graph_shapes.graph_shapes(8, 64, queries=4)
         runner.capture_graphs(capture, shapes, block_size=4, max_blocks=16, max_context_len=64)
     scheduler = Scheduler(
-        BlockManager(32, 4, caching=True),
+        BlockManager(32, BlockLayout(4), caching=True),
         max_num_seqs=8,
         max_num_batched_tokens=64,
         proposer=propose_placeholders,

@@ -8,7 +8,7 @@ import torch
 
 from paged_backend.api.errors import RequestError
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.scheduling.plan_builder import PlanBuilder
+from paged_backend.scheduling.plan import PlanBuilder
 from tests.support.callers import serving
 from tests.support.in_process import WAIT, byte_tokenizer, running, tiny_assembly
 from tests.support.recorded_graphs import CpuCapture

@@ -1,6 +1,7 @@
 """Two engines that share a Redis server: one reuses the blocks of the other, and no failure changes a token."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -45,7 +46,7 @@ def ask(assembly, prompt=PROMPT, **sampling):
     with running(assembly) as engine:
         tokens = engine.generate([prompt], max_tokens=MAX_TOKENS, **sampling)[0]
         stats = engine.history[-1].stats
-    return tokens, assembly.tiers.add_stats(stats)
+    return tokens, replace(stats, **assembly.tiers.named_stats())
 
 
 @pytest.mark.usefixtures("async_scheduling")
@@ -127,7 +128,7 @@ def test_failing_store_changes_no_token(assembly, server, alone, failure):
         other = random.Random(0).choices(range(256), k=50)
         assert engine.generate([PROMPT], max_tokens=MAX_TOKENS) == [alone]
         engine.generate([other], max_tokens=MAX_TOKENS)
-        until(lambda: made.tiers.add_stats(engine.history[-1].stats).remote_disabled)
+        until(lambda: made.tiers.named_stats()["remote_disabled"])
         assert engine.generate([PROMPT], max_tokens=MAX_TOKENS) == [alone]
         if failure == "killed":
             server.start()
@@ -160,7 +161,7 @@ def test_windowed_blocks_are_shared(tmp_path, server):
     options = {"swap_space": 0.01, "remote_cache_url": server.url, "remote_cache_timeout_ms": 60_000}
     for read in (False, True):
         made = tiny_assembly(tmp_path / "model", **options)
-        assert made.scheduler.blocks.layout.window_pages
+        assert any(kind.window for kind in made.scheduler.blocks.layout.kinds)
         tokens, stats = ask(made)
         assert tokens == expected
         assert bool(stats.remote_read) == read

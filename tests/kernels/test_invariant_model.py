@@ -9,12 +9,12 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
 from paged_backend.execution.upload import DeviceUpload
-from paged_backend.memory.kv_cache import KVCache, LayerShape
+from paged_backend.kv.cache import KVCache, LayerShape
 from paged_backend.models import fusion
 from paged_backend.models.attention import ATTENTION, AttentionSpec
 from paged_backend.models.gpu_invariance import install_invariant
+from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
-from paged_backend.scheduling.sequence import Group
 from paged_kernels import invariant_attention, ops
 from tests.support.families import COMMON
 from tests.support.fixed_order_dot import create_dot
@@ -56,7 +56,7 @@ class Steps:
             for key, ids in enumerate((PROMPT, OTHER))
         ]
         for sequence, first in zip(self.sequences, (29, 14), strict=True):
-            sequence.blocks = list(range(first, first - 14, -1))
+            sequence.tables = [list(range(first, first - 14, -1))]
         self._upload = DeviceUpload(model.device)
 
     def run(self, *lengths):

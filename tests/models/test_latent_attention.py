@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paged_backend.memory.kv_cache import LayerShape, bytes_per_block
+from paged_backend.kv.cache import LayerShape, bytes_per_block
 from paged_backend.models import latent_attention
 from paged_backend.models.latent_attention import LatentAttention
 from tests.support.adapters import LORA, make_adapter, write_adapter_list

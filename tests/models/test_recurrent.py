@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
+from paged_backend.kv.state_cache import TensorShape
 from paged_backend.loading.verification import verify_model
-from paged_backend.memory.state_cache import TensorShape
 from paged_backend.models import recurrent
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.linear import plain_linears

@@ -56,12 +56,14 @@ def test_stress_kills_quick_mutants(first, figures):
 
 
 def unit_tests_of(file):
-    """The test files, and options for pytest, that find a rare mutant of a file."""
+    """The test files that find a rare mutant of a file."""
     if file == DISK:
-        return ("memory/test_block_file", "engine/test_prefix_tiers")
-    names = sorted(file.stem for file in (ROOT / "tests/scheduling").glob("test_*.py"))
+        return ("kv/stores/test_block_file", "engine/test_prefix_tiers")
     slow = {"test_speculation"} if file == BEAM_SEARCH else {"test_speculation", "test_beam_search"}
-    return (*(f"scheduling/{name}" for name in names if name not in slow), "server/prompts/test_sessions")
+    names = sorted(file.stem for file in (ROOT / "tests/scheduling").glob("test_*.py"))
+    of_blocks = (f"kv/test_{name}" for name in ("blocks", "content", "host", "pages", "pins", "scores", "states"))
+    return ("api/test_block_layout", *of_blocks, *(f"scheduling/{name}" for name in names if name not in slow),
+            "server/prompts/test_sessions")  # fmt: skip
 
 
 def run_unit_tests(modules, directory, mutant=None):
@@ -71,8 +73,6 @@ def run_unit_tests(modules, directory, mutant=None):
     if mutant:
         (directory / "paged_backend" / MUTANTS[mutant][0]).write_text(mutated_source(mutant))
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:costs"]  # costs: would fail without a failed test
-    for random_test in ("test_hypothesis_rules", "test_seeded_rules"):
-        options += ["--deselect", f"tests/scheduling/test_block_manager.py::{random_test}"]
     options += [f"tests/{module}.py" for module in modules]
     command = [sys.executable, "-c", f"{NO_SHRINKING}; import pytest; raise SystemExit(pytest.main({options}))"]
     paths = f"{directory}:{directory}/kernels:{directory}/client"

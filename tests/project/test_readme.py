@@ -14,7 +14,7 @@ import pytest
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
 from paged_backend.distributed import links
-from paged_backend.memory import block_file
+from paged_backend.kv.stores import block_file
 from paged_backend.server import service
 from paged_backend.server.metrics.families import FAMILIES
 from paged_backend.server.streams import responder

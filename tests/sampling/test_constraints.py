@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest, bitmask
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.kv.sequence import Sequence
 from paged_backend.sampling.sampler import prepare, process_logits, resolve_tokens
-from paged_backend.scheduling.sequence import Sequence
 from paged_backend.server.service import Service
 from tests.support.in_process import TINY, WAIT, running, tiny_assembly
 from tests.support.logprobs import Caller, check

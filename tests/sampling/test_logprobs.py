@@ -9,10 +9,10 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.kv.scores import BlockScores
+from paged_backend.kv.sequence import Sequence
 from paged_backend.sampling.logprobs import LogprobRows, LogprobsTensors
 from paged_backend.sampling.sampler import compute_logprobs, prepare
-from paged_backend.scheduling.block_scores import BlockScores
-from paged_backend.scheduling.sequence import Sequence
 from paged_backend.server.service import Service
 from tests.support.in_process import TINY, WAIT, running, tiny_assembly
 from tests.support.logprobs import Caller, check

@@ -12,9 +12,9 @@ from paged_backend.api.errors import ErrorCode
 from paged_backend.api.guide import GuideError
 from paged_backend.api.request import FinishReason, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.kv.sequence import Sequence
 from paged_backend.sampling.masks import Mask, apply_mask, build_mask
 from paged_backend.scheduling.mask_budget import SECONDS
-from paged_backend.scheduling.sequence import Sequence
 from tests.support.in_process import WAIT, running, tiny_assembly
 
 sync_and_async = pytest.mark.usefixtures("async_scheduling")

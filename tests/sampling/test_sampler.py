@@ -12,8 +12,8 @@ from transformers import (
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.kv.sequence import Sequence
 from paged_backend.sampling.sampler import prepare, process_logits, sample
-from paged_backend.scheduling.sequence import Sequence
 
 VOCAB = 50
 

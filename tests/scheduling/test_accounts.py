@@ -7,11 +7,12 @@ from itertools import count
 
 import pytest
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.request import Adapter, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.kv.blocks import BlockManager
+from paged_backend.scheduling.plan import StepResult
 from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.step_result import StepResult
 
 
 class Served:
@@ -19,7 +20,7 @@ class Served:
 
     def __init__(self, *, num_blocks=4096, max_num_seqs=1, max_num_batched_tokens=64, fair_tenants=True, **options):
         self.sched = Scheduler(
-            BlockManager(num_blocks, 4),
+            BlockManager(num_blocks, BlockLayout(4)),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             fair_tenants=fair_tenants,
@@ -192,7 +193,7 @@ def test_admitted_request_is_not_preempted_by_later_admitted_ones():
         served.ask("many", prompt=8, max_tokens=12)
     served.step()
     one = served.ask("one", prompt=8, max_tokens=40)
-    group = served.sched._requests.waiting.get(one)
+    (group,) = (group for group in served.sched.waiting if group.key == one)
     while one not in served.ended:
         plan = served.step()
         assert not (plan.admitted and served.sched.stats.paused)

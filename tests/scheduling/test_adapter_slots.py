@@ -4,12 +4,13 @@ import random
 
 import pytest
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.request import Adapter, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.kv.blocks import BlockManager
 from paged_backend.scheduling.adapter_slots import AdapterLoad, AdapterSlots
-from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.scheduling.plan import StepResult
 from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.step_result import StepResult
 
 
 def adapter(name):
@@ -67,7 +68,7 @@ def test_least_recently_used_adapter_is_evicted():
 
 
 def scheduler(**options):
-    blocks = BlockManager(64, 4, caching=True)
+    blocks = BlockManager(64, BlockLayout(4), caching=True)
     return Scheduler(blocks, **{"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_loras": 1} | options)
 
 

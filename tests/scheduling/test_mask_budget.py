@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.request import Progress
-from paged_backend.scheduling.block_manager import BlockManager
+from paged_backend.kv.blocks import BlockManager
 from paged_backend.scheduling.mask_budget import MaskBudget
+from paged_backend.scheduling.plan import StepResult
 from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.step_result import StepResult
 from tests.support.costly_guides import Clock, CostlyGuide
 from tests.support.scheduler_steps import request
 
@@ -22,7 +23,7 @@ class Load:
     def __init__(self, **options):
         options = {"max_num_seqs": 32, "max_num_batched_tokens": 512} | options
         self.clock = Clock()
-        blocks = BlockManager(options.pop("num_blocks", 512), 4)
+        blocks = BlockManager(options.pop("num_blocks", 512), BlockLayout(4))
         self.sched = Scheduler(blocks, mask_budget=MaskBudget(LIMIT, self.clock), **options)
         self.counts = Counter()
         self.costs = []  # of the masks in each step

@@ -2,12 +2,9 @@
 
 import pytest
 
-from paged_backend.scheduling.block_manager import BlockManager
 from paged_backend.scheduling.plan import Costs
-from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.step_result import StepResult
 from tests.support import scheduler_stress as stress
-from tests.support.scheduler_steps import request, scheduler, step
+from tests.support.scheduler_steps import request, sampled, scheduler, step
 from tests.support.shadow import ShadowStore, expected_tokens, finish
 
 
@@ -21,9 +18,7 @@ def test_newest_request_is_preempted_when_pool_is_exhausted():
     while sched.has_work:
         plan = sched.schedule()
         sched.check()
-        deltas = sched.commit(
-            plan, StepResult.of_tokens(next(token) for chunk in plan.chunks for _ in chunk.sampled_sequences)
-        )
+        deltas = sched.commit(plan, sampled(plan, next(token)))
         sched.check()
         for delta in deltas:
             outputs[delta.key] += delta.token_ids
@@ -48,7 +43,7 @@ def test_lowest_priority_is_preempted_when_pool_is_exhausted():
 
 def test_usage_counts_preempted_seconds():
     now = [0.0]
-    sched = Scheduler(BlockManager(5, 4), max_num_seqs=2, max_num_batched_tokens=16, clock=lambda: now[0])
+    sched = scheduler(5, max_num_seqs=2, clock=lambda: now[0])
     for key in range(2):
         sched.add(request(key, prompt=7, max_tokens=9, returns_usage=True))
     usages = {}

@@ -1,57 +1,12 @@
-"""The prefix cache: which blocks a prompt hits, and that no other content is hit."""
+"""The prefix cache as requests see it: which blocks a prompt hits, and that no other content is hit."""
 
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from paged_backend.api.request import Origin
-from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.content import Chain
-from paged_backend.scheduling.prefix_cache import CacheHit
-from tests.support.pool_machine import truncated_keys
+from paged_backend.scheduling.group import Group
 from tests.support.scheduler_stress import request, scheduler
-from tests.support.shadow import ShadowStore, expected_tokens, finish
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4]))
-def test_match_finds_longest_cached_prefix(seed, size):
-    """Compared with all cached prefixes, one by one."""
-    rnd = random.Random(seed)
-    blocks = BlockManager(16, size, caching=True)
-    held = []
-    for _ in range(30):
-        tokens, salt = [rnd.randrange(2) for _ in range(rnd.randint(1, 12))], rnd.choice("ab")
-        chain = Chain(Origin(salt))
-        hit = blocks.match(chain, tokens)
-        assert len(hit.blocks) * size + hit.partial_tokens == longest(blocks, salt, tokens)
-        table, _, _ = blocks.adopt(CacheHit(hit.blocks))
-        if blocks.grow(table, len(tokens)):
-            for index in range(len(tokens) // size):
-                blocks.cache_block(table[index], chain, tokens, index)
-        held.append(table)
-        blocks.check(held)
-        while held and rnd.random() < 0.5:
-            blocks.free(held.pop(rnd.randrange(len(held))))
-            blocks.check(held)
-
-
-def longest(blocks, salt, tokens):
-    """Return the length of the longest cached prefix, by brute force over all cached blocks."""
-    most, size = len(tokens) - 1, blocks.block_size
-    prefixes = [blocks.pool.index.entry(block).prefix for block in blocks.pool.index.blocks]
-    known = [content for origin, content in prefixes if origin == Origin(salt)]
-    found = 0
-    while found + size <= most and tokens[: found + size] in known:
-        found += size
-    rest = tokens[found:most]
-    partial = [content[found:] for content in known if content[:-size] == tokens[:found]]
-    return found + max(
-        (next((i for i, (a, b) in enumerate(zip(one, rest, strict=False)) if a != b), min(len(one), len(rest))))
-        for one in [*partial, ()]
-    )
+from tests.support.shadow import ShadowStore, expected_tokens, finish, truncated_keys
 
 
 def test_request_hits_blocks_of_finished_request():
@@ -64,7 +19,7 @@ def test_request_hits_blocks_of_finished_request():
     plan = sched.schedule()
     # Hits four full blocks, and one token of the fifth, which holds tokens 16 to 19. The last token is computed.
     assert [(chunk.start, chunk.length) for chunk in plan.chunks] == [(17, 1)]
-    assert len(plan.copies) == 1
+    assert len(plan.transfers.copies) == 1
     assert sched.stats.cached_tokens == 17
 
 
@@ -123,4 +78,19 @@ def test_prefix_caching_disabled_caches_nothing():
     finish(sched, store, request(0, range(20)), request(1, range(20)))
     finish(sched, store, request(2, range(20)))
     assert sched.stats.cached_tokens == 0
-    assert sched.blocks.pool.num_free == sched.blocks.num_blocks
+    assert sched.blocks.pool.num_free == sched.blocks.num_pages
+
+
+def test_eviction_is_lru_and_tail_first():
+    sched = scheduler(num_blocks=8)
+    store = ShadowStore(sched, 5)
+    finish(sched, store, request(0, range(100, 112), max_tokens=1))
+    finish(sched, store, request(1, range(200, 212), max_tokens=1))
+    assert sched.blocks.pool.num_cached == 6
+    finish(sched, store, request(2, range(300, 312), max_tokens=1))  # has room for two blocks without an eviction
+    assert sched.stats.evictions == 1
+
+    def known(tokens):
+        return sched.blocks.match(Group(request(9, [*tokens, 0])).leader, 13).num_blocks
+
+    assert [known(range(start, start + 12)) for start in (100, 200, 300)] == [2, 3, 3]

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.scheduling.sequence import Sequence
+from paged_backend.kv.sequence import Sequence
 from paged_backend.scheduling.speculation import PromptLookup, propose_placeholders
 from tests.support.in_process import running, save_tiny, tiny_assembly
 

@@ -49,13 +49,21 @@ LAYERS = (
         "tokenization, detokenization, chat templates, stop strings",
         ("paged_backend.api", "paged_backend.files"),
     ),
-    Layer("paged_backend.scheduling", "scheduler, block manager, prefix cache; no tensors", ("paged_backend.api",)),
+    Layer(
+        "paged_backend.kv",
+        "KV cache: pages, block tables, prefix cache, transfers, stores",
+        ("paged_kernels", "paged_backend.utils", "paged_backend.api", "paged_backend.files"),
+    ),
+    Layer(
+        "paged_backend.scheduling",
+        "the scheduler: which tokens each step computes; no tensors",
+        ("paged_backend.api", "paged_backend.kv"),
+    ),
     Layer(
         "paged_backend.distributed",
         "ranks on several machines: process groups, step inputs",
         ("paged_backend.utils", "paged_backend.api"),
     ),
-    Layer("paged_backend.memory", "KV cache tensors, swapping, disk and remote cache"),
     Layer("paged_backend.sampling", "logits processing, sampling, log probabilities"),
     Layer("paged_backend.guided", "structured outputs: grammars and their token masks"),
     Layer("paged_backend.models", "attention, fused and quantized layers, LoRA, shards and stages"),

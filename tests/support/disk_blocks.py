@@ -6,15 +6,25 @@ import torch
 from torch import Tensor
 
 from paged_backend.api.request import Origin
-from paged_backend.scheduling.content import Entry, PrefixParent
+from paged_backend.kv.content import BlockKey, Entry, PrefixParent
 
 ORIGIN = Origin("")
 LAYOUT = [torch.zeros(2, 3), torch.zeros(1, dtype=torch.bfloat16)]
+LAYOUTS = [LAYOUT, LAYOUT[:1]]  # of two kinds of layers
 
 
-def entry(*tokens: int, before: PrefixParent = ORIGIN) -> Entry:
-    """Return the index entry of a block with these tokens."""
-    return Entry(before, tokens)
+def key_of(*tokens: int, before: BlockKey | PrefixParent = ORIGIN, kind: int = 0) -> BlockKey:
+    """Return the key of a block with these tokens."""
+    return BlockKey(Entry(before.entry if isinstance(before, BlockKey) else before, tokens), kind)
+
+
+def prefix(count: int, parent: PrefixParent = ORIGIN) -> list[BlockKey]:
+    """Return the keys of a prefix of `count` blocks."""
+    keys: list[BlockKey] = []
+    for index in range(count):
+        parent = Entry(parent, (index, index))
+        keys.append(BlockKey(parent))
+    return keys
 
 
 def content(value: float) -> list[Tensor]:

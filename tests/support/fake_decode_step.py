@@ -25,8 +25,8 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine import runner_builder
 from paged_backend.execution import graphs
 from paged_backend.execution.batch import PackedBatch, pack
+from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
-from paged_backend.scheduling.sequence import Group
 from paged_kernels.ops import step_inputs
 from tests.support.fake_gpu import load, on_fake_gpu, zero_products
 
@@ -77,7 +77,7 @@ class PinnedBuffer:
 
 def decode_chunk(context_len: int, block_size: int, params: SamplingParams) -> Chunk:
     sequence = Group(GenerateRequest(0, (0,) * context_len, params, 0, frozenset())).leader
-    sequence.blocks = [0] * -(-context_len // block_size)
+    sequence.tables = [[0] * -(-context_len // block_size)]
     return Chunk(sequence, context_len - 1, 1, sampled_sequences=(sequence,))
 
 

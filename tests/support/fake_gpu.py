@@ -33,9 +33,9 @@ from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.execution import runner
 from paged_backend.execution.batch import PackedBatch
 from paged_backend.execution.runner import PendingStep
+from paged_backend.kv.cache import LayerShape
 from paged_backend.loading import model_loader
 from paged_backend.loading.verification import verify_model
-from paged_backend.memory.kv_cache import LayerShape
 from paged_backend.models import few_rows, linear
 from paged_backend.models.fusion import FusedModel
 from paged_backend.models.gpu_invariance import install_invariant

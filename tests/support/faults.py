@@ -214,7 +214,7 @@ def _lost_device(operation: str, occurrence: int, service: Service, assembly: As
     runner.launch = lambda packed: replace(launch(packed), arrived=Arrival())  # type: ignore
     guard(runner, "_forward", "launch")
     for name, kind in (("launch", "copy"), ("finish", "synchronize"), ("block", "synchronize"), ("record", "launch")):
-        guard(runner.transfers._queues, name, kind)
+        guard(runner.copier._queues, name, kind)
     if runner._graphs:
         guard(runner._graphs, "replay", "replay")
 

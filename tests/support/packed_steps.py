@@ -11,12 +11,13 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
+from paged_backend.kv.cache import KVCache
+from paged_backend.kv.sequence import Sequence
+from paged_backend.kv.state_cache import StateCache
 from paged_backend.loading.verification import verify_model
-from paged_backend.memory.kv_cache import KVCache
-from paged_backend.memory.state_cache import StateCache
 from paged_backend.models.recurrent import state_shapes
+from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
-from paged_backend.scheduling.sequence import Group, Sequence
 
 BLOCK_SIZE = 4
 MAX_BLOCKS = 16  # of one sequence
@@ -42,14 +43,14 @@ class PackedSteps:
         """Return a sequence with its own blocks and state slot, nothing of which is computed."""
         request = GenerateRequest(len(self._slots), tuple(tokens), SamplingParams(temperature=0.0), 0, frozenset())
         sequence = Group(request).leader
-        sequence.blocks = [self._blocks.pop() for _ in range(MAX_BLOCKS)]
+        sequence.tables = [[self._blocks.pop() for _ in range(MAX_BLOCKS)]]
         sequence.state_slot = self._slots.pop()
         return sequence
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Return a copy of a sequence, with copies of its blocks and of its state."""
         copy = self.sequence(sequence.tokens)
-        for source, destination in zip(sequence.blocks, copy.blocks, strict=True):
+        for source, destination in zip(sequence.tables[0], copy.tables[0], strict=True):
             self.kv.write_block([destination], self.kv.read_block([source]))
         assert sequence.state_slot is not None and copy.state_slot is not None
         self.states.copy_slots([(sequence.state_slot, copy.state_slot)])

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import copyreg
+import io
+import pickle
 import random
 from collections import Counter
 from dataclasses import replace
 
-from paged_backend.api.block_layout import BlockLayout
+from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import Adapter, Fingerprint, GenerateRequest, TokenDelta, max_blocks_needed
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.scheduling.block_manager import BlockManager
-from paged_backend.scheduling.block_pool import PINNED
+from paged_backend.kv.blocks import BlockManager
+from paged_backend.kv.content import Contents
+from paged_backend.kv.pages import NULL, PINNED
+from paged_backend.kv.states import StateSlots
 from paged_backend.scheduling.mask_budget import MaskBudget
-from paged_backend.scheduling.plan import Costs, Plan
+from paged_backend.scheduling.plan import Costs, Plan, StepResult
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup
-from paged_backend.scheduling.step_result import StepResult
-from paged_backend.scheduling.windowed_pool import make_pool
 from tests.support.costly_guides import Clock, CostlyGuide
-from tests.support.pool_state import snapshot
 from tests.support.shadow import (
     ShadowStore,
+    StridedKind,
     expected_beams,
     expected_fingerprints,
     expected_scores,
     expected_tokens,
+    is_seen,
 )
 
 CONDITIONS = {  # each run takes one value of each
@@ -43,19 +47,27 @@ CONDITIONS = {  # each run takes one value of each
     "draft_tokens": (0, 0, 1, 4),
     "loras": (0, 0, 1, 2),
     "fair": (False, False, False, True),
-    "window": (0,),
-    "pages": ((1, 0),),
+    "kinds": ((FULL,),),
     "stages": (1,),
     "scores": ("", "", "computed", "kept", "kept"),
     "guides": (False, False, False, True),
 }
 PIPELINED = CONDITIONS | {"overlap": (False,), "stages": (2, 3, 4)}
-WINDOWED = CONDITIONS | {  # the same with sliding windows; pages: base pages and window pages of a block
+WINDOWED = CONDITIONS | {  # the same with kinds of layers that do not keep all blocks
     "blocks": range(12, 60),
     "host": (0, 0, 5, 20, 80),
     "pinned": (0, 0, 12, 100),
-    "window": (1, 2, 3, 5, 9),
-    "pages": ((0, 1), (1, 1), (1, 1), (1, 3)),
+    "kinds": [
+        kinds
+        for window in (1, 2, 3, 5, 9)
+        for kinds in (
+            (LayerKind(1, window),),
+            (FULL, LayerKind(1, window)),
+            (FULL, LayerKind(3, window)),
+            (FULL, LayerKind(1, window), LayerKind(2, 4)),
+        )
+    ]
+    + [(StridedKind(stride=8),), (LayerKind(1, 3), FULL, StridedKind(2, stride=8))],
 }
 MASK_LIMIT, MASK_COSTS = 10, (0, 0.1, 4, 50)  # seconds
 ADAPTERS = [Adapter(name, name.encode(), 1, {}) for name in "xyz"]
@@ -75,28 +87,27 @@ def scheduler(
     caching=True,
     host=0,
     costs: Costs | None = None,
-    session_blocks=0,
+    session_pages=0,
     preemption="auto",
     draft_tokens=0,
     loras=0,
     fair=False,
-    window=0,
-    pages=(1, 0),
+    kinds=(FULL,),
     stages=1,
     keeps_scores=False,
     mask_budget: MaskBudget | None = None,
+    states: StateSlots | None = None,
 ) -> Scheduler:
-    layout = BlockLayout(block_size, *pages, window, max_pending=2 * max_num_batched_tokens)
-    behind = make_pool(host, layout, caching=caching) if host else None
+    layout = BlockLayout(block_size, kinds, max_pending=2 * max_num_batched_tokens)
     blocks = BlockManager(
-        num_blocks, block_size, layout=layout, caching=caching, keeps_scores=keeps_scores, host=behind
+        num_blocks, layout, caching=caching, keeps_scores=keeps_scores, num_host_pages=host, states=states
     )
     return Scheduler(
         blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         costs=costs,
-        session_blocks=session_blocks,
+        session_pages=session_pages,
         preemption=preemption,
         proposer=PromptLookup(shortest=1, longest=3),
         max_draft_tokens=draft_tokens,
@@ -129,16 +140,15 @@ class StressTest:
     requests have guides, with masks of any cost."""
 
     def __init__(self, seen, *, seed, blocks, size, seqs, extra, caching, vocab, host, disk, swap, pinned, overlap,
-                 draft_tokens, loras, fair, window, pages, stages, scores, guides):  # fmt: skip
+                 draft_tokens, loras, fair, kinds, stages, scores, guides):  # fmt: skip
         self.seen, self.rnd, self.vocab, self.size, self.num_blocks = seen, random.Random(seed), vocab, size, blocks
         self.disk, self.pinned, self.loras = disk and host, pinned, loras
         self.guides, self.masks = guides, Clock()
         self.mask_budget = MaskBudget(MASK_LIMIT, self.masks)
-        self.sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, session_blocks=pinned,
+        self.sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, session_pages=pinned,
                                preemption="swap" if swap else "recompute", draft_tokens=draft_tokens, loras=loras,
-                               fair=fair, window=window, pages=pages, stages=stages,
-                               keeps_scores=scores == "kept",
-                               mask_budget=self.mask_budget)  # fmt: skip
+                               fair=fair, kinds=kinds, stages=stages, keeps_scores=scores == "kept",
+                               mask_budget=self.mask_budget, states=self.state_slots())  # fmt: skip
         self.scores = scores
         self.rows_scored: Counter[int] = Counter()  # computed positions by key
         self.prompts_scored: set[int] = set()  # keys of open requests whose prompt was returned
@@ -151,6 +161,10 @@ class StressTest:
         self.gone: list[tuple[int, int]] = []
         self.left = 25
         self.flights: list[tuple[Plan, StepResult | None]] = []
+
+    def state_slots(self) -> StateSlots | None:
+        """Return slots for the states of recurrent layers, if the model has some."""
+        return None
 
     def run(self, steps=5000) -> None:
         for _ in range(steps):
@@ -315,26 +329,26 @@ class StressTest:
 
     def count_blocks(self) -> None:
         """Assert that between steps tables are as long as their tokens need, and the pool holds nothing else."""
-        sched, fits = self.sched, self.sched.blocks.blocks_for
+        sched, fits = self.sched, self.sched.blocks.layout.blocks_for
         held = [one for group in sched.running for one in group.sequences]
-        assert all(fits(one.computed) <= len(one.blocks) <= fits(len(one.tokens)) for one in held)
-        only_pinned = sched.blocks.pool.states(sched.pins.counts).count(PINNED)
-        if sched.blocks.layout.window_pages:
-            self.count_windows(held)
+        assert all(fits(one.computed) <= one.num_blocks <= fits(len(one.tokens)) for one in held)
+        only_pinned = sched.blocks.pool.map(sched.pins.counts).count(PINNED)
+        if sched.blocks.layout.kinds != (FULL,):
+            self.count_kinds(held)
             return
         assert (sched.blocks.num_used - only_pinned) * self.size - sched.empty_slots == tokens_held(sched)
 
-    def count_windows(self, held) -> None:
-        """Assert that no sequence keeps more window pages than its next query, or one after its last full block, can
-        see."""
-        layout = self.sched.blocks.layout
+    def count_kinds(self, held) -> None:
+        """Assert that a sequence holds the blocks that the query after its last full block can see, and no others."""
+        size = self.size
         for one in held:
-            visible, kept = (
-                max(0, position + 1 - layout.window) // self.size
-                for position in (one.computed, one.computed // self.size * self.size)
-            )
-            assert kept <= one.window_start <= visible, (one.computed, one.window_start)
-        self.seen["blocks outside of windows"] += any(one.window_start for one in held)
+            for kind, table in zip(self.sched.blocks.layout.kinds, one.tables, strict=True):
+                query = one.computed // size * size
+                seen = {at // size for at in range(query) if is_seen(kind, at, query, size)}
+                assert [block != NULL for block in table] == [
+                    at in seen or at >= query // size for at in range(len(table))
+                ]
+                self.seen["blocks that are not kept"] += NULL in table
 
     def fail_row(self, plan: Plan, result: StepResult) -> StepResult:
         """Return the result with an error in place of one sampled token, as for logits that are not finite."""
@@ -353,7 +367,7 @@ class StressTest:
             for failed in (plan, *(later for later, _ in self.flights)):
                 for delta in self.sched.fail(failed, "out of order"):
                     self.forget(delta.key)
-                self.seen["failed moves"] += bool(failed.moves_out or failed.moves_in)
+                self.seen["failed moves"] += bool(failed.transfers.moves_out or failed.transfers.moves_in)
                 self.did("failed step")
             self.flights.clear()
             return
@@ -426,17 +440,30 @@ class StressTest:
         assert blocks.num_used == 0
         empty(blocks)
         assert blocks.pool.num_free == self.num_blocks
-        blocks.offload.finish_moves_out(blocks.offload.take_moves_out())  # moves for a next step
+        blocks.ledger.finish(blocks.ledger.take())  # moves for a next step
         assert blocks.host is None or blocks.host.num_used == 0
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles without the weakly referenced entries."""
+
+    dispatch_table = copyreg.dispatch_table | {Contents: lambda _: (Contents, ())}
+
+
+def snapshot(blocks: BlockManager) -> bytes:
+    """Return the whole state of a block manager as bytes, to assert that a refused call changed nothing."""
+    file = io.BytesIO()
+    _Pickler(file).dump(blocks)
+    return file.getvalue()
 
 
 def empty(blocks: BlockManager) -> None:
     """Evict every cached block."""
-    layout, available = blocks.layout, blocks.num_available
-    count = available // (layout.base_pages or layout.window_pages)
-    table = blocks.pool.allocate(count, trimmed=count if layout.base_pages else 0)
+    sizes = [kind.pages for kind in blocks.layout.kinds]
+    kind = sizes.index(min(sizes))
+    table = blocks.pool.allocate(blocks.pool.num_available // sizes[kind], kind)
     assert table is not None
-    blocks.free(table, count if layout.base_pages else 0)
+    blocks.pool.free_table(table)
 
 
 def tokens_held(sched: Scheduler) -> int:
@@ -444,7 +471,7 @@ def tokens_held(sched: Scheduler) -> int:
     size = sched.blocks.block_size
     return len(
         {
-            (one.blocks[position // size], position % size)
+            (one.tables[0][position // size], position % size)
             for group in sched.running
             for one in group.sequences
             for position in range(one.computed)

@@ -6,18 +6,62 @@ one, a stale one or an unwritten one gets other tokens, or fails at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 
+from paged_backend.api.block_layout import LayerKind
 from paged_backend.api.request import Fingerprint, GenerateRequest, Logprobs, Origin, TokenLogprob
+from paged_backend.kv import content as contents
+from paged_backend.kv.content import BlockKey, Key
+from paged_backend.kv.ledger import page_pairs
+from paged_backend.kv.pages import NULL
+from paged_backend.kv.sequence import Sequence
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
-from paged_backend.scheduling.content import Chain, Key
-from paged_backend.scheduling.host_offload import copied_pages
-from paged_backend.scheduling.plan import Plan
+from paged_backend.scheduling.group import Group
+from paged_backend.scheduling.plan import Plan, StepResult, accept_draft_tokens
 from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.sequence import Sequence
-from paged_backend.scheduling.step_result import StepResult, accept_draft_tokens
+
+
+@dataclass(frozen=True)
+class StridedKind(LayerKind):
+    """Layers whose queries see their own block, and of the earlier ones those that begin at multiples of `stride`
+    tokens."""
+
+    stride: int = 64
+
+    @property
+    def keeps_all(self) -> bool:
+        return False
+
+    def needed(self, num_blocks: int, block_size: int) -> range:
+        return range(0, num_blocks, self.stride // block_size)
+
+    def max_blocks(self, num_blocks: int, pending: int, block_size: int) -> int:
+        kept = -(-num_blocks // (self.stride // block_size))
+        return min(num_blocks, kept + pending // block_size + 2)
+
+
+def is_seen(kind: LayerKind, position: int, query: int, block_size: int) -> bool:
+    """Return whether a query at a position reads the keys and values of another one, which is not after it."""
+    if isinstance(kind, StridedKind):
+        block = position // block_size
+        return block == query // block_size or block * block_size % kind.stride == 0
+    return not kind.window or position > query - kind.window
+
+
+@contextmanager
+def truncated_keys(bits: int) -> Iterator[None]:
+    """Make keys collide: only `bits` bits of a block's key, at most 8, differ, and all origins have the same key."""
+    root, chain = contents.root_key, contents.chain_key
+    contents.root_key = lambda origin: bytes(32)
+    contents.chain_key = lambda parent, tokens: bytes([chain(parent, tokens)[0] >> 8 - bits]).rjust(32, b"\0")
+    try:
+        yield
+    finally:
+        contents.root_key, contents.chain_key = root, chain
 
 
 def finish(sched, store, *requests):
@@ -122,13 +166,12 @@ class ShadowStore:
         self._blocks = scheduler.blocks
         self._vocab = vocab
         self._last: list[int] = []  # the rows that the step before sampled
-        self.slots: list[bytes | None] = [None] * (scheduler.blocks.num_blocks * scheduler.blocks.block_size)
+        self.slots: list[bytes | None] = [None] * (scheduler.blocks.num_pages * scheduler.blocks.block_size)
         host = scheduler.blocks.host
-        self.host: list[bytes | None] = [None] * (host.num_blocks * scheduler.blocks.block_size if host else 0)
+        self.host: list[bytes | None] = [None] * (host.num_pages * scheduler.blocks.block_size if host else 0)
         self.key_collisions = 0  # files with the requested key and other content
-        self.disk: dict[
-            Key, tuple[tuple[Origin, list[int]], list[bytes | None]]
-        ] = {}  # by key: origin and tokens, and the slots
+        # By key and kind of layer: origin and tokens, and the slots.
+        self.disk: dict[tuple[Key, int], tuple[tuple[Origin, list[int]], list[bytes | None]]] = {}
 
     def run(self, plan: Plan) -> StepResult:
         self._copy(plan)
@@ -177,35 +220,34 @@ class ShadowStore:
 
     def spill(self, most: int) -> int:
         """Spill cached blocks to the disk, by way of the host, as an idle engine does. Return how many."""
-        plan = Plan((), moves_out=self._blocks.offload.spill(lambda entry: entry.key not in self.disk, most))
-        self._copy(plan)
-        for move in plan.moves_out:
-            if move.entry and move.entry.key not in self.disk:  # two blocks of one plan may have the same key
-                content = [slot for page in move.target_pages for slot in self.host[self._span(page)]]
-                self.disk[move.entry.key] = move.entry.prefix, content
-        self._blocks.offload.finish_moves_out(plan.moves_out)
-        return len(plan.moves_out)
+        blocks = self._blocks
+        transfers = blocks.spill(lambda key: (key.entry.key, key.kind) not in self.disk, most)
+        self._copy(Plan(transfers=transfers))
+        for move in transfers.moves_out:
+            place = blocks.host.kind_of(move.target)
+            if move.entry and (move.entry.key, place) not in self.disk:  # two blocks may have the same key
+                content = [slot for page in blocks.host.pages_of(move.target) for slot in self.host[self._span(page)]]
+                self.disk[move.entry.key, place] = move.entry.prefix, content
+        blocks.ledger.finish(transfers)
+        return len(transfers.moves_out)
 
     def fetch(self, request: GenerateRequest) -> int:
         """Load the blocks of a request's prefix that only the disk has to the host, as the engine does before it adds
         the request. Return how many."""
         blocks = self._blocks
         assert blocks.host
-        tokens, chain, found = request.prompt_token_ids, Chain(request.origin), 0
-        for index in range((len(tokens) - 1) // blocks.block_size):
-            entry = blocks.cache.entry(chain, tokens, index)
-            if blocks.cache.find(entry) is None:
-                prefix, content = self.disk.get(entry.key, (None, []))
+        sequence, found = Group(request).leader, 0
+        for index in range((len(request.prompt_token_ids) - 1) // blocks.block_size):
+            entry = blocks.entry(sequence, index)
+            for kind in range(len(blocks.layout.kinds)):
+                key = BlockKey(entry, kind)
+                prefix, content = self.disk.get((entry.key, kind), (None, []))
                 if prefix != entry.prefix:
                     self.key_collisions += prefix is not None
-                    break
-                trimmed = len(content) < blocks.layout.pages * blocks.block_size
-                block = blocks.offload.add_host_block(entry, trimmed=trimmed)
-                if block is None:
-                    break
-                for index, page in enumerate(blocks.host.pages_of(block)):
-                    self.host[self._span(page)] = content[self._span(index)]
-                found += 1
+                elif blocks.pool.find(*key) is None and (block := blocks.add_to_host(key)) is not None:
+                    for at, page in enumerate(blocks.host.pages_of(block)):
+                        self.host[self._span(page)] = content[self._span(at)]
+                    found += 1
         return found
 
     def _token(self, sequence: Sequence, position: int) -> int:
@@ -217,11 +259,11 @@ class ShadowStore:
 
     def _copy(self, plan: Plan) -> None:
         for moves, source, target in (
-            (plan.moves_out, self.slots, self.host),
-            (plan.moves_in, self.host, self.slots),
-            (plan.copies, self.slots, self.slots),
+            (plan.transfers.moves_out, self.slots, self.host),
+            (plan.transfers.moves_in, self.host, self.slots),
+            (plan.transfers.copies, self.slots, self.slots),
         ):
-            pages = [pair for move in moves for pair in copied_pages(move)]
+            pages = page_pairs(moves)
             targets = [page for _, page in pages]
             assert len(set(targets)) == len(targets)
             assert source is not target or not set(targets) & {page for page, _ in pages}
@@ -232,23 +274,23 @@ class ShadowStore:
         size = self._blocks.block_size
         return slice(page * size, (page + 1) * size)
 
-    def _slots(self, sequence: Sequence, position: int) -> list[int]:
-        """Return the slots of a token, in the base pages and then in the window pages of its block."""
-        size = self._blocks.block_size
-        pages = self._blocks.pool.pages_of(sequence.blocks[position // size])
-        return [page * size + position % size for page in pages]
+    def _slots(self, sequence: Sequence, position: int, kinds: Iterable[int] | None = None) -> list[int]:
+        """Return the slots of a token in the pages of its blocks, of all kinds of layers by default."""
+        size, slots = self._blocks.block_size, []
+        for kind in range(len(sequence.tables)) if kinds is None else kinds:
+            block = sequence.tables[kind][position // size]
+            assert block != NULL, f"position {position}: its block of kind {kind} is gone"
+            assert self._blocks.pool.kind_of(block) == kind, f"position {position}: a block of another kind"
+            slots += [page * size + position % size for page in self._blocks.pool.pages_of(block)]
+        return slots
 
     def _read(self, sequence: Sequence, length: int, query: int) -> bytes:
-        """Return the digest of the first `length` tokens, and assert that the slots that queries from position `query`
-        on can see hold it."""
-        digest, layout = start(sequence.request), self._blocks.layout
+        """Return the digest of the first `length` tokens, and assert that the slots that the queries of a chunk from
+        position `query` on can see hold it."""
+        digest, kinds, size = start(sequence.request), self._blocks.layout.kinds, self._blocks.block_size
         for position in range(length):
             digest = extend(digest, self._token(sequence, position))
-            slots = self._slots(sequence, position)
-            if position <= query - layout.window or not layout.window_pages:
-                slots = slots[: layout.base_pages]
-            else:
-                assert len(slots) == layout.pages, f"position {position}: its window pages are gone"
-            for slot in slots:
+            seen = [at for at, kind in enumerate(kinds) if position >= query or is_seen(kind, position, query, size)]
+            for slot in self._slots(sequence, position, seen):
                 assert self.slots[slot] == digest, (sequence.key, sequence.index, position)
         return digest

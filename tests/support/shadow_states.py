@@ -5,10 +5,9 @@ A sequence that continues from another state than that of its own tokens is dete
 
 from __future__ import annotations
 
-from paged_backend.scheduling.plan import Plan
+from paged_backend.kv.sequence import Sequence
+from paged_backend.scheduling.plan import Plan, StepResult
 from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.sequence import Sequence
-from paged_backend.scheduling.step_result import StepResult
 from tests.support.shadow import ShadowStore, extend, start
 
 
@@ -40,7 +39,7 @@ class ShadowStates(ShadowStore):
 
     def _copy_states(self, plan: Plan) -> None:
         """Move states to the host, then from the host, then copy states within the device, all at once."""
-        moved, device, host = plan.states, self.states, self.host_states
+        moved, device, host = plan.state_transfers, self.states, self.host_states
         for part, sources, targets in (
             (moved.moves_out, device, host), (moved.moves_in, host, device), (moved.copies, device, device)
         ):  # fmt: skip

@@ -8,8 +8,7 @@ import pytest
 from paged_backend.api.kv_events import KvEventsConfig
 from paged_backend.api.request import Origin
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
-from paged_backend.scheduling.cache_events import DEVICE, HOST, CacheEvents
-from paged_backend.scheduling.content import Entry
+from paged_backend.kv.content import DEVICE, HOST, CacheEvent, Entry
 from paged_client.openai import kv_index
 from paged_client.openai.kv_index import KvIndex
 from paged_client.serving.ports import choose_ports
@@ -33,22 +32,21 @@ class Server:
         self.start()
 
     def start(self):
-        self._events = CacheEvents()
-        self._publisher = CacheEventPublisher(self._config, self._events, SIZE)
+        self._publisher = CacheEventPublisher(self._config, SIZE)
 
     def close(self):
         self._publisher.close()
 
     def cache(self, tokens, medium=DEVICE, adapter=b""):
-        parent, listener = Origin("", adapter), self._events.listener(medium)
+        parent = Origin("", adapter)
         for start in range(0, len(tokens), SIZE):
             parent = Entry(parent, tuple(tokens[start : start + SIZE]))
-            listener.stored(parent)
+            self._publisher.events.append(CacheEvent(True, parent, medium))
         self._publisher.publish()
         return parent
 
     def evict(self, entry):
-        self._events.listener(DEVICE).removed(entry)
+        self._publisher.events.append(CacheEvent(False, entry, DEVICE))
         self._publisher.publish()
 
 

@@ -181,7 +181,7 @@ def test_turn_of_a_session_moves(tiny, slow):
         expected = turns(first.service, False)
         with serve(tiny) as second:
             assert turns(first.service, True) == expected
-            assert second.service._assembly.scheduler.pins.num_blocks == 0
+            assert second.service._assembly.scheduler.pins.num_pages == 0
 
 
 @pytest.mark.parametrize("difference", ["instance", "options"])

@@ -1,0 +1,607 @@
+"""The block manager: which blocks hold the keys and values of which tokens. Integers, no tensors.
+
+    sequence.tables       a block table for each kind of layer (api/block_layout.py)
+    pool, host            pages.py: the blocks of the device and of the host, with the index of cached contents
+    contents              content.py: the identity of contents, by tokens
+    states                states.py: slots for the states of recurrent layers
+    ledger                ledger.py: the transfers between device and host, and the copies on write
+
+The life of a block: `extend` allocates it, steps write it, `commit` caches it when it is full, `free` leaves it cached,
+`match` and `adopt` find it for another sequence, and at last it is evicted, to the host if there is room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from paged_backend.api.block_layout import BlockLayout, LayerKind
+from paged_backend.kv.content import HOST, BlockKey, Contents, Entry, Listener, PrefixParent
+from paged_backend.kv.ledger import TransferLedger, Transfers
+from paged_backend.kv.pages import NULL, PagePool
+from paged_backend.kv.scores import BlockScores
+from paged_backend.kv.sequence import Sequence
+from paged_backend.kv.states import StateSlots
+
+
+class Location(NamedTuple):
+    """A block, and the pool that it is in."""
+
+    block: int
+    on_host: bool
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Cached blocks that hold the first tokens of a sequence. They are not referenced until `BlockManager.adopt`."""
+
+    num_blocks: int = 0  # full blocks
+    tables: tuple[list[Location | None], ...] = ()  # by kind; None: a block that no later token reads
+    partial: tuple[Location, ...] = ()  # by kind: blocks whose first `partial_tokens` tokens match; empty: none
+    partial_tokens: int = 0
+
+    @property
+    def locations(self) -> Iterable[Location]:
+        """All full blocks of all kinds."""
+        return (location for table in self.tables for location in table if location)
+
+    def without_partial(self) -> Hit:
+        return replace(self, partial=(), partial_tokens=0)
+
+
+NO_HIT = Hit()
+
+
+class Allocation(NamedTuple):
+    """The blocks of the first kind that were allocated to a sequence for a chunk."""
+
+    new: int
+    copied: int  # new blocks that are copies on write, a part of `new`
+
+
+NO_BLOCKS = Allocation(0, 0)
+
+
+class BlockManager:
+    """Assigns blocks to sequences, finds cached ones, and swaps sequences to the host and back."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        layout: BlockLayout,
+        *,
+        caching: bool = False,
+        num_host_pages: int = 0,
+        states: StateSlots | None = None,
+        keeps_scores: bool = False,
+        listener: Listener | None = None,
+    ):
+        """num_pages, num_host_pages: pages on the device, and on the host for evicted blocks and preempted requests.
+        caching: whether prefixes are cached. states: slots for the states of recurrent layers, if the model has some.
+        keeps_scores: whether prompt log probabilities are cached with prefixes, which requires that they depend on the
+        tokens alone. listener: receives every content of the first kind that is cached or dropped."""
+        self.layout = layout
+        self.block_size: int = layout.block_size
+        self.caching = caching
+        self.keeps_scores = keeps_scores and caching
+        sizes = [kind.pages for kind in layout.kinds]
+        self.pool = PagePool(num_pages, sizes, caching=caching, on_evict=self._offload, listener=listener)
+        self.host = (
+            PagePool(num_host_pages, sizes, caching=caching, listener=listener, medium=HOST) if num_host_pages else None
+        )
+        self.ledger = TransferLedger(self.pool, self.host)
+        self.states = states or StateSlots()
+        self.contents: Contents = self.states.contents
+        self._dropping = [(index, kind) for index, kind in enumerate(layout.kinds) if not kind.keeps_all]
+        self._keeping = [index for index, kind in enumerate(layout.kinds) if kind.keeps_all]
+        self._unspilled: dict[int, None] = {}  # cached blocks that `spill` has not examined, oldest first
+
+    @property
+    def num_pages(self) -> int:
+        return self.pool.num_pages
+
+    @property
+    def num_used(self) -> int:
+        """Pages of the device in use."""
+        return self.pool.num_used
+
+    # --- the prefix cache -------------------------------------------------------------------------------------------
+
+    def match(self, sequence: Sequence, num_tokens: int) -> Hit:
+        """Return the longest cached prefix of a sequence's first `num_tokens` tokens. Changes nothing in the pools.
+
+        The hit is at least one token shorter, as the last token has to be computed to sample from its logits. The chain
+        of the sequence is extended by the entries that were found, so the next call does not compute them again.
+        """
+        if not self.caching:
+            return NO_HIT
+        size, limit, entries = self.block_size, num_tokens - 1, sequence.chain.entries
+        found: list[list[Location | None]] = [[] for _ in self.layout.kinds]
+        count = limit // size
+        for index in range(count):
+            if not self._extend_known(sequence, index) or not self._append_kept(entries[index], found):
+                count = index
+                break
+        while count and (missing := self._missing_block(entries, count)) is not None:
+            count = missing
+        for place in self._keeping:
+            del found[place][count:]
+        for place, kind in self._dropping:
+            needed = kind.needed(count, size)
+            found[place] = [self._locate(entries[at], place) if at in needed else None for at in range(count)]
+        hit = Hit(count, tuple(found))
+        if self.states.pool:
+            return hit  # a state can be continued from the end of a block only
+        start = count * size
+        rest = tuple(sequence.tokens[start : min(start + size, limit)])
+        return self._with_partial(hit, sequence.chain.parent_of(count), rest)
+
+    def adopt(self, sequence: Sequence, hit: Hit) -> None:
+        """Begin the block tables of a sequence with the blocks of a hit, and plan the transfers that fill them.
+
+        Full blocks on the device are shared. Blocks on the host are moved in. The partial block is copied, as the
+        sequence will write into it. The pool must have room for the new blocks.
+        """
+        for location in (*hit.locations, *hit.partial):  # references all blocks first: allocating below may evict
+            if location.on_host:
+                assert self.host
+                self.host.lock(location.block)
+            else:
+                self.pool.touch(location.block)
+        for location in hit.partial:
+            if not location.on_host:
+                self.pool.lock(location.block)
+                self.pool.free(location.block)
+        key, ledger = sequence.key, self.ledger
+        tables: list[list[int]] = []
+        for located in hit.tables or [[] for _ in self.layout.kinds]:
+            tables.append(
+                [
+                    NULL if one is None else ledger.move_in(key, one.block) if one.on_host else one.block
+                    for one in located
+                ]
+            )
+        for table, (block, on_host) in zip(tables, hit.partial, strict=False):
+            table.append(ledger.move_in(key, block, indexed=False) if on_host else ledger.copy(key, block))
+        sequence.tables = tables
+        sequence.computed = sequence.committed = hit.num_blocks * self.block_size + hit.partial_tokens
+        self.states.adopt(sequence, hit.num_blocks)
+        usage = sequence.usage
+        first = [one for one in (*(hit.tables[0] if hit.tables else ()), *hit.partial[:1]) if one]
+        moved = sum(one.on_host for one in first)
+        copied = sum(not one.on_host for one in hit.partial[:1])
+        usage.reused += len(first) - moved - copied
+        usage.new += moved + copied
+        usage.from_host += moved
+        usage.copied += copied
+
+    def commit(self, sequence: Sequence, end: int) -> None:
+        """Record that keys and values are written up to `end`, cache the blocks that are full, and free those that no
+        later token reads."""
+        size = self.block_size
+        first, sequence.committed = sequence.committed // size, end
+        full = end // size
+        if full <= first:
+            return
+        if self.caching:
+            self.entry(sequence, full - 1)
+            for table in sequence.tables:
+                for index in range(first, full):
+                    self._cache(table[index], sequence.chain.entries[index])
+        for place, kind in self._dropping:
+            table, needed = sequence.tables[place], kind.needed(full, size)
+            for index in chain(kind.needed(first, size), range(first, full)):
+                if index not in needed:
+                    self.pool.free(table[index])
+                    table[index] = NULL
+
+    def entry(self, sequence: Sequence, index: int) -> Entry:
+        """Return the content of a sequence's full block `index`."""
+        return self.contents.extend(sequence.chain, sequence.tokens, index + 1, self.block_size)
+
+    def locate(self, key: BlockKey) -> Location | None:
+        """Return where a block is cached, the device first, or None. Thread-safe."""
+        return self._locate(*key)
+
+    def invalidate(self, sequence: Sequence) -> None:
+        """Remove the contents of a sequence's blocks from the prefix cache, on the host too. The sequence keeps its
+        blocks."""
+        for block in [] if sequence.on_host else [one for table in sequence.tables for one in table if one != NULL]:
+            entry = self.pool.entry(block)
+            if entry is not None:
+                self.pool.forget(block)
+                self._unspilled.pop(block, None)
+                on_host = self.host.find(entry, self.pool.kind_of(block)) if self.host else None
+                if self.host and on_host is not None:
+                    self.host.forget(on_host)
+
+    def find_scores(self, sequence: Sequence, index: int) -> BlockScores | None:
+        """Return the prompt log probabilities of a sequence's full block `index`, if the device has it and they are
+        known."""
+        known = self._extend_known(sequence, index)
+        block = self.pool.find(sequence.chain.entries[index]) if known else None
+        return None if block is None else self.pool.indexes[0].scores.get(block)
+
+    def add_scores(self, sequence: Sequence, index: int, scores: BlockScores) -> None:
+        """Keep the prompt log probabilities of a sequence's full block `index` until it leaves the device's index."""
+        block = self.pool.find(self.entry(sequence, index))
+        if block is not None:
+            known = self.pool.indexes[0].scores
+            known[block] = scores.merged(known.get(block))
+
+    # --- block tables -----------------------------------------------------------------------------------------------
+
+    def extend(self, sequence: Sequence, num_tokens: int) -> Allocation | None:
+        """Give a sequence blocks for its first `num_tokens` tokens, with a copy of the block to be written next if it
+        is shared. None, with nothing changed, if the pool is exhausted.
+
+        The caller counts the result in the usage when the tokens are committed.
+        """
+        tables, size = sequence.tables, self.block_size
+        index, length = sequence.computed // size, len(tables[0])
+        shared = [table for table in tables if self.pool.is_shared(table[index])] if index < length else []
+        if not shared and num_tokens <= length * size:
+            return NO_BLOCKS
+        more = self.layout.blocks_for(num_tokens) - length
+        pages = sum(len(self.pool.pages_of(table[index])) for table in shared) + max(0, more) * self.layout.pages
+        if pages > self.pool.num_available:
+            return None
+        for table in shared:
+            source = table[index]
+            self.pool.lock(source)
+            self.pool.free(source)  # drops the table's reference; the lock keeps one until the copy is made
+            table[index] = self.ledger.copy(sequence.key, source)
+        self._grow(sequence, more)
+        return Allocation(bool(shared) + max(0, more), int(bool(shared)))
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> int | None:
+        """Give a sequence that shares no block to be written blocks for its first `num_tokens` tokens, and return how
+        many of the first kind are new. None, with nothing changed, if the pool is exhausted."""
+        more = max(0, self.layout.blocks_for(num_tokens) - sequence.num_blocks)
+        if more * self.layout.pages > self.pool.num_available:
+            return None
+        self._grow(sequence, more)
+        return more
+
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
+        """Free the blocks after the one of token `num_tokens - 1`: those of rejected draft tokens."""
+        while sequence.num_blocks > self.layout.blocks_for(num_tokens):
+            for table in sequence.tables:
+                self.pool.free(table.pop())
+            sequence.usage.new -= 1
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a child share the blocks and the state of its parent, including a partial last block. Both have the same
+        tokens as far as the parent has computed them."""
+        assert not child.num_blocks
+        child.tables = [list(table) for table in parent.tables]
+        self._reference(child.tables)
+        child.computed, child.committed = parent.computed, parent.committed
+        child.chain = parent.chain.head(parent.computed // self.block_size)
+        self.states.fork(parent, child)
+
+    def free(self, sequence: Sequence) -> None:
+        """Free all blocks and the state of a sequence, on the device or on the host."""
+        pool = self.host if sequence.on_host else self.pool
+        assert pool
+        for table in sequence.tables:
+            pool.free_table(table)
+        self.states.release(sequence)
+        sequence.on_host = False
+
+    def restart(self, sequence: Sequence) -> None:
+        """Free a sequence, so that its tokens are computed again."""
+        self.free(sequence)
+        sequence.computed = sequence.committed = 0
+
+    def page_tables(self, kind: int, tables: np.ndarray) -> list[np.ndarray]:
+        """Return block tables of a kind as tables of pages; see `PagePool.page_tables`."""
+        if self.layout.kinds[kind] == LayerKind():  # blocks are pages, and none is NULL
+            return [tables]
+        return self.pool.page_tables(kind, tables)
+
+    # --- room -------------------------------------------------------------------------------------------------------
+
+    def missing_pages(self, sequences: Items[Sequence], *, forked: bool) -> int:
+        """Return how many more pages a running request needs for the tokens that it has. forked: whether its sequences
+        share the blocks of the prompt already."""
+        blocks, pending, shared = self._sizes(sequences)
+        total = 0
+        for place, kind in enumerate(self.layout.kinds):
+            if kind.keeps_all:
+                held = sum(one.num_blocks for one in sequences) - ((len(sequences) - 1) * shared if forked else 0)
+            else:
+                held = len({block for one in sequences for block in self._held(one, place)})
+            needed = self.layout.blocks_of_kind(kind, blocks, pending, shared)
+            total += kind.pages * max(0, needed - held)
+        return total
+
+    def pages_to_admit(self, sequences: Items[Sequence], hit: Hit) -> int:
+        """Return how many pages must be available to admit a request with this hit, for the tokens that it has: its new
+        blocks, and cached blocks of the hit, but not the source of its partial block."""
+        blocks, pending, shared = self._sizes(sequences)
+        total = 0
+        for place, kind in enumerate(self.layout.kinds):
+            needed = self.layout.blocks_of_kind(kind, blocks, pending, shared)
+            if kind.keeps_all and hit.tables:  # the other kinds will need own blocks in place of those of the hit
+                here = [one.block for one in hit.tables[place] if one and not one.on_host]
+                needed += sum(map(self.pool.is_cached, here)) - len(here)
+            total += kind.pages * needed
+        return total
+
+    def pages_to_copy_partial(self, hit: Hit) -> int:
+        """Return how many more pages must be available to copy the partial block of a hit: its source, if only cached,
+        is locked meanwhile."""
+        sources = (one.block for one in hit.partial if not one.on_host)
+        return sum(len(self.pool.pages_of(block)) for block in sources if self.pool.is_cached(block))
+
+    def pages_to_swap_in(self, sequences: Items[Sequence], active: Items[Sequence]) -> int:
+        """Return how many pages must be available to swap a request in: one block for each on the host, blocks for its
+        further tokens, and a copy for each sequence that would write into a shared block. active: the sequences that
+        may compute."""
+        assert self.host
+        sizes, size = self._sizes(sequences), self.block_size
+        total = 0
+        for place, kind in enumerate(self.layout.kinds):
+            held = {block for one in sequences for block in one.tables[place]} - {NULL}
+            more = sum(self.layout.blocks_for(len(one.tokens)) - one.num_blocks for one in active)
+            written = [
+                one.tables[place][one.computed // size] for one in active if one.computed < one.num_blocks * size
+            ]
+            copied = len(written) - len(set(written))
+            if kind.keeps_all:
+                total += kind.pages * (len(held) + more + copied)
+            else:
+                total += kind.pages * max(len(held) + copied, self.layout.blocks_of_kind(kind, *sizes))
+        return total
+
+    # --- the host ---------------------------------------------------------------------------------------------------
+
+    def swap_out(self, sequences: Items[Sequence]) -> bool:
+        """Move blocks and states of sequences to the host. False, with nothing changed, if it lacks room for all."""
+        if self.host is None or not self.states.can_swap_out(sequences):
+            return False
+        distinct = {block for one in sequences for table in one.tables for block in table} - {NULL}
+        if sum(len(self.pool.pages_of(block)) for block in distinct) > self.host.num_available:
+            return False
+        targets: dict[int, int] = {}
+        for one in sequences:
+            swapped = [[self._move_out(block, targets) for block in table] for table in one.tables]
+            one.tables, left = swapped, one.tables
+            for table in left:
+                self.pool.free_table(table)
+        self.states.swap_out(sequences)
+        for one in sequences:
+            one.on_host = True
+        return True
+
+    def swap_in(self, sequences: Items[Sequence]) -> int:
+        """Move blocks and states of sequences back to the device, and return how many blocks of the first kind are
+        moved. Content that is still cached on the device is not. The device must have room for the rest."""
+        host = self.host
+        assert host
+        places = [block for one in sequences for table in one.tables for block in table if block != NULL]
+        targets: dict[int, int] = {}
+        for block in dict.fromkeys(places):  # cached ones first: allocating below may evict
+            entry = host.entry(block)
+            cached = self.pool.find(entry, host.kind_of(block)) if entry else None
+            if cached is not None:
+                self.pool.touch(cached)
+                targets[block] = cached
+        moved = 0
+        for block in places:
+            if block not in targets:
+                host.lock(block)
+                targets[block] = self.ledger.move_in(sequences[0].key, block)
+                moved += host.kind_of(block) == 0
+        for block in places:
+            self.pool.touch(targets[block])
+        for target in targets.values():  # the references from above; the tables have theirs
+            self.pool.free(target)
+        for one in sequences:
+            one.tables, left = [[targets.get(block, NULL) for block in table] for table in one.tables], one.tables
+            for table in left:
+                host.free_table(table)
+            one.on_host = False
+        self.states.swap_in(sequences)
+        sequences[0].usage.new += moved
+        sequences[0].usage.from_host += moved
+        return moved
+
+    @property
+    def has_unspilled(self) -> bool:
+        """True if `spill` has a block to examine."""
+        return bool(self._unspilled)
+
+    def spill(self, wanted: Callable[[BlockKey], bool], limit: int) -> Transfers:
+        """Copy up to `limit` wanted blocks of the prefix cache to the host, for the stores behind it. The oldest
+        go first, and each block is examined only once. Returns all planned moves to the host."""
+        left = limit
+        while self.host and self._unspilled and left:
+            block = next(iter(self._unspilled))
+            entry, kind = self.pool.entry(block), self.pool.kind_of(block)
+            assert entry
+            if self.host.find(entry, kind) is None and wanted(BlockKey(entry, kind)):
+                target = self.ledger.move_out(block)
+                if target is None:
+                    break
+                self.host.free(target)
+                left -= 1
+            del self._unspilled[block]
+        return self.ledger.take_moves_out()
+
+    def copy_to_host(self, key: BlockKey) -> int | None:
+        """Return the host's block with this content, after planning a move to it if only the device has the content;
+        `ledger.has_arrived` says whether it is there. None if neither pool has it, or the host has no room."""
+        assert self.host
+        block = self.pool.find(*key)
+        if block is None:
+            return self.host.find(*key)
+        target = self.ledger.move_out(block)
+        if target is not None:
+            self.host.free(target)
+        return target
+
+    def add_to_host(self, key: BlockKey) -> int | None:
+        """Return a new cached block of the host for this content, which the caller fills at once. None if the host
+        already has the content, or has no room."""
+        assert self.host
+        if self.host.find(*key) is not None or (allocated := self.host.allocate(1, key.kind)) is None:
+            return None
+        self.host.index(allocated[0], key.entry)
+        self.host.free(allocated[0])
+        return allocated[0]
+
+    def reserve(self, keys: Iterable[BlockKey]) -> dict[BlockKey, int]:
+        """Return new blocks of the device for those contents that are in neither pool, as many as there is room for.
+        The caller fills them, then calls `insert`."""
+        reserved: dict[BlockKey, int] = {}
+        for key in keys:
+            if self.locate(key) is None:
+                allocated = self.pool.allocate(1, key.kind)
+                if allocated is None:
+                    break
+                reserved[key] = allocated[0]
+        return reserved
+
+    def insert(self, reserved: dict[BlockKey, int]) -> None:
+        """Cache reserved blocks, whose contents are there now. The last are evicted first."""
+        for key, block in reserved.items():
+            self._cache(block, key.entry)
+        for block in reversed(reserved.values()):
+            self.pool.free(block)
+
+    # --- all of it --------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget all contents of the device, the latest first. No block of it is in use; the host keeps its own."""
+        self.ledger.finish(self.ledger.take_moves_out(), done=False)
+        self._unspilled.clear()
+        self.pool.forget_all()
+        self.states.clear()
+
+    def check(self, sequences: Collection[Sequence], pinned: Iterable[Items[int]] = ()) -> None:
+        """Assert every invariant, given all sequences, and the block tables of sessions. For tests and idle moments."""
+        here = [table for one in sequences if not one.on_host for table in one.tables]
+        self.pool.check([*here, *pinned])
+        if self.host:
+            self.host.check(table for one in sequences if one.on_host for table in one.tables)
+        for pool in (self.pool, self.host):
+            for index in pool.indexes if pool else ():
+                index.check(self.contents)
+        assert self._unspilled.keys() <= {block for index in self.pool.indexes for block in index.blocks}
+        for one in sequences:
+            assert all(len(first) == len(second) for first, second in pairwise(one.tables))
+            for place, table in enumerate(one.tables):
+                held = self._held(one, place)
+                assert NULL not in held, "a block that later tokens read is gone"
+                assert sum(block != NULL for block in table) == len(held), "a block that no later token reads is held"
+        self.states.check(sequences)
+
+    # --- parts ------------------------------------------------------------------------------------------------------
+
+    def _extend_known(self, sequence: Sequence, index: int) -> bool:
+        """Extend the chain of a sequence to its full block `index`. False if there is no entry of its content."""
+        size, entries = self.block_size, sequence.chain.entries
+        while len(entries) <= index:
+            start = len(entries) * size
+            content = tuple(sequence.tokens[start : start + size])
+            entry = self.contents.find(sequence.chain.parent_of(len(entries)), content)
+            if entry is None:
+                return False
+            entries.append(entry)
+        return True
+
+    def _append_kept(self, entry: Entry, found: list[list[Location | None]]) -> bool:
+        """Append the blocks of a content in the kinds that keep all blocks. False if one is missing."""
+        for kind in self._keeping:
+            location = self._locate(entry, kind)
+            if location is None:
+                return False
+            found[kind].append(location)
+        return True
+
+    def _missing_block(self, entries: Items[Entry], count: int) -> int | None:
+        """Return a block among the first `count` that a hit of that length needs and that is not cached, in a kind that
+        does not keep all blocks, so that no hit beyond it is possible. A missing checkpoint of recurrent layers counts
+        as the last block. None if nothing is missing."""
+        if self.states.pool and not self.states.has_checkpoint(entries[count - 1]):
+            return count - 1
+        for place, kind in self._dropping:
+            for index in reversed(kind.needed(count, self.block_size)):
+                if self._locate(entries[index], place) is None:
+                    return index
+        return None
+
+    def _locate(self, entry: Entry, kind: int) -> Location | None:
+        block = self.pool.find(entry, kind)
+        if block is not None:
+            return Location(block, False)
+        block = self.host.find(entry, kind) if self.host else None
+        return None if block is None else Location(block, True)
+
+    def _with_partial(self, hit: Hit, parent: PrefixParent, tokens: tuple[int, ...]) -> Hit:
+        """Return a hit with the cached block after it that has the longest common prefix with `tokens`, if any. The
+        device is preferred to the host if both are equal."""
+        best = hit
+        for pool in (self.pool, self.host):
+            block, length = (pool and pool.indexes[0].nearest_child(parent, tokens)) or (-1, 0)
+            if pool and length > best.partial_tokens:
+                entry = pool.entry(block)
+                assert entry
+                others = [self._locate(entry, kind) for kind in range(1, len(self.layout.kinds))]
+                partial = [one for one in (Location(block, pool is self.host), *others) if one]
+                if len(partial) == len(self.layout.kinds):
+                    best = replace(hit, partial=tuple(partial), partial_tokens=length)
+        return best
+
+    def _grow(self, sequence: Sequence, more: int) -> None:
+        if more > 0:
+            for kind, table in enumerate(sequence.tables):
+                table.extend(self.pool.claim(more, kind))
+
+    def _cache(self, block: int, entry: Entry) -> None:
+        """Index a block, unless another one has the same content."""
+        if self.pool.index(block, entry) and self.host:
+            self._unspilled[block] = None
+
+    def _offload(self, block: int) -> None:
+        """Move a cached block that is about to be evicted to the host, if it has room."""
+        if self.host and self.host.caching and (target := self.ledger.move_out(block)) is not None:
+            self.host.free(target)
+        self._unspilled.pop(block, None)
+
+    def _move_out(self, block: int, targets: dict[int, int]) -> int:
+        if block == NULL:
+            return NULL
+        assert self.host
+        if block in targets:
+            self.host.touch(targets[block])
+        else:
+            target = self.ledger.move_out(block)
+            assert target is not None, "pages that were counted available are not"
+            targets[block] = target
+        return targets[block]
+
+    def _reference(self, tables: Iterable[Iterable[int]]) -> None:
+        for block in (block for table in tables for block in table if block != NULL):
+            assert self.pool.is_used(block), "a fork of blocks that are not in use"
+            self.pool.touch(block)
+
+    def _held(self, sequence: Sequence, place: int) -> list[int]:
+        """Return the blocks of one kind that a sequence holds."""
+        table, size = sequence.tables[place], self.block_size
+        full = sequence.committed // size
+        return [table[at] for at in chain(self.layout.kinds[place].needed(full, size), range(full, len(table)))]
+
+    def _sizes(self, sequences: Items[Sequence]) -> tuple[list[int], list[int], int]:
+        """Return the blocks of each sequence, the tokens of each that are not committed, and the leading blocks of the
+        prompt, which all share."""
+        blocks = [self.layout.blocks_for(len(one.tokens)) for one in sequences]
+        pending = [len(one.tokens) - one.committed for one in sequences]
+        return blocks, pending, sequences[0].num_prompt // self.block_size

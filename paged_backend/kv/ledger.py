@@ -1,0 +1,159 @@
+"""The transfers of blocks: from the device to the host, back, and copies within the device.
+
+planned     move_out, move_in, copy            while a step is planned; `cancel` takes those of a request back
+taken       take                               the step makes them before it computes
+finished    finish                             after the step; until then their blocks stay locked
+
+Integers only: the runner copies the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import NamedTuple, TypeAlias
+
+from paged_backend.kv.content import Entry
+from paged_backend.kv.pages import PagePool
+
+PagePairs: TypeAlias = tuple[tuple[int, int], ...]  # (source, target) of pages
+
+
+class Transfer(NamedTuple):
+    """Copy a block with all of its pages, or a slot of states, to another."""
+
+    source: int
+    target: int
+    # The content under which the target is indexed: on the host at once, on the device when the transfer is finished.
+    entry: Entry | None = None
+    pages: PagePairs = ()  # the pages to copy; empty for slots of states
+
+
+class Transfers(NamedTuple):
+    """What a step copies before it computes, in this order."""
+
+    moves_out: tuple[Transfer, ...] = ()  # device to host
+    moves_in: tuple[Transfer, ...] = ()  # host to device
+    copies: tuple[Transfer, ...] = ()  # within the device
+
+    def without_entries(self) -> Transfers:
+        """Return the transfers as another rank needs them, which does not know contents."""
+        return Transfers(*(tuple(one._replace(entry=None) for one in part) for part in self))
+
+
+NO_TRANSFERS = Transfers()
+
+
+class TransferLedger:
+    """Plans the transfers of a device pool and its host pool, and keeps their blocks until they are finished."""
+
+    def __init__(self, device: PagePool, host: PagePool | None):
+        self.num_moves_out = 0  # since the start, as the next two
+        self.num_moves_in = 0
+        self.num_copies = 0
+        self._device = device
+        self._host = host
+        self._moves_out: list[Transfer] = []
+        self._moves_in: dict[int, list[Transfer]] = {}  # by request
+        self._copies: dict[int, list[Transfer]] = {}  # by request
+        self._arriving: set[int] = set()  # blocks of the host whose moves are not finished
+
+    @property
+    def has_moves_out(self) -> bool:
+        """True if moves to the host wait for the next step."""
+        return bool(self._moves_out)
+
+    def has_arrived(self, block: int) -> bool:
+        """Return whether the content of a block of the host is there: False until its move is finished."""
+        return block not in self._arriving
+
+    def move_out(self, block: int) -> int | None:
+        """Return a block of the host with this block's content and one more reference: the cached one, or the target
+        of a new move. None if the host has no room."""
+        device, host = self._device, self._host
+        assert host
+        entry, kind = device.entry(block), device.kind_of(block)
+        cached = host.find(entry, kind) if entry else None
+        if cached is not None:
+            host.touch(cached)
+            return cached
+        allocated = host.allocate(1, kind)
+        if allocated is None:
+            return None
+        target = allocated[0]
+        if entry:
+            host.index(target, entry)
+        host.lock(target)
+        self._arriving.add(target)
+        self._moves_out.append(Transfer(block, target, entry, _pairs(device, block, host, target)))
+        self.num_moves_out += 1
+        return target
+
+    def move_in(self, request: int, block: int, *, indexed: bool = True) -> int:
+        """Move a block of the host, which the caller has locked, to a new block of the device, and return that.
+        indexed: whether it keeps its content; not if the request will write into it."""
+        device, host = self._device, self._host
+        assert host
+        target = device.claim(1, host.kind_of(block))[0]
+        device.lock(target)
+        entry = host.entry(block) if indexed else None
+        move = Transfer(block, target, entry, _pairs(host, block, device, target))
+        self._moves_in.setdefault(request, []).append(move)
+        self.num_moves_in += 1
+        return target
+
+    def copy(self, request: int, block: int) -> int:
+        """Copy a block of the device, which the caller has locked, to a new block, and return that."""
+        target = self._device.claim(1, self._device.kind_of(block))[0]
+        copy = Transfer(block, target, None, _pairs(self._device, block, self._device, target))
+        self._copies.setdefault(request, []).append(copy)
+        self.num_copies += 1
+        return target
+
+    def cancel(self, request: int) -> bool:
+        """Take back the planned moves in and copies of a request. Return whether there were any."""
+        moves_in, copies = self._moves_in.pop(request, []), self._copies.pop(request, [])
+        self.finish(Transfers((), tuple(moves_in), tuple(copies)), done=False)
+        return bool(moves_in or copies)
+
+    def take(self) -> Transfers:
+        """Return the planned transfers, which the next step makes, and forget them."""
+        moves_in, copies = (chain.from_iterable(parts.values()) for parts in (self._moves_in, self._copies))
+        taken = Transfers(tuple(self._moves_out), tuple(moves_in), tuple(copies))
+        self._moves_out = []
+        self._moves_in.clear()
+        self._copies.clear()
+        return taken
+
+    def take_moves_out(self) -> Transfers:
+        """Return the planned moves to the host alone."""
+        moves, self._moves_out = tuple(self._moves_out), []
+        return Transfers(moves)
+
+    def finish(self, transfers: Transfers, *, done: bool = True) -> None:
+        """Unlock the blocks of transfers. What was moved in is cached from now on, even if its request has ended; what
+        was not moved out is not cached any more. done: whether the transfers were made."""
+        device, host = self._device, self._host
+        for move in transfers.moves_out:
+            assert host
+            if not done:
+                host.forget(move.target)
+            self._arriving.discard(move.target)
+            host.unlock(move.target)
+        for move in transfers.moves_in:
+            assert host
+            if done and move.entry:
+                device.index(move.target, move.entry)
+            device.unlock(move.target)
+            host.unlock(move.source)
+        for copy in transfers.copies:
+            device.unlock(copy.source)
+
+
+def _pairs(source_pool: PagePool, source: int, target_pool: PagePool, target: int) -> PagePairs:
+    return tuple(zip(source_pool.pages_of(source), target_pool.pages_of(target), strict=True))
+
+
+def page_pairs(transfers: Iterable[Transfer]) -> list[tuple[int, int]]:
+    """Return the pages of transfers, as (source, target)."""
+    return [pair for transfer in transfers for pair in transfer.pages]

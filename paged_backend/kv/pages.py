@@ -1,0 +1,275 @@
+"""The pages of one memory, and the blocks that are made of them: reference counts, free list, LRU list and index.
+
+pages    | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |     one page has room for block_size tokens of some layers
+kind 0   blocks 0, 3 and 4                     a block of a single page has the number of its page
+kind 1   block 6, of pages 6, 1 and 7          a block of several pages has the number of its first page
+free     [5, 2]                                a stack: the page freed last is reused first, still in the CPU cache
+cached   6 -> 0                                not referenced, content still indexed; least recently used first
+in use   {3: 1, 4: 2}                          references of each block: block tables, sessions and transfers
+
+Free pages + pages of cached blocks + pages of blocks in use = all pages, always; `check()` asserts it.
+
+The device has one pool and the host may have another. Slots for the states of recurrent layers are a third kind of
+memory, with a pool of its own (states.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from paged_backend.kv.content import DEVICE, Entry, Listener, PrefixIndex
+
+NULL = -1  # in a block table: a block that no later token reads, and that was freed
+
+# Marks in a pool map: free; cached; number of references to the block; referenced by sessions only.
+FREE, CACHED, HELD, HELD_BY_MORE, PINNED = ".", "c", "123456789", "+", "p"
+_MARK_OF_COUNT = np.frombuffer((FREE + HELD).encode().ljust(256, HELD_BY_MORE.encode()), dtype=np.uint8)
+
+
+class PagePool:
+    """A fixed number of pages, each free, or in a block that is cached or in use."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        kinds: Sequence[int] = (1,),
+        *,
+        caching: bool = False,
+        on_evict: Callable[[int], None] | None = None,
+        listener: Listener | None = None,
+        medium: str = DEVICE,
+    ):
+        """kinds: number of pages of a block of each kind. caching: whether contents are kept for the prefix cache.
+        on_evict: called with a cached block before its content is dropped. listener, medium: of the index of the first
+        kind."""
+        assert num_pages >= 1, num_pages
+        self.num_pages = num_pages
+        self.caching = caching
+        self.indexes = tuple(PrefixIndex(None if kind else listener, medium) for kind in range(len(kinds)))
+        self.num_shared = 0  # blocks with more than one reference
+        self.num_evictions = 0
+        self._sizes = tuple(kinds)
+        self._on_evict = on_evict
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._num_cached = 0  # pages of cached blocks
+        self._references = [0] * num_pages  # by block
+        self._transfers: Counter[int] = Counter()  # references of unfinished transfers, part of _references
+        self._kinds = bytearray(num_pages)  # of each block
+        # The pages of each block, with a last row for NULL: a page of zeros behind the pool, which is never written.
+        self._pages = tuple(
+            np.full((num_pages + 1, size), num_pages, dtype=np.int32) if size > 1 else None for size in kinds
+        )
+
+    @property
+    def num_free(self) -> int:
+        """Pages of no block."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages of blocks that are not referenced but can still be found by their content."""
+        return self._num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be allocated: free ones and those of cached blocks."""
+        return len(self._free) + self._num_cached
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_available
+
+    @property
+    def blocks(self) -> set[int]:
+        """The blocks that are in use or cached."""
+        return {block for block, count in enumerate(self._references) if count} | self._cached.keys()
+
+    def allocate(self, count: int, kind: int = 0) -> list[int] | None:
+        """Allocate `count` blocks, each with one reference. None, with nothing changed, if too few pages are available.
+
+        Free pages go first; then the least recently used cached blocks are evicted.
+        """
+        assert count >= 0, count
+        size = self._sizes[kind]
+        if count * size > self.num_available:
+            return None
+        while len(self._free) < count * size:
+            self._evict()
+        return [self._take(kind, size) for _ in range(count)]
+
+    def claim(self, count: int, kind: int = 0) -> list[int]:
+        """Allocate blocks whose pages the caller has checked to be available."""
+        blocks = self.allocate(count, kind)
+        assert blocks is not None, "pages that were counted available are not"
+        return blocks
+
+    def touch(self, block: int) -> None:
+        """Add a reference; a cached block is then in use again."""
+        if self._references[block] == 0:
+            del self._cached[block]
+            self._num_cached -= self._sizes[self._kinds[block]]
+        self._references[block] += 1
+        if self._references[block] == 2:
+            self.num_shared += 1
+
+    def free(self, block: int) -> None:
+        """Drop a reference. When the last reference is dropped, a block with known content becomes cached, and the
+        pages of any other become free.
+
+        Raises:
+            ValueError: the block is not in use.
+        """
+        if not 0 <= block < self.num_pages or not self._references[block]:
+            raise ValueError(f"block {block}: freed, but not in use")
+        self._references[block] -= 1
+        if self._references[block] == 1:
+            self.num_shared -= 1
+        elif self._references[block] == 0:
+            kind = self._kinds[block]
+            if self.indexes[kind].contains(block):
+                self._cached[block] = None
+                self._num_cached += self._sizes[kind]
+            else:
+                self._release(block)
+
+    def free_table(self, table: list[int]) -> None:
+        """Free and clear a block table. Its tail is freed first, and so evicted before its head, which more requests
+        can share. Raises ValueError for a block that is not in use."""
+        for block in reversed(table):
+            if block != NULL:
+                self.free(block)
+        table.clear()
+
+    def lock(self, block: int) -> None:
+        """Add the reference of a transfer, until `unlock`."""
+        self.touch(block)
+        self._transfers[block] += 1
+
+    def unlock(self, block: int) -> None:
+        self._transfers[block] -= 1
+        self.free(block)
+
+    def is_used(self, block: int) -> bool:
+        return self._references[block] > 0
+
+    def is_cached(self, block: int) -> bool:
+        return block in self._cached
+
+    def is_shared(self, block: int) -> bool:
+        """Return whether more than one block table holds the block: a write would change what the others read."""
+        return self._references[block] > 1 and self._references[block] - self._transfers[block] > 1
+
+    def kind_of(self, block: int) -> int:
+        return self._kinds[block]
+
+    def pages_of(self, block: int) -> tuple[int, ...]:
+        """Return the pages of a block."""
+        pages = self._pages[self._kinds[block]]
+        return (block,) if pages is None else tuple(pages[block].tolist())
+
+    def page_tables(self, kind: int, tables: np.ndarray) -> list[np.ndarray]:
+        """Return block tables as one table of pages for each page of a block of this kind.
+
+        tables: [num_seqs, max_blocks] int32 blocks of the kind, or NULL, which becomes the page of zeros.
+        """
+        pages = self._pages[kind]
+        if pages is not None:
+            return list(np.ascontiguousarray(pages[tables].transpose(2, 0, 1)))
+        return [np.where(tables == NULL, np.int32(self.num_pages), tables)]
+
+    def num_freed_by(self, tables: Iterable[Iterable[int]]) -> int:
+        """Return how many pages would become available if these block tables were freed."""
+        held = Counter(block for table in tables for block in table if block != NULL)
+        return sum(self._sizes[self._kinds[block]] for block, count in held.items() if self._references[block] == count)
+
+    # --- contents ---------------------------------------------------------------------------------------------------
+
+    def find(self, entry: Entry, kind: int = 0) -> int | None:
+        """Return the block of a kind that holds this content, or None. Thread-safe."""
+        return self.indexes[kind].find(entry)
+
+    def entry(self, block: int) -> Entry | None:
+        """Return the content under which a block is indexed, or None."""
+        return self.indexes[self._kinds[block]].entry(block)
+
+    def index(self, block: int, entry: Entry) -> bool:
+        """Index a block in use by its content. False, with nothing changed, if the block or the content is indexed."""
+        return self.caching and self.indexes[self._kinds[block]].add(block, entry)
+
+    def forget(self, block: int) -> None:
+        """Remove a block from the index. Block tables keep it; without them it becomes free."""
+        kind = self._kinds[block]
+        if self.indexes[kind].contains(block):
+            self.indexes[kind].remove(block)
+            if block in self._cached:
+                del self._cached[block]
+                self._num_cached -= self._sizes[kind]
+                self._release(block)
+
+    def forget_all(self) -> None:
+        """Remove all blocks from the index, those that were indexed last first."""
+        for index in self.indexes:
+            for block in reversed(list(index.blocks)):
+                self.forget(block)
+
+    def map(self, pinned: Mapping[int, int] | None = None) -> str:
+        """Return the pool map: one mark per page, in order of page numbers.
+
+        pinned: by block, how many sessions reference it. Takes milliseconds for 100,000 pages.
+        """
+        counts = np.minimum(np.array(self._references), 255)
+        marks = _MARK_OF_COUNT[counts]
+        marks[np.fromiter(self._cached, np.int64, len(self._cached))] = ord(CACHED)
+        for block, sessions in (pinned or {}).items():
+            if self._references[block] == sessions:  # only sessions hold the block
+                marks[block] = ord(PINNED)
+        if any(pages is not None for pages in self._pages):
+            of_block = np.fromiter(self.blocks, np.int64)
+            kinds = np.frombuffer(self._kinds, dtype=np.uint8)[of_block]
+            for kind, pages in enumerate(self._pages):
+                if pages is not None:
+                    marks[pages[of_block[kinds == kind]]] = marks[of_block[kinds == kind], None]
+        return marks.tobytes().decode()
+
+    def check(self, tables: Iterable[Iterable[int]]) -> None:
+        """Assert every invariant, given all live block tables. For tests and idle moments: it walks the pool."""
+        owned = Counter(block for table in tables for block in table if block != NULL) + self._transfers
+        assert all(count == owned[block] for block, count in enumerate(self._references)), "a wrong reference count"
+        assert not self._cached.keys() & owned.keys(), "a cached block is in use"
+        pages = [page for block in (*owned, *self._cached) for page in self.pages_of(block)]
+        assert sorted(pages + self._free) == list(range(self.num_pages)), "a page is lost or used twice"
+        assert self._num_cached == sum(len(self.pages_of(block)) for block in self._cached), "cached pages miscounted"
+        assert self.num_shared == sum(count > 1 for count in owned.values()), "the number of shared blocks is wrong"
+        for kind, index in enumerate(self.indexes):
+            assert index.blocks <= owned.keys() | self._cached.keys(), "a free block is indexed"
+            assert all(self._kinds[block] == kind for block in index.blocks), "a block in the index of another kind"
+        indexed = {block for index in self.indexes for block in index.blocks}
+        assert self._cached.keys() <= indexed, "a cached block is not indexed"
+
+    def _take(self, kind: int, size: int) -> int:
+        block = self._free.pop()
+        self._references[block] = 1
+        self._kinds[block] = kind
+        pages = self._pages[kind]
+        if pages is not None:
+            pages[block] = [block, *(self._free.pop() for _ in range(size - 1))]
+        return block
+
+    def _release(self, block: int) -> None:
+        pages = self._pages[self._kinds[block]]
+        if pages is None:
+            self._free.append(block)
+        else:
+            self._free += pages[block].tolist()
+
+    def _evict(self) -> None:
+        """Free the least recently used cached block, and drop its content."""
+        block = next(iter(self._cached))
+        if self._on_evict:
+            self._on_evict(block)
+        self.num_evictions += 1
+        self.forget(block)

@@ -1,0 +1,162 @@
+"""The format of a cached block on disk or in a remote store.
+
+A block of one kind of layer is one safetensors file: its numbered tensors, all tokens of its prefix up to the block's
+end, and as metadata the origin (cache salt and adapter) and a digest of the tensors' bytes. A read compares origin and
+tokens with the requested ones, so a colliding key is a miss and never gives a wrong block.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load, save
+from torch import Tensor
+
+from paged_backend.api.block_layout import BlockLayout
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.request import Origin
+from paged_backend.files.content import content_of
+from paged_backend.kv.content import BlockKey, Chain, Contents, Key
+from paged_backend.utils.worker import CallTimeout, call_with_timeout
+from paged_kernels.cpu import native
+
+READ_SECONDS = 5.0  # limit of one read, for which every request that prefetches from disk waits
+MAX_HEADER_BYTES = 1 << 20  # maximum size of a file besides its tensors
+MAX_PREFIX_BYTES = 1 << 26  # maximum size of the prefix tokens, four bytes each
+TOKENS = "tokens"  # name of the tensor that holds the prefix
+TOKEN_TYPE = torch.int32
+FORMAT_VERSION = "4"  # part of the fingerprint; changed with the format
+
+
+class DiskStalled(Exception):
+    """A disk read timed out; the message has the time."""
+
+
+class CorruptFile(Exception):
+    """A block file is corrupt; the message says how."""
+
+
+class BlockFormat:
+    """Encodes and decodes the blocks of a model."""
+
+    def __init__(self, layouts: Sequence[Sequence[Tensor]]):
+        """layouts: for each kind of layer, tensors with the shapes and types of those of a block."""
+        self._layouts = [[(tensor.shape, tensor.dtype) for tensor in layout] for layout in layouts]
+        self.tensor_bytes = max(sum(tensor.nbytes for tensor in layout) for layout in layouts)
+        self._max_bytes = MAX_HEADER_BYTES + MAX_PREFIX_BYTES + self.tensor_bytes
+
+    def encode(self, key: BlockKey, tensors: Sequence[Tensor]) -> bytes:
+        """Return the content of a block's file."""
+        origin, tokens = key.entry.prefix
+        metadata = {"salt": origin.salt, "adapter": origin.adapter.hex(), "digest": _digest(tensors)}
+        held = {str(index): tensor for index, tensor in enumerate(tensors)}
+        return save(held | {TOKENS: torch.tensor(tokens, dtype=TOKEN_TYPE)}, metadata)
+
+    def read(self, key: BlockKey, path: Path) -> list[Tensor] | None:
+        """Return the block in a file, or None if it is another block with the same key.
+
+        Raises DiskStalled, CorruptFile, OSError, and whatever safetensors raises for files that it cannot read.
+        """
+        data = _read_bytes(path, self._max_bytes + 1)
+        if len(data) > self._max_bytes:
+            raise CorruptFile("is larger than a block")
+        return self.decode(key, data)
+
+    def decode(self, key: BlockKey, data: bytes) -> list[Tensor] | None:
+        """Return the block in the content of a file, or None if it is another block with the same key.
+
+        Raises CorruptFile, and whatever safetensors raises for content that it cannot read.
+        """
+        entry, metadata, held = key.entry, _metadata(data), load(data)
+        origin, tokens = Origin(metadata["salt"], bytes.fromhex(metadata["adapter"])), held.pop(TOKENS).tolist()
+        tensors = [held[str(index)] for index in range(len(held))]
+        if (origin, tokens) != entry.prefix:
+            if _key(origin, tokens, len(entry.tokens)) != entry.key:
+                raise CorruptFile("holds other tokens than its name says")
+            return None
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if shapes != self._layouts[key.kind]:
+            raise CorruptFile("holds tensors of other shapes or types")
+        if _digest(tensors) != metadata["digest"]:
+            raise CorruptFile("its bytes have changed")
+        return tensors
+
+
+def _key(origin: Origin, tokens: list[int], block_size: int) -> Key:
+    """Return the key of the last block of a prefix."""
+    return Contents().extend(Chain(origin), tokens, len(tokens) // block_size, block_size).key
+
+
+def _read_bytes(path: Path, limit: int) -> bytes:
+    """Return up to `limit` bytes of a file, and update its time, which keeps the LRU order across restarts. Raises
+    DiskStalled if the read times out."""
+
+    def read() -> bytes:
+        with path.open("rb") as file:  # read, not mapped: an I/O error in mapped memory would end the process
+            data = file.read(limit)
+        os.utime(path)
+        return data
+
+    try:
+        return call_with_timeout(read, READ_SECONDS, "disk-read")
+    except CallTimeout as error:
+        raise DiskStalled(f"a read {error}") from None
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """Return a safetensors file's metadata. (The library reads it from mapped files only.)"""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return dict(json.loads(data[8:end]).get("__metadata__", {}))
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    digest = blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class BlockSource:
+    """What the keys and values of blocks depend on besides the tokens."""
+
+    config: EngineConfig
+    layout: BlockLayout
+    models: Sequence[Path]  # directories or files
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest, which is the same on other machines."""
+        return self._digest([content_of(model) for model in self.models])
+
+    def _digest(self, models: list[str]) -> str:
+        config, layout = self.config, self.layout
+        facts = {
+            "models": models,
+            "transformers": transformers.__version__,
+            "options": [config.load_format, config.seed if config.load_format == "dummy" else None],
+            "weights": [str(self.dtype), config.quantization, config.quantization_group_size],
+            "activations": config.quantized_activations,
+            "layout": [str(self.kv_dtype), config.block_size, *((kind.pages, kind.keeps_all) for kind in layout.kinds)],
+            "device": self.device.type,
+            "code": FORMAT_VERSION,
+        }
+        if config.batch_invariant:  # the same bits only with the same arithmetic
+            facts["arithmetic"] = _arithmetic(self.device)
+        return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def _arithmetic(device: torch.device) -> str | None:
+    """Return what the bits of batch-invariant results depend on: the CPU's instructions, or the kind of GPU."""
+    return native.level() if device.type == "cpu" else torch.cuda.get_device_name(device)

@@ -1,0 +1,241 @@
+"""The disk tier of the prefix cache, which keeps prefixes across restarts of the server.
+
+    directory/<fingerprint of model and layout>/<first two digits of the key>/<key>.safetensors    one file per block
+
+`block_file.py` has the format. A file that does not read back exactly as it was written is never used: at the first
+such file, or any other disk error, the tier is disabled and the server continues without it. A missing file is not an
+error but was evicted, since servers may share a directory. The budget covers the files of all fingerprints that were
+there at the start, and those that this server writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import stat
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from paged_backend.kv.content import BlockKey
+from paged_backend.kv.stores.block_file import BlockFormat, DiskStalled
+from paged_backend.kv.stores.store import BlockStore
+
+log = logging.getLogger("paged_llm")
+
+SUFFIX, PARTIAL = ".safetensors", ".part"
+PARTIAL_SECONDS = 3600  # a partial file older than this is stale
+NAME = re.compile(rf"[0-9a-f]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}(-\d+)?{re.escape(SUFFIX)}")
+
+
+@dataclass(frozen=True)
+class DiskStats:
+    """Statistics of a disk tier."""
+
+    up: bool
+    blocks: int  # blocks on disk with this fingerprint
+    nbytes: int  # bytes on disk with any fingerprint
+    read: int  # blocks read since the start
+    written: int  # blocks written since the start
+    dropped: int  # blocks not written because the queue was full
+
+
+class FileIndex:
+    """The block files in the directory with their sizes, least recently used first. Safe to use from any thread."""
+
+    def __init__(self, fingerprint: str):
+        self._fingerprint = fingerprint
+        self._lock = threading.RLock()
+        self._files: OrderedDict[str, int] = OrderedDict()
+        self._nbytes = 0
+        self._matching = 0
+
+    def __contains__(self, name: str) -> bool:
+        with self._lock:
+            return name in self._files
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """The number of files of this fingerprint, and the bytes of all files."""
+        with self._lock:
+            return self._matching, self._nbytes
+
+    def touch(self, name: str) -> bool:
+        """Make a file the most recently used. Return whether it is in the index."""
+        with self._lock:
+            if name not in self._files:
+                return False
+            self._files.move_to_end(name)
+            return True
+
+    def add(self, name: str, nbytes: int) -> None:
+        """Add a file as the most recently used."""
+        self.remove(name)
+        with self._lock:
+            self._files[name] = nbytes
+            self._nbytes += nbytes
+            self._matching += name.startswith(self._fingerprint)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is in the index."""
+        with self._lock:
+            nbytes = self._files.pop(name, None)
+            if nbytes is not None:
+                self._nbytes -= nbytes
+                self._matching -= name.startswith(self._fingerprint)
+
+    def pop_over(self, budget: int) -> str | None:
+        """Remove and return the least recently used file if the files take more than `budget` bytes."""
+        with self._lock:
+            if self._nbytes <= budget:
+                return None
+            oldest = next(iter(self._files))
+            self.remove(oldest)
+            return oldest
+
+
+class DiskTier(BlockStore):
+    """Cached blocks on disk. The tier stays disabled after an error."""
+
+    def __init__(self, directory: Path, fingerprint: str, budget: int, layouts: Sequence[Sequence[Tensor]]):
+        """budget: maximum bytes in the whole directory. layouts: see `BlockFormat`."""
+        self._directory = directory
+        self._fingerprint = fingerprint
+        self._budget = budget
+        self._format = BlockFormat(layouts)
+        self._index = FileIndex(fingerprint)
+        self._lock = threading.Lock()
+        self._read = self._written = 0
+        super().__init__("disk")
+        try:
+            self._scan()
+        except OSError as error:
+            self._disable(f"cannot be used: {error}")
+
+    @property
+    def stats(self) -> DiskStats:
+        """The statistics so far."""
+        blocks, nbytes = self._index.totals
+        with self._lock:
+            return DiskStats(self._up, blocks, nbytes, self._read, self._written, self._writer.dropped)
+
+    def should_write(self, key: BlockKey) -> bool:
+        """Return whether the tier is in use and has no file with the block's key."""
+        return self._up and self._name(key) not in self._index
+
+    def read(self, keys: Sequence[BlockKey]) -> list[list[Tensor]]:
+        """Return the tensors of the first of `keys`, up to the first one that is not on disk or cannot be read."""
+        blocks: list[list[Tensor]] = []
+        for key in keys:
+            began = time.monotonic()
+            if (block := self.get(key)) is None:
+                break
+            self.cost.record(time.monotonic() - began, 1)
+            blocks.append(block)
+        return blocks
+
+    def get(self, key: BlockKey) -> list[Tensor] | None:
+        """Return a block's tensors; None if it is not on disk or could not be read."""
+        name = self._name(key)
+        if not (self._up and self._index.touch(name)):
+            return None
+        path = self._directory / name
+        try:
+            found = self._format.read(key, path)
+        except DiskStalled as error:  # keeps the file: deleting it would stall as well
+            self._disable(f"{path}: {error}")
+            return None
+        except Exception as error:  # file missing, truncated or corrupt; safetensors raises several types
+            if path.exists() or not self._directory.is_dir():
+                self._disable(f"{path}: {type(error).__name__}: {error}")
+                with contextlib.suppress(OSError):
+                    path.unlink()  # deletes it so that the next server does not read it again
+            self._index.remove(name)
+            return None
+        with self._lock:
+            self._read += found is not None
+        return found
+
+    def named_stats(self) -> dict[str, float]:
+        """Return the statistics of the store, by the names of `SchedulerStats`."""
+        own = self.stats
+        return {
+            "disk_up": own.up,
+            "disk_blocks": own.blocks,
+            "disk_read": own.read,
+            "disk_written": own.written,
+            "disk_seconds": self.cost.seconds_per_block,
+        }
+
+    def _scan(self) -> None:
+        """Index the files of earlier servers, and remove stale partial files."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: the files contain users' tokens
+        if (mode := stat.S_IMODE(self._directory.stat().st_mode)) & 0o077:
+            log.warning(
+                "disk_cache_dir: %s has mode %04o: other users can see which blocks it has; use 0700, as for a new one",
+                self._directory,
+                mode,
+            )
+        found = []
+        for path in self._directory.glob("*/*/*"):
+            with contextlib.suppress(FileNotFoundError):  # another server may have evicted the file
+                name, status = path.relative_to(self._directory).as_posix(), path.stat()
+                if NAME.fullmatch(name):
+                    found.append((status.st_mtime_ns, name, status.st_size))
+                elif path.suffix == PARTIAL and time.time() - status.st_mtime > PARTIAL_SECONDS:
+                    path.unlink()
+        for _, name, size in sorted(found):
+            self._index.add(name, size)
+        self._evict(0)  # applies the budget, which may have been larger before
+
+    def _name(self, key: BlockKey) -> str:
+        return f"{self._fingerprint}/{key.name[:2]}/{key.name}{SUFFIX}"
+
+    def _write(self, key: BlockKey, tensors: list[Tensor]) -> None:
+        if self.should_write(key):
+            try:
+                self._write_file(key, tensors)
+            except Exception as error:  # the writer must survive any error, or the queue would never empty
+                self._disable(f"cannot be written: {type(error).__name__}: {error}")
+
+    def _write_file(self, key: BlockKey, tensors: list[Tensor]) -> None:
+        data = self._format.encode(key, tensors)
+        if len(data) > self._budget:
+            raise OSError(f"a block takes {len(data)} bytes, and the budget is {self._budget}")
+        self._evict(len(data))
+        name = self._name(key)
+        path = self._directory / name
+        for folder in (path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=PARTIAL, delete=False) as file:
+            try:
+                file.write(data)
+                file.close()
+                os.replace(file.name, path)  # atomic: a file with its final name is complete
+            except OSError:
+                os.unlink(file.name)
+                raise
+        self._index.add(name, len(data))
+        with self._lock:
+            self._written += 1
+
+    def _evict(self, nbytes: int) -> None:
+        """Delete the least recently used files until `nbytes` more fit into the budget."""
+        while (oldest := self._index.pop_over(self._budget - nbytes)) is not None:
+            (self._directory / oldest).unlink(missing_ok=True)
+
+    def _disable(self, reason: str) -> None:
+        with self._lock:
+            if not self._up:
+                return
+            log.error("disk_cache_dir: %s; the disk cache is disabled until the model is loaded again", reason)
+            self._up = False
+        self._changed()

@@ -1,0 +1,490 @@
+"""The remote tier of the prefix cache: cached blocks in a Redis server, which several servers share.
+
+    paged:<fingerprint of model and layout>:<name of the secret>:<key of the block>    one value per block
+
+`block_file.py` has the format of the data. A value that does not read back as it was written is never used.
+At any error the tier is disabled, as it is when a call takes too long; a thread of its own then tries the store again
+until a block can be written and read.
+
+A value is authenticated with HMAC-SHA256 if servers share a secret, since others can write to the store:
+
+    value = authentication code (32 bytes), data        the code covers the key and the data
+
+Without a secret a value is the data alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import textwrap
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+
+from paged_backend.api.errors import ConfigError
+from paged_backend.api.redis_address import RedisAddress
+from paged_backend.api.secrets import MIN_KEY_BYTES
+from paged_backend.kv.content import BlockKey
+from paged_backend.kv.stores.block_file import MAX_HEADER_BYTES, TOKEN_TYPE, BlockFormat
+from paged_backend.kv.stores.store import BlockStore
+from paged_backend.utils.worker import CallTimeout, call_with_timeout
+
+log = logging.getLogger("paged_llm")
+
+RETRY_SECONDS = 1.0  # time after which a disabled tier is tried again; doubles with every failure
+MAX_RETRY_SECONDS = 60.0  # maximum of it; a tier that has worked for as long starts again with RETRY_SECONDS
+REFRESH_KEYS = 256  # keys whose time to live is renewed in one call
+PROBE_TTL = 60  # seconds after which a value that was written to try the store expires
+
+
+MAX_REASON_CHARS = 300
+CONNECT_SECONDS = 2.0  # limit of `connect`, which looks up the host's name and exchanges certificates
+
+Result = TypeVar("Result")
+
+
+class StoreError(Exception):
+    """A call of the store failed or took too long. The message has the reason, and never a password."""
+
+
+class RedisStore:
+    """A Redis server. Safe to use from any thread. A call that fails is not repeated."""
+
+    def __init__(self, address: RedisAddress, password: str | None, timeout: float):
+        """Connect at the first call. password: instead of the address's. timeout: limit of a call in seconds.
+
+        Raises ConfigError if the package redis is missing, or a certificate's file.
+        """
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ImportError as error:
+            raise ConfigError(
+                f"remote_cache_url: a package is missing ({error}); run pip install 'paged-llm-triton[remote]'"
+            ) from None
+        for name, path in address.tls_files:
+            if not Path(path).is_file():
+                raise ConfigError(f"remote_cache_url: {name}={path}: is not a file")
+        self.address = address
+        self._timeout = timeout
+        # The limit of a socket applies to each packet, so it does not replace that of a call. It is longer, so that the
+        # limit of the call is the one that is reported.
+        self._client = redis.Redis(
+            host=address.host,
+            port=address.port,
+            db=address.database,
+            username=address.username,
+            password=password or address.password,
+            ssl=address.tls,
+            **dict(address.tls_files),  # type: ignore[arg-type]
+            socket_timeout=2 * timeout,
+            socket_connect_timeout=CONNECT_SECONDS,
+            retry=Retry(NoBackoff(), 0),
+        )
+
+    def connect(self) -> None:
+        """Open a connection and log in. Raises StoreError, as every method."""
+        self._call(self._client.ping, max(self._timeout, CONNECT_SECONDS))
+
+    def get(self, keys: Sequence[bytes], max_bytes: int, ttl: int) -> list[bytes]:
+        """Return the first `max_bytes` bytes of each value, nothing if there is no such value. ttl: seconds after which
+        the values expire from now on."""
+
+        def read() -> list[bytes]:
+            pipeline = self._client.pipeline(transaction=False)
+            for key in keys:
+                pipeline.getrange(key, 0, max_bytes - 1)
+                pipeline.expire(key, ttl)
+            return pipeline.execute()[::2]
+
+        return self._call(read)
+
+    def set(self, key: bytes, value: bytes, ttl: int) -> None:
+        """Store a value, which expires after `ttl` seconds."""
+        self._call(lambda: self._client.set(key, value, ex=ttl))
+
+    def expire(self, keys: Sequence[bytes], ttl: int) -> list[bool]:
+        """Let values expire after `ttl` seconds from now on. Return for each whether there is one."""
+
+        def renew() -> list[bool]:
+            pipeline = self._client.pipeline(transaction=False)
+            for key in keys:
+                pipeline.expire(key, ttl)
+            return pipeline.execute()
+
+        return self._call(renew)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Delete values, if there are any."""
+        if keys:
+            self._call(lambda: self._client.unlink(*keys))
+
+    def close(self) -> None:
+        """Close all connections. A call that is in progress fails."""
+        with contextlib.suppress(Exception):  # another thread may use or close a connection at the same time
+            self._client.connection_pool.disconnect(inuse_connections=True)
+
+    def _call(self, call: Callable[[], Result], seconds: float | None = None) -> Result:
+        try:
+            return call_with_timeout(call, seconds or self._timeout, "remote-store")
+        except CallTimeout as error:
+            self.close()  # which ends the call
+            raise StoreError(f"a call {error}") from None
+        except Exception as error:  # of redis, of the network, or of TLS
+            raise StoreError(f"{type(error).__name__}: {_readable(str(error))}") from None
+
+
+def _readable(text: str) -> str:
+    """Return a text that the store may have chosen as one that can be logged."""
+    return textwrap.shorten(
+        "".join(char if char.isprintable() else " " for char in text[: 2 * MAX_REASON_CHARS]),
+        MAX_REASON_CHARS,
+        placeholder=" ...",
+    )
+
+
+# Maximum number of keys. Values of this server above it are deleted like those above the budget.
+MAX_KNOWN_KEYS = 1 << 17
+
+
+class _Known(NamedTuple):
+    nbytes: int  # size of the value; 0 if another server has written it
+    expires: float  # time.monotonic() at which the store may have deleted it
+
+
+class KnownKeys:
+    """Known keys, least recently used first. Safe to use from any thread."""
+
+    def __init__(self, budget: int, ttl: float):
+        """budget: maximum bytes of the values that this server has written. ttl: seconds after which the store deletes
+        a value that was not used."""
+        self._budget = budget
+        self._ttl = ttl
+        self._lock = threading.Lock()
+        self._keys: OrderedDict[bytes, _Known] = OrderedDict()
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the values that this server has written and not deleted. The store may have less."""
+        return self._nbytes
+
+    def __contains__(self, key: bytes) -> bool:
+        """Return whether the store has a key, unless somebody has deleted it."""
+        with self._lock:
+            known = self._keys.get(key)
+        return known is not None and known.expires > time.monotonic()
+
+    def evictable(self, nbytes: int) -> list[bytes]:
+        """Return the keys whose values have to be deleted before one of `nbytes` is written, least recently used first.
+        They stay known until they are removed, so that they count if the store does not delete them. Keys of other
+        servers that were not used for as long are forgotten."""
+        found: list[bytes] = []
+        foreign: list[bytes] = []
+        with self._lock:
+            left, count = self._nbytes + nbytes, len(self._keys)
+            for key, known in self._keys.items():
+                if left <= self._budget and count < MAX_KNOWN_KEYS:
+                    break
+                (found if known.nbytes else foreign).append(key)
+                left -= known.nbytes
+                count -= 1
+            for key in foreign:
+                del self._keys[key]
+        return found
+
+    def add(self, key: bytes, nbytes: int = 0) -> None:
+        """Add a key as the most recently used. nbytes: size of the value if this server writes it; by default it has
+        been read, and is not added if there are MAX_KNOWN_KEYS."""
+        with self._lock:
+            before = self._keys.pop(key, None)
+            if not (nbytes or before) and len(self._keys) >= MAX_KNOWN_KEYS:
+                return
+            held = before.nbytes if before else 0
+            self._keys[key] = _Known(nbytes or held, time.monotonic() + self._ttl)
+            self._nbytes += (nbytes or held) - held
+
+    def remove(self, *keys: bytes) -> None:
+        """Remove keys that the store does not have, if they are known."""
+        with self._lock:
+            for key in keys:
+                if known := self._keys.pop(key, None):
+                    self._nbytes -= known.nbytes
+
+    def expire(self) -> None:
+        """Assume nothing about the store any more, for example because it was restarted. The sizes still count."""
+        with self._lock:
+            for key, known in self._keys.items():
+                self._keys[key] = known._replace(expires=0.0)
+
+
+CODE_BYTES = hashlib.sha256().digest_size
+
+
+class ForgedValue(Exception):
+    """A value was not written by a server with the same secret, or was changed since."""
+
+
+class Seal:
+    """Seals data under a key, and opens it again."""
+
+    def __init__(self, secret: bytes | None):
+        """secret: shared by all servers that read each other's values, at least MIN_KEY_BYTES; None: values are not
+        authenticated."""
+        assert secret is None or len(secret) >= MIN_KEY_BYTES
+        self._secret = secret
+
+    @property
+    def name(self) -> str:
+        """A name of the secret, which servers with another secret do not have. It does not reveal the secret."""
+        if self._secret is None:
+            return "unauthenticated"
+        return hmac.digest(self._secret, b"name of the secret", "sha256")[:8].hex()
+
+    @property
+    def extra_bytes(self) -> int:
+        """How much longer a value is than its data."""
+        return 0 if self._secret is None else CODE_BYTES
+
+    def close(self, key: bytes, data: bytes) -> bytes:
+        """Return the value of data that is stored under a key."""
+        return data if self._secret is None else self._code(self._secret, key, data) + data
+
+    def open(self, key: bytes, value: bytes) -> bytes:
+        """Return the data of a value that was read from a key. Raises ForgedValue."""
+        if self._secret is None:
+            return value
+        data = value[CODE_BYTES:]
+        if not hmac.compare_digest(value[:CODE_BYTES], self._code(self._secret, key, data)):
+            raise ForgedValue("its authentication code is wrong")
+        return data
+
+    @staticmethod
+    def _code(secret: bytes, key: bytes, data: bytes) -> bytes:
+        code = hmac.new(secret, len(key).to_bytes(8, "little"), "sha256")
+        code.update(key)
+        code.update(data)
+        return code.digest()
+
+
+@dataclass(frozen=True)
+class RemoteStats:
+    """Statistics of a remote tier, since the start."""
+
+    up: bool
+    read: int  # blocks read
+    written: int  # blocks written
+    dropped: int  # blocks not written because the queue was full
+    disabled: int  # how often the tier was disabled
+    nbytes: int  # bytes that this server has written and not deleted
+
+
+class RemoteTier(BlockStore):
+    """Cached blocks in a remote store. A disabled tier is tried again until the store works."""
+
+    def __init__(
+        self,
+        store: RedisStore,
+        fingerprint: str,
+        layouts: Sequence[Sequence[Tensor]],
+        *,
+        budget: int,
+        ttl: int,
+        secret: bytes | None = None,
+    ):
+        """Try the store, and go on without it if it does not work.
+
+        Args:
+            store: the store; closed with the tier.
+            fingerprint: of everything that keys and values depend on besides the tokens.
+            layouts: see `BlockFormat`.
+            budget: maximum bytes of the values that this server has written.
+            ttl: seconds after its last use after which a block expires.
+            secret: see `Seal`.
+        """
+        self._store = store
+        self._format = BlockFormat(layouts)
+        self._seal = Seal(secret)
+        self._namespace = f"paged:{fingerprint}:{self._seal.name}:".encode()
+        self._budget = budget
+        self._ttl = ttl
+        self._keys = KnownKeys(budget, ttl)
+        self._invalid: set[bytes] = set()  # keys of values that must not be read again
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._up_since = time.monotonic()
+        self._pause = RETRY_SECONDS
+        self._read = self._written = self._disabled = 0
+        super().__init__("remote")
+        try:
+            self._probe()
+        except StoreError as error:
+            self._disable(str(error))
+
+    @property
+    def stats(self) -> RemoteStats:
+        """The statistics so far."""
+        with self._lock:
+            return RemoteStats(
+                self._up, self._read, self._written, self._writer.dropped, self._disabled, self._keys.nbytes
+            )
+
+    def should_write(self, key: BlockKey) -> bool:
+        """Return whether the tier is in use and the store is not known to have the block."""
+        return self._up and self._key(key) not in self._keys
+
+    def has(self, key: BlockKey) -> bool:
+        """Return whether the tier is in use and the store is known to have the block."""
+        return self._up and self._key(key) in self._keys
+
+    def refresh(self, blocks: Sequence[BlockKey]) -> None:
+        """Renew the time to live of the blocks that the store is known to have, and forget those that it has lost."""
+        known = [key for key in map(self._key, blocks) if key in self._keys] if self._up else []
+        for start in range(0, len(known), REFRESH_KEYS):
+            keys = known[start : start + REFRESH_KEYS]
+            try:
+                found = self._store.expire(keys, self._ttl)
+            except StoreError as error:
+                self._disable(str(error))
+                return
+            for key, is_there in zip(keys, found, strict=True):
+                self._keys.add(key) if is_there else self._keys.remove(key)
+
+    def read(self, keys: Sequence[BlockKey]) -> list[list[Tensor]]:
+        """Return the tensors of the first of `keys`, up to the first one that is not in the store or not valid."""
+        if not self._up or not keys:
+            return []
+        began, names = time.monotonic(), [self._key(key) for key in keys]
+        try:
+            values = self._store.get(names, self._max_bytes(keys[-1]), self._ttl)
+        except StoreError as error:
+            self._disable(str(error))
+            return []
+        blocks: list[list[Tensor]] = []
+        for key, name, value in zip(keys, names, values, strict=True):
+            if (block := self._decode(key, name, value)) is None:
+                break
+            blocks.append(block)
+        self.cost.record(time.monotonic() - began, len(blocks) or len(keys))
+        with self._lock:
+            self._read += len(blocks)
+        return blocks
+
+    def close(self, seconds: float | None = None) -> None:
+        """Write all queued blocks and end the tier's threads. Wait at most `seconds`; None: without limit."""
+        super().close(seconds)
+        self._closed.set()
+        self._store.close()
+
+    def named_stats(self) -> dict[str, float]:
+        """Return the statistics of the store, by the names of `SchedulerStats`."""
+        own = self.stats
+        return {
+            "remote_up": own.up,
+            "remote_read": own.read,
+            "remote_written": own.written,
+            "remote_disabled": own.disabled,
+            "remote_bytes": own.nbytes,
+            "remote_seconds": self.cost.seconds_per_block,
+        }
+
+    def _key(self, key: BlockKey) -> bytes:
+        return self._namespace + key.name.encode()
+
+    def _max_bytes(self, key: BlockKey) -> int:
+        """Return the maximum size of a block's value. Values of blocks before it in the prefix are smaller."""
+        tokens = TOKEN_TYPE.itemsize * len(key.entry.prefix[1])
+        return self._format.tensor_bytes + tokens + MAX_HEADER_BYTES + self._seal.extra_bytes
+
+    def _decode(self, key: BlockKey, name: bytes, value: bytes) -> list[Tensor] | None:
+        """Return a block; None if there is no value, it is another block with the same key, or it is not valid."""
+        if not value:
+            self._keys.remove(name)
+            return None
+        try:
+            block = self._format.decode(key, self._seal.open(name, value))
+        except Exception as error:  # changed or forged; safetensors raises several types
+            with self._lock:
+                self._invalid.add(name)
+            self._disable(f"the value of {name.decode()} is not valid: {type(error).__name__}: {error}")
+            return None
+        self._keys.add(name)
+        return block
+
+    def _write(self, key: BlockKey, tensors: list[Tensor]) -> None:
+        if not self.should_write(key):
+            return
+        try:
+            name = self._key(key)
+            value = self._seal.close(name, self._format.encode(key, tensors))
+            if len(value) > self._budget:
+                raise StoreError(f"a block takes {len(value)} bytes, and remote_cache_gib is {self._budget} bytes")
+            evicted = self._keys.evictable(len(value))
+            self._store.delete(evicted)
+            self._keys.remove(*evicted)
+            self._keys.add(name, len(value))  # before it is written: the store may have it although the call fails
+            self._store.set(name, value, self._ttl)
+            with self._lock:
+                self._written += 1
+        except Exception as error:  # the writer must survive any error, or the queue would never empty
+            self._disable(str(error))
+
+    def _probe(self) -> None:
+        """Write and read a value of a block's size. Raises StoreError."""
+        self._store.connect()
+        key, value = self._namespace + b"probe:" + uuid.uuid4().hex.encode(), bytes(self._format.tensor_bytes)
+        self._store.set(key, value, PROBE_TTL)
+        found = self._store.get([key], len(value), PROBE_TTL)
+        self._store.delete([key])
+        if found != [value]:
+            raise StoreError("does not return what was written")
+
+    def _disable(self, reason: str) -> None:
+        """Disable the tier, and start the thread that tries it again."""
+        with self._lock:
+            if not self._up or self._closed.is_set():
+                return
+            self._up = False
+            self._disabled += 1
+            if time.monotonic() - self._up_since > MAX_RETRY_SECONDS:
+                self._pause = RETRY_SECONDS
+        self._keys.expire()
+        log.error(
+            "remote_cache_url: %s: %s; the remote cache is disabled and will be tried again",
+            self._store.address,
+            reason,
+        )
+        threading.Thread(target=self._recover, name="remote-retry", daemon=True).start()
+        self._changed()
+
+    def _recover(self) -> None:
+        """Try the store again until it works, with growing pauses, then enable the tier."""
+        while not self._closed.wait(self._pause):
+            self._pause = min(2 * self._pause, MAX_RETRY_SECONDS)
+            try:
+                self._probe()
+                with self._lock:
+                    invalid = list(self._invalid)
+                self._store.delete(invalid)
+            except StoreError as error:
+                log.debug("remote_cache_url: %s: still disabled: %s", self._store.address, error)
+                continue
+            self.cost.reset()
+            with self._lock:
+                self._invalid.difference_update(invalid)
+                self._up_since = time.monotonic()
+                self._up = True
+            log.warning("remote_cache_url: %s: the remote cache is in use again", self._store.address)
+            self._changed()
+            return
