@@ -21,18 +21,22 @@ MAX_LENGTH = 2**31  # above the length of any sequence; with windows alone, a sm
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers whose blocks are allocated and freed together.
+    """Layers whose blocks are allocated and freed together. Those of this class keep all blocks: full attention.
 
-    A subclass for another kind of attention overrides `keeps_all`, `needed` and `max_blocks`.
+    A subclass for another kind of attention overrides all of its methods and properties.
     """
 
     pages: int = 1  # pages of a block
-    window: int = 0  # tokens that a query sees, with its own; 0: all
 
     @property
     def keeps_all(self) -> bool:
         """Whether later tokens read every block before them."""
-        return not self.window
+        return True
+
+    @property
+    def description(self) -> str:
+        """What the layers keep, for the summary of a start."""
+        return "keep all tokens"
 
     def needed(self, num_blocks: int, block_size: int) -> range:
         """Return which of the first `num_blocks` blocks, all full, are read by later tokens. The others are freed.
@@ -40,16 +44,37 @@ class LayerKind:
         A block that is needed after `num_blocks` blocks is also needed after fewer, if it is among them. Prefix hits
         rely on it.
         """
-        return range(max(0, num_blocks * block_size + 1 - self.window) // block_size if self.window else 0, num_blocks)
+        return range(num_blocks)
 
     def max_blocks(self, num_blocks: int, pending: int, block_size: int) -> int:
-        """Return how many of a sequence's `num_blocks` blocks are held at most at the same time.
+        """Return how many of `num_blocks` consecutive blocks a sequence holds at most at the same time. The first of
+        them may be any block of the sequence, since samples share those of the prompt.
 
-        pending: tokens in the steps that are planned and not committed, whose blocks are not freed yet. The result
-        includes the offset of the window within a block.
+        pending: tokens in the steps that are planned and not committed, whose blocks are not freed yet.
         """
-        if not self.window:
-            return num_blocks
+        return num_blocks
+
+
+@dataclass(frozen=True)
+class WindowKind(LayerKind):
+    """Layers with a sliding window."""
+
+    window: int = 1  # tokens that a query sees, with its own
+
+    @property
+    def keeps_all(self) -> bool:
+        return False
+
+    @property
+    def description(self) -> str:
+        return f"keep {self.window} tokens"
+
+    def needed(self, num_blocks: int, block_size: int) -> range:
+        return range(max(0, num_blocks * block_size + 1 - self.window) // block_size, num_blocks)
+
+    def max_blocks(self, num_blocks: int, pending: int, block_size: int) -> int:
+        # ceil((window - 1) / size) blocks up to the end of the last full one, and after it ceil((size - 1 + pending) /
+        # size), for at most size - 1 tokens of a block that is not full and for the pending ones. This is their bound.
         return min(num_blocks, max(1, (self.window + pending - 4) // block_size + 3))
 
 

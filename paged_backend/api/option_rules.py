@@ -16,8 +16,12 @@ class Rule(NamedTuple):
     problem: str  # format string over `config`
 
 
-def _tier_rules(option: str, stored: str) -> tuple[Rule, ...]:
-    """Return the rules of a cache tier. option: that turns it on. stored: what it keeps blocks in."""
+# Options that turn on stores of cached blocks, and what each keeps blocks in.
+STORES = {"disk_cache_dir": "files", "remote_cache_url": "values"}
+
+
+def _store_rules(option: str, stored: str) -> tuple[Rule, ...]:
+    """Return the rules of a store of cached blocks."""
     return (
         Rule(
             option,
@@ -123,8 +127,7 @@ RULES = (
         lambda config: config.speculative_model and not config.num_speculative_tokens,
         "has no effect without num_speculative_tokens; set both",
     ),
-    *_tier_rules("disk_cache_dir", "files"),
-    *_tier_rules("remote_cache_url", "values"),
+    *(rule for option, stored in STORES.items() for rule in _store_rules(option, stored)),
 )
 
 

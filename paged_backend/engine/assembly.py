@@ -28,14 +28,14 @@ from paged_backend.engine.parallel_runner import ParallelMemory, ParallelRunner
 from paged_backend.engine.pipeline_runner import FirstStage
 from paged_backend.engine.recurrent_models import num_state_slots
 from paged_backend.engine.summary import log_startup
-from paged_backend.engine.tier_builder import build_tiers, read_remote_access
+from paged_backend.engine.tier_builder import build_stores, read_remote_access
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.runner import Runner
 from paged_backend.files.start_checks import ROOT, check_host_pool
 from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.content import Listener
 from paged_backend.kv.states import StateSlots, num_draft_slots
-from paged_backend.kv.stores.chain import TierChain
+from paged_backend.kv.stores.chain import StoreChain
 from paged_backend.loading import model_loader, model_options
 from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
 from paged_backend.loading.model_loader import LoadedModel
@@ -67,7 +67,7 @@ class Assembly:
     runner: Runner | ParallelRunner
     device: torch.device
     model_memory: ModelMemory | ParallelMemory
-    tiers: TierChain | None = None
+    tiers: StoreChain | None = None
     overlap: bool = False
     workers: Workers | None = None
     adapters: AdapterRegistry | None = None
@@ -199,7 +199,7 @@ def _build(
     overlap = config.async_scheduling
     if overlap is None:
         overlap = device.type != "cpu" and config.pipeline_parallel_size == 1
-    tiers, adapters = build_tiers(config, prepared, runner), _adapters(config, loaded, adapter_list)
+    tiers, adapters = build_stores(config, prepared, runner), _adapters(config, loaded, adapter_list)
     return Assembly(
         loaded, limits, scheduler, runner, device, memory, tiers, overlap, workers, adapters, publisher, prepared.shares
     )

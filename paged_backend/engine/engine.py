@@ -38,7 +38,7 @@ from paged_backend.engine.sleep_mode import SleepMode
 from paged_backend.engine.state import EngineState, SleepingMemory
 from paged_backend.engine.step_loop import StepLoop
 from paged_backend.execution.runner import StepRunner
-from paged_backend.kv.stores.chain import TierChain
+from paged_backend.kv.stores.chain import StoreChain
 from paged_backend.loading.adapters import AdapterRegistry
 from paged_backend.scheduling.scheduler import Scheduler
 
@@ -56,7 +56,7 @@ class Engine:
         scheduler: Scheduler,
         runner: StepRunner,
         emit: Emit,
-        tiers: TierChain | None = None,
+        tiers: StoreChain | None = None,
         *,
         adapters: AdapterRegistry | None = None,
         overlap: bool = False,

@@ -15,7 +15,7 @@ from paged_backend.api.request import GenerateRequest, TokenDelta
 from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.cache import KVCache
 from paged_backend.kv.content import BlockKey, Contents, Entry
-from paged_backend.kv.stores.chain import TierChain
+from paged_backend.kv.stores.chain import StoreChain
 
 TRANSFER_BLOCKS = 32  # blocks that a step moves to the host: those of 512 tokens, a step's default
 
@@ -61,7 +61,7 @@ class PrefillTransfers:
     ends as usual, and its usage says how many tokens are stored.
     """
 
-    def __init__(self, tiers: TierChain, blocks: BlockManager, host_cache: KVCache, stored: Callable[[int], object]):
+    def __init__(self, tiers: StoreChain, blocks: BlockManager, host_cache: KVCache, stored: Callable[[int], object]):
         """stored: called on any thread, with the key of a request, when `take_end` may be called for it."""
         assert blocks.host and tiers.shared
         self._tiers = tiers

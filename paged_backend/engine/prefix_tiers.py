@@ -22,7 +22,7 @@ from paged_backend.execution.runner import StepRunner
 from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.content import BlockKey, Chain, Entry, PrefixParent
 from paged_backend.kv.ledger import Transfers
-from paged_backend.kv.stores.chain import TierChain
+from paged_backend.kv.stores.chain import StoreChain
 from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.utils.machine import use_single_thread
@@ -50,7 +50,7 @@ class PrefixTiers:
     """Moves cached blocks between the pools and the tiers behind them. Only `can_prefetch` and `prefetch` may be called
     from other threads than the engine's."""
 
-    def __init__(self, tiers: TierChain, blocks: BlockManager, runner: StepRunner, stored: Callable[[int], object]):
+    def __init__(self, tiers: StoreChain, blocks: BlockManager, runner: StepRunner, stored: Callable[[int], object]):
         """Start the prefetch thread. blocks: the block manager of the device pool and a host pool. stored: see
         `PrefillTransfers`."""
         assert blocks.host and runner.host

@@ -8,6 +8,7 @@ import torch
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.api.option_rules import STORES
 from paged_backend.api.sizes import GIB
 from paged_backend.kv.cache import bytes_per_block, host_bytes
 from paged_backend.kv.cache_layout import CacheSpec
@@ -20,7 +21,7 @@ log = logging.getLogger("paged_llm")
 MAX_FREE_BLOCKS = 1 << 18  # blocks of a pool that takes no memory
 
 # Options that cannot be honored.
-EXCLUDED = ("enable_lora", "disk_cache_dir", "tensor_parallel_size", "remote_cache_url")
+EXCLUDED = ("enable_lora", "tensor_parallel_size", *STORES)
 
 
 def check_options(config: EngineConfig, name: str, *, has_states: bool) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from paged_backend.api.block_layout import FULL
 from paged_backend.api.config import EngineConfig
 from paged_backend.execution.cpu_threads import CpuThreads
 from paged_backend.execution.drafter import Drafter
@@ -61,7 +62,7 @@ def build_runner(
             dtype=loaded.spec.kv_dtype,
             device=device,
             pinned=pinned,
-            places=layout.places if layout.blocks.pages > 1 or not layout.blocks.kinds[0].keeps_all else None,
+            places=layout.places if layout.blocks.kinds != (FULL,) else None,
         )
 
     kv, drafter = cache(num_blocks, device), None

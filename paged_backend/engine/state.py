@@ -86,33 +86,33 @@ class EngineState:
     @property
     def num_open(self) -> int:
         """The number of requests that are announced, waiting or running."""
-        held = self.transfers.num_waiting if self.transfers else 0
+        held = self.prefill_transfers.num_waiting if self.prefill_transfers else 0
         return len(self.announced) + len(self.scheduler.running) + len(self.scheduler.waiting) + held
 
     @property
-    def transfers(self) -> PrefillTransfers | None:
+    def prefill_transfers(self) -> PrefillTransfers | None:
         """The transfers of `prefill_only` requests; None without a tier for them."""
         return self.prefix_tiers.transfers if self.prefix_tiers else None
 
     def add_request(self, request: GenerateRequest) -> None:
         """Give a request to the scheduler."""
-        if self.transfers and request.sampling.prefill_only:
-            self.transfers.open(request)
+        if self.prefill_transfers and request.sampling.prefill_only:
+            self.prefill_transfers.open(request)
         self.scheduler.add(request)
 
     def abort(self, key: int) -> bool:
         """Remove a request and free its blocks. Return whether it was waiting or running."""
-        dropped = self.transfers is not None and self.transfers.drop(key)
+        dropped = self.prefill_transfers is not None and self.prefill_transfers.drop(key)
         return self.scheduler.abort(key) or dropped
 
     def end_all(self, key: int) -> bool:
         """End every sample of a request. Return whether it was waiting or running."""
-        dropped = self.transfers is not None and self.transfers.drop(key)
+        dropped = self.prefill_transfers is not None and self.prefill_transfers.drop(key)
         return self.scheduler.end_all(key) or dropped
 
     def take_prefill_end(self, key: int) -> list[TokenDelta]:
         """Return the end of a `prefill_only` request whose transfer is done; empty if it has ended early."""
-        return self.transfers.take_end(key) if self.transfers else []
+        return self.prefill_transfers.take_end(key) if self.prefill_transfers else []
 
     def release_memory(self) -> ReleasedMemory:
         """Release the memory of the model, while no request is open. Blocks that the host pool and the disk hold stay
@@ -146,7 +146,7 @@ class EngineState:
     def has_request(self, key: int) -> bool:
         """Return whether a request is announced, waiting or running, here or in another engine, or waits for its
         transfer."""
-        if self.transfers and key in self.transfers:
+        if self.prefill_transfers and key in self.prefill_transfers:
             return True
         return key in self.announced or key in self.moved or self.scheduler.has_request(key)
 

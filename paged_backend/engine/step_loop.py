@@ -185,8 +185,8 @@ class StepLoop:
         while len(steps) > keep or (steps and isinstance(steps[-1].launched, Exception)):
             step = steps.popleft()
             deltas, report = self._commit(step)
-            if self._state.transfers:
-                deltas = self._state.transfers.hold(deltas)
+            if self._state.prefill_transfers:
+                deltas = self._state.prefill_transfers.hold(deltas)
             self._state.emit_step(deltas, step.plan, report)
 
     def _commit(self, step: InFlightStep) -> tuple[Sequence[TokenDelta], StepReport | None]:

@@ -188,10 +188,12 @@ def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
     parts = [pool(pages)]
     if needed := layout.blocks.pages_for([length], [length], 0):
         parts[0] += f", for {_counted(pages // needed, 'request')} of {length} tokens"
-    windowed = layout.blocks.kinds[-1]
-    if windowed.window:
-        count = sum(page >= layout.blocks.pages - windowed.pages for page, _ in layout.places)
-        parts.append(f"{count} of {len(layout.places)} layers keep {windowed.window} tokens")
+    first = 0  # page of a block, among those of all kinds
+    for kind in layout.blocks.kinds:
+        if not kind.keeps_all:
+            count = sum(first <= page < first + kind.pages for page, _ in layout.places)
+            parts.append(f"{count} of {len(layout.places)} layers {kind.description}")
+        first += kind.pages
     if prepared.num_host_blocks:
         parts.append(f"host memory {pool(prepared.num_host_blocks)}")
     if config.disk_cache_dir and prepared.num_host_blocks:

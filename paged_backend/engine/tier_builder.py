@@ -16,9 +16,9 @@ from paged_backend.api.sizes import GIB
 from paged_backend.engine.model_preparation import PreparedModel
 from paged_backend.execution.runner import StepRunner
 from paged_backend.kv.stores.block_file import BlockSource
-from paged_backend.kv.stores.chain import TierChain
-from paged_backend.kv.stores.disk import DiskTier
-from paged_backend.kv.stores.remote import RedisStore, RemoteTier
+from paged_backend.kv.stores.chain import StoreChain
+from paged_backend.kv.stores.disk import DiskStore
+from paged_backend.kv.stores.remote import RedisClient, RemoteStore
 from paged_backend.kv.stores.store import BlockStore
 
 
@@ -41,7 +41,7 @@ def read_remote_access(config: EngineConfig) -> RemoteAccess | None:
     return RemoteAccess(address, password, read_key("PAGED_REMOTE_CACHE_SECRET"))
 
 
-def build_tiers(config: EngineConfig, prepared: PreparedModel, runner: StepRunner) -> TierChain | None:
+def build_stores(config: EngineConfig, prepared: PreparedModel, runner: StepRunner) -> StoreChain | None:
     """Return the tiers behind the host pool, or None if there are none."""
     if runner.host is None:
         return None
@@ -54,13 +54,13 @@ def build_tiers(config: EngineConfig, prepared: PreparedModel, runner: StepRunne
     if config.disk_cache_dir is not None:
         directory = Path(config.disk_cache_dir).expanduser()
         budget = _budget(config, "disk_cache_gib", blocks)
-        tiers.append(DiskTier(directory, source.fingerprint, budget, blocks))
+        tiers.append(DiskStore(directory, source.fingerprint, budget, blocks))
     if access := read_remote_access(config):
         shared = _remote_tier(config, access, source, blocks)
         tiers.append(shared)
     compute_seconds = prepared.costs.token * config.block_size
     max_seconds = compute_seconds if config.tier_read_mode == "auto" else math.inf
-    return TierChain(tiers, max_seconds, shared=shared) if tiers else None
+    return StoreChain(tiers, max_seconds, shared=shared) if tiers else None
 
 
 def _budget(config: EngineConfig, option: str, blocks: list[list[torch.Tensor]]) -> int:
@@ -73,11 +73,11 @@ def _budget(config: EngineConfig, option: str, blocks: list[list[torch.Tensor]])
 
 def _remote_tier(
     config: EngineConfig, access: RemoteAccess, source: BlockSource, blocks: list[list[torch.Tensor]]
-) -> RemoteTier:
+) -> RemoteStore:
     """Return the tier of a Redis server. Raises ConfigError if its budget holds no block."""
     budget = _budget(config, "remote_cache_gib", blocks)
-    return RemoteTier(
-        RedisStore(access.address, access.password, config.remote_cache_timeout_ms / 1e3),
+    return RemoteStore(
+        RedisClient(access.address, access.password, config.remote_cache_timeout_ms / 1e3),
         source.fingerprint,
         blocks,
         budget=budget,

@@ -18,6 +18,7 @@ from typing import Any
 
 from paged_backend.api.config import HUB_NAME, EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.api.option_rules import STORES
 from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES, invalid_option
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.sizes import GIB, MIB
@@ -31,7 +32,6 @@ from paged_backend.files.tokenizer_files import FAST, check_template, check_toke
 from paged_backend.utils.machine import available_memory, gpu_limit, has_gpu
 
 ROOT = Path(__file__).resolve().parents[2]  # the repository, or the directory in which the package is installed
-TIERS = ("disk_cache_dir", "remote_cache_url")
 HEADS = ("num_attention_heads", "num_key_value_heads")
 ALREADY_QUANTIZED = "the model's weights are quantized already; leave it out"
 FULL_ATTENTION = ("llama", "qwen2", "qwen3")  # families whose layers store all keys and values, as their fields say
@@ -196,7 +196,7 @@ def _check_memory(config: EngineConfig) -> None:
 def check_host_pool(config: EngineConfig, *, on_cpu: bool) -> None:
     """Raise ConfigError for a tier of the prefix cache without the host pool that it needs."""
     if config.swap_space == 0 or (config.swap_space is None and on_cpu):
-        for name in TIERS:
+        for name in STORES:
             if getattr(config, name):
                 problem = "needs a host pool; set swap_space as well, or leave it out for a model with recurrent layers"
                 raise invalid_option(name, getattr(config, name), problem)

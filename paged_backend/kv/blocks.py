@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paged_backend.api.block_layout import BlockLayout, LayerKind
+from paged_backend.api.block_layout import FULL, BlockLayout
 from paged_backend.kv.content import HOST, BlockKey, Contents, Entry, Listener, PrefixParent
 from paged_backend.kv.ledger import TransferLedger, Transfers
 from paged_backend.kv.pages import NULL, PagePool
@@ -147,16 +147,13 @@ class BlockManager:
         Full blocks on the device are shared. Blocks on the host are moved in. The partial block is copied, as the
         sequence will write into it. The pool must have room for the new blocks.
         """
-        for location in (*hit.locations, *hit.partial):  # references all blocks first: allocating below may evict
-            if location.on_host:
-                assert self.host
-                self.host.lock(location.block)
+        for block, on_host in hit.locations:  # references all blocks first: allocating below may evict
+            if on_host:
+                self._lock(block, on_host=True)
             else:
-                self.pool.touch(location.block)
-        for location in hit.partial:
-            if not location.on_host:
-                self.pool.lock(location.block)
-                self.pool.free(location.block)
+                self.pool.touch(block)
+        for block, on_host in hit.partial:
+            self._lock(block, on_host=on_host)
         key, ledger = sequence.key, self.ledger
         tables: list[list[int]] = []
         for located in hit.tables or [[] for _ in self.layout.kinds]:
@@ -301,7 +298,7 @@ class BlockManager:
 
     def page_tables(self, kind: int, tables: np.ndarray) -> list[np.ndarray]:
         """Return block tables of a kind as tables of pages; see `PagePool.page_tables`."""
-        if self.layout.kinds[kind] == LayerKind():  # blocks are pages, and none is NULL
+        if self.layout.kinds[kind] == FULL:  # blocks are pages, and none is NULL
             return [tables]
         return self.pool.page_tables(kind, tables)
 
@@ -575,6 +572,11 @@ class BlockManager:
         if self.host and self.host.caching and (target := self.ledger.move_out(block)) is not None:
             self.host.free(target)
         self._unspilled.pop(block, None)
+
+    def _lock(self, block: int, *, on_host: bool) -> None:
+        pool = self.host if on_host else self.pool
+        assert pool
+        pool.lock(block)
 
     def _move_out(self, block: int, targets: dict[int, int]) -> int:
         if block == NULL:

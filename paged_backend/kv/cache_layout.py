@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind
+from paged_backend.api.block_layout import BlockLayout, LayerKind, WindowKind
 from paged_backend.kv.cache import LayerShape
 from paged_backend.kv.state_cache import StateShape
 
@@ -70,7 +70,7 @@ class CacheLayout:
         placed = {layer: (index // size, index % size) for index, layer in enumerate(full)}
         placed |= {layer: (full_pages + index // size, index % size) for index, layer in enumerate(windowed)}
         window = max(layers[index].window or 0 for index in windowed)
-        kinds = (replace(FULL, pages=full_pages), LayerKind(window_pages, window))
+        kinds = (LayerKind(full_pages), WindowKind(window_pages, window))
         blocks = BlockLayout(block_size, kinds if full else kinds[1:], max_pending)
         return cls(blocks, tuple(layers[:size]), tuple(placed[index] for index in range(len(layers))))
 

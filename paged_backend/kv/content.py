@@ -7,8 +7,8 @@ first block of a sequence links to an origin (cache salt and adapter) instead.
                                                 <-  Entry [t16..t29 and two others]
 
 `Contents` interns entries by (parent, tokens), so there is one object per content, and comparing two prefixes of any
-length means comparing the identity of their last entries. Keys are hashes, which only name the files of the disk tier;
-there the content of a file is compared as well.
+length means comparing the identity of their last entries. Keys are hashes, which only name blocks in stores;
+there the content is compared as well.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Entry:
 
     @property
     def key(self) -> Key:
-        """32 bytes that name the block's file: a BLAKE2b chain over the origin and the tokens of each block."""
+        """32 bytes that name the block in a store: a BLAKE2b chain over the origin and the tokens of each block."""
         without_key: list[Entry] = []
         last: PrefixParent = self
         while isinstance(last, Entry) and not last._key:

@@ -2,7 +2,10 @@
 
 planned     move_out, move_in, copy            while a step is planned; `cancel` takes those of a request back
 taken       take                               the step makes them before it computes
-finished    finish                             after the step; until then their blocks stay locked
+finished    finish                             after the step
+
+Until it is finished, a transfer locks the source of a copy, the target on the host, and both blocks of a move to the
+device. The source of a move to the host is not locked: it may be used again in the same step, which copies it first.
 
 Integers only: the runner copies the pages.
 """

@@ -12,6 +12,7 @@ from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel, PretrainedConfi
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.api.option_rules import STORES
 from paged_backend.files import model_files
 from paged_backend.files.model_files import CONFIG, MODULES
 from paged_backend.loading import model_sizes
@@ -44,7 +45,7 @@ POOLER = "pooler."  # beginning of the names of weights that embeddings do not u
 # Options that cannot be honored.
 EXCLUDED = (
     *("quantization", "kv_cache_dtype", "batch_invariant", "enable_lora", "num_speculative_tokens"),
-    *("classifier_from_token", "disk_cache_dir", "remote_cache_url", "tensor_parallel_size", "pipeline_parallel_size"),
+    *("classifier_from_token", "tensor_parallel_size", "pipeline_parallel_size", *STORES),
 )
 WITHOUT_EFFECT = ("swap_space", "kv_cache_memory_bytes", "num_gpu_blocks_override", "override_generation_config")
 

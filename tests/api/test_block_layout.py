@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind
-from tests.support.shadow import StridedKind
+from paged_backend.api.block_layout import FULL, BlockLayout, WindowKind
+from tests.support.shadow import FirstOfStride
 
-WINDOW = LayerKind(pages=5, window=512)
+WINDOW = WindowKind(pages=5, window=512)
 LAYOUT = BlockLayout(16, (FULL, WINDOW), max_pending=4096)
 
 
@@ -26,14 +26,16 @@ def test_first_block_that_later_tokens_read(num_blocks, first):
     assert WINDOW.needed(num_blocks, 16) == range(first, num_blocks)
 
 
-@pytest.mark.parametrize("kind", [FULL, LayerKind(1, 1), LayerKind(1, 7), LayerKind(1, 33), StridedKind(stride=16)])
+@pytest.mark.parametrize(
+    "kind", [FULL, WindowKind(1, 1), WindowKind(1, 7), WindowKind(1, 33), FirstOfStride(stride=16)]
+)
 def test_a_block_that_is_needed_was_needed_before(kind):
     """A prefix hit of fewer blocks is not possible without it."""
     for count in range(40):
         assert {block for block in kind.needed(count + 1, 4) if block < count} <= set(kind.needed(count, 4))
 
 
-KINDS = [LayerKind(1, window) for window in (1, 2, 5, 16, 33)] + [StridedKind(stride=16), StridedKind(stride=64)]
+KINDS = [WindowKind(1, window) for window in (1, 2, 5, 16, 33)] + [FirstOfStride(stride=16), FirstOfStride(stride=64)]
 
 
 @pytest.mark.parametrize(("block_size", "kind"), list(itertools.product([1, 2, 4, 16], KINDS)), ids=str)
@@ -41,7 +43,7 @@ def test_bound_of_blocks_that_are_held(block_size, kind):
     """It holds for every number of committed and pending tokens. With windows, some reach it."""
     layout = BlockLayout(block_size, (kind,), max_pending=1000)
     for pending in (1, 2, 7, 64):
-        for start in (1, kind.window + 1):
+        for start in (1, getattr(kind, "window", 0) + 1):
             held = {
                 committed: len(kind.needed(committed // block_size, block_size))
                 + layout.blocks_for(committed + pending)
@@ -50,7 +52,7 @@ def test_bound_of_blocks_that_are_held(block_size, kind):
             }
             for committed, count in held.items():
                 assert count <= kind.max_blocks(layout.blocks_for(committed + pending), pending, block_size)
-    if kind.window:
+    if isinstance(kind, WindowKind):
         assert kind.max_blocks(10**6, 64, block_size) <= max(held.values()) + 1
 
 
@@ -67,7 +69,7 @@ def test_samples_share_the_blocks_of_the_prompt():
     assert both == alone + 2 * LAYOUT.pages == alone + 2 * 6
 
 
-@pytest.mark.parametrize("kinds", [(FULL, WINDOW), (WINDOW, LayerKind(1, 64)), (FULL, StridedKind(3), WINDOW)])
+@pytest.mark.parametrize("kinds", [(FULL, WINDOW), (WINDOW, WindowKind(1, 64)), (FULL, FirstOfStride(3), WINDOW)])
 def test_longest_sequence_of_a_pool(kinds):
     layout = BlockLayout(16, kinds, max_pending=128)
     for pages in (30, 100, 230):

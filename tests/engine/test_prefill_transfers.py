@@ -8,7 +8,7 @@ from transformers import Gemma3TextConfig
 
 from paged_backend.api.errors import RequestError
 from paged_backend.engine.outputs import UnknownRequests
-from paged_backend.kv.stores.remote import RedisStore
+from paged_backend.kv.stores.remote import RedisClient
 from tests.support.in_process import EngineHarness, generate_with_transformers, running, save_tiny, tiny_assembly
 from tests.support.redis_server import needs_redis, running_redis
 from tests.support.waiting import until
@@ -106,7 +106,7 @@ def test_failed_store_ends_the_request_without_an_error(assembly, server, alone)
 
 def test_store_that_fails_during_the_transfer(assembly, monkeypatch, server):
     reached, goes_on = threading.Event(), threading.Event()
-    write, writes = RedisStore.set, []
+    write, writes = RedisClient.set, []
 
     def fail_later(self, key, value, ttl):
         writes.append(key)
@@ -116,7 +116,7 @@ def test_store_that_fails_during_the_transfer(assembly, monkeypatch, server):
         write(self, key, value, ttl)
 
     with running(assembly()) as engine:
-        monkeypatch.setattr(RedisStore, "set", fail_later)
+        monkeypatch.setattr(RedisClient, "set", fail_later)
         key = engine.submit(PROMPT, prefill_only=True)
         assert reached.wait(60)
         server.kill()
@@ -127,7 +127,7 @@ def test_store_that_fails_during_the_transfer(assembly, monkeypatch, server):
 @pytest.mark.parametrize("end", ["abort", "end_all"])
 def test_cancelled_while_its_blocks_are_written(assembly, monkeypatch, alone, end):
     """The engine knows the request until it is cancelled, and goes on without it."""
-    reached, goes_on, write = threading.Event(), threading.Event(), RedisStore.set
+    reached, goes_on, write = threading.Event(), threading.Event(), RedisClient.set
 
     def wait(self, key, value, ttl):
         reached.set()
@@ -135,7 +135,7 @@ def test_cancelled_while_its_blocks_are_written(assembly, monkeypatch, alone, en
         write(self, key, value, ttl)
 
     with running(assembly()) as engine:
-        monkeypatch.setattr(RedisStore, "set", wait)
+        monkeypatch.setattr(RedisClient, "set", wait)
         key = engine.submit(PROMPT, prefill_only=True)
         assert reached.wait(60)
         until(lambda: not engine.assembly.scheduler.has_work)

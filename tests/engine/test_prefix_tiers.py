@@ -15,7 +15,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.kv.stores import block_file
 from paged_backend.kv.stores.block_file import TOKENS
 from paged_backend.kv.stores.chain import READ_BLOCKS
-from paged_backend.kv.stores.disk import DiskTier
+from paged_backend.kv.stores.disk import DiskStore
 from paged_backend.kv.stores.store import ReadCost
 from tests.support.in_process import WAIT, EngineHarness, generate_with_transformers, running, tiny_assembly
 from tests.support.shadow import truncated_keys
@@ -230,7 +230,7 @@ def test_disk_budget_is_respected(assembly, tmp_path, alone):
 def test_hanging_disk_does_not_delay_engine_stop(assembly, monkeypatch):
     started, release, steps, made = threading.Event(), threading.Event(), SimpleQueue(), assembly()
     engine = made.engine(steps.put)
-    monkeypatch.setattr(DiskTier, "get", lambda tier, entry: (started.set(), release.wait(), None)[-1])
+    monkeypatch.setattr(DiskStore, "get", lambda tier, entry: (started.set(), release.wait(), None)[-1])
     engine.start()
     engine.abort(EngineHarness(made, engine, steps).submit(PROMPT))
     assert started.wait(WAIT)

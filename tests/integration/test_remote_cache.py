@@ -161,7 +161,7 @@ def test_windowed_blocks_are_shared(tmp_path, server):
     options = {"swap_space": 0.01, "remote_cache_url": server.url, "remote_cache_timeout_ms": 60_000}
     for read in (False, True):
         made = tiny_assembly(tmp_path / "model", **options)
-        assert any(kind.window for kind in made.scheduler.blocks.layout.kinds)
+        assert not all(kind.keeps_all for kind in made.scheduler.blocks.layout.kinds)
         tokens, stats = ask(made)
         assert tokens == expected
         assert bool(stats.remote_read) == read

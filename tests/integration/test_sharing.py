@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.scheduler_stress import CONDITIONS, PIPELINED, WINDOWED, run_stress
+from tests.support.scheduler_stress import CONDITIONS, DROPPING, PIPELINED, run_stress
 
 EVENTS = (  # each occurs in any long run of the stress test
     "add", "abort while waiting", "abort while running", "abort in flight", "abort of unknown request",
@@ -21,7 +21,7 @@ EVENTS = (  # each occurs in any long run of the stress test
 
 
 @pytest.mark.parametrize(
-    "conditions", [CONDITIONS, WINDOWED, PIPELINED], ids=["full attention", "sliding windows", "stages"]
+    "conditions", [CONDITIONS, DROPPING, PIPELINED], ids=["full attention", "sliding windows", "stages"]
 )
 @pytest.mark.parametrize("examples", [20, pytest.param(20_000, marks=pytest.mark.nightly)])
 def test_random_load_gives_each_sample_its_isolated_output(examples, conditions, figures, until):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_backend.api.block_layout import FULL, LayerKind
+from paged_backend.api.block_layout import FULL, WindowKind
 from paged_backend.api.request import Origin
 from paged_backend.kv.blocks import NO_BLOCKS, NO_HIT
 from paged_backend.kv.content import BlockKey
@@ -14,10 +14,10 @@ from paged_backend.kv.pages import NULL
 from paged_backend.kv.scores import BlockScores
 from tests.support.block_managers import cached, compute, manager, sequence
 from tests.support.scheduler_stress import snapshot
-from tests.support.shadow import StridedKind, is_seen
+from tests.support.shadow import FirstOfStride, is_seen
 
-WINDOW = LayerKind(2, window=6)
-KINDS = [(FULL,), (LayerKind(1, 3),), (FULL, LayerKind(1, 5)), (LayerKind(2, 4), FULL, StridedKind(1, stride=8))]
+WINDOW = WindowKind(2, window=6)
+KINDS = [(FULL,), (WindowKind(1, 3),), (FULL, WindowKind(1, 5)), (WindowKind(2, 4), FULL, FirstOfStride(1, stride=8))]
 
 
 def known(blocks, tokens):
@@ -137,7 +137,9 @@ def test_a_partial_hit_needs_its_block_in_all_kinds():
     assert (hit.num_blocks, hit.partial_tokens, hit.partial) == (1, 0, ())
 
 
-@pytest.mark.parametrize("kinds", [(StridedKind(stride=64),), (FULL, StridedKind(2, stride=64), LayerKind(1, 100))])
+@pytest.mark.parametrize(
+    "kinds", [(FirstOfStride(stride=64),), (FULL, FirstOfStride(2, stride=64), WindowKind(1, 100))]
+)
 def test_a_sequence_holds_the_blocks_that_are_needed(kinds):
     """After every step, and never more than the layout says."""
     blocks = manager(1000, 16, kinds, caching=False)
@@ -152,12 +154,12 @@ def test_a_sequence_holds_the_blocks_that_are_needed(kinds):
         for kind, table in zip(kinds, one.tables, strict=True):
             held = [at for at, block in enumerate(table) if block != NULL]
             assert held == [*kind.needed(end // 16, 16), *range(end // 16, -(-end // 16))]
-    strided = next(table for kind, table in zip(kinds, one.tables, strict=True) if isinstance(kind, StridedKind))
+    strided = next(table for kind, table in zip(kinds, one.tables, strict=True) if isinstance(kind, FirstOfStride))
     assert [at for at, block in enumerate(strided) if block != NULL] == [*range(0, 124, 4), 124]
 
 
 def test_a_pool_without_room_for_all_blocks_serves_a_long_sequence():
-    blocks = manager(8, kinds=(LayerKind(1, window=6),), caching=False)
+    blocks = manager(8, kinds=(WindowKind(1, window=6),), caching=False)
     one = sequence(blocks, range(400))
     for end in range(8, 400, 8):
         assert blocks.extend(one, end)
@@ -268,7 +270,7 @@ def test_blocks_of_a_freed_sequence_are_cached_but_not_the_last():
     assert (blocks.pool.num_cached, blocks.pool.num_free) == (2, 6)
 
 
-@pytest.mark.parametrize("kinds", [(FULL,), (FULL, LayerKind(1, window=100))])
+@pytest.mark.parametrize("kinds", [(FULL,), (FULL, WindowKind(1, window=100))])
 def test_invalidated_contents_are_found_nowhere(kinds):
     blocks = manager(16, kinds=kinds, host=16)
     one = cached(blocks, range(8))

@@ -8,7 +8,7 @@ import torch
 from paged_backend.kv import cache as kv_cache
 from paged_backend.kv.cache import NO_ATTENTION, KVCache, LayerShape
 from paged_backend.kv.ledger import Transfer
-from paged_backend.kv.transfers import PageCopier
+from paged_backend.kv.page_copier import PageCopier
 from paged_backend.models.attention import UnsupportedModel
 from paged_kernels.layer_cache import FORMATS, LayerCache, dequantize
 from paged_kernels.ops import kv_write, rope_kv_write

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paged_backend.api import block_layout
-from paged_backend.api.block_layout import LayerKind
+from paged_backend.api.block_layout import LayerKind, WindowKind
 from paged_backend.kv.cache import KVCache, LayerShape
 from paged_backend.kv.cache_layout import PADDING_LIMIT, CacheLayout
 
@@ -28,7 +28,7 @@ def test_layers_without_windows_are_in_one_page():
 )
 def test_pages_of_known_models(full, windowed, pages):
     layout = layout_of(*[FULL] * full, *[WINDOW] * windowed)
-    kinds = [LayerKind(*each) for each in zip(pages, (0, 512), strict=True) if each[0]]
+    kinds = [kind for kind in (LayerKind(pages[0]), WindowKind(pages[1], 512)) if kind.pages]
     assert list(layout.blocks.kinds) == kinds
     assert layout.blocks.pages * len(layout.shapes) <= (full + windowed) * (1 + PADDING_LIMIT)
     assert len(set(layout.places)) == full + windowed

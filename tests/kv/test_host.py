@@ -2,15 +2,15 @@
 
 import pytest
 
-from paged_backend.api.block_layout import FULL, LayerKind
+from paged_backend.api.block_layout import FULL, WindowKind
 from paged_backend.kv.content import BlockKey
 from paged_backend.kv.ledger import NO_TRANSFERS
 from paged_backend.kv.pages import NULL
 from tests.support.block_managers import cached, compute, manager, sequence
 from tests.support.scheduler_stress import request, rivals, scheduler, snapshot
-from tests.support.shadow import ShadowStore, StridedKind, expected_tokens, finish
+from tests.support.shadow import FirstOfStride, ShadowStore, expected_tokens, finish
 
-KINDS = (FULL, LayerKind(2, window=6), StridedKind(1, stride=8))
+KINDS = (FULL, WindowKind(2, window=6), FirstOfStride(1, stride=8))
 
 
 def evict(blocks):
@@ -197,7 +197,7 @@ def test_a_swapped_out_sequence_can_be_freed():
 
 
 def test_wanted_blocks_are_spilled_once_oldest_first():
-    blocks = manager(16, kinds=(FULL, LayerKind(1, window=100)), host=16)
+    blocks = manager(16, kinds=(FULL, WindowKind(1, window=100)), host=16)
     one = cached(blocks, range(12))
     asked = []
     wanted = lambda key: asked.append((key.entry.tokens[0], key.kind)) or key.entry.tokens[0] != 4  # noqa: E731
@@ -232,7 +232,7 @@ def test_spilling_stops_when_the_host_is_full():
 
 
 def test_a_block_from_a_store_is_added_once_and_found():
-    blocks = manager(8, kinds=(FULL, LayerKind(2, window=6)), host=4)
+    blocks = manager(8, kinds=(FULL, WindowKind(2, window=6)), host=4)
     one = sequence(blocks, range(9))
     keys = [BlockKey(blocks.entry(one, 0), kind) for kind in (0, 1)]
     added = [blocks.add_to_host(key) for key in keys]

@@ -1,6 +1,6 @@
 """Pins: the blocks of a session stay between its turns, until a request needs them."""
 
-from paged_backend.api.block_layout import FULL, LayerKind
+from paged_backend.api.block_layout import FULL, WindowKind
 from tests.support.scheduler_stress import request, scheduler
 from tests.support.shadow import ShadowStore
 
@@ -86,7 +86,7 @@ def test_pool_map_shows_blocks_only_pinned_by_sessions():
 
 def test_pages_of_all_kinds_are_pinned_and_counted_once():
     """Of the window, only the block that the next turn reads, of two pages."""
-    sched = scheduler(num_blocks=32, session_pages=12, kinds=(FULL, LayerKind(2, window=4)))
+    sched = scheduler(num_blocks=32, session_pages=12, kinds=(FULL, WindowKind(2, window=4)))
     store = ShadowStore(sched, 97)
     for key, name in enumerate("ab"):  # of the same tokens
         finish_with_pins(sched, store, request(key, range(100, 117), max_tokens=1, session=name))

@@ -387,17 +387,13 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "blocks of a hit on the host are not locked": (
         BLOCKS,
-        "                self.host.lock(location.block)\n",
-        "                pass\n",
+        "                self._lock(block, on_host=True)\n",
+        "                self.host.touch(block)\n",
     ),
-    "the source of a partial hit is locked too late": (
+    "the source of a partial hit is not locked": (
         BLOCKS,
-        "for location in (*hit.locations, *hit.partial):  # references all blocks first: allocating below may evict\n"
-        "            if location.on_host:",
-        "for location in (*hit.locations, *hit.partial):\n"
-        "            if location in hit.partial:\n"
-        "                pass\n"
-        "            elif location.on_host:",
+        "            self._lock(block, on_host=on_host)\n",
+        "            (self.host if on_host else self.pool).touch(block)\n",
     ),
     "the target of a move out can be evicted": (LEDGER, "        host.lock(target)\n", ""),
     "a shared block is swapped out twice": (
@@ -752,7 +748,7 @@ def found_by(mutant: str | None, seeds: Iterable[int]) -> str | None:
             try:
                 if mutant is None or MUTANTS[mutant][0] in (STATES, BLOCKS):
                     states.run_states_stress(seed)
-                for conditions in (load.CONDITIONS, load.WINDOWED, load.PIPELINED):
+                for conditions in (load.CONDITIONS, load.DROPPING, load.PIPELINED):
                     load.run_stress(**load.random_conditions(seed, conditions))
             except Exception as error:
                 return f"seed {seed}: {error!r}"

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind
+from paged_backend.api.block_layout import FULL, BlockLayout, WindowKind
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import Adapter, Fingerprint, GenerateRequest, TokenDelta, max_blocks_needed
 from paged_backend.api.sampling_params import SamplingParams
@@ -23,8 +23,8 @@ from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup
 from tests.support.costly_guides import Clock, CostlyGuide
 from tests.support.shadow import (
+    FirstOfStride,
     ShadowStore,
-    StridedKind,
     expected_beams,
     expected_fingerprints,
     expected_scores,
@@ -53,7 +53,7 @@ CONDITIONS = {  # each run takes one value of each
     "guides": (False, False, False, True),
 }
 PIPELINED = CONDITIONS | {"overlap": (False,), "stages": (2, 3, 4)}
-WINDOWED = CONDITIONS | {  # the same with kinds of layers that do not keep all blocks
+DROPPING = CONDITIONS | {  # the same with kinds of layers that do not keep all blocks
     "blocks": range(12, 60),
     "host": (0, 0, 5, 20, 80),
     "pinned": (0, 0, 12, 100),
@@ -61,13 +61,13 @@ WINDOWED = CONDITIONS | {  # the same with kinds of layers that do not keep all 
         kinds
         for window in (1, 2, 3, 5, 9)
         for kinds in (
-            (LayerKind(1, window),),
-            (FULL, LayerKind(1, window)),
-            (FULL, LayerKind(3, window)),
-            (FULL, LayerKind(1, window), LayerKind(2, 4)),
+            (WindowKind(1, window),),
+            (FULL, WindowKind(1, window)),
+            (FULL, WindowKind(3, window)),
+            (FULL, WindowKind(1, window), WindowKind(2, 4)),
         )
     ]
-    + [(StridedKind(stride=8),), (LayerKind(1, 3), FULL, StridedKind(2, stride=8))],
+    + [(FirstOfStride(stride=8),), (WindowKind(1, 3), FULL, FirstOfStride(2, stride=8))],
 }
 MASK_LIMIT, MASK_COSTS = 10, (0, 0.1, 4, 50)  # seconds
 ADAPTERS = [Adapter(name, name.encode(), 1, {}) for name in "xyz"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 
-from paged_backend.api.block_layout import LayerKind
+from paged_backend.api.block_layout import LayerKind, WindowKind
 from paged_backend.api.request import Fingerprint, GenerateRequest, Logprobs, Origin, TokenLogprob
 from paged_backend.kv import content as contents
 from paged_backend.kv.content import BlockKey, Key
@@ -26,7 +26,7 @@ from paged_backend.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
-class StridedKind(LayerKind):
+class FirstOfStride(LayerKind):
     """Layers whose queries see their own block, and of the earlier ones those that begin at multiples of `stride`
     tokens."""
 
@@ -46,10 +46,10 @@ class StridedKind(LayerKind):
 
 def is_seen(kind: LayerKind, position: int, query: int, block_size: int) -> bool:
     """Return whether a query at a position reads the keys and values of another one, which is not after it."""
-    if isinstance(kind, StridedKind):
+    if isinstance(kind, FirstOfStride):
         block = position // block_size
         return block == query // block_size or block * block_size % kind.stride == 0
-    return not kind.window or position > query - kind.window
+    return not isinstance(kind, WindowKind) or position > query - kind.window
 
 
 @contextmanager

@@ -148,7 +148,7 @@ class BlockSource:
             "options": [config.load_format, config.seed if config.load_format == "dummy" else None],
             "weights": [str(self.dtype), config.quantization, config.quantization_group_size],
             "activations": config.quantized_activations,
-            "layout": [str(self.kv_dtype), config.block_size, *((kind.pages, kind.keeps_all) for kind in layout.kinds)],
+            "layout": [str(self.kv_dtype), config.block_size, *map(str, layout.kinds)],
             "device": self.device.type,
             "code": FORMAT_VERSION,
         }

@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from paged_backend.kv.content import BlockKey
-from paged_backend.kv.stores.remote import RemoteTier
+from paged_backend.kv.stores.remote import RemoteStore
 from paged_backend.kv.stores.store import MAX_QUEUED_BLOCKS, BlockStore
 
 READ_BLOCKS = 8  # blocks that are read before tiers are compared again
 MEASURE_SECONDS = 30.0  # time after which a tier that was too slow is measured again
 
 
-class TierChain:
+class StoreChain:
     """The tiers behind the host pool. Safe to use from any thread, but `read` from one thread at a time."""
 
-    def __init__(self, tiers: Sequence[BlockStore], max_seconds: float, *, shared: RemoteTier | None = None):
+    def __init__(self, tiers: Sequence[BlockStore], max_seconds: float, *, shared: RemoteStore | None = None):
         """tiers: among those of equal cost, earlier ones are preferred. max_seconds: cost per block above which a tier
         is not read. shared: the one of the tiers that other servers read; None: there is none."""
         self.shared = shared

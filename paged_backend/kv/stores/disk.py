@@ -102,7 +102,7 @@ class FileIndex:
             return oldest
 
 
-class DiskTier(BlockStore):
+class DiskStore(BlockStore):
     """Cached blocks on disk. The tier stays disabled after an error."""
 
     def __init__(self, directory: Path, fingerprint: str, budget: int, layouts: Sequence[Sequence[Tensor]]):

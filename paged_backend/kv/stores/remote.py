@@ -57,7 +57,7 @@ class StoreError(Exception):
     """A call of the store failed or took too long. The message has the reason, and never a password."""
 
 
-class RedisStore:
+class RedisClient:
     """A Redis server. Safe to use from any thread. A call that fails is not repeated."""
 
     def __init__(self, address: RedisAddress, password: str | None, timeout: float):
@@ -290,12 +290,12 @@ class RemoteStats:
     nbytes: int  # bytes that this server has written and not deleted
 
 
-class RemoteTier(BlockStore):
+class RemoteStore(BlockStore):
     """Cached blocks in a remote store. A disabled tier is tried again until the store works."""
 
     def __init__(
         self,
-        store: RedisStore,
+        store: RedisClient,
         fingerprint: str,
         layouts: Sequence[Sequence[Tensor]],
         *,

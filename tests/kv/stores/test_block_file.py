@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind
+from paged_backend.api.block_layout import FULL, BlockLayout, WindowKind
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import Origin
 from paged_backend.kv.content import BlockKey, Entry
 from paged_backend.kv.stores import block_file
 from paged_backend.kv.stores.block_file import TOKENS, BlockFormat, BlockSource, CorruptFile
-from paged_backend.kv.stores.disk import DiskTier
+from paged_backend.kv.stores.disk import DiskStore
 from paged_backend.utils import machine
 from tests.support.disk_blocks import LAYOUTS, content, key_of
 
@@ -44,7 +44,7 @@ def test_corrupt_file_is_named(tmp_path, layout, change, reason):
 
 
 def test_file_records_origin_and_all_prefix_tokens(tmp_path):
-    tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUTS)
+    tier = DiskStore(tmp_path, "ab12", 10**6, LAYOUTS)
     tier.put(key_of(7, 8, before=key_of(5, 6, before=Origin("tenant", b"\x1f"))), content(1))
     tier.close()
     (path,) = tmp_path.glob("*/*/*.safetensors")
@@ -71,7 +71,7 @@ def test_file_with_colliding_key_is_not_used_or_overwritten(tmp_path, monkeypatc
     other = BlockKey(Entry(other.entry.parent, other.entry.tokens))
     one = key_of(1, 2, before=key_of(3, 4))
     assert one.name == other.name
-    tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUTS)
+    tier = DiskStore(tmp_path, "ab12", 10**6, LAYOUTS)
     tier.put(one, content(1))
     tier.settle(60)
     assert tier.get(other) is None
@@ -117,7 +117,7 @@ def test_models_of_equal_sizes_and_times_are_told_apart(source, tmp_path, in_pla
         {"dtype": torch.bfloat16},
         {"kv_dtype": torch.int8},
         {"device": torch.device("cuda")},
-        {"layout": BlockLayout(16, (FULL, LayerKind(1, 8)))},
+        {"layout": BlockLayout(16, (FULL, WindowKind(1, 8)))},
         {"config": EngineConfig(model="m", block_size=8)},
         {"config": EngineConfig(model="m", quantization="int8")},
         {"config": EngineConfig(model="m", quantization="int8", quantization_group_size=32)},

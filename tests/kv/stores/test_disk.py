@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from paged_backend.kv.stores import block_file
-from paged_backend.kv.stores.disk import DiskTier
+from paged_backend.kv.stores.disk import DiskStore
 from tests.support.disk_blocks import LAYOUTS, content, key_of
 
 
 def test_written_blocks_are_read_and_evicted_in_lru_order(tmp_path):
     one, two, three = key_of(1, 2), key_of(3, 4), key_of(5, 6)
-    tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUTS)
+    tier = DiskStore(tmp_path, "ab12", 10**6, LAYOUTS)
     for value, each in enumerate((one, two)):
         tier.put(each, content(value))
     tier.settle(60)
@@ -23,7 +23,7 @@ def test_written_blocks_are_read_and_evicted_in_lru_order(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(tier.get(one), content(0), strict=True))
     tier.close()
 
-    tier = DiskTier(tmp_path, "ab12", 2 * size, LAYOUTS)
+    tier = DiskStore(tmp_path, "ab12", 2 * size, LAYOUTS)
     tier.put(three, content(2))
     tier.close()
     assert [tier.should_write(each) for each in (one, two, three)] == [False, True, False]
@@ -31,12 +31,12 @@ def test_written_blocks_are_read_and_evicted_in_lru_order(tmp_path):
 
 def test_smaller_budget_evicts_at_startup(tmp_path):
     one, two = key_of(1, 2), key_of(3, 4)
-    tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUTS)
+    tier = DiskStore(tmp_path, "ab12", 10**6, LAYOUTS)
     for each in (one, two):
         tier.put(each, content(0))
     tier.close()
     size = tier.stats.nbytes // 2
-    tier = DiskTier(tmp_path, "cd34", 2 * size - 1, LAYOUTS)
+    tier = DiskStore(tmp_path, "cd34", 2 * size - 1, LAYOUTS)
     assert tier.stats.nbytes == size
     assert [path.stem for path in tmp_path.glob("*/*/*")] == [two.name]
     tier.close()
@@ -48,18 +48,18 @@ def test_stale_partial_files_are_removed_at_startup(tmp_path):
     for name in ("old.part", "new.part", "notes.safetensors"):
         (folder / name).write_text("partial, or not a block file")
     os.utime(folder / "old.part", (0, 0))
-    tier = DiskTier(tmp_path, "ab12", 100, LAYOUTS)
+    tier = DiskStore(tmp_path, "ab12", 100, LAYOUTS)
     assert tier.stats.blocks == 0
     assert sorted(path.name for path in folder.iterdir()) == ["new.part", "notes.safetensors"]
     tier.close()
 
 
 def test_budget_includes_files_of_other_models(tmp_path):
-    tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUTS)
+    tier = DiskStore(tmp_path, "ab12", 10**6, LAYOUTS)
     tier.put(key_of(1, 2), content(1))
     tier.close()
     size = tier.stats.nbytes
-    tier = DiskTier(tmp_path, "cd34", size, LAYOUTS)
+    tier = DiskStore(tmp_path, "cd34", size, LAYOUTS)
     assert (tier.stats.blocks, tier.stats.nbytes) == (0, size)
     tier.put(key_of(1, 2), content(1))
     tier.close()
@@ -67,7 +67,7 @@ def test_budget_includes_files_of_other_models(tmp_path):
 
 
 def test_file_deleted_by_another_server_is_a_miss(tmp_path):
-    tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUTS)
+    tier = DiskStore(tmp_path, "ab12", 10**6, LAYOUTS)
     tier.put(key_of(1, 2), content(1))
     tier.settle(60)
     for path in tmp_path.glob("*/*/*"):
@@ -79,7 +79,7 @@ def test_file_deleted_by_another_server_is_a_miss(tmp_path):
 
 
 def test_missing_directory_disables_the_tier(tmp_path, caplog):
-    tier = DiskTier(tmp_path / "kv", "ab12", 10**6, LAYOUTS)
+    tier = DiskStore(tmp_path / "kv", "ab12", 10**6, LAYOUTS)
     tier.put(key_of(1, 2), content(1))
     tier.settle(60)
     shutil.rmtree(tmp_path / "kv")
@@ -90,7 +90,7 @@ def test_missing_directory_disables_the_tier(tmp_path, caplog):
 
 def test_read_error_disables_the_tier(tmp_path, monkeypatch, caplog):
     """Files are read rather than mapped, since an I/O error in mapped memory would end the process."""
-    tier = DiskTier(tmp_path, "ab12", 10**6, LAYOUTS)
+    tier = DiskStore(tmp_path, "ab12", 10**6, LAYOUTS)
     tier.put(key_of(1, 2), content(1))
     tier.settle(60)
 
@@ -105,12 +105,12 @@ def test_read_error_disables_the_tier(tmp_path, monkeypatch, caplog):
 
 
 def test_directory_is_private_to_the_user(tmp_path):
-    DiskTier(tmp_path / "kv", "ab12", 10**6, LAYOUTS).close()
+    DiskStore(tmp_path / "kv", "ab12", 10**6, LAYOUTS).close()
     assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
 
 
 def test_block_larger_than_the_budget_disables_the_tier(tmp_path, caplog):
-    tier = DiskTier(tmp_path, "ab12", 100, LAYOUTS)
+    tier = DiskStore(tmp_path, "ab12", 100, LAYOUTS)
     tier.put(key_of(1, 2), content(1))
     tier.close()
     assert not tier.up
@@ -118,7 +118,7 @@ def test_block_larger_than_the_budget_disables_the_tier(tmp_path, caplog):
 
 
 def test_block_evicted_while_being_read_is_a_miss(tmp_path, monkeypatch):
-    tier = DiskTier(tmp_path, "ab12", 1000, LAYOUTS)
+    tier = DiskStore(tmp_path, "ab12", 1000, LAYOUTS)
     one, read = key_of(1, 2), tier._format.read
     tier.put(one, content(0))
     tier.settle(60)
@@ -143,7 +143,7 @@ def test_any_write_error_disables_the_tier(tmp_path, monkeypatch, caplog):
         raise ValueError("no reason")
 
     monkeypatch.setattr(block_file, "save", fail)
-    tier = DiskTier(tmp_path, "ab12", 1000, LAYOUTS)
+    tier = DiskStore(tmp_path, "ab12", 1000, LAYOUTS)
     tier.put(key_of(1, 2), content(0))
     tier.close()
     assert not tier.up
@@ -156,7 +156,7 @@ def test_only_the_user_can_read_folders(tmp_path, caplog):
     (tmp_path / "open").chmod(0o750)
     for name, warned in (("own", False), ("open", True)):
         caplog.clear()
-        tier = DiskTier(tmp_path / name, "ab12", 10**6, LAYOUTS)
+        tier = DiskStore(tmp_path / name, "ab12", 10**6, LAYOUTS)
         tier.put(key_of(1, 2), content(1))
         tier.close()
         folders = [path for path in (tmp_path / name).rglob("*") if path.is_dir()]

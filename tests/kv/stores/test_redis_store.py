@@ -8,7 +8,7 @@ import pytest
 
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.redis_address import RedisAddress
-from paged_backend.kv.stores.remote import MAX_REASON_CHARS, RedisStore, StoreError
+from paged_backend.kv.stores.remote import MAX_REASON_CHARS, RedisClient, StoreError
 
 
 def test_errors_of_the_store_are_short_and_printable():
@@ -24,7 +24,7 @@ def test_errors_of_the_store_are_short_and_printable():
 
         thread = threading.Thread(target=answer)
         thread.start()
-        store = RedisStore(RedisAddress.parse(f"redis://127.0.0.1:{listening.getsockname()[1]}"), None, 60.0)
+        store = RedisClient(RedisAddress.parse(f"redis://127.0.0.1:{listening.getsockname()[1]}"), None, 60.0)
         with pytest.raises(StoreError, match=r"ResponseError: .*\[31mred long .*\.\.\.$") as caught:
             store.connect()
         store.close()
@@ -36,4 +36,4 @@ def test_errors_of_the_store_are_short_and_printable():
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(ConfigError, match=r"remote_cache_url: a package is missing .*paged-llm-triton\[remote\]"):
-        RedisStore(RedisAddress.parse("redis://localhost"), None, 1.0)
+        RedisClient(RedisAddress.parse("redis://localhost"), None, 1.0)

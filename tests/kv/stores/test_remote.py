@@ -13,7 +13,7 @@ from paged_backend.api.request import Origin
 from paged_backend.files.start_checks import ROOT
 from paged_backend.kv.content import Entry
 from paged_backend.kv.stores import remote
-from paged_backend.kv.stores.remote import RedisStore, RemoteTier
+from paged_backend.kv.stores.remote import RedisClient, RemoteStore
 from tests.support.disk_blocks import LAYOUTS, content, key_of
 from tests.support.redis_server import SlowProxy, make_certificates, needs_redis, running_redis
 from tests.support.waiting import until
@@ -49,8 +49,8 @@ def connect():
 
     def one(url, fingerprint="ab12", *, password=None, timeout=PATIENT, **options):
         options = {"budget": 10**6, "ttl": 1000, "secret": SECRET} | options
-        store = RedisStore(RedisAddress.parse(url), password, timeout)
-        made.append(RemoteTier(store, fingerprint, LAYOUTS, **options))
+        store = RedisClient(RedisAddress.parse(url), password, timeout)
+        made.append(RemoteStore(store, fingerprint, LAYOUTS, **options))
         return made[-1]
 
     yield one

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from paged_backend.kv.stores import chain as tier_chain
-from paged_backend.kv.stores.chain import READ_BLOCKS, TierChain
-from paged_backend.kv.stores.disk import DiskTier
+from paged_backend.kv.stores.chain import READ_BLOCKS, StoreChain
+from paged_backend.kv.stores.disk import DiskStore
 from paged_backend.kv.stores.store import MAX_QUEUED_BLOCKS, ReadCost
 from tests.support.disk_blocks import LAYOUTS, content, prefix
 
 
-class CountingTier(DiskTier):
+class CountingTier(DiskStore):
     """A disk tier whose reads are counted, and take a fixed time according to their measurement."""
 
     def __init__(self, directory, seconds=0.0):
@@ -48,7 +48,7 @@ def test_a_prefix_is_read_from_several_tiers_in_order(tiers):
     entries = prefix(3 * READ_BLOCKS)
     fill(tiers[0], entries[:10], 1)
     fill(tiers[1], entries[10:20], 2)
-    found = read(TierChain(tiers, 1.0), entries)
+    found = read(StoreChain(tiers, 1.0), entries)
     assert [block[0][0, 0].item() for block in found] == [1] * 10 + [2] * 10
 
 
@@ -57,7 +57,7 @@ def test_the_cheapest_tier_is_read_first(tiers):
     for value, (tier, seconds) in enumerate(zip(tiers, (0.2, 0.1), strict=True)):
         fill(tier, entries, value)
         tier.cost.record(seconds, 1)
-    assert [block[0][0, 0].item() for block in read(TierChain(tiers, 1.0), entries)] == [1] * 4
+    assert [block[0][0, 0].item() for block in read(StoreChain(tiers, 1.0), entries)] == [1] * 4
     assert tiers[0].reads == 0
 
 
@@ -65,7 +65,7 @@ def test_a_tier_slower_than_computing_is_read_only_to_measure_it(tiers, monkeypa
     entries = prefix(2 * READ_BLOCKS)
     fill(tiers[0], entries)
     tiers[0].seconds = 0.3
-    chain = TierChain(tiers[:1], max_seconds=0.2)
+    chain = StoreChain(tiers[:1], max_seconds=0.2)
     assert [len(read(chain, entries)) for _ in range(3)] == [READ_BLOCKS, 0, 0]
     tiers[0].seconds = 0.1
     assert read(chain, entries) == []
@@ -76,7 +76,7 @@ def test_a_tier_slower_than_computing_is_read_only_to_measure_it(tiers, monkeypa
 def test_blocks_are_written_to_every_tier_that_lacks_them(tiers):
     one, two = prefix(2)
     fill(tiers[0], [one])
-    chain = TierChain(tiers, 1.0)
+    chain = StoreChain(tiers, 1.0)
     for entry in (one, two):
         assert chain.should_write(entry)
         chain.put(entry, content(3))
@@ -88,7 +88,7 @@ def test_blocks_are_written_to_every_tier_that_lacks_them(tiers):
 
 
 def test_a_chain_is_up_while_one_of_its_tiers_is(tiers, tmp_path):
-    chain = TierChain(tiers, 1.0)
+    chain = StoreChain(tiers, 1.0)
     entries = prefix(2)
     fill(tiers[0], entries[:1])
     fill(tiers[1], entries, 2)
@@ -120,5 +120,5 @@ def test_cost_is_the_median_per_block():
 def test_read_tensors_are_those_that_were_written(tiers):
     entries = prefix(1)
     fill(tiers[1], entries, 5)
-    (block,) = read(TierChain(tiers, 1.0), entries)
+    (block,) = read(StoreChain(tiers, 1.0), entries)
     assert all(map(torch.equal, block, content(5)))

@@ -7,7 +7,7 @@ import torch
 
 from paged_backend.kv.cache import KVCache, LayerShape
 from paged_backend.kv.ledger import Transfer, Transfers
-from paged_backend.kv.transfers import PageCopier
+from paged_backend.kv.page_copier import PageCopier
 
 SHAPES = [LayerShape(num_kv_heads=2, head_dim=8), LayerShape(num_kv_heads=1, head_dim=16)]
 
