@@ -134,7 +134,7 @@ def _workloads(*names: str) -> tuple[str, ...]:
 
 ENGINE_TESTS = (
     "integration/test_equivalence", "engine/test_step_loop", "engine/test_prefix_tiers", "scheduling/test_speculation",
-    "scheduling/test_beam_search", "memory/test_transfers", "memory/test_kv_cache", "memory/test_disk",
+    "scheduling/test_beam_search", "kv/test_page_copier", "kv/test_cache", "kv/stores/test_disk",
     "engine/test_workers",
 )  # fmt: skip
 QWEN = ("--model", "Qwen3-0.6B", "--rounds", "2")

@@ -30,6 +30,10 @@ class Pins:
         """The number of sessions that pin each block."""
         return self._counts
 
+    def __contains__(self, name: Hashable) -> bool:
+        """Return whether blocks of a session are pinned."""
+        return name in self._pinned
+
     @property
     def tables(self) -> list[list[int]]:
         """The pinned block tables of all sessions and kinds of layers."""
@@ -52,7 +56,7 @@ class Pins:
         while self.num_pages > self._limit:
             self.drop_oldest()
         blocks.free(sequence)
-        if name in self._pinned:
+        if name in self:
             blocks.states.pin(name, sequence)
 
     def drop(self, name: Hashable) -> None:

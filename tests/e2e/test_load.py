@@ -110,7 +110,7 @@ def test_perf_analyzer_errors_are_reported(fake_analyzer):
 
 
 def test_non_streaming_load_has_no_inter_token_latency():
-    found = LoadResult.of([0.0, 0.0], [[1.0], [2.0]], tokens=2)
+    found = LoadResult.of([load.ResponseTimes(0.0, [1.0]), load.ResponseTimes(0.0, [2.0])], tokens=2)
     assert [record.name for record in found.records("x") if "between" in record.name] == []
 
 

@@ -90,5 +90,5 @@ def play(directory, rnd):
         until(lambda: not calls.service._assembly.scheduler.has_work)
         calls.service._assembly.scheduler.check()
         assert calls.service._assembly.scheduler.blocks.num_used == 0
-        assert (calls.service._engine.waiting, len(calls.service._tenants)) == (0, 0)
+        assert (calls.service._engine.waiting, len(calls.service._responder._tenants)) == (0, 0)
     assert all(one.empty() for _, one in asked)

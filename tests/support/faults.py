@@ -94,15 +94,15 @@ def faulty_service(faults: Mapping[str, int]) -> type[Service]:
 
 def _leak_block(occurrence: int, service: Service, assembly: Assembly) -> None:
     """The last block of a released block table stays in use."""
-    blocks, count = assembly.scheduler.blocks, itertools.count(1)
-    free = blocks.free
+    pool, count = assembly.scheduler.blocks.pool, itertools.count(1)
+    free_table = pool.free_table
 
-    def leak(table: list[int], start: int = 0) -> None:
+    def leak(table: list[int]) -> None:
         if table and next(count) == occurrence:
             table.pop()
-        free(table, start)
+        free_table(table)
 
-    blocks.free = leak  # type: ignore[method-assign]
+    pool.free_table = leak  # type: ignore[method-assign]
 
 
 def _wrong_token(occurrence: int, service: Service, assembly: Assembly) -> None:

@@ -11,10 +11,9 @@ import torch
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.request import Origin
 from paged_backend.files.start_checks import ROOT
-from paged_backend.kv.content import Entry
 from paged_backend.kv.stores import remote
 from paged_backend.kv.stores.remote import RedisClient, RemoteStore
-from tests.support.disk_blocks import LAYOUTS, content, key_of
+from tests.support.disk_blocks import LAYOUTS, content, key_of, prefix
 from tests.support.redis_server import SlowProxy, make_certificates, needs_redis, running_redis
 from tests.support.waiting import until
 
@@ -65,11 +64,8 @@ def write(tier, *entries, value=1):
 
 
 def chain(count, salt=""):
-    """Return the entries of a prefix of `count` blocks."""
-    made = []
-    for index in range(count):
-        made.append(Entry(made[-1] if made else Origin(salt), (index, index)))
-    return made
+    """Return the keys of a prefix of `count` blocks."""
+    return prefix(count, Origin(salt))
 
 
 def test_another_server_reads_what_one_has_written(server, connect):
