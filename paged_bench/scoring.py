@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from paged_backend.api.request import Logprobs
+from paged_backend.api.token_outputs import Logprobs
 from paged_backend.engine.assembly import Assembly
 from paged_bench._engine import greedy, load, model_options, serve
 from paged_bench._harness import Bars, Benchmark, Option, Record, alternate, figures, model_option, rounds_option
@@ -36,7 +36,7 @@ def score(assembly: Assembly, prompts: Sequence[Sequence[int]]) -> Scores:
     began = time.perf_counter()
     for step in serve(assembly, greedy(assembly, prompts, 0, prompt_logprobs=0)):
         for delta in step.deltas:
-            logprobs[delta.key] = delta.prompt_logprobs or logprobs[delta.key]
+            logprobs[delta.key] = tuple((delta.prompt_values or {}).get("logprobs", logprobs[delta.key]))
     return Scores(time.perf_counter() - began, logprobs)
 
 

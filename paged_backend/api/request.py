@@ -16,6 +16,7 @@ from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.guide import Guide
 from paged_backend.api.limits import UNBOUNDED_MAX_TOKENS, EngineLimits
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.token_outputs import NOTHING, Requested, Values, requested_prompt_outputs
 from paged_backend.api.trace import RequestTrace
 
 
@@ -49,7 +50,7 @@ class Progress:
     """The output of a request so far, from the engine that it was moved from."""
 
     outputs: tuple[tuple[int, ...] | None, ...]  # output tokens of each sample; None: the sample has ended
-    has_prompt_logprobs: bool = False  # whether the log probabilities of the prompt were returned
+    has_prompt_values: bool = False  # whether the optional outputs of the prompt were returned
     usage: Usage | None = None  # if the request returns it
     adapter: bytes = b""  # digest of the LoRA adapter; empty without one
 
@@ -66,7 +67,7 @@ class GenerateRequest:
     embeds: bool = False  # returns the hidden state of its last prompt token and generates no tokens
     returns_usage: bool = False
     session: Hashable = None  # the session whose next turn continues from this request's blocks
-    logprobs: int | None = None  # top tokens per token to return with log probabilities; None: none at all
+    token_outputs: Requested = field(default_factory=dict)  # optional outputs of each output token
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
     allowed: bytes | None = None  # bitmask of the allowed tokens; None: all are allowed
     adapter: Adapter | None = None
@@ -75,6 +76,11 @@ class GenerateRequest:
     trace: RequestTrace | None = field(default=None, compare=False)  # None: not traced
     progress: Progress | None = None  # None: no other engine has generated anything for it
     stays: bool = False  # whether it is not moved, because another engine has rejected it
+
+    @cached_property
+    def prompt_outputs(self) -> Requested:
+        """The optional outputs of each token of the prompt but the first."""
+        return requested_prompt_outputs(self.sampling)
 
     @cached_property
     def constrains_logits(self) -> bool:
@@ -238,17 +244,6 @@ class Usage(NamedTuple):
         return Usage._make((self[0], *(one + other for one, other in zip(self[1:], more[1:], strict=True))))
 
 
-class TokenLogprob(NamedTuple):
-    """A token in the model's own distribution, before temperature, penalties and filters."""
-
-    token: int
-    logprob: float  # natural logarithm
-    rank: int  # 1 + the number of tokens with a higher logit
-
-
-Logprobs = tuple[TokenLogprob, ...]  # the sampled token, then the most likely ones, best first
-FINGERPRINT_BYTES = 16
-Fingerprint = bytes  # these many bytes, which change with every bit of the logits of a position
 HiddenState = array  # [hidden_size] float32: output of the last layer for a token, after the final norm
 
 
@@ -265,11 +260,9 @@ class TokenDelta(NamedTuple):
     error: RequestError | None = None
     sample: int = 0  # index of the sample
     usage: Usage | None = None  # usage so far, if requested
-    logprobs: tuple[Logprobs, ...] = ()  # one entry per token, if requested
+    values: Values = NOTHING  # of the requested optional outputs, one for each token
     hidden: HiddenState | None = None  # hidden state of the last prompt token, for an embedding
-    prompt_logprobs: tuple[Logprobs, ...] | None = None  # one entry per prompt token after the first; sent once
-    fingerprints: tuple[Fingerprint, ...] = ()  # of the logits of each token, if a digest is requested
-    prompt_fingerprints: tuple[Fingerprint, ...] = ()  # the same for `prompt_logprobs`
+    prompt_values: Values | None = None  # one for each prompt token after the first; sent once
 
     @property
     def last(self) -> bool:

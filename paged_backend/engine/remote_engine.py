@@ -58,7 +58,7 @@ class _Open:
     id: int
     request: GenerateRequest
     outputs: list[list[int] | None] = field(init=False)  # tokens by sample; None: the sample has ended
-    has_prompt_logprobs: bool = False
+    has_prompt_values: bool = False
     usage: Usage | None = None
     answered: bool = False  # whether the engine has returned anything
 
@@ -67,7 +67,7 @@ class _Open:
         outputs = progress.outputs if progress else ((),) * self.request.sampling.num_samples
         self.outputs = [None if output is None else list(output) for output in outputs]
         if progress:
-            self.has_prompt_logprobs, self.usage = progress.has_prompt_logprobs, progress.usage
+            self.has_prompt_values, self.usage = progress.has_prompt_values, progress.usage
 
     @property
     def ended(self) -> bool:
@@ -79,7 +79,7 @@ class _Open:
         if output is None:
             return False
         output += delta.token_ids
-        self.has_prompt_logprobs |= delta.prompt_logprobs is not None
+        self.has_prompt_values |= delta.prompt_values is not None
         self.usage = delta.usage or self.usage
         if delta.finish:
             self.outputs[delta.sample] = None
@@ -88,11 +88,11 @@ class _Open:
     def current(self) -> GenerateRequest:
         """Return the request with its progress."""
         if self.request.sampling.beam_width > 1 or not (
-            self.has_prompt_logprobs or any(output != [] for output in self.outputs)
+            self.has_prompt_values or any(output != [] for output in self.outputs)
         ):
             return self.request
         outputs = tuple(None if output is None else tuple(output) for output in self.outputs)
-        progress = Progress(outputs, self.has_prompt_logprobs, self.usage, self.request.origin.adapter)
+        progress = Progress(outputs, self.has_prompt_values, self.usage, self.request.origin.adapter)
         return replace(self.request, progress=progress)
 
 

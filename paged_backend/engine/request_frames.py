@@ -15,25 +15,22 @@ from transformers import PreTrainedTokenizerBase
 from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.limits import EngineLimits, SamplingDefaults
 from paged_backend.api.request import (
-    FINGERPRINT_BYTES,
-    Fingerprint,
     FinishReason,
     GenerateRequest,
-    Logprobs,
     Progress,
     TokenDelta,
-    TokenLogprob,
     Usage,
     bitmask,
     fit_max_tokens,
 )
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.structures import STRUCTURE_PARAMETERS, Structure
+from paged_backend.api.token_outputs import TOKEN_OUTPUTS, read_values, write_values
 from paged_backend.text.beam_stops import build_stop_check
 from paged_backend.text.tokenizing import decoder
 from paged_backend.utils.local_socket import FrameError
 
-FRAMES_VERSION = 3  # raised with each change of the frames, so that instances of different code do not exchange them
+FRAMES_VERSION = 4  # raised with each change of the frames, so that instances of different code do not exchange them
 _KINDS = ("json_schema", "regex", "choice", "grammar")
 # Parameters that are not sent: the process that has the stream applies them, or did when it read the request.
 _APPLIED = {"seed", "timeout_ms", "truncate_prompt_tokens", "word_bias", "bad_words", *STRUCTURE_PARAMETERS}
@@ -50,9 +47,9 @@ def write_request(request: GenerateRequest) -> dict[str, Any]:
         "seed": request.seed,
         "stop_ids": sorted(request.stop_ids),
         "returns_usage": request.returns_usage,
-        "logprobs": request.logprobs,
+        "token_outputs": request.token_outputs,
         "bad_words": request.bad_words,
-        "progress": progress and [progress.outputs, progress.has_prompt_logprobs, progress.usage],
+        "progress": progress and [progress.outputs, progress.has_prompt_values, progress.usage],
         "adapter": adapter.digest.hex() if adapter and progress else None,
     }
 
@@ -90,7 +87,6 @@ def read_request(values: Any, key: int, limits: EngineLimits, tokenizer: PreTrai
         allowed = bitmask(sampling.allowed_token_ids, limits.vocab_size)
     if sampling.beam_width > 1:
         ends = build_stop_check(sampling, prompt, decoder(tokenizer, sampling.skip_special_tokens))
-    logprobs = values.get("logprobs")
     return GenerateRequest(
         key,
         prompt,
@@ -98,7 +94,7 @@ def read_request(values: Any, key: int, limits: EngineLimits, tokenizer: PreTrai
         _typed(values, "seed", int),
         frozenset(stop_ids),
         returns_usage=_typed(values, "returns_usage", bool),
-        logprobs=None if logprobs is None else _typed(values, "logprobs", int),
+        token_outputs=_read_token_outputs(values.get("token_outputs")),
         bad_words=bad_words,
         allowed=allowed,
         ends=ends,
@@ -114,6 +110,14 @@ def _read_structure(value: Any) -> Structure | None:
     if value[0] not in _KINDS:
         raise FrameError(f"structure: unknown kind {value[0]!r}")
     return Structure(*value)
+
+
+def _read_token_outputs(value: Any) -> dict[str, int]:
+    if not isinstance(value, dict) or not all(type(num_top) is int for num_top in value.values()):
+        raise FrameError("token_outputs: must be numbers by name")
+    for name in value.keys() - TOKEN_OUTPUTS.keys():
+        raise FrameError(f"token_outputs: unknown output {name!r}")
+    return value
 
 
 def _read_progress(values: dict[str, Any], sampling: SamplingParams) -> Progress | None:
@@ -154,13 +158,10 @@ def write_delta(request_id: int, delta: TokenDelta) -> dict[str, Any]:
         values["error"] = [delta.error.code.value, str(delta.error)]
     if delta.usage:
         values["usage"] = delta.usage
-    if delta.logprobs:
-        values["logprobs"] = delta.logprobs
-    if delta.prompt_logprobs is not None:
-        values["prompt_logprobs"] = delta.prompt_logprobs
-    for name in ("fingerprints", "prompt_fingerprints"):
-        if found := getattr(delta, name):
-            values[name] = b"".join(found).hex()
+    if delta.values:
+        values["values"] = write_values(delta.values)
+    if delta.prompt_values is not None:
+        values["prompt_values"] = write_values(delta.prompt_values)
     return values
 
 
@@ -176,24 +177,11 @@ def read_delta(values: Any, key_of: Callable[[int], int]) -> TokenDelta:
             RequestError(ErrorCode(error[0]), str(error[1]), verbatim=True) if error is not None else None,
             _typed({"sample": 0} | values, "sample", int),
             _read_usage(values.get("usage")),
-            _read_logprobs(values.get("logprobs", ())),
-            prompt_logprobs=_read_logprobs(values["prompt_logprobs"]) if "prompt_logprobs" in values else None,
-            fingerprints=_read_fingerprints(values.get("fingerprints", "")),
-            prompt_fingerprints=_read_fingerprints(values.get("prompt_fingerprints", "")),
+            read_values(values.get("values", {})),
+            prompt_values=read_values(values["prompt_values"]) if "prompt_values" in values else None,
         )
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise FrameError(f"invalid output: {type(error).__name__}: {error}") from None
-
-
-def _read_logprobs(rows: Any) -> tuple[Logprobs, ...]:
-    return tuple(tuple(TokenLogprob(int(token), float(value), int(rank)) for token, value, rank in row) for row in rows)
-
-
-def _read_fingerprints(text: str) -> tuple[Fingerprint, ...]:
-    data = bytes.fromhex(text)
-    if len(data) % FINGERPRINT_BYTES:
-        raise ValueError(f"{len(data)} bytes of fingerprints")
-    return tuple(data[start : start + FINGERPRINT_BYTES] for start in range(0, len(data), FINGERPRINT_BYTES))
 
 
 def _check_tokens(field: str, tokens: tuple[int, ...], limits: EngineLimits) -> None:

@@ -22,6 +22,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
 from paged_backend.api.request import GenerateRequest, bitmask
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.token_outputs import requested_outputs
 from paged_backend.engine.runner_builder import build_runner, cache_layout, capture_graphs, graph_shapes_of
 from paged_backend.execution.batch import PackedBatch, PageTables, pack
 from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, largest_shapes
@@ -182,7 +183,9 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
         tokens = (0,) * (start + length)
         params = SamplingParams(**sampling)
         allowed = bitmask(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None
-        request = GenerateRequest(0, tokens, params, 0, frozenset(), logprobs=params.logprobs, allowed=allowed)
+        request = GenerateRequest(
+            0, tokens, params, 0, frozenset(), token_outputs=requested_outputs(["logprobs"], params), allowed=allowed
+        )
         sequence = Group(request).leader
         sequence.tables = [[0] * -(-len(tokens) // config.block_size)]
         sequence.state_slot = 0

@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_backend.kv.sequence import SamplePosition
 from paged_backend.models.adapter_rows import AdapterRows, adapter_rows
 from paged_backend.models.state_rows import StateRows, state_rows
-from paged_backend.sampling.fingerprints import FingerprintRows
-from paged_backend.sampling.logprobs import LogprobRows, PromptLogprobRows
+from paged_backend.sampling.outputs import OutputRows, request_prompt_rows
 from paged_backend.sampling.sampler import SamplingBatch, prepare, resolve_tokens
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_kernels.cascade import find_prefix_groups
@@ -70,7 +68,6 @@ class PackedBatch:
     more_pages: tuple[PageAddresses, ...] = ()  # of the pages of a block after the first, which `paging` is of
     checks: tuple[DraftCheck, ...] = ()
     drafting: Drafting | None = None  # None: no draft model proposes tokens
-    prompt_chunks: tuple[tuple[int, int], ...] = ()  # (chunk, number of rows) with prompt log probabilities
     hidden_rows: Tensor | None = None  # [num_hidden] int64: the rows whose hidden states are needed
     hidden_chunks: tuple[int, ...] = ()  # chunks of hidden_rows
     adapters: AdapterRows | None = None  # None: no row uses a LoRA adapter
@@ -108,7 +105,6 @@ def pack(
     row_ends = rows.query_starts[1:].tolist()
     sample_rows, logit_rows, sampling = _sampling(plan, row_ends)
     hidden_chunks = tuple(index for index, chunk in enumerate(chunks) if not chunk.sampled_sequences and chunk.embeds)
-    prompt_chunks = enumerate(chunks) if plan.has_prompt_outputs else ()
     return PackedBatch(
         input_ids=torch.from_numpy(rows.tokens)[None],
         position_ids=torch.from_numpy(rows.positions)[None],
@@ -131,7 +127,6 @@ def pack(
         ),
         checks=_checks(chunks, row_ends),
         drafting=_drafting(chunks, row_ends) if draft else None,
-        prompt_chunks=tuple((index, len(chunk.scored)) for index, chunk in prompt_chunks if chunk.scored),
         hidden_rows=torch.tensor([row_ends[index] - 1 for index in hidden_chunks]) if hidden_chunks else None,
         hidden_chunks=hidden_chunks,
         adapters=_adapter_rows(plan, rows.lengths) if plan.adapters else None,
@@ -198,9 +193,8 @@ def _sampling(plan: Plan, row_ends: list[int]) -> tuple[np.ndarray, np.ndarray |
         scored = _scored_rows(chunks, row_ends)
         sample_rows = np.union1d(sample_rows, scored)
         logit_rows = sample_rows.searchsorted(sampled_from)
-        sampling = replace(sampling, prompts=_prompt_rows(chunks, sample_rows.searchsorted(scored)))
-    if any(chunk.sequence.request.sampling.logits_digest for chunk in chunks):
-        sampling = replace(sampling, fingerprints=_fingerprint_rows(chunks, sample_positions, sampling.prompts))
+        prompts = _prompt_outputs(chunks, torch.from_numpy(sample_rows.searchsorted(scored)))
+        sampling = replace(sampling, outputs=sampling.outputs + prompts)
     return sample_rows, logit_rows, sampling
 
 
@@ -252,24 +246,15 @@ def _scored_rows(chunks: tuple[Chunk, ...], row_ends: list[int]) -> np.ndarray:
     return np.array(rows, dtype=np.int64)
 
 
-def _prompt_rows(chunks: tuple[Chunk, ...], rows: np.ndarray) -> PromptLogprobRows:
-    """Return the inputs of prompt log probabilities. rows: the index in the logits of each scored position."""
-    counts = [chunk.sequence.request.sampling.prompt_logprobs or 0 for chunk in chunks for _ in chunk.scored]
-    tokens = [chunk.sequence.tokens[position + 1] for chunk in chunks for position in chunk.scored]
-    return PromptLogprobRows(LogprobRows(torch.from_numpy(rows), tuple(counts)), torch.tensor(tokens))
-
-
-def _fingerprint_rows(
-    chunks: tuple[Chunk, ...], sample_positions: list[SamplePosition], prompts: PromptLogprobRows | None
-) -> FingerprintRows:
-    samples = tuple(row for row, (one, _) in enumerate(sample_positions) if one.request.sampling.logits_digest)
-    scored = [(index, chunk) for index, chunk in enumerate(chunks) if chunk.scored]
-    wanted = [chunk.sequence.request.sampling.logits_digest for _, chunk in scored for _ in chunk.scored]
-    rows = prompts.logprob_rows.rows[torch.tensor(wanted)] if prompts else torch.zeros(0, dtype=torch.int64)
-    prompt_chunks = (
-        (index, len(chunk.scored)) for index, chunk in scored if chunk.sequence.request.sampling.logits_digest
+def _prompt_outputs(chunks: tuple[Chunk, ...], rows: Tensor) -> tuple[OutputRows, ...]:
+    """Return the optional outputs of scored positions. rows: [num_scored] int64, the row in the logits of each."""
+    scored = [(index, chunk, position) for index, chunk in enumerate(chunks) for position in chunk.scored]
+    return request_prompt_rows(
+        [chunk.sequence.request.prompt_outputs for _, chunk, _ in scored],
+        [index for index, _, _ in scored],
+        rows,
+        [chunk.sequence.tokens[position + 1] for _, chunk, position in scored],
     )
-    return FingerprintRows(torch.tensor(samples, dtype=torch.int64), rows, samples, tuple(prompt_chunks))
 
 
 def _drafting(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Drafting | None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.api.request import Fingerprint, HiddenState, Logprobs
+from paged_backend.api.request import HiddenState
+from paged_backend.api.token_outputs import TOKEN_OUTPUTS
 from paged_backend.execution.batch import DraftCheck
-from paged_backend.sampling.fingerprints import FingerprintTensors
-from paged_backend.sampling.logprobs import LogprobsTensors
-from paged_backend.sampling.sampler import TopLogprobs
+from paged_backend.sampling.outputs import OutputValues, Source, TopTokens
+from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.plan import StepResult, accept_draft_tokens
 
 NOT_FINITE = "the model's outputs for this request are not finite; other requests are not affected"
@@ -28,10 +27,8 @@ class LaunchedStep:
     """A step that was enqueued, with its results on their way to the host."""
 
     tokens: Tensor  # [num_sampled] int64
-    beams: TopLogprobs | None
-    scores: LogprobsTensors | None
-    prompts: tuple[LogprobsTensors, ...]  # log probabilities of scored prompt rows, in order
-    prompt_chunks: tuple[tuple[int, int], ...]  # (chunk, number of rows) of `prompts`
+    beams: TopTokens | None
+    outputs: tuple[OutputValues, ...]  # optional outputs
     checks: tuple[DraftCheck, ...]
     draft_ids: Tensor | None  # [num_tokens] int64: the batch's tokens, if a draft model proposed some of them
     hidden: Tensor | None  # [num_hidden, hidden_size] float32, for embedding requests
@@ -40,13 +37,12 @@ class LaunchedStep:
     arrived: torch.cuda.Event | None
     replayed: bool = False  # whether a captured graph ran the forward pass
     states: Tensor | None = None  # [num_tokens, hidden_size], on the device: of a stage before the last
-    fingerprints: FingerprintTensors | None = None  # for requests with a digest
 
     @classmethod
     def of_states(cls, states: Tensor) -> LaunchedStep:
         """Return the step of a stage before the last, which samples nothing."""
         none = torch.zeros(0, dtype=torch.int64)
-        return cls(none, None, None, (), (), (), None, None, (), (), None, states=states)
+        return cls(none, None, (), (), None, None, (), (), None, states=states)
 
     def on_host(self) -> LaunchedStep:
         """Wait for the device, and return the step without what belongs to it."""
@@ -63,22 +59,21 @@ class LaunchedStep:
         not_finite = (
             [index for index, accepted in enumerate(tokens) if accepted[-1] < 0] if min(sampled, default=0) < 0 else []
         )
-        prompt_logprobs = self._prompt_logprobs()
+        prompt_values = self._prompt_values()
         hidden_states = self._hidden_states()
         prompt_errors = {
             chunk: _not_finite()
-            for chunk, rows in prompt_logprobs.items()
-            if not all(math.isfinite(row[0].logprob) for row in rows)
+            for name, by_chunk in prompt_values.items()
+            for chunk, found in by_chunk.items()
+            if not all(map(TOKEN_OUTPUTS[name].is_finite, found))
         } | {chunk: _not_finite() for chunk, state in hidden_states.items() if not np.isfinite(state).all()}
         return StepResult(
             tokens=tokens,
-            logprobs=self._logprobs(tokens, seq_of_row),
-            candidates={seq_of_row[row]: candidates for row, candidates in self.beams.by_row()} if self.beams else {},
+            values=self._values(tokens, seq_of_row),
+            candidates=self._candidates(self.beams, seq_of_row) if self.beams else {},
             errors={index: _not_finite() for index in not_finite}
             | {seq_of_row[row]: RequestError(ErrorCode.INVALID_ARGUMENT, reason) for row, reason in self.failed_rows},
-            prompt_logprobs=prompt_logprobs,
-            fingerprints=self._fingerprints(tokens, seq_of_row) if self.fingerprints else {},
-            prompt_fingerprints=dict(self.fingerprints.by_chunk()) if self.fingerprints else {},
+            prompt_values=prompt_values,
             hidden_states=hidden_states,
             prompt_errors=prompt_errors,
         )
@@ -102,26 +97,39 @@ class LaunchedStep:
                 tokens.append(accept_draft_tokens(sampled[check.first_sample : end], drafts))
         return tokens, seq_of_row
 
-    def _logprobs(self, tokens: list[list[int]], seq_of_row: Sequence[int]) -> dict[int, list[Logprobs]]:
-        found: dict[int, list[Logprobs]] = {}
-        for row, (logprobs,) in self.scores.by_row() if self.scores else ():
-            entries = found.setdefault(seq_of_row[row], [])
-            if len(entries) < len(tokens[seq_of_row[row]]):  # excludes rows after a rejected draft token
-                entries.append(logprobs)
+    def _values(self, tokens: list[list[int]], seq_of_row: Sequence[int]) -> dict[str, dict[int, list[Any]]]:
+        """Return the values of sampled tokens, by output and sequence."""
+        found: dict[str, dict[int, list[Any]]] = {}
+        for output in self.outputs:
+            if output.source is Source.SAMPLED:
+                by_seq = found.setdefault(output.name, {})
+                for row, (value,) in output.by_row():
+                    values = by_seq.setdefault(seq_of_row[row], [])
+                    if len(values) < len(tokens[seq_of_row[row]]):  # excludes rows after a rejected draft token
+                        values.append(value)
         return found
 
-    def _fingerprints(self, tokens: list[list[int]], seq_of_row: Sequence[int]) -> dict[int, list[Fingerprint]]:
-        assert self.fingerprints
-        found: dict[int, list[Fingerprint]] = {}
-        for row, value in self.fingerprints.by_sample():
-            values = found.setdefault(seq_of_row[row], [])
-            if len(values) < len(tokens[seq_of_row[row]]):  # excludes rows after a rejected draft token
-                values.append(value)
-        return found
+    def _candidates(self, beams: TopTokens, seq_of_row: Sequence[int]) -> dict[int, list[Candidate]]:
+        """Return the candidates of live beams, with their values, by sequence."""
+        num_candidates = beams.tokens.shape[-1]
+        values: list[list[dict[str, Any]]] = [[{} for _ in range(num_candidates)] for _ in range(len(beams.rows))]
+        for output in self.outputs:
+            if output.source is Source.BEAMS:
+                for beam, by_token in output.by_row():
+                    for candidate, value in zip(values[beam], by_token, strict=True):
+                        candidate[output.name] = value
+        columns = zip(beams.rows.tolist(), beams.tokens.tolist(), beams.log_probs.tolist(), values, strict=True)
+        return {seq_of_row[row]: list(map(Candidate, *candidates)) for row, *candidates in columns}
 
-    def _prompt_logprobs(self) -> dict[int, list[Logprobs]]:
-        rows = (logprobs for part in self.prompts for _, (logprobs,) in part.by_row())
-        return {chunk: list(islice(rows, count)) for chunk, count in self.prompt_chunks}
+    def _prompt_values(self) -> dict[str, dict[int, list[Any]]]:
+        """Return the values of scored prompt tokens, by output and chunk."""
+        found: dict[str, dict[int, list[Any]]] = {}
+        for output in self.outputs:
+            if output.source is Source.PROMPT:
+                by_chunk = found.setdefault(output.name, {})
+                for chunk, (value,) in output.by_row():
+                    by_chunk.setdefault(chunk, []).append(value)
+        return found
 
     def _hidden_states(self) -> dict[int, HiddenState]:
         if self.hidden is None:

@@ -27,9 +27,8 @@ from paged_backend.kv.state_cache import StateCache
 from paged_backend.models.hidden_states import record_hidden_states
 from paged_backend.models.lora import Lora
 from paged_backend.models.pipeline import Stage
-from paged_backend.sampling.fingerprints import compute_fingerprints
-from paged_backend.sampling.logprobs import compute_prompt_logprobs
-from paged_backend.sampling.sampler import SamplingBatch, compute_logprobs, sample, top_logprobs
+from paged_backend.sampling.outputs import compute_outputs
+from paged_backend.sampling.sampler import SamplingBatch, sample, top_tokens
 from paged_backend.scheduling.plan import Plan, StepResult
 from paged_kernels.layer_cache import LayerCache
 
@@ -202,11 +201,8 @@ class Runner:
         logits = step.logits if step.logit_rows is None else step.logits[step.logit_rows]
         sampling = step.sampling
         tokens = step.tokens if step.tokens is not None else self._sample(logits, sampling)
-        beams, scores = top_logprobs(logits, sampling), compute_logprobs(logits, tokens, sampling)
-        prompts = compute_prompt_logprobs(step.logits, sampling.prompts) if sampling.prompts else ()
-        fingerprints = (
-            compute_fingerprints(logits, step.logits, sampling.fingerprints) if sampling.fingerprints else None
-        )
+        beams = top_tokens(logits, sampling)
+        outputs = compute_outputs(sampling.outputs, logits, tokens, beams, step.logits)
         arrived, draft_ids, hidden = None, step.draft_ids, step.hidden
         if not tokens.is_cuda:
             tokens = tokens.clone()  # the next step overwrites them
@@ -214,9 +210,8 @@ class Runner:
             tokens = tokens.to("cpu", non_blocking=True)
             draft_ids = draft_ids.to("cpu", non_blocking=True) if draft_ids is not None else None
             hidden = hidden.to("cpu", non_blocking=True) if hidden is not None else None
-            beams, scores = beams and beams.to_host(), scores and scores.to_host()
-            prompts = tuple(part.to_host() for part in prompts)
-            fingerprints = fingerprints and fingerprints.to_host()
+            beams = beams and beams.to_host()
+            outputs = tuple(one.to_host() for one in outputs)
             arrived = torch.cuda.Event()
             arrived.record()
         if self._threads:
@@ -226,9 +221,7 @@ class Runner:
         return LaunchedStep(
             tokens,
             beams,
-            scores,
-            prompts,
-            packed.prompt_chunks,
+            outputs,
             packed.checks,
             draft_ids,
             hidden,
@@ -236,7 +229,6 @@ class Runner:
             failed_rows,
             arrived,
             step.replayed,
-            fingerprints=fingerprints,
         )
 
     def _sample(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:

@@ -83,7 +83,7 @@ class BlockManager:
     ):
         """num_pages, num_host_pages: pages on the device, and on the host for evicted blocks and preempted requests.
         caching: whether prefixes are cached. states: slots for the states of recurrent layers, if the model has some.
-        keeps_scores: whether prompt log probabilities are cached with prefixes, which requires that they depend on the
+        keeps_scores: whether optional outputs of prompts are cached with them, which requires that they depend on the
         tokens alone. listener: receives every content of the first kind that is cached or dropped."""
         self.layout = layout
         self.block_size: int = layout.block_size
@@ -218,14 +218,14 @@ class BlockManager:
                     self.host.forget(on_host)
 
     def find_scores(self, sequence: Sequence, index: int) -> BlockScores | None:
-        """Return the prompt log probabilities of a sequence's full block `index`, if the device has it and they are
+        """Return the scores of a sequence's full block `index`, if the device has it and they are
         known."""
         known = self._extend_known(sequence, index)
         block = self.pool.find(sequence.chain.entries[index]) if known else None
         return None if block is None else self.pool.indexes[0].scores.get(block)
 
     def add_scores(self, sequence: Sequence, index: int, scores: BlockScores) -> None:
-        """Keep the prompt log probabilities of a sequence's full block `index` until it leaves the device's index."""
+        """Keep the scores of a sequence's full block `index` until it leaves the device's index."""
         block = self.pool.find(self.entry(sequence, index))
         if block is not None:
             known = self.pool.indexes[0].scores

@@ -1,4 +1,4 @@
-"""Prompt log probabilities of the tokens of a cached block, so that later requests need not compute them again.
+"""The optional outputs of the prompt tokens of a cached block, so that later requests need not compute them again.
 
 They are kept with blocks only if the engine computes the same logits for the same tokens in every batch. The first
 token of a block is scored from the logits of the position before the block:
@@ -10,61 +10,46 @@ token of a block is scored from the logits of the position before the block:
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from paged_backend.api.request import FINGERPRINT_BYTES, Fingerprint, Logprobs, TokenLogprob
+from paged_backend.api.token_outputs import TOKEN_OUTPUTS, Requested, Values
+
+
+class _Packed(NamedTuple):
+    """The values of one output, in little memory."""
+
+    num_top: int  # how many of the most likely tokens they describe
+    values: Any
 
 
 class BlockScores:
-    """The log probabilities of the tokens of a block, and the fingerprints of the logits that they come from.
+    """The values of the tokens of a block, by output."""
 
-    Takes 12 bytes for each entry of a token, and 16 for its fingerprint.
-    """
+    def __init__(self, packed: Mapping[str, _Packed]):
+        self._packed = packed
 
-    __slots__ = ("_counts", "_fingerprints", "_log_probs", "_ranks", "_tokens", "num_top")
+    @classmethod
+    def of(cls, requested: Requested, values: Values) -> BlockScores:
+        """Return the scores of a request: for each output that it requested, the values of all tokens of the block."""
+        return cls({name: _Packed(top, TOKEN_OUTPUTS[name].pack(values[name])) for name, top in requested.items()})
 
-    def __init__(self, num_top: int, logprobs: Sequence[Logprobs], fingerprints: Sequence[Fingerprint] = ()):
-        """num_top: top tokens of each entry of `logprobs`. fingerprints: as many as `logprobs`, or none."""
-        assert not fingerprints or len(fingerprints) == len(logprobs)
-        entries = [entry for one in logprobs for entry in one]
-        self.num_top = num_top
-        self._counts = array("H", map(len, logprobs))
-        self._tokens = array("i", [entry.token for entry in entries])
-        self._log_probs = array("f", [entry.logprob for entry in entries])  # they were computed in float32
-        self._ranks = array("i", [entry.rank for entry in entries])
-        self._fingerprints = b"".join(fingerprints)
+    def cover(self, requested: Requested) -> bool:
+        """Return whether a request finds all values that it needs."""
+        return all(name in self._packed and top <= self._packed[name].num_top for name, top in requested.items())
 
-    def covers(self, num_top: int, *, fingerprints: bool) -> bool:
-        """Return whether a request with this many top tokens, and maybe with a digest, finds all that it needs."""
-        return num_top <= self.num_top and bool(self._fingerprints or not fingerprints)
-
-    def logprobs(self, num_top: int) -> list[Logprobs]:
-        """Return the log probabilities with at most this many top tokens."""
-        entries = map(TokenLogprob, self._tokens, self._log_probs, self._ranks)
-        return [_with_top([next(entries) for _ in range(count)], num_top) for count in self._counts]
-
-    @property
-    def fingerprints(self) -> list[Fingerprint]:
-        data = self._fingerprints
-        return [data[start : start + FINGERPRINT_BYTES] for start in range(0, len(data), FINGERPRINT_BYTES)]
+    def values(self, requested: Requested) -> Values:
+        """Return the values that a request needs, which these scores cover."""
+        found = {}
+        for name, top in requested.items():
+            output = TOKEN_OUTPUTS[name]
+            found[name] = [output.narrowed(value, top) for value in output.unpack(self._packed[name].values)]
+        return found
 
     def merged(self, other: BlockScores | None) -> BlockScores:
         """Return scores that cover what either of the two covers."""
-        if other is None or self.covers(other.num_top, fingerprints=bool(other._fingerprints)):
+        if other is None:
             return self
-        most = max(self, other, key=lambda one: one.num_top)
-        return BlockScores(most.num_top, most.logprobs(most.num_top), self.fingerprints or other.fingerprints)
-
-
-def _with_top(entries: Sequence[TokenLogprob], num_top: int) -> Logprobs:
-    """Return the entries of a token with fewer top tokens. Tokens of the same rank are in the order of their ids."""
-    chosen, *others = entries
-    if len(others) < num_top:
-        return tuple(entries)
-    best = sorted(entries, key=lambda entry: (entry.rank, entry.token))[:num_top]
-    return chosen, *_without(best, chosen.token)
-
-
-def _without(entries: Iterable[TokenLogprob], token: int) -> Iterable[TokenLogprob]:
-    return (entry for entry in entries if entry.token != token)
+        names = self._packed.keys() | other._packed.keys()
+        most = {name: [one._packed[name] for one in (self, other) if name in one._packed] for name in names}
+        return BlockScores({name: max(found, key=lambda one: one.num_top) for name, found in most.items()})

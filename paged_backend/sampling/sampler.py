@@ -7,7 +7,7 @@ preemption with recomputation changes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.token_outputs import NOTHING
 from paged_backend.kv.sequence import SamplePosition
 from paged_backend.sampling import constraints
 from paged_backend.sampling.constraints import Constraints, apply_constraints
-from paged_backend.sampling.fingerprints import FingerprintRows
-from paged_backend.sampling.logprobs import LogprobRows, LogprobsTensors, PromptLogprobRows
-from paged_backend.scheduling.beam_search import Candidate, num_candidates
+from paged_backend.sampling.outputs import OutputRows, Source, TopTokens, request_rows
+from paged_backend.scheduling.beam_search import num_candidates
 from paged_kernels import ops
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 
@@ -48,30 +48,6 @@ class BeamRows:
 
     rows: Tensor  # [num_rows] int64
     num_candidates: int  # top tokens per row
-    logprob_rows: LogprobRows | None  # indices into `rows`
-
-
-@dataclass(frozen=True, eq=False)
-class TopLogprobs:
-    """The top tokens of live beams, the most probable first."""
-
-    rows: Tensor  # [num_rows] int64
-    tokens: Tensor  # [num_rows, num_candidates] int64
-    log_probs: Tensor  # [num_rows, num_candidates] float32
-    logprobs: LogprobsTensors | None = None  # log probabilities of these tokens, for the rows that request them
-
-    def to_host(self) -> TopLogprobs:
-        """Start a non-blocking copy to the host. Synchronize with the device before reading the result."""
-        on_device = (self.rows, self.tokens, self.log_probs)
-        rows, tokens, log_probs = (tensor.to("cpu", non_blocking=True) for tensor in on_device)
-        return TopLogprobs(rows, tokens, log_probs, self.logprobs and self.logprobs.to_host())
-
-    def by_row(self) -> Iterator[tuple[int, list[Candidate]]]:
-        """Yield each row with its candidate tokens."""
-        logprobs = dict(self.logprobs.by_row()) if self.logprobs else {}
-        lists = zip(self.rows.tolist(), self.tokens.tolist(), self.log_probs.tolist(), strict=True)
-        for index, (row, *candidates) in enumerate(lists):
-            yield row, list(map(Candidate, *candidates, *([logprobs[index]] if index in logprobs else [])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +58,7 @@ class SamplingBatch:
     penalties: Penalties | None = None
     metadata: SamplingMetadata | None = None  # None: all rows sample greedily
     beams: BeamRows | None = None
-    logprob_rows: LogprobRows | None = None
-    prompts: PromptLogprobRows | None = None  # indices into the step's sample rows, not into the sampled tokens
-    fingerprints: FingerprintRows | None = None
+    outputs: tuple[OutputRows, ...] = ()
 
     @property
     def changes_logits(self) -> bool:
@@ -99,7 +73,7 @@ def prepare(sample_positions: Rows[SamplePosition]) -> SamplingBatch:
         _penalties(sample_positions),
         _metadata(sample_positions),
         _beams(sample_positions),
-        _sampled_logprob_rows(sample_positions),
+        _outputs(sample_positions),
     )
 
 
@@ -130,8 +104,8 @@ def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return logits
 
 
-def top_logprobs(logits: Tensor, batch: SamplingBatch) -> TopLogprobs | None:
-    """Return the top tokens of live beams, or None if the step has none.
+def top_tokens(logits: Tensor, batch: SamplingBatch) -> TopTokens | None:
+    """Return the most likely next tokens of live beams, or None if the step has none.
 
     As in transformers, constraints apply to the log probabilities: a masked token still contributes to the softmax
     denominator of the others.
@@ -143,19 +117,7 @@ def top_logprobs(logits: Tensor, batch: SamplingBatch) -> TopLogprobs | None:
     if batch.constraints:
         log_probs = apply_constraints(logits.index_put((rows,), log_probs), batch.constraints)[rows]
     best = log_probs.topk(min(batch.beams.num_candidates, log_probs.shape[-1]), -1)
-    logprobs = None
-    if logprob_rows := batch.beams.logprob_rows:
-        selected = logprob_rows.rows
-        logprobs = LogprobsTensors.of(logits[rows][selected], best.indices[selected], logprob_rows)
-    return TopLogprobs(rows, best.indices, best.values, logprobs)
-
-
-def compute_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> LogprobsTensors | None:
-    """Return the log probabilities of the sampled tokens [num_rows] int64, for the rows that request them."""
-    if batch.logprob_rows is None:
-        return None
-    rows = batch.logprob_rows.rows
-    return LogprobsTensors.of(logits[rows], tokens[rows, None].clamp(min=0), batch.logprob_rows)
+    return TopTokens(rows, best.indices, best.values)
 
 
 def _array(values: Rows[Any], dtype: torch.dtype) -> Tensor:
@@ -220,19 +182,17 @@ def _beams(sample_positions: Rows[SamplePosition]) -> BeamRows | None:
         return None
     requests = [sample_positions[row][0].request for row in rows]
     candidates = max(num_candidates(request.sampling, request.stop_ids) for request in requests)
-    return BeamRows(_array(rows, torch.int64), candidates, _logprob_rows([request.logprobs for request in requests]))
+    return BeamRows(_array(rows, torch.int64), candidates)
 
 
-def _sampled_logprob_rows(sample_positions: Rows[SamplePosition]) -> LogprobRows | None:
-    counts = [seq.request.logprobs if seq.request.sampling.beam_width == 1 else None for seq, _ in sample_positions]
-    return _logprob_rows(counts)
-
-
-def _logprob_rows(counts: Rows[int | None]) -> LogprobRows | None:
-    found = [(row, count) for row, count in enumerate(counts) if count is not None]
-    if not found:
-        return None
-    return LogprobRows(_array([row for row, _ in found], torch.int64), tuple(count for _, count in found))
+def _outputs(sample_positions: Rows[SamplePosition]) -> tuple[OutputRows, ...]:
+    requested = [seq.request.token_outputs for seq, _ in sample_positions]
+    if not any(requested):
+        return ()
+    is_beam = [seq.request.sampling.beam_width > 1 for seq, _ in sample_positions]
+    sampled = [NOTHING if beam else outputs for beam, outputs in zip(is_beam, requested, strict=True)]
+    beams = [outputs for beam, outputs in zip(is_beam, requested, strict=True) if beam]
+    return request_rows(Source.SAMPLED, sampled) + request_rows(Source.BEAMS, beams)
 
 
 def _filters(params: Rows[SamplingParams]) -> SamplingFilters | None:

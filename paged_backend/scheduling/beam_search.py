@@ -12,15 +12,16 @@ transformers, so that ties and near-ties are resolved the same way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Row
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from paged_backend.api.request import Fingerprint, FinishReason, Logprobs
+from paged_backend.api.request import FinishReason
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.token_outputs import NOTHING, Values
 
 
 class Candidate(NamedTuple):
@@ -28,8 +29,7 @@ class Candidate(NamedTuple):
 
     token: int
     log_prob: float
-    logprobs: Logprobs = ()  # entries of this and the top tokens, before logits processing, if requested
-    fingerprint: Fingerprint = b""  # of the logits that it comes from, if a digest is requested
+    values: Mapping[str, Any] = NOTHING  # of the requested optional outputs, by name
 
 
 class Continuation(NamedTuple):
@@ -46,21 +46,7 @@ class Hypothesis:
     score: np.float32
     tokens: tuple[int, ...]
     finish: FinishReason
-    logprobs: tuple[Logprobs, ...] = ()  # one entry per token, if requested
-    fingerprints: tuple[Fingerprint, ...] = ()  # the same
-
-
-class _Scores(NamedTuple):
-    """What was requested for the tokens of an output: one entry per token, or none."""
-
-    logprobs: tuple[Logprobs, ...] = ()
-    fingerprints: tuple[Fingerprint, ...] = ()
-
-    def plus(self, candidate: Candidate) -> _Scores:
-        """Return these with the entries of one more token."""
-        logprobs = (*self.logprobs, candidate.logprobs) if candidate.logprobs else self.logprobs
-        more = (candidate.fingerprint,) if candidate.fingerprint else ()
-        return _Scores(logprobs, (*self.fingerprints, *more))
+    values: Values = field(default_factory=dict)  # of the requested optional outputs, one for each token
 
 
 def num_candidates(sampling: SamplingParams, stop_ids: frozenset[int]) -> int:
@@ -83,7 +69,7 @@ class BeamSearch:
         self._sampling = sampling
         self._stop_ids = stop_ids
         self._scores = [np.float32(0)]  # cumulative log probabilities of live beams
-        self._token_scores = [_Scores()]  # of the tokens of live beams
+        self._values: list[Values] = [NOTHING]  # of the tokens of live beams
         self.hypotheses: list[Hypothesis] = []  # ended outputs, best first
         self.num_agreed = 0  # number of tokens that `agree` has returned
 
@@ -113,23 +99,24 @@ class BeamSearch:
         for rank, (score, continuation, candidate) in enumerate(found[:limit]):
             tokens = (*outputs[continuation.beam], continuation.token)
             finish = self._finish(tokens, out_of_tokens)
-            entries = self._token_scores[continuation.beam].plus(candidate)
+            before = self._values[continuation.beam]
+            values = {name: (*before.get(name, ()), value) for name, value in candidate.values.items()}
             if finish is None:
-                live.append((score, continuation, entries))
+                live.append((score, continuation, values))
             elif rank < width and not closed:
-                self._add(Hypothesis(self._normalized(score, count), tokens, finish, *entries))
+                self._add(Hypothesis(self._normalized(score, count), tokens, finish, values))
         del live[width:]
         self._scores = [score for score, _, _ in live]
-        self._token_scores = [entries for _, _, entries in live]
+        self._values = [values for _, _, values in live]
         if not live or self._is_done(count):
             return []
         return [continuation for _, continuation, _ in live]
 
     def cut(self, outputs: Row[Row[int]]) -> None:
         """End the search early: live beams, with these `outputs`, become hypotheses as they are."""
-        for score, tokens, entries in zip(self._scores, outputs, self._token_scores, strict=True):
+        for score, tokens, values in zip(self._scores, outputs, self._values, strict=True):
             normalized = self._normalized(score, max(1, len(tokens)))
-            self._add(Hypothesis(normalized, tuple(tokens), FinishReason.TIMEOUT, *entries))
+            self._add(Hypothesis(normalized, tuple(tokens), FinishReason.TIMEOUT, values))
 
     def agree(self, outputs: Row[Row[int]]) -> tuple[int, ...]:
         """Return the next tokens that all outputs have in common which may still be returned.
@@ -145,13 +132,9 @@ class BeamSearch:
         self.num_agreed = end
         return agreed
 
-    def agreed_logprobs(self, count: int) -> tuple[Logprobs, ...]:
-        """Return the log probabilities of the `count` tokens that `agree` returned last."""
-        return self._token_scores[0].logprobs[self.num_agreed - count : self.num_agreed]
-
-    def agreed_fingerprints(self, count: int) -> tuple[Fingerprint, ...]:
-        """Return the fingerprints of the `count` tokens that `agree` returned last."""
-        return self._token_scores[0].fingerprints[self.num_agreed - count : self.num_agreed]
+    def agreed_values(self, count: int) -> Values:
+        """Return the values of the `count` tokens that `agree` returned last."""
+        return {name: found[self.num_agreed - count : self.num_agreed] for name, found in self._values[0].items()}
 
     @property
     def best(self) -> list[Hypothesis]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from paged_backend.api.request import Fingerprint, GenerateRequest, Logprobs, Progress, Usage
+from paged_backend.api.request import GenerateRequest, Progress, Usage
 from paged_backend.kv.content import Chain
 from paged_backend.kv.sequence import BlockUsage, Sequence
 from paged_backend.scheduling.accounts import Account
@@ -31,7 +32,7 @@ class Group:
     __slots__ = (
         "accepted_tokens", "account", "admission_index", "beams", "block_usage", "cached_tokens", "draft_tokens",
         "forked", "has_output", "needs_previous_result", "num_stored_scores", "preempted_at",
-        "preempted_seconds", "preemptions", "prompt_fingerprints", "prompt_logprobs", "request", "scores_prompt",
+        "preempted_seconds", "preemptions", "prompt_values", "request", "scores_prompt",
         "sequences",
     )  # fmt: skip
 
@@ -58,16 +59,16 @@ class Group:
             if output is not None
         ]
         self.forked = len(self.sequences) == 1
-        # Whether log probabilities of the prompt are still to be returned. A prompt of one token has none.
-        self.scores_prompt = sampling.prompt_logprobs is not None and not (
-            (progress and progress.has_prompt_logprobs) or len(request.prompt_token_ids) == 1
+        # Whether optional outputs of the prompt are still to be returned. A prompt of one token has none.
+        self.scores_prompt = bool(request.prompt_outputs) and not (
+            (progress and progress.has_prompt_values) or len(request.prompt_token_ids) == 1
         )
         self.has_output = sampling.max_tokens > 0
         # Beams continue from the candidates of the previous step, and guides depend on its tokens.
         self.needs_previous_result = is_beam_search or bool(request.guides)
         self.admission_index: int | None = None  # number of the first admission, in order; None: never admitted
-        self.prompt_logprobs: list[Logprobs] = []  # entries of prompt tokens after the first, as far as computed
-        self.prompt_fingerprints: list[Fingerprint] = []  # the same, if a digest is requested
+        # Values of the prompt tokens after the first, as far as they are computed, by optional output.
+        self.prompt_values: dict[str, list[Any]] = {name: [] for name in request.prompt_outputs}
         self.num_stored_scores = 0  # blocks of the prompt whose scores were offered to the cache
         self.cached_tokens = 0  # prompt tokens found in the cache at the first admission
         self.draft_tokens = 0
@@ -123,7 +124,7 @@ class Group:
         outputs: list[tuple[int, ...] | None] = [None] * self.request.sampling.num_samples
         for sequence in self.sequences:
             outputs[sequence.index] = tuple(sequence.output)
-        is_scored = self.request.sampling.prompt_logprobs is not None and not self.scores_prompt
+        is_scored = bool(self.request.prompt_outputs) and not self.scores_prompt
         if self.beams or not (is_scored or any(output != () for output in outputs)):
             return None
         return Progress(tuple(outputs), is_scored, self.usage, self.request.origin.adapter)
@@ -148,22 +149,21 @@ class Group:
         return self.sequences if self.forked else self.sequences[:1]
 
     @property
-    def num_top_prompt(self) -> int:
-        """The number of top tokens in the log probabilities of the prompt."""
-        return self.request.sampling.prompt_logprobs or 0
+    def num_scored(self) -> int:
+        """The number of prompt tokens after the first whose values are known."""
+        return len(next(iter(self.prompt_values.values()), ()))
 
     def unscored(self, start: int, end: int) -> range:
-        """Return the positions in `start` to `end` whose next prompt token lacks its log probabilities."""
+        """Return the positions in `start` to `end` whose next prompt token lacks its values."""
         if not self.scores_prompt:
             return range(0)
-        return range(max(start, len(self.prompt_logprobs)), min(end, self.leader.num_prompt - 1))
+        return range(max(start, self.num_scored), min(end, self.leader.num_prompt - 1))
 
     @property
     def max_cacheable_tokens(self) -> int:
         """The number of the leader's tokens that may be looked up in the prefix cache: up to the first position whose
-        log probabilities are still needed, since the cache has no logits."""
-        scored = len(self.prompt_logprobs)
-        return scored + 1 if self.unscored(0, self.leader.num_prompt) else self.prefill_len
+        logits are still needed, since the cache has none."""
+        return self.num_scored + 1 if self.unscored(0, self.leader.num_prompt) else self.prefill_len
 
     @property
     def prefill_len(self) -> int:

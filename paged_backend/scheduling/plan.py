@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paged_backend.api.errors import RequestError
-from paged_backend.api.request import Fingerprint, HiddenState, Logprobs
+from paged_backend.api.request import HiddenState
 from paged_backend.api.trace import RequestTrace
 from paged_backend.kv.blocks import NO_BLOCKS, Allocation, BlockManager
 from paged_backend.kv.ledger import NO_TRANSFERS, Transfers
@@ -198,12 +198,11 @@ class StepResult:
     """
 
     tokens: Items[list[int]]  # per sequence: the sampled token; or accepted draft tokens, then the bonus token
-    logprobs: Mapping[int, list[Logprobs]] = field(default_factory=dict)  # by sequence: one entry per token
+    values: Mapping[str, Mapping[int, list[Any]]] = field(default_factory=dict)  # by output, sequence: one per token
     candidates: Mapping[int, list[Candidate]] = field(default_factory=dict)  # by sequence, for live beams
     errors: Mapping[int, RequestError] = field(default_factory=dict)  # by sequence: why it has no token
-    prompt_logprobs: Mapping[int, list[Logprobs]] = field(default_factory=dict)  # by chunk: one per scored position
-    fingerprints: Mapping[int, list[Fingerprint]] = field(default_factory=dict)  # by sequence: one per token
-    prompt_fingerprints: Mapping[int, list[Fingerprint]] = field(default_factory=dict)  # by chunk, as `prompt_logprobs`
+    # By output and chunk: one value per scored position.
+    prompt_values: Mapping[str, Mapping[int, list[Any]]] = field(default_factory=dict)
     hidden_states: Mapping[int, HiddenState] = field(default_factory=dict)  # by chunk, for embedding requests
     prompt_errors: Mapping[int, RequestError] = field(default_factory=dict)  # by chunk: why one of the two is missing
 

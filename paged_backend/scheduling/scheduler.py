@@ -643,11 +643,10 @@ class Scheduler:
         """Commit the tokens of a sequence, with what was requested for each. index: of the sequence in the results."""
         delta = self._append(group, sequence, result.tokens[index], chunk)
         count = len(delta.token_ids)
-        if index in result.fingerprints:
-            delta = delta._replace(fingerprints=tuple(result.fingerprints[index][:count]))
-        if index in result.logprobs:
-            delta = delta._replace(logprobs=tuple(result.logprobs[index][:count]))
-        return delta
+        if not result.values:
+            return delta
+        found = {name: by_seq[index][:count] for name, by_seq in result.values.items() if index in by_seq}
+        return delta._replace(values=found)
 
     def _append(self, group: Group, sequence: Sequence, tokens: list[int], chunk: Chunk) -> TokenDelta:
         """Append the new tokens of a sequence, up to the one that ends the output."""
@@ -675,23 +674,23 @@ class Scheduler:
         return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage)
 
     def _commit_prompt(self, group: Group, chunk: Chunk, result: StepResult, index: int) -> list[TokenDelta]:
-        """Commit the prompt results of a chunk: log probabilities, a hidden state, the end of a request without
+        """Commit the prompt results of a chunk: optional outputs, a hidden state, the end of a request without
         output."""
         if index in result.prompt_errors:
             return [self._fail(group, result.prompt_errors[index])]
         deltas: list[TokenDelta] = []
         if chunk.scored:
             # If the leader ends, the next one computes the prompt again, while results of the former still arrive.
-            known = len(group.prompt_logprobs) - chunk.scored.start
+            known = group.num_scored - chunk.scored.start
             assert known >= 0
-            group.prompt_logprobs += result.prompt_logprobs[index][known:]
-            group.prompt_fingerprints += result.prompt_fingerprints.get(index, [])[known:]
-        if group.prompt_logprobs:
+            for name, found in group.prompt_values.items():
+                found += result.prompt_values[name][index][known:]
+        if group.num_scored:
             self._store_scores(group)
         if group.scores_prompt and not group.unscored(0, chunk.sequence.num_prompt):
             group.scores_prompt = False
-            scores, fingerprints = tuple(group.prompt_logprobs), tuple(group.prompt_fingerprints)
-            deltas.append(TokenDelta(group.key, prompt_logprobs=scores, prompt_fingerprints=fingerprints))
+            values = {name: tuple(found) for name, found in group.prompt_values.items()}
+            deltas.append(TokenDelta(group.key, prompt_values=values))
         if chunk.ends_request and (chunk.forks or not chunk.sequence.ended):
             deltas += self._finish_without_output(group, result.hidden_states.get(index))
         return deltas
@@ -705,7 +704,7 @@ class Scheduler:
             for index in range(group.request.sampling.num_samples)
         ]
 
-    # --- prompt log probabilities that are cached with blocks -------------------------------------------------------
+    # --- values of prompt tokens that are cached with blocks --------------------------------------------------------
 
     def _take_scores(self, group: Group) -> None:
         """Continue a group's prompt scores with those of cached blocks, up to the first block that lacks some.
@@ -714,16 +713,14 @@ class Scheduler:
         """
         if not (self.blocks.keeps_scores and group.scores_prompt):
             return
-        leader, size = group.leader, self.blocks.block_size
-        num_top, digest = group.num_top_prompt, group.request.sampling.logits_digest
+        leader, size, requested = group.leader, self.blocks.block_size, group.request.prompt_outputs
         for index in range(self._num_scored_blocks(group), leader.num_prompt // size):
             scores = self.blocks.find_scores(leader, index)
-            if scores is None or not scores.covers(num_top, fingerprints=digest):
+            if scores is None or not scores.cover(requested):
                 break
-            known = len(group.prompt_logprobs) - _first_score(index, size)
-            group.prompt_logprobs += scores.logprobs(num_top)[known:]
-            if digest:
-                group.prompt_fingerprints += scores.fingerprints[known:]
+            known = group.num_scored - _first_score(index, size)
+            for name, values in scores.values(requested).items():
+                group.prompt_values[name] += values[known:]
             group.num_stored_scores = max(group.num_stored_scores, index + 1)
 
     def _store_scores(self, group: Group) -> None:
@@ -734,13 +731,13 @@ class Scheduler:
         end = min(leader.committed // size, self._num_scored_blocks(group))
         for index in range(group.num_stored_scores, end):
             tokens = slice(_first_score(index, size), (index + 1) * size - 1)
-            scores = BlockScores(group.num_top_prompt, group.prompt_logprobs[tokens], group.prompt_fingerprints[tokens])
-            self.blocks.add_scores(leader, index, scores)
+            values = {name: found[tokens] for name, found in group.prompt_values.items()}
+            self.blocks.add_scores(leader, index, BlockScores.of(group.request.prompt_outputs, values))
         group.num_stored_scores = max(group.num_stored_scores, end)
 
     def _num_scored_blocks(self, group: Group) -> int:
         """Return how many blocks, from the first on, the group has all scores of."""
-        return (len(group.prompt_logprobs) + 1) // self.blocks.block_size
+        return (group.num_scored + 1) // self.blocks.block_size
 
     # --- beam search ------------------------------------------------------------------------------------------------
 
@@ -749,8 +746,6 @@ class Scheduler:
         continue in several ways, and drop those that do not continue. index: of the beam in the results."""
         beams, candidates = group.beams, result.candidates[index]
         assert beams
-        if index in result.fingerprints:
-            candidates = [one._replace(fingerprint=result.fingerprints[index][0]) for one in candidates]
         beams.candidates[sequence.index] = candidates
         if len(beams.candidates) < len(group.sequences):
             return []
@@ -896,9 +891,9 @@ def _agreed_outputs(group: Group) -> list[TokenDelta]:
     tokens = search.agree([one.output for one in group.sequences])
     if not tokens:
         return []
-    logprobs, fingerprints = search.agreed_logprobs(len(tokens)), search.agreed_fingerprints(len(tokens))
+    values = search.agreed_values(len(tokens))
     return [
-        TokenDelta(group.key, tokens, sample=index, usage=group.usage, logprobs=logprobs, fingerprints=fingerprints)
+        TokenDelta(group.key, tokens, sample=index, usage=group.usage, values=values)
         for index in range(group.request.sampling.n)
         if index not in group.beams.ended
     ]
@@ -915,8 +910,7 @@ def _beam_outputs(group: Group) -> list[TokenDelta]:
             one.finish,
             sample=index,
             usage=group.usage,
-            logprobs=one.logprobs[sent:],
-            fingerprints=one.fingerprints[sent:],
+            values={name: values[sent:] for name, values in one.values.items()},
         )
         for index, one in enumerate(group.beams.search.best)
         if index not in group.beams.ended

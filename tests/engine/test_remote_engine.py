@@ -11,6 +11,7 @@ import pytest
 from paged_backend.api.errors import ErrorCode
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.token_outputs import requested_outputs
 from paged_backend.engine.engine_service import EngineService
 from paged_backend.engine.remote_engine import RemoteEngine
 from paged_backend.utils.local_socket import FrameError, pack
@@ -32,7 +33,7 @@ class Client:
     def submit(self, key, **sampling):
         params = SamplingParams.parse({"temperature": 0, "ignore_eos": True} | sampling, self.limits)
         request = GenerateRequest.from_prompt(key, PROMPT, params, params.seed or 0, frozenset(), self.limits)
-        self.engine.submit(replace(request, logprobs=params.logprobs))
+        self.engine.submit(replace(request, token_outputs=requested_outputs(["logprobs"], params)))
 
     def step(self):
         output = self.emitted.get(timeout=WAIT)
@@ -40,7 +41,7 @@ class Client:
             one = self.outputs.setdefault((delta.key, delta.sample), Output())
             assert one.finish is None and one.error is None
             one.tokens += delta.token_ids
-            one.logprobs += delta.logprobs
+            one.logprobs += delta.values.get("logprobs", ())
             one.finish, one.error = delta.finish, delta.error
         return output
 
@@ -239,7 +240,14 @@ def test_frame_of_the_client_with_an_invalid_value_is_an_error(assembly):
         session.handle(1, {"generate": {}})
     session.handle(5, {"control": "abort"})  # it has ended
     assert not session.handle(5, {"request": {}})
-    request = {"prompt": PROMPT, "sampling": {"max_tokens": 5}, "seed": 1, "stop_ids": [], "bad_words": []}
+    request = {
+        "prompt": PROMPT,
+        "sampling": {"max_tokens": 5},
+        "seed": 1,
+        "stop_ids": [],
+        "bad_words": [],
+        "token_outputs": {},
+    }
     session.handle(2, {"generate": request | {"returns_usage": False}})
     for frame in ({"generate": request}, {"control": "pause"}, {"control": "end", "sample": "0"}):
         with pytest.raises(FrameError):

@@ -15,11 +15,11 @@ from paged_backend.api.request import (
     GenerateRequest,
     Progress,
     TokenDelta,
-    TokenLogprob,
     Usage,
 )
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.structures import STRUCTURE_PARAMETERS
+from paged_backend.api.token_outputs import TokenLogprob, requested_outputs
 from paged_backend.engine.request_frames import read_delta, read_request, write_delta, write_request
 from paged_backend.utils.local_socket import FrameError
 from tests.support.in_process import byte_tokenizer
@@ -46,7 +46,8 @@ BEAMS = {"beam_width": 4, "length_penalty": 0.5, "early_stopping": "never", "sto
 
 def request(key=1, **sampling):
     params = SamplingParams.parse(sampling, LIMITS)
-    return GenerateRequest.from_prompt(key, PROMPT, params, 11, frozenset([256]), LIMITS, ((8,), (9, 10)))
+    one = GenerateRequest.from_prompt(key, PROMPT, params, 11, frozenset([256]), LIMITS, ((8,), (9, 10)))
+    return replace(one, token_outputs=requested_outputs(["logprobs"], params))
 
 
 def sent(one, key=2, limits=LIMITS):
@@ -108,6 +109,9 @@ def test_request_that_this_engine_cannot_run_is_rejected(limits, field):
         {"seed": "1"},
         {"returns_usage": 1},
         {"bad_words": [1]},
+        {"token_outputs": None},
+        {"token_outputs": {"logprobs": "1"}},
+        {"token_outputs": {"unknown": 1}},
         {"structure": ["regex", "a"]},
         {"structure": ["shell", "a", "regex"]},
         {"progress": [[[1]], True]},
@@ -133,12 +137,13 @@ def test_tokens_outside_the_vocabulary_are_rejected():
 
 def test_outputs_are_sent():
     rows = ((TokenLogprob(5, -0.25, 1), TokenLogprob(7, -math.inf, 2)),)
+    prints, logprobs = (bytes(16), bytes(range(16))), {"logprobs": rows}
     deltas = [
         TokenDelta(4, (5, 6), sample=2),
-        TokenDelta(4, (5,), FinishReason.STOP, usage=Usage(*range(7)), logprobs=rows, prompt_logprobs=rows),
-        TokenDelta(4, prompt_logprobs=()),
-        TokenDelta(4, (5, 6), fingerprints=(bytes(16), bytes(range(16)))),
-        TokenDelta(4, prompt_logprobs=rows, prompt_fingerprints=(bytes(range(16)),)),
+        TokenDelta(4, (5,), FinishReason.STOP, usage=Usage(*range(7)), values=logprobs, prompt_values=logprobs),
+        TokenDelta(4, prompt_values={"logprobs": ()}),
+        TokenDelta(4, (5, 6), values={"fingerprints": prints}),
+        TokenDelta(4, prompt_values=logprobs | {"fingerprints": prints[:1]}),
     ]
     for delta in deltas:
         assert read_delta(json.loads(json.dumps(write_delta(9, delta))), {9: 4}.__getitem__) == delta
@@ -157,11 +162,12 @@ def test_outputs_are_sent():
         {"id": 9, "tokens": [], "error": ["UNKNOWN", "x"]},
         {"id": 9, "tokens": [], "sample": "0"},
         {"id": 9, "tokens": [], "usage": {}},
-        {"id": 9, "tokens": [], "logprobs": [[1]]},
-        {"id": 9, "tokens": [], "prompt_logprobs": 1},
-        {"id": 9, "tokens": [1], "fingerprints": "0011"},
-        {"id": 9, "tokens": [1], "fingerprints": 5},
-        {"id": 9, "tokens": [], "prompt_fingerprints": "xy"},
+        {"id": 9, "tokens": [], "values": {"logprobs": [[1]]}},
+        {"id": 9, "tokens": [], "values": {"unknown": []}},
+        {"id": 9, "tokens": [], "prompt_values": 1},
+        {"id": 9, "tokens": [1], "values": {"fingerprints": "0011"}},
+        {"id": 9, "tokens": [1], "values": {"fingerprints": 5}},
+        {"id": 9, "tokens": [], "prompt_values": {"fingerprints": "xy"}},
     ],
 )
 def test_malformed_output_is_an_error_of_the_frame(values):

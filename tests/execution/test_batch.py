@@ -6,6 +6,7 @@ import torch
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import UniformBatch, pack, resolve_placeholders
+from paged_backend.sampling.outputs import Source
 from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_kernels import cascade
@@ -83,8 +84,9 @@ def test_fingerprints_are_of_the_rows_of_requests_with_a_digest():
     for key, (length, digest) in enumerate(((3, False), (5, True), (2, False), (1, True), (4, True))):
         sched.add(request(key, range(length), prompt_logprobs=0, n=1 + key % 2, logits_digest=digest))
     packed = pack(sched.schedule(), block_size=4)
-    found = packed.sampling.fingerprints
+    sampled, prompt = (one for one in packed.sampling.outputs if one.name == "fingerprints")
     assert packed.sample_rows.tolist() == list(range(15))
-    assert found.samples == tuple(found.sampled.tolist()) == (1, 2, 4, 5, 6)
-    assert found.prompts.tolist() == [3, 4, 5, 6, 11, 12, 13]
-    assert found.prompt_chunks == ((1, 4), (4, 3))
+    assert (sampled.source, prompt.source) == (Source.SAMPLED, Source.PROMPT)
+    assert sampled.owners == tuple(sampled.rows.tolist()) == (1, 2, 4, 5, 6)
+    assert prompt.rows.tolist() == [3, 4, 5, 6, 11, 12, 13]
+    assert prompt.owners == (1, 1, 1, 1, 4, 4, 4)

@@ -6,22 +6,23 @@ import torch
 from paged_backend.api.errors import ErrorCode
 from paged_backend.execution.batch import DraftCheck
 from paged_backend.execution.launched_step import LaunchedStep
-from paged_backend.sampling.fingerprints import FingerprintRows, FingerprintTensors
-from paged_backend.sampling.logprobs import LogprobRows, LogprobsTensors
+from paged_backend.sampling import logprobs
+from paged_backend.sampling.outputs import OutputValues, Source
 
 LOGITS = torch.tensor([[0.0, 1.0, 2.0]])
 
 
 def launched(tokens, **parts):
-    names = "beams scores draft_ids hidden arrived".split()
-    empty = dict.fromkeys(names) | dict.fromkeys("prompts prompt_chunks checks hidden_chunks failed_rows".split(), ())
+    empty = dict.fromkeys("beams draft_ids hidden arrived".split())
+    empty |= dict.fromkeys("outputs checks hidden_chunks failed_rows".split(), ())
     return LaunchedStep(**empty | parts | {"tokens": torch.tensor(tokens, dtype=torch.int64)})
 
 
-def scored(rows, tokens):
+def scored(source, owners, tokens):
     """Return the log probabilities of one token per row."""
-    logits = LOGITS.expand(len(rows), -1)
-    return LogprobsTensors.of(logits, torch.tensor(tokens)[:, None], LogprobRows(torch.tensor(rows), (0,) * len(rows)))
+    counts = (0,) * len(owners)
+    tensors = logprobs.compute(LOGITS.expand(len(owners), -1), torch.tensor(tokens)[:, None], counts)
+    return OutputValues("logprobs", source, counts, owners, 1, tensors)
 
 
 def test_each_row_is_a_sequence_without_draft_tokens():
@@ -44,21 +45,23 @@ def test_draft_tokens_of_a_draft_model_are_read_from_the_batch():
 
 
 def test_log_probabilities_of_rejected_draft_tokens_are_dropped():
-    step = launched([1, 2, 0], checks=(DraftCheck(0, 1, (0, 0)),), scores=scored([0, 1, 2], [1, 2, 0]))
+    step = launched(
+        [1, 2, 0], checks=(DraftCheck(0, 1, (0, 0)),), outputs=(scored(Source.SAMPLED, (0, 1, 2), [1, 2, 0]),)
+    )
     result = step.result()
     assert result.tokens == [[1]]
-    assert [entries[0].token for entries in result.logprobs[0]] == [1]
+    assert [entries[0].token for entries in result.values["logprobs"][0]] == [1]
 
 
 def test_fingerprints_of_rejected_draft_tokens_are_dropped():
-    rows = FingerprintRows(torch.arange(4), torch.tensor([6]), (0, 1, 2, 3), ((4, 1),))
     values = torch.arange(5)[:, None].expand(-1, 2).contiguous()
-    fingerprints = FingerprintTensors(rows, values)
-    result = launched([5, 1, 2, 0], checks=(DraftCheck(1, 1, (1, 0)),), fingerprints=fingerprints).result()
+    sampled = OutputValues("fingerprints", Source.SAMPLED, (0,) * 4, (0, 1, 2, 3), 1, (values[:4],))
+    prompt = OutputValues("fingerprints", Source.PROMPT, (0,), (4,), 1, (values[4:],))
+    result = launched([5, 1, 2, 0], checks=(DraftCheck(1, 1, (1, 0)),), outputs=(sampled, prompt)).result()
     names = [row.numpy().tobytes() for row in values]
     assert result.tokens == [[5], [1, 2]]
-    assert result.fingerprints == {0: [names[0]], 1: names[1:3]}
-    assert result.prompt_fingerprints == {4: [names[4]]}
+    assert result.values == {"fingerprints": {0: [names[0]], 1: names[1:3]}}
+    assert result.prompt_values == {"fingerprints": {4: [names[4]]}}
 
 
 def test_sequence_without_a_finite_token_gets_an_error():
@@ -73,11 +76,9 @@ def test_sequence_without_a_finite_token_gets_an_error():
 def test_prompt_results_belong_to_their_chunks():
     """Chunks 1 and 3 have one and two scored rows. The hidden state of chunk 4 is not finite."""
     hidden = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
-    step = launched(
-        [], prompts=(scored([0, 1, 2], [2, 1, 0]),), prompt_chunks=((1, 1), (3, 2)), hidden=hidden, hidden_chunks=(2, 4)
-    )
+    step = launched([], outputs=(scored(Source.PROMPT, (1, 3, 3), [2, 1, 0]),), hidden=hidden, hidden_chunks=(2, 4))
     result = step.result()
-    assert {chunk: [row[0].token for row in rows] for chunk, rows in result.prompt_logprobs.items()} == {
+    assert {chunk: [row[0].token for row in rows] for chunk, rows in result.prompt_values["logprobs"].items()} == {
         1: [2],
         3: [1, 0],
     }

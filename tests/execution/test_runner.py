@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.token_outputs import requested_outputs
 from paged_backend.execution import graph_shapes
 from paged_backend.execution.batch import pack
 from paged_backend.execution.drafter import Drafter
@@ -83,14 +84,16 @@ def test_launch_does_not_synchronize(model, sampling):
     stop_ids = frozenset({5}) if "min_tokens" in sampling else frozenset()
     for key in range(2):
         params = SamplingParams(max_tokens=6, **sampling)
-        request = GenerateRequest(key, (7, 8, 9, 10, 11, 12), params, 0, stop_ids, logprobs=params.logprobs)
+        request = GenerateRequest(
+            key, (7, 8, 9, 10, 11, 12), params, 0, stop_ids, token_outputs=requested_outputs(["logprobs"], params)
+        )
         scheduler.add(request)
     plans = []
     for _ in range(5):  # chunked prefill, then decode, each step launched before the previous result is known
         plans.append(scheduler.schedule())
         launched = runner.launch(pack(plans[-1], block_size=4))
         assert launched.tokens.device == META
-        assert (launched.scores is not None) == ("logprobs" in sampling and bool(len(launched.tokens)))
+        assert bool(launched.outputs) == ("logprobs" in sampling and bool(len(launched.tokens)))
         while len(plans) > (not scheduler.needs_results):
             done = plans.pop(0)
             scheduler.commit(done, drawn(done))

@@ -197,7 +197,7 @@ def test_batch_invariant_digest_does_not_depend_on_the_batch(tiny, dtype):
 
 def test_no_row_is_read_without_a_digest(service, monkeypatch):
     computed = []
-    monkeypatch.setattr("paged_backend.execution.runner.compute_fingerprints", lambda *args: computed.append(args))
+    monkeypatch.setattr("paged_backend.sampling.fingerprints.fingerprints", lambda *args: computed.append(args))
     outputs = service.ask(input_ids=PROMPT, sampling_parameters='{"prompt_logprobs": 1}', return_receipt=True)
     assert not computed and "logits_digests" not in json.loads(outputs["receipt"][0])
 

@@ -44,9 +44,9 @@ def prompt_logprobs(engine, *keys):
     while remaining:
         for delta in engine.steps.get(timeout=WAIT).deltas:
             assert not delta.error, delta.error
-            if delta.prompt_logprobs is not None:
+            if delta.prompt_values is not None:
                 assert delta.key not in found and delta.key not in started
-                found[delta.key] = delta.prompt_logprobs
+                found[delta.key] = delta.prompt_values["logprobs"]
             started.update([delta.key] * len(delta.token_ids))
             if delta.finish and delta.sample == 0:
                 remaining.discard(delta.key)
@@ -93,7 +93,7 @@ def test_samples_and_beams_score_the_prompt_once(tiny, prompts):
             while remaining:
                 for delta in engine.steps.get(timeout=WAIT).deltas:
                     assert delta.key == key
-                    scores += [delta.prompt_logprobs] if delta.prompt_logprobs else []
+                    scores += [delta.prompt_values["logprobs"]] if delta.prompt_values else []
                     remaining -= delta.last
             (logprobs,) = scores
             check(tiny[1], prompts[3], logprobs, 1)

@@ -130,7 +130,7 @@ def test_every_sample_matches_its_structure(tiny, grammars, prompts):
         while remaining:
             for delta in engine.steps.get(timeout=WAIT).deltas:
                 tokens[delta.sample] += delta.token_ids
-                logprobs[delta.sample] += delta.logprobs
+                logprobs[delta.sample] += delta.values.get("logprobs", ())
                 remaining -= delta.last
     texts = {text_of(tokens[sample]) for sample in range(3)}
     assert len(texts) > 1

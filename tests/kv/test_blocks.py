@@ -310,7 +310,7 @@ def test_reserved_blocks_are_cached_once_they_are_filled():
 def test_scores_stay_until_their_block_leaves_the_device():
     blocks = manager(8)
     one = cached(blocks, range(8))
-    scores = BlockScores(0, [])
+    scores = BlockScores({})
     assert blocks.find_scores(one, 1) is None
     blocks.add_scores(one, 1, scores)
     assert blocks.find_scores(one, 1) is scores

@@ -1,8 +1,8 @@
-"""The log probabilities of a block are returned as they were stored, with as many top tokens as are wanted."""
+"""The values of a block are returned as they were stored, with as many top tokens as are wanted."""
 
 import pytest
 
-from paged_backend.api.request import TokenLogprob
+from paged_backend.api.token_outputs import FINGERPRINTS, LOGPROBS, TokenLogprob
 from paged_backend.kv.scores import BlockScores
 
 LOGITS = [3.0, 5.0, 5.0, 1.0, 4.0, 5.0, -2.0]  # of seven tokens, three of which are equally likely
@@ -10,7 +10,7 @@ PRINTS = [bytes([row]) * 16 for row in range(7)]
 
 
 def row(chosen, num_top):
-    """Return the entries of a token, as `LogprobsTensors` does."""
+    """Return the entries of a token, as the sampler does."""
     entries = [
         TokenLogprob(token, one / 8, 1 + sum(other > one for other in LOGITS)) for token, one in enumerate(LOGITS)
     ]
@@ -19,43 +19,46 @@ def row(chosen, num_top):
 
 
 def scores(num_top, *, digest=False):
-    return BlockScores(num_top, [row(chosen, num_top) for chosen in range(7)], PRINTS * digest)
+    values = {"logprobs": [row(chosen, num_top) for chosen in range(7)], "fingerprints": PRINTS}
+    return BlockScores.of(wanted(num_top, digest=digest), values)
 
 
-@pytest.mark.parametrize("wanted", range(8))
+def wanted(num_top, *, digest=False):
+    return {"logprobs": num_top} | ({"fingerprints": 0} if digest else {})
+
+
+@pytest.mark.parametrize("num_top", range(8))
 @pytest.mark.parametrize("stored", range(8))
-def test_fewer_top_tokens_are_those_of_a_request_for_fewer(stored, wanted):
+def test_fewer_top_tokens_are_those_of_a_request_for_fewer(stored, num_top):
     """Whether the chosen token is among them or not, and with equal log probabilities."""
-    if wanted <= stored:
-        assert scores(stored).logprobs(wanted) == [row(chosen, wanted) for chosen in range(7)]
-    assert scores(stored).covers(wanted, fingerprints=False) == (wanted <= stored)
+    if num_top <= stored:
+        found = scores(stored).values(wanted(num_top))
+        assert found == {"logprobs": [row(chosen, num_top) for chosen in range(7)]}
+    assert scores(stored).cover(wanted(num_top)) == (num_top <= stored)
 
 
 def test_values_are_those_of_float32_and_large_ids():
     entry = TokenLogprob(2**31 - 1, -3.4028234663852886e38, 256_000)
-    assert BlockScores(0, [(entry,)]).logprobs(0) == [(entry,)]
+    assert BlockScores.of({"logprobs": 0}, {"logprobs": [(entry,)]}).values({"logprobs": 0}) == {"logprobs": [(entry,)]}
 
 
 def test_fingerprints_are_returned():
-    assert scores(1, digest=True).fingerprints == PRINTS
-    assert scores(1).fingerprints == []
-    assert scores(1, digest=True).covers(1, fingerprints=True)
-    assert not scores(1).covers(1, fingerprints=True)
+    assert scores(1, digest=True).values({"fingerprints": 0}) == {"fingerprints": PRINTS}
+    assert scores(1, digest=True).cover(wanted(1, digest=True))
+    assert not scores(1).cover(wanted(1, digest=True))
 
 
 def test_merged_scores_cover_both():
     many, prints = scores(5), scores(2, digest=True)
     for merged in (many.merged(prints), prints.merged(many)):
-        assert merged.covers(5, fingerprints=True)
-        assert merged.logprobs(5) == many.logprobs(5) and merged.fingerprints == PRINTS
-    assert many.merged(None) is many and many.merged(scores(3)) is many
-    assert scores(3).merged(many).logprobs(5) == many.logprobs(5)
+        assert merged.cover(wanted(5, digest=True))
+        assert merged.values(wanted(5, digest=True)) == many.values(wanted(5)) | {"fingerprints": PRINTS}
+    assert many.merged(None).values(wanted(5)) == many.merged(scores(3)).values(wanted(5)) == many.values(wanted(5))
+    assert scores(3).merged(many).values(wanted(5)) == many.values(wanted(5))
 
 
-def test_memory_of_a_block_is_bounded():
+def test_values_are_packed():
     """12 bytes an entry and 16 a fingerprint."""
-    full = scores(3, digest=True)
-    arrays = sum(
-        len(getattr(full, name)) * getattr(full, name).itemsize for name in ("_tokens", "_log_probs", "_ranks")
-    )
-    assert arrays <= 12 * 7 * (3 + 1) and len(full._fingerprints) == 16 * 7
+    _, *arrays = LOGPROBS.pack([row(chosen, 3) for chosen in range(7)])
+    assert sum(len(one) * one.itemsize for one in arrays) <= 12 * 7 * (3 + 1)
+    assert FINGERPRINTS.pack(PRINTS) == b"".join(PRINTS)

@@ -146,7 +146,7 @@ def test_samples_respect_constraints_and_keep_raw_logprobs(tiny, prompts, uncons
             for delta in engine.steps.get(timeout=WAIT).deltas:
                 assert not delta.error
                 tokens[delta.sample] += delta.token_ids
-                logprobs[delta.sample] += delta.logprobs
+                logprobs[delta.sample] += delta.values.get("logprobs", ())
                 remaining -= delta.last
     for sample in range(3):
         assert not any(contains(tokens[sample], word) for word in bad_words)

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 
-from paged_backend.sampling.fingerprints import FingerprintRows, compute_fingerprints, fingerprints
+from paged_backend.sampling.fingerprints import compute, fingerprints, read
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -36,14 +36,11 @@ def test_order_changes_it(dtype):
 
 
 def test_rows_do_not_depend_on_each_other():
-    """More rows than are computed at a time, in any order, from a tensor that is not contiguous."""
+    """More rows than are computed at a time, from a tensor that is not contiguous."""
     logits = torch.randn(150, 60)[:, ::2]
-    samples, scored = tuple(range(140)), torch.tensor([3, 149])
-    rows = FingerprintRows(torch.tensor(samples), scored, samples, ((5, 2),))
-    found = compute_fingerprints(logits, logits, rows)
-    alone = {row: fingerprints(logits[row : row + 1]).numpy().tobytes() for row in range(150)}
-    assert dict(found.by_sample()) == {row: alone[row] for row in samples}
-    assert dict(found.by_chunk()) == {5: [alone[3], alone[149]]}
+    tensors = compute(logits, torch.zeros(150, 2, dtype=torch.int64), (0,) * 150)
+    alone = [fingerprints(logits[row : row + 1]).numpy().tobytes() for row in range(150)]
+    assert list(read(tensors, (0,) * 150, 2)) == [[one, one] for one in alone]
 
 
 def test_values_stay_the_same_between_versions():

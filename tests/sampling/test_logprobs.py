@@ -7,12 +7,8 @@ import pytest
 import torch
 
 from paged_backend.api.config import EngineConfig
-from paged_backend.api.request import GenerateRequest
-from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.kv.scores import BlockScores
-from paged_backend.kv.sequence import Sequence
-from paged_backend.sampling.logprobs import LogprobRows, LogprobsTensors
-from paged_backend.sampling.sampler import compute_logprobs, prepare
+from paged_backend.api.token_outputs import LOGPROBS
+from paged_backend.sampling import logprobs
 from paged_backend.server.service import Service
 from tests.support.in_process import TINY, WAIT, running, tiny_assembly
 from tests.support.logprobs import Caller, check
@@ -143,15 +139,15 @@ def test_stop_token_among_drafts_ends_logprobs(tiny):
 def test_every_sample_has_its_own_logprobs(tiny, prompts):
     with running(tiny_assembly(tiny[0])) as engine:
         engine.submit(prompts[2], max_tokens=8, n=2, logprobs=3, **SAMPLED)
-        tokens, logprobs, remaining = defaultdict(list), defaultdict(list), 2
+        tokens, found, remaining = defaultdict(list), defaultdict(list), 2
         while remaining:
             for delta in engine.steps.get(timeout=WAIT).deltas:
                 tokens[delta.sample] += delta.token_ids
-                logprobs[delta.sample] += delta.logprobs
+                found[delta.sample] += delta.values.get("logprobs", ())
                 remaining -= delta.last
     assert tokens[0] != tokens[1]
     for sample in range(2):
-        check(tiny[1], prompts[2], tokens[sample], logprobs[sample], 3)
+        check(tiny[1], prompts[2], tokens[sample], found[sample], 3)
 
 
 @sync_and_async
@@ -173,7 +169,7 @@ def beam_outputs(engine, **sampling):
         for delta in engine.steps.get(timeout=WAIT).deltas:
             assert not delta.error, delta.error
             outputs[delta.sample][0].extend(delta.token_ids)
-            outputs[delta.sample][1].extend(delta.logprobs)
+            outputs[delta.sample][1].extend(delta.values.get("logprobs", ()))
             remaining -= delta.last
     return [outputs[index] for index in sorted(outputs)]
 
@@ -187,8 +183,8 @@ def test_beams_return_logprobs_of_their_tokens(tiny, prompts, options):
             for count in (0, 3):
                 found = beam_outputs(engine, prompt=prompt, max_tokens=10, beam_width=3, n=3, logprobs=count, **options)
                 assert len(found) == 3
-                for tokens, logprobs in found:
-                    check(tiny[1], prompt, tokens, logprobs, count)
+                for tokens, entries in found:
+                    check(tiny[1], prompt, tokens, entries, count)
 
 
 def test_beam_logprobs_match_transformers(tiny, prompts):
@@ -203,9 +199,9 @@ def test_beam_logprobs_match_transformers(tiny, prompts):
             )  # fmt: skip
             expected = model.compute_transition_scores(reference.sequences, reference.scores, reference.beam_indices)
             found = beam_outputs(engine, prompt=prompt, max_tokens=10, beam_width=4, n=2, logprobs=0)
-            for (tokens, logprobs), sequence, scores in zip(found, reference.sequences, expected, strict=True):
+            for (tokens, entries), sequence, scores in zip(found, reference.sequences, expected, strict=True):
                 assert tokens == sequence[len(prompt) :].tolist()
-                assert [sampled.logprob for (sampled,) in logprobs] == pytest.approx(scores.tolist(), abs=1e-4)
+                assert [sampled.logprob for (sampled,) in entries] == pytest.approx(scores.tolist(), abs=1e-4)
 
 
 def test_preempted_beams_keep_logprobs(tiny, prompts):
@@ -231,52 +227,40 @@ def test_beams_with_and_without_logprobs_in_a_step(tiny, prompts):
     check(tiny[1], prompts[0], sample.tokens, sample.logprobs, 1)
 
 
-def logprobs_of(logits, sampled, counts):
-    """Return the log probabilities to return, by row."""
-    rows = []
-    for count in counts:
-        request = GenerateRequest(0, (1,), SamplingParams(), 0, frozenset(), logprobs=count)
-        rows.append((Sequence(request, [1], []), 1))
-    tensors = compute_logprobs(logits, torch.tensor(sampled), prepare(rows))
-    return {row: entries for row, (entries,) in tensors.by_row()} if tensors else {}
+def entries_of(logits, sampled, counts):
+    """Return the log probabilities of a token of each row."""
+    tensors = logprobs.compute(logits, torch.tensor(sampled)[:, None], counts)
+    return [entries for (entries,) in logprobs.read(tensors, counts, 1)]
 
 
 def test_equal_logits_have_equal_ranks():
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 1.0]])
     for token, rank in ((1, 1), (2, 1), (0, 3), (4, 3), (3, 5)):
-        (own, *others) = logprobs_of(logits, [token], [5])[0]
+        ((own, *others),) = entries_of(logits, [token], [5])
         assert (own.token, own.rank) == (token, rank)
         ranks = {entry.token: entry.rank for entry in (own, *others)}
         assert ranks == {0: 3, 1: 1, 2: 1, 3: 5, 4: 3}
 
 
 def test_vocabulary_smaller_than_top_logprobs():
-    (entries,) = logprobs_of(torch.tensor([[0.0, 1.0]]), [0], [20]).values()
+    (entries,) = entries_of(torch.tensor([[0.0, 1.0]]), [0], [20])
     assert [entry.token for entry in entries] == [0, 1]
 
 
 def test_masked_token_has_a_finite_logprob():
     logits = torch.tensor([[0.0, float("-inf")]])
-    (entries,) = logprobs_of(logits, [0], [2]).values()
+    (entries,) = entries_of(logits, [0], [2])
     assert entries[0].logprob == 0
     assert entries[1].logprob == pytest.approx(torch.finfo(torch.float32).min)
-
-
-def test_only_requesting_rows_have_logprobs():
-    assert set(logprobs_of(torch.eye(3), [0, 1, 2], [None, 2, None])) == {1}
-    assert logprobs_of(torch.eye(2), [0, 1], [None, None]) == {}
 
 
 class TestEqualLogits:
     """Logits in 16 bits, many of which are equal."""
 
     LOGITS = (torch.randn(9, 3000, generator=torch.Generator().manual_seed(2)) * 2).bfloat16()
-    TOKENS = torch.arange(9)[:, None] * 300
 
     def entries(self, rows, count):
-        requested = LogprobRows(torch.tensor(rows), (count,) * len(rows))
-        tensors = LogprobsTensors.of(self.LOGITS[rows], self.TOKENS[rows], requested)
-        return [entries for _, (entries,) in tensors.by_row()]
+        return entries_of(self.LOGITS[rows], [300 * row for row in rows], [count] * len(rows))
 
     def test_top_tokens_are_in_the_order_of_their_ids(self):
         for row, (_, *top) in enumerate(self.entries(range(9), 20)):
@@ -289,7 +273,7 @@ class TestEqualLogits:
         for chosen, *top in self.entries(range(9), 20):
             many = (chosen, *top)
             for count in range(20):
-                assert BlockScores(20, [many]).logprobs(count) == [self.entries([chosen.token // 300], count)[0]]
+                assert LOGPROBS.narrowed(many, count) == self.entries([chosen.token // 300], count)[0]
 
     def test_rows_do_not_depend_on_each_other(self):
         alone = [self.entries([row], 3)[0] for row in range(9)]
@@ -298,13 +282,12 @@ class TestEqualLogits:
 
     def test_zeros_of_both_signs_are_equal(self):
         logits = torch.tensor([[-0.0, 0.0, -1.0, 0.0]])
-        found = LogprobsTensors.of(logits, torch.tensor([[2]]), LogprobRows(torch.tensor([0]), (3,)))
-        ((_, (entries,)),) = found.by_row()
+        (entries,) = entries_of(logits, [2], [3])
         assert [(entry.token, entry.rank) for entry in entries] == [(2, 4), (0, 1), (1, 1), (3, 1)]
 
     def test_padding_of_an_odd_vocabulary_is_no_token(self):
         """Not even if all tokens are returned."""
         logits = self.LOGITS[:, :19].float()
-        found = LogprobsTensors.of(logits, self.TOKENS % 19, LogprobRows(torch.arange(9), (19,) * 9))
-        torch.testing.assert_close(found.log_probs, logits.log_softmax(-1).gather(-1, found.tokens))
-        assert found.tokens.max() == 18
+        tokens, log_probs, _ = logprobs.compute(logits, torch.arange(9)[:, None], (19,) * 9)
+        torch.testing.assert_close(log_probs, logits.log_softmax(-1).gather(-1, tokens))
+        assert tokens.max() == 18

@@ -82,8 +82,8 @@ def test_prompt_is_returned_although_its_first_sample_ends_before_the_commit():
     result = store.run(plan)
     assert sched.end(0, 0)
     first, token = sched.commit(plan, result)
-    assert (first.prompt_logprobs, first.prompt_fingerprints) == expected_scores(one, 8)
-    assert (token.sample, token.prompt_logprobs) == (1, None)
+    assert first.prompt_values == expected_scores(one, 8)
+    assert (token.sample, token.prompt_values) == (1, None)
 
 
 @pytest.mark.parametrize("planned", [1, 2])
@@ -105,8 +105,8 @@ def test_prompt_is_returned_once_although_its_first_sample_ends_with_chunks_in_f
         deltas += sched.commit(*flights.pop(0))
         sched.check()
     prompt, *tokens = deltas
-    assert (prompt.prompt_logprobs, prompt.prompt_fingerprints) == expected_scores(one, 8)
-    assert [(delta.sample, delta.prompt_logprobs) for delta in tokens] == [(1, None)] * 2
+    assert prompt.prompt_values == expected_scores(one, 8)
+    assert [(delta.sample, delta.prompt_values) for delta in tokens] == [(1, None)] * 2
 
 
 def test_fingerprints_end_with_the_output():
@@ -117,9 +117,9 @@ def test_fingerprints_end_with_the_output():
     for tokens in ([5], [6, 7, 5, 6, 7]):
         plan = sched.schedule()
         prints = [bytes([token]) * 16 for token in tokens]
-        (delta,) = sched.commit(plan, StepResult([tokens], fingerprints={0: prints}))
+        (delta,) = sched.commit(plan, StepResult([tokens], values={"fingerprints": {0: prints}}))
     assert delta.token_ids == (6, 7)
-    assert delta.fingerprints == (bytes([6]) * 16, bytes([7]) * 16)
+    assert delta.values == {"fingerprints": [bytes([6]) * 16, bytes([7]) * 16]}
 
 
 @pytest.mark.parametrize(

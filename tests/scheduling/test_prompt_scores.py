@@ -35,9 +35,9 @@ class Engine:
             self.sched.check()
         self.others = [delta for delta in found if delta.key != one.key]
         found = [delta for delta in found if delta.key == one.key]
-        (prompt_delta,) = [delta for delta in found if delta.prompt_logprobs is not None]
+        (prompt_delta,) = [delta for delta in found if delta.prompt_values is not None]
         assert prompt_delta is found[0]
-        assert (prompt_delta.prompt_logprobs, prompt_delta.prompt_fingerprints) == expected_scores(one, VOCAB)
+        assert prompt_delta.prompt_values == expected_scores(one, VOCAB)
         self.cached = found[-1].usage.cached_tokens
         return positions
 
@@ -133,8 +133,8 @@ def test_scores_taken_before_their_blocks_are_evicted_stay_valid():
         plan = engine.sched.schedule()
         scored += [position for chunk in plan.chunks for position in chunk.scored]
         found += engine.sched.commit(plan, engine.store.run(plan))
-    (delta,) = [delta for delta in found if delta.prompt_logprobs is not None]
-    assert delta.prompt_logprobs == expected_scores(request(101, PROMPT, prompt_logprobs=0), VOCAB)[0]
+    (delta,) = [delta for delta in found if delta.prompt_values is not None]
+    assert delta.prompt_values == expected_scores(request(101, PROMPT, prompt_logprobs=0), VOCAB)
     assert scored == list(range(11, 18))  # the fourth block is evicted at once, the others while the request waits
     assert engine.sched.stats.cached_tokens == 0
 
@@ -164,7 +164,7 @@ def test_preempted_request_takes_the_rest_of_a_block_from_the_cache():
     plan = engine.sched.schedule()
     engine.sched.commit(plan, engine.store.run(plan))
     assert engine.score(priority=-1) == [*range(11, 18), 15, 16, 17]
-    assert engine.others[0].prompt_logprobs == expected_scores(preempted, VOCAB)[0]
+    assert engine.others[0].prompt_values == expected_scores(preempted, VOCAB)
 
 
 def test_scores_are_stored_if_the_last_token_has_a_step_of_its_own():
@@ -177,8 +177,8 @@ def test_prompt_tokens_that_are_scored_are_not_taken_from_the_cache():
     """The cache has no logits: the first token without log probabilities after it has to be computed."""
     group = Group(request(0, range(6), prompt_logprobs=0))
     assert (group.unscored(0, 6), group.max_cacheable_tokens) == (range(5), 1)
-    group.prompt_logprobs += [()] * 3
+    group.prompt_values["logprobs"] += [()] * 3
     assert (group.unscored(0, 6), group.unscored(4, 5), group.max_cacheable_tokens) == (range(3, 5), range(4, 5), 4)
-    group.prompt_logprobs += [()] * 2
+    group.prompt_values["logprobs"] += [()] * 2
     assert (len(group.unscored(0, 6)), group.max_cacheable_tokens) == (0, 6)
     assert Group(request(0, range(6))).max_cacheable_tokens == 6

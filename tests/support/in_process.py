@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import RequestError
 from paged_backend.api.guide import Guide
-from paged_backend.api.request import Fingerprint, FinishReason, GenerateRequest, HiddenState, Logprobs, Usage
+from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState, Usage
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.token_outputs import Fingerprint, Logprobs, requested_outputs
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.outputs import StepOutput
@@ -79,7 +80,9 @@ class EngineHarness:
         limits = self.assembly.limits
         request = GenerateRequest.from_prompt(key, list(prompt), params, params.seed or 0, eos, limits, bad_words)
         self.outputs[key] = Output()
-        request = replace(request, logprobs=params.logprobs, guides=tuple(guides), session=session)
+        request = replace(
+            request, token_outputs=requested_outputs(["logprobs"], params), guides=tuple(guides), session=session
+        )
         self.engine.submit(replace(request, returns_usage=returns_usage))
         return key
 
@@ -100,9 +103,11 @@ class EngineHarness:
             request = self.outputs[delta.key]
             assert request.finish is None and request.error is None, "a token after the last"
             request.tokens += delta.token_ids
-            request.logprobs += delta.logprobs
-            request.fingerprints += (*delta.prompt_fingerprints, *delta.fingerprints)
-            request.prompt_logprobs = delta.prompt_logprobs or request.prompt_logprobs
+            request.logprobs += delta.values.get("logprobs", ())
+            request.fingerprints += delta.values.get("fingerprints", ())
+            if delta.prompt_values is not None:
+                request.prompt_logprobs = delta.prompt_values["logprobs"]
+                request.fingerprints += delta.prompt_values.get("fingerprints", ())
             request.finish, request.error, request.hidden = delta.finish, delta.error, delta.hidden
             request.usage = delta.usage or request.usage
         self.history.append(output)

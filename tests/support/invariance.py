@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paged_backend.api.request import Fingerprint, Logprobs
+from paged_backend.api.token_outputs import Fingerprint, Logprobs
 from paged_backend.engine.outputs import StepOutput
 from tests.support.in_process import WAIT, EngineHarness, running
 from tests.support.tiny_family import TinyFamily
@@ -80,9 +80,9 @@ def run(engine: EngineHarness, asks: Iterable[Ask]) -> list[Bits]:
             assert delta.error is None, delta.error
             bits = found[delta.key]
             bits.tokens[delta.sample] += delta.token_ids
-            bits.fingerprints[delta.sample] += delta.fingerprints
-            bits.logprobs[delta.sample] += delta.logprobs
-            bits.prompt += [*(delta.prompt_logprobs or ()), *delta.prompt_fingerprints]
+            bits.fingerprints[delta.sample] += delta.values.get("fingerprints", ())
+            bits.logprobs[delta.sample] += delta.values.get("logprobs", ())
+            bits.prompt += [value for values in (delta.prompt_values or {}).values() for value in values]
             open_samples -= delta.finish is not None
     return list(found.values())
 

@@ -23,9 +23,10 @@ ACCOUNTS, BEAM_SEARCH, GROUP, MASKS, PLAN, SCHEDULER, WAITING = (
 BLOCKS, CONTENT, LEDGER, PAGES, PINS, SCORES, SEQUENCE, STATES = (
     f"kv/{module}.py" for module in ("blocks", "content", "ledger", "pages", "pins", "scores", "sequence", "states")
 )
-LAYOUT, REQUEST, SESSIONS, DISK = (
+LAYOUT, REQUEST, TOKEN_OUTPUTS, SESSIONS, DISK = (
     "api/block_layout.py",
     "api/request.py",
+    "api/token_outputs.py",
     "server/prompts/sessions.py",
     "kv/stores/block_file.py",
 )
@@ -516,25 +517,33 @@ MUTANTS = {  # name: (file, source, replacement)
         "return max(0, index * block_size - 1)",
         "return index * block_size",
     ),
-    "scores are taken twice": (SCHEDULER, "scores.logprobs(num_top)[known:]", "scores.logprobs(num_top)"),
-    "scores without enough top tokens are taken": (SCORES, "num_top <= self.num_top and ", ""),
-    "scores without fingerprints are taken": (SCORES, "bool(self._fingerprints or not fingerprints)", "True"),
+    "scores are taken twice": (SCHEDULER, "+= values[known:]", "+= values"),
+    "scores without enough top tokens are taken": (SCORES, "and top <= self._packed[name].num_top", ""),
+    "scores without fingerprints are taken": (
+        SCORES,
+        "name in self._packed and top <=",
+        "name not in self._packed or top <=",
+    ),
     "top tokens are lost when scores are merged": (
         SCORES,
-        "most = max(self, other, key=lambda one: one.num_top)",
-        "most = self",
+        "max(found, key=lambda one: one.num_top)",
+        "found[0]",
     ),
     "equally likely tokens are in another order": (
-        SCORES,
-        "sorted(entries, key=lambda entry: (entry.rank, entry.token))[:num_top]",
-        "list(entries)[:num_top]",
+        TOKEN_OUTPUTS,
+        "sorted(value, key=lambda entry: (entry.rank, entry.token))[:num_top]",
+        "list(value)[:num_top]",
     ),
-    "a position whose scores are needed is a cache hit": (GROUP, "return scored + 1 if", "return scored + 2 if"),
+    "a position whose scores are needed is a cache hit": (
+        GROUP,
+        "return self.num_scored + 1 if",
+        "return self.num_scored + 2 if",
+    ),
     "a prompt is returned twice": (SCHEDULER, "            group.scores_prompt = False\n", ""),
     "fingerprints after the end of an output are returned": (
         SCHEDULER,
-        "tuple(result.fingerprints[index][:count])",
-        "tuple(result.fingerprints[index])",
+        "by_seq[index][:count]",
+        "by_seq[index]",
     ),
     # states of recurrent layers
     "a copy of a state is left out": (STATES, "tuple(copies))", "tuple(copies[1:]))"),

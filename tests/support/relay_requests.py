@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from paged_backend.server.wire.call import Call
-from paged_backend.server.wire.responses import SampleOutput, write_response
+from paged_backend.server.wire.responses import Response, SampleOutput, write_response
 from tests.support.in_process import WAIT
 from tests.support.pb_utils import untraced
 
@@ -45,8 +45,8 @@ class Request:
 
 
 def response(text, reason=None):
-    call = Call("x", None, {}, True, False, True, False, False, False, timeout_us=0)
-    return write_response(call, [SampleOutput(text, reason, ())], prompt_token_ids=())
+    call = Call("x", None, {}, stream=True, echo=False, timeout_us=0, returns=frozenset({"finish_reason"}))
+    return write_response(Response(call.returns, [SampleOutput(text, reason, ())], prompt_token_ids=()))
 
 
 def submit(relay, **tensors):

@@ -61,11 +61,12 @@ class SampleHarness(EngineHarness):
             one = self.outputs.setdefault((delta.key, delta.sample), Output())
             assert one.finish is None and one.error is None, "a token after the last"
             one.tokens += delta.token_ids
-            one.logprobs += delta.logprobs
-            one.fingerprints += (*delta.prompt_fingerprints, *delta.fingerprints)
-            if delta.prompt_logprobs is not None:
+            one.logprobs += delta.values.get("logprobs", ())
+            one.fingerprints += delta.values.get("fingerprints", ())
+            if delta.prompt_values is not None:
+                one.fingerprints += delta.prompt_values.get("fingerprints", ())
                 assert one.prompt_logprobs is None, "the prompt was returned twice"
-                one.prompt_logprobs = delta.prompt_logprobs
+                one.prompt_logprobs = delta.prompt_values["logprobs"]
             one.finish, one.error = delta.finish, delta.error
             assert not delta.error or delta.error.code is ErrorCode.UNAVAILABLE
         return output

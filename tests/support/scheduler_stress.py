@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from paged_backend.api.block_layout import FULL, BlockLayout, WindowKind
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.api.request import Adapter, Fingerprint, GenerateRequest, TokenDelta, max_blocks_needed
+from paged_backend.api.request import Adapter, GenerateRequest, TokenDelta, max_blocks_needed
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.token_outputs import Fingerprint, requested_outputs
 from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.content import Contents
 from paged_backend.kv.pages import NULL, PINNED
@@ -120,7 +121,17 @@ def scheduler(
 
 def request(key, prompt, max_tokens=4, stop_ids=frozenset(), seed=0, session=None, adapter=None, **sampling):
     params = SamplingParams(max_tokens=max_tokens, **sampling)
-    return GenerateRequest(key, tuple(prompt), params, seed, frozenset(stop_ids), session=session, adapter=adapter)
+    outputs = requested_outputs((), params)
+    return GenerateRequest(
+        key,
+        tuple(prompt),
+        params,
+        seed,
+        frozenset(stop_ids),
+        session=session,
+        token_outputs=outputs,
+        adapter=adapter,
+    )
 
 
 def rivals():
@@ -376,12 +387,12 @@ class StressTest:
                 self.seen["failed row"] += 1
                 self.forget(delta.key)
                 continue
-            if delta.prompt_logprobs is not None:
+            if delta.prompt_values is not None:
                 self.check_prompt(delta)
                 continue
             owner = delta.key, delta.sample
             self.outputs[owner] += delta.token_ids
-            self.fingerprints.setdefault(owner, []).extend(delta.fingerprints)
+            self.fingerprints.setdefault(owner, []).extend(delta.values.get("fingerprints", ()))
             if delta.finish:
                 self.check_output(owner)
         self.sched.check()
@@ -389,12 +400,12 @@ class StressTest:
     def check_prompt(self, delta: TokenDelta) -> None:
         """Check the log probabilities of a prompt, which are returned once, before the first token."""
         one = self.requests[delta.key]
-        assert (delta.prompt_logprobs, delta.prompt_fingerprints) == expected_scores(one, self.vocab)
+        assert delta.prompt_values == expected_scores(one, self.vocab)
         assert delta.key not in self.prompts_scored
         assert not any(self.outputs.get((delta.key, index)) for index in range(one.sampling.n))
         self.prompts_scored.add(delta.key)
         self.seen["scored prompt"] += 1
-        from_cache = self.rows_scored[one.key] < len(delta.prompt_logprobs)
+        from_cache = self.rows_scored[one.key] < len(delta.prompt_values["logprobs"])
         assert self.scores == "kept" or not from_cache
         self.seen["scores from the cache"] += from_cache
 

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
+from typing import Any
 
 from paged_backend.api.block_layout import LayerKind, WindowKind
-from paged_backend.api.request import Fingerprint, GenerateRequest, Logprobs, Origin, TokenLogprob
+from paged_backend.api.request import GenerateRequest, Origin
+from paged_backend.api.token_outputs import Fingerprint, Logprobs, TokenLogprob
 from paged_backend.kv import content as contents
 from paged_backend.kv.content import BlockKey, Key
 from paged_backend.kv.ledger import page_pairs
@@ -107,14 +109,15 @@ def score(digest: bytes, token: int, num_top: int, vocab: int) -> Logprobs:
     return entries[token], *(entry for entry in top if entry.token != token)
 
 
-def expected_scores(request: GenerateRequest, vocab: int) -> tuple[tuple[Logprobs, ...], tuple[Fingerprint, ...]]:
-    """Return the log probabilities and the fingerprints of a prompt."""
+def expected_scores(request: GenerateRequest, vocab: int) -> dict[str, tuple[Any, ...]]:
+    """Return the values of a prompt's tokens, by optional output."""
     digest, scores, fingerprints = start(request), [], []
     for token, following in pairwise(request.prompt_token_ids):
         digest = extend(digest, token)
         scores.append(score(digest, following, request.sampling.prompt_logprobs or 0, vocab))
         fingerprints.append(fingerprint(digest))
-    return tuple(scores), tuple(fingerprints) if request.sampling.logits_digest else ()
+    found = {"logprobs": tuple(scores), "fingerprints": tuple(fingerprints)}
+    return {name: found[name] for name in request.prompt_outputs}
 
 
 def expected_fingerprints(request: GenerateRequest, tokens: Iterable[int]) -> list[Fingerprint]:
@@ -178,8 +181,7 @@ class ShadowStore:
         rows: list[int] = []
         tokens: list[list[int]] = []
         found: dict[int, list[Candidate]] = {}
-        scores: dict[int, list[Logprobs]] = {}
-        prompt_fingerprints: dict[int, list[Fingerprint]] = {}
+        scores: dict[str, dict[int, list[Any]]] = {"logprobs": {}, "fingerprints": {}}
         fingerprints: dict[int, list[Fingerprint]] = {}
         for index, chunk in enumerate(plan.chunks):
             digest, checked = self._read(chunk.sequence, chunk.start, chunk.start), []
@@ -191,17 +193,18 @@ class ShadowStore:
                 digest = extend(digest, self._token(chunk.sequence, position))
                 if position in chunk.scored:
                     following = chunk.sequence.tokens[position + 1]
-                    scores.setdefault(index, []).append(
+                    scores["logprobs"].setdefault(index, []).append(
                         score(digest, following, sampling.prompt_logprobs or 0, self._vocab)
                     )
                     if sampling.logits_digest:
-                        prompt_fingerprints.setdefault(index, []).append(fingerprint(digest))
+                        scores["fingerprints"].setdefault(index, []).append(fingerprint(digest))
                 for slot in self._slots(chunk.sequence, position):
                     self.slots[slot] = digest
             for sequence in chunk.sampled_sequences:
                 if sequence.request.sampling.beam_width > 1:
-                    found[len(tokens)] = candidates(digest, self._vocab)
-                if sampling.logits_digest:
+                    values = {"fingerprints": fingerprint(digest)} if sampling.logits_digest else {}
+                    found[len(tokens)] = [one._replace(values=values) for one in candidates(digest, self._vocab)]
+                elif sampling.logits_digest:
                     fingerprints[len(tokens)] = [*before, fingerprint(digest)]
                 sampled = [*checked, draw(digest, sequence.seed, self._vocab)]
                 rows += sampled
@@ -213,9 +216,8 @@ class ShadowStore:
         return StepResult(
             tokens,
             candidates=found,
-            prompt_logprobs=scores,
-            prompt_fingerprints=prompt_fingerprints,
-            fingerprints=fingerprints,
+            prompt_values=scores,
+            values={"fingerprints": fingerprints},
         )
 
     def spill(self, most: int) -> int:

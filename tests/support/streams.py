@@ -6,8 +6,9 @@ from dataclasses import fields, replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 
-from paged_backend.api.request import GenerateRequest, TokenDelta, TokenLogprob
+from paged_backend.api.request import GenerateRequest, TokenDelta
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.token_outputs import TokenLogprob
 from paged_backend.engine.outputs import PoolMap, StepOutput
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.streams.stream import Sample, Stream
@@ -30,7 +31,7 @@ class Client:
         self.may_send.set()
         self.got = SimpleQueue()
         self.decoded = []
-        call = Call("x", None, {}, stream, False, False, False, False, False, timeout_us=0)
+        call = Call("x", None, {}, stream, echo=False, timeout_us=0)
         request = GenerateRequest(key, (120,), SamplingParams(max_tokens=99), 0, frozenset())
         channel = ServerChannel(PB_UTILS, SimpleNamespace(get_response_sender=lambda: self))
         sample = Sample(Detokenizer(self.decode, [120], stop=stop), False)
@@ -73,7 +74,9 @@ class LogprobsClient(Client):
         super().__init__(key, stop=stop)
         asked = SamplingParams(max_tokens=99, logprobs=0)
         self.stream.request = replace(self.stream.request, sampling=asked)
-        self.stream.call = replace(self.stream.call, return_logprobs=True, return_cumulative_logprob=True)
+        self.stream.call = replace(self.stream.call, returns=frozenset({"logprobs", "cumulative_logprob"}))
+        for sample in self.stream.samples:
+            sample.values = {"logprobs": []}
 
     def send(self, response, flags):
         self.sending.set()
@@ -88,7 +91,7 @@ def step_with_logprobs(key, text, finish=None):
     output = step(key, text, finish)
     (delta,) = output.deltas
     recorded = tuple((TokenLogprob(token, -0.5, 1),) for token in delta.token_ids)
-    return replace(output, deltas=(delta._replace(logprobs=recorded),))
+    return replace(output, deltas=(delta._replace(values={"logprobs": recorded}),))
 
 
 def failing_once(client, name):

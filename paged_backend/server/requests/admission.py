@@ -52,7 +52,7 @@ from paged_backend.server.streams.tracing import Tracing
 from paged_backend.server.wire.call import Call, read_call, read_control_request, read_request_id
 from paged_backend.server.wire.channel import Channel, Received, respond, send_error
 from paged_backend.server.wire.pooling import parse_pooling_sampling
-from paged_backend.server.wire.responses import SampleOutput, write_adapters, write_response
+from paged_backend.server.wire.responses import Response, SampleOutput, write_adapters, write_response
 from paged_backend.text.tokenizing import SHORT_CHARS
 
 log = logging.getLogger("paged_llm")
@@ -140,7 +140,8 @@ class Admission:
                 turn = self._begin_turn(call, sampling)
                 if call.only_ends_session:
                     turn.finish([], "")
-                    channel.send(write_response(call, [SampleOutput("", "stop", ())], prompt_token_ids=()), final=True)
+                    ended = Response(call.returns, [SampleOutput("", "stop", ())], prompt_token_ids=())
+                    channel.send(write_response(ended), final=True)
                     return
             self._check_capacity(sampling)  # before the work of the further checks, and again with the lock
             sampling = self._check(call, sampling)
@@ -303,7 +304,7 @@ def _check_combination(call: Call, sampling: SamplingParams) -> None:
     if call.stream and sampling.selects_best_of:
         reason = f"must be n={sampling.n} when streaming: the best samples are known only at the end"
         raise invalid_argument("best_of", sampling.best_of, reason)
-    if sampling.logits_digest and not call.return_receipt:
+    if sampling.logits_digest and "receipt" not in call.returns:
         raise invalid_argument("logits_digest", True, "needs return_receipt, since the receipt has the digest")
     if call.is_chat and sampling.echo:
         raise invalid_argument("echo", True, "has no effect with messages; leave it out")

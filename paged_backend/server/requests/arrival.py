@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from paged_backend.api.limits import EngineLimits
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.token_outputs import LOGPROBS, requested_outputs
 from paged_backend.api.trace import RequestTrace
 from paged_backend.server.prompts.encoder import Earlier, EncodedPrompt, Prompt, PromptEncoder
 from paged_backend.server.prompts.sessions import Turn
@@ -102,10 +103,10 @@ class StreamBuilder:
             request,
             ends=ends,
             embeds=call.pooling is not None,
-            returns_usage=call.return_receipt or arrival.trace is not None,
+            returns_usage="receipt" in call.returns or arrival.trace is not None,
             trace=arrival.trace,
             session=turn.name if turn and not turn.is_last else None,
-            logprobs=_needed_logprobs(call, sampling),
+            token_outputs=requested_outputs(call.returns, sampling),
         )
 
     def _stream(self, arrival: Arrival, request: GenerateRequest) -> Stream:
@@ -129,6 +130,9 @@ class StreamBuilder:
         sampling = request.sampling
         decode = decoder(self._tokenizer, sampling.skip_special_tokens)
         echoed = _echoed_text(call, request, decode)
+        sent = {name for name in request.token_outputs if name in call.returns}
+        if sampling.logprobs is None:  # then they are only summed
+            sent.discard(LOGPROBS.name)
 
         def sample() -> Sample:
             detokenizer = Detokenizer(
@@ -137,30 +141,30 @@ class StreamBuilder:
                 stop=sampling.stop,
                 include_stop=sampling.include_stop_str_in_output,
                 min_tokens=sampling.min_tokens,
-                record_offsets=call.return_text_offsets,
+                record_offsets="text_offsets" in call.returns,
                 prefix_chars=len(echoed),
             )
             stop_tokens = StopTokens.of(sampling, self._eos_ids)
             digest = hashlib.sha256() if sampling.logits_digest else None
-            return Sample(detokenizer, sampling.include_stop_str_in_output, stop_tokens, text=echoed, digest=digest)
+            return Sample(
+                detokenizer,
+                sampling.include_stop_str_in_output,
+                stop_tokens,
+                text=echoed,
+                values={name: [] for name in sent},
+                digest=digest,
+            )
 
         return [sample() for _ in range(sampling.num_samples)]
 
     def _prompt_offsets(self, call: Call, request: GenerateRequest, text: str) -> list[int] | None:
         """Return where each prompt token begins in `text`, the echoed prompt; None if the client gets no offsets."""
-        if not (call.return_text_offsets and _echoes(call, request.sampling)):
+        if not ("text_offsets" in call.returns and _echoes(call, request.sampling)):
             return None
         texts = [self._token_text(token) for token in request.prompt_token_ids]
         if "".join(texts) == text:  # fast path (ten times) if no token ends inside a character
             return [0, *itertools.accumulate(map(len, texts[:-1]))]
         return _offsets(self._tokenizer, request.prompt_token_ids, text)
-
-
-def _needed_logprobs(call: Call, sampling: SamplingParams) -> int | None:
-    """Return how many logprobs per token the engine must compute; None if nothing sends or compares them."""
-    if call.return_logprobs and sampling.logprobs is not None:
-        return sampling.logprobs
-    return 0 if call.return_cumulative_logprob or sampling.selects_best_of else None
 
 
 def _echoes(call: Call, sampling: SamplingParams) -> bool:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from paged_backend.api.errors import RequestError
-from paged_backend.api.request import FinishReason, GenerateRequest, Logprobs, TokenDelta, Usage
+from paged_backend.api.request import FinishReason, GenerateRequest, TokenDelta, Usage
+from paged_backend.api.token_outputs import FINGERPRINTS, LOGPROBS, Values
 from paged_backend.server.prompts.sessions import Turn
 from paged_backend.server.wire.call import Call
 from paged_backend.server.wire.channel import Channel
-from paged_backend.server.wire.responses import SampleOutput, write_response
+from paged_backend.server.wire.responses import Response, SampleOutput, write_response
 from paged_backend.text.detokenizer import Detokenizer
 from paged_backend.text.stop_tokens import StopTokens, stop_word_reason
 
@@ -51,20 +52,20 @@ class Stream:
     finished: bool = field(default=False, init=False)  # whether all samples have ended
     sent: bool = field(default=False, init=False)  # whether a response has been sent
     sent_bytes: int = field(default=0, init=False)
-    prompt_logprobs: tuple[Logprobs, ...] | None = field(default=None, init=False)  # unsent ones
+    prompt_values: Values = field(default_factory=dict, init=False)  # of the prompt's optional outputs, not sent yet
     deadline: float = field(init=False)
     early_finish: FinishReason | None = field(default=None, init=False)  # why the engine ends a search early
 
     def __post_init__(self) -> None:
         limits = (self.call.timeout_us / 1e6, (self.request.sampling.timeout_ms or 0) / 1e3)
-        if self.request.sampling.prompt_logprobs is not None and len(self.request.prompt_token_ids) == 1:
-            self.prompt_logprobs = ()  # empty: the only token is the first one, which has none
+        if len(self.request.prompt_token_ids) == 1:  # the first token has no values
+            self.prompt_values = dict.fromkeys(self.request.prompt_outputs, ())
         self.deadline = self.arrived + min(*filter(None, limits), self.max_seconds, math.inf)
 
     def set_prompt(self, tokenized: Stream) -> None:
         """Take the tokenized prompt over from a stream of the same request; nothing has been sent yet."""
         self.request, self.samples, self.call = tokenized.request, tokenized.samples, tokenized.call
-        self.prompt_offsets, self.prompt_logprobs = tokenized.prompt_offsets, tokenized.prompt_logprobs
+        self.prompt_offsets, self.prompt_values = tokenized.prompt_offsets, tokenized.prompt_values
 
     @property
     def is_tokenized(self) -> bool:
@@ -95,18 +96,17 @@ class Stream:
     def take(self, delta: TokenDelta, when: float) -> None:
         """Add the tokens of one step to a sample."""
         self.usage = delta.usage or self.usage
-        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
-        if delta.token_ids or delta.hidden is not None or delta.prompt_logprobs is not None:
+        self.prompt_values = delta.prompt_values or self.prompt_values
+        if delta.token_ids or delta.hidden is not None or delta.prompt_values is not None:
             if self.first_token is None:
                 self.first_token = when
                 self.preempted_in_prompt = self.usage.preempted_seconds if self.usage else 0.0
             self.num_steps += when != self.last_token
             self.last_token = when
         self.error = delta.error
-        if delta.prompt_fingerprints:
+        if delta.prompt_values:
             for each in self.samples:
-                assert each.digest
-                each.digest.update(b"".join(delta.prompt_fingerprints))
+                each.add_to_digest(delta.prompt_values)
         sample = self.samples[delta.sample]
         if delta.hidden is not None:
             assert self.call.pooling
@@ -135,21 +135,19 @@ class Stream:
 
     def take_outputs(self) -> dict[str, np.ndarray]:
         """Return the output tensors of the next response, and mark their content as sent."""
-        call, logprobs = self.call, self.request.sampling.logprobs is not None
-        outputs = write_response(
-            call,
-            [
-                sample.take_output(offsets=call.return_text_offsets, logprobs=logprobs)
-                for sample in self.returned_samples
-            ],
-            prompt_token_ids=self.request.prompt_token_ids,
+        returns = self.call.returns
+        response = Response(
+            returns,
+            [sample.take_output(offsets="text_offsets" in returns) for sample in self.returned_samples],
+            self.request.prompt_token_ids,
             first=not self.sent,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_values=self.prompt_values,
             prompt_text_offsets=self.prompt_offsets,
             token_text=self.token_text,
-            receipt=self.usage_receipt() if self.finished and call.return_receipt else None,
+            receipt=self.usage_receipt() if self.finished and "receipt" in returns else None,
         )
-        self.sent, self.prompt_logprobs, self.prompt_offsets = True, None, None
+        outputs = write_response(response)
+        self.sent, self.prompt_values, self.prompt_offsets = True, {}, None
         self.sent_bytes += RESPONSE_BYTES + sum(map(_nbytes, outputs.values()))
         return outputs
 
@@ -220,7 +218,7 @@ class Sample:
     tokens: list[int] = field(default_factory=list)  # tokens whose text is part of the output
     num_decoded: int = 0  # number of `tokens` that were decoded
     text_pieces: list[str] = field(default_factory=list)  # all text so far
-    logprobs: list[Logprobs] = field(default_factory=list)  # logprobs of the unsent tokens
+    values: dict[str, list[Any]] = field(default_factory=dict)  # of the unsent tokens, by the optional outputs to send
     cumulative_logprob: float = 0.0  # sum over all tokens so far
     digest: hashlib._Hash | None = None  # of the logits of its tokens and of the prompt, if it is requested
     last_token: float | None = None  # time.monotonic() of its newest token
@@ -249,14 +247,19 @@ class Sample:
                 self.stop_reason = self.detokenizer.matched_stop
         self.num_tokens += count
         self.unsent += tokens[:count]
-        if delta.logprobs:
-            counted = delta.logprobs[:count]
-            self.logprobs += counted
-            self.cumulative_logprob += sum(chosen.logprob for chosen, *_ in counted)
-        if self.digest:
-            self.digest.update(b"".join(delta.fingerprints[:count]))
+        if delta.values:
+            counted = {name: values[:count] for name, values in delta.values.items()}
+            self.cumulative_logprob += sum(chosen.logprob for chosen, *_ in counted.get(LOGPROBS.name, ()))
+            self.add_to_digest(counted)
+            for name, unsent in self.values.items():
+                unsent += counted.get(name, ())
         if finish and not self.finish:
             self.end(finish)
+
+    def add_to_digest(self, values: Values) -> None:
+        """Add the fingerprints of logits to the digest, if it is requested."""
+        if self.digest:
+            self.digest.update(b"".join(values.get(FINGERPRINTS.name, ())))
 
     def detokenize(self) -> None:
         """Decode the tokens that have not been decoded."""
@@ -273,18 +276,18 @@ class Sample:
         if self.detokenizer.stopped:
             self.finish, self.stop_reason = FinishReason.STOP, self.detokenizer.matched_stop
 
-    def take_output(self, *, offsets: bool, logprobs: bool) -> SampleOutput:
+    def take_output(self, *, offsets: bool) -> SampleOutput:
         """Return everything that has not been sent, and mark it as sent."""
         output = SampleOutput(
             self.text,
             self.finish.value if self.finish else None,
             self.unsent,
             self._unsent_offsets() if offsets else (),
-            self.logprobs if logprobs else None,
+            self.values,
             self.cumulative_logprob,
             self.stop_reason,
         )
-        self.text, self.unsent, self.logprobs = "", [], []
+        self.text, self.unsent, self.values = "", [], {name: [] for name in self.values}
         return output
 
     def _unsent_offsets(self) -> list[int]:

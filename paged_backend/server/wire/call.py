@@ -20,7 +20,7 @@ from paged_backend.api.limits import InputLimits
 from paged_backend.api.parameter_names import suggestion
 from paged_backend.api.sampling_params import PARAMETER_NAMES
 from paged_backend.server.wire.pooling import ClassificationCall, EmbeddingCall, PoolingCall
-from paged_backend.server.wire.tensors import LIST_PARAMETERS, SCALAR_PARAMETERS
+from paged_backend.server.wire.tensors import LIST_PARAMETERS, RETURNED, SCALAR_PARAMETERS
 from paged_backend.text.conversation import check_messages, check_template_variables, check_tools
 
 ERROR_PREFIX = "Error generating stream: "
@@ -65,22 +65,14 @@ class Call:
     sampling: dict[str, Any]
     stream: bool
     echo: bool  # whether the prompt comes before the output
-    return_finish_reason: bool
-    return_num_input_tokens: bool
-    return_num_output_tokens: bool
-    return_receipt: bool
     timeout_us: int  # 0: none
+    returns: frozenset[str] = frozenset()  # optional output tensors that the client asks for
     sequence: SequenceControl | None = None
     request_id: str = ""  # id chosen by the client; need not be unique
-    return_logprobs: bool = False
-    return_cumulative_logprob: bool = False
     input_ids: np.ndarray | None = None  # [num_tokens] int32: the prompt as token ids; nothing is added to them
-    return_token_ids: bool = False
-    return_text_offsets: bool = False
     pooling_type: type[PoolingCall] | None = None  # for an embedding or a classification instead of text
     pooling: PoolingCall | None = None  # its content
     tools: list[dict[str, Any]] | None = None  # tools for the chat template; allowed with `messages` only
-    return_stop_reason: bool = False
     template_variables: dict[str, Any] | None = None  # `chat_template_kwargs`; allowed with `messages` only
     trace_context: Mapping[str, str] = field(default_factory=dict)  # `traceparent` and `tracestate` of W3C
     is_chat: bool = False  # whether the prompt came as `messages`
@@ -136,20 +128,12 @@ def read_call(
         sampling=sampling | _parameter_tensors(tensors, sampling),
         stream=stream,
         echo=pooling is None and _echo(tensors, stream=stream, chat=chat, tokens=input_ids is not None),
-        return_finish_reason=boolean(tensors, "return_finish_reason"),
-        return_num_input_tokens=boolean(tensors, "return_num_input_tokens"),
-        return_num_output_tokens=boolean(tensors, "return_num_output_tokens"),
-        return_receipt=boolean(tensors, "return_receipt"),
         timeout_us=timeout_us,
+        returns=frozenset(name for name in RETURNED if boolean(tensors, f"return_{name}")),
         sequence=sequence,
         request_id=read_request_id(parameters, request_id, input_limits),
-        return_logprobs=boolean(tensors, "return_logprobs"),
-        return_cumulative_logprob=boolean(tensors, "return_cumulative_logprob"),
         input_ids=input_ids,
-        return_token_ids=boolean(tensors, "return_token_ids"),
-        return_text_offsets=boolean(tensors, "return_text_offsets"),
         pooling_type=pooling,
-        return_stop_reason=boolean(tensors, "return_stop_reason"),
         trace_context=read_trace_context(parameters),
         is_chat=chat,
         unread=_unread_json(tensors, input_limits, chat=chat),

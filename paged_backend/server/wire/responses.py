@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.api.request import Logprobs
-from paged_backend.server.wire.call import ERROR_PREFIX, Call
-from paged_backend.server.wire.tensors import NUMPY_TYPES, OUTPUTS
+from paged_backend.api.token_outputs import NOTHING, Logprobs, Values
+from paged_backend.server.wire.call import ERROR_PREFIX
+from paged_backend.server.wire.tensors import NUMPY_TYPES, OUTPUTS, RETURNED
 
 
 class SampleOutput(NamedTuple):
@@ -21,57 +21,67 @@ class SampleOutput(NamedTuple):
     finish_reason: str | None
     token_ids: Sequence[int]
     text_offsets: Sequence[int] = ()
-    logprobs: Sequence[Logprobs] | None = None  # one entry per token; None if they were not requested
+    values: Values = NOTHING  # of the requested optional outputs, one for each of `token_ids`
     cumulative_logprob: float = 0.0
     stop_reason: str | None = None
 
 
-def write_response(
-    call: Call,
-    samples: Sequence[SampleOutput],
-    *,
-    prompt_token_ids: Sequence[int],
-    first: bool = True,
-    prompt_logprobs: Sequence[Logprobs] | None = None,
-    prompt_text_offsets: Sequence[int] | None = None,
-    token_text: Callable[[int], str] = str,
-    receipt: Mapping[str, Any] | None = None,
-) -> dict[str, np.ndarray]:
-    """Return the output tensors of one response: those that the call asked for.
+class Response(NamedTuple):
+    """What the output tensors of a response are written from."""
 
-    Each has one element per sample, or one per token: those of the first sample, then those of the next.
+    returns: Collection[str]  # optional output tensors that the client asked for
+    samples: Sequence[SampleOutput]
+    prompt_token_ids: Sequence[int]
+    first: bool = True  # whether it is the request's first response
+    prompt_values: Values = NOTHING  # of optional outputs, one for each token of the prompt after the first
+    prompt_text_offsets: Sequence[int] | None = None
+    token_text: Callable[[int], str] = str  # from a token id to its text
+    receipt: Mapping[str, Any] | None = None
 
-    first: whether this is the request's first response.
-    prompt_logprobs: logprobs of each prompt token after the first.
-    token_text: function from a token id to its text.
-    """
-    values: dict[str, Any] = {"text_output": [one.text.encode() for one in samples]}
-    if call.return_finish_reason:  # the text "None" until the last response
-        values["finish_reason"] = [str(one.finish_reason).encode() for one in samples]
-    if call.return_stop_reason:
-        values["stop_reason"] = [str(one.stop_reason).encode() for one in samples]
-    if call.return_num_input_tokens:
-        values["num_input_tokens"] = [len(prompt_token_ids)]
-    if call.return_num_output_tokens:
-        values["num_output_tokens"] = [len(one.token_ids) for one in samples]
-    if call.return_token_ids:
-        values["token_ids"] = [token for one in samples for token in one.token_ids]
-        if first:
-            values["prompt_token_ids"] = prompt_token_ids
-    if call.return_text_offsets:
-        values["text_offsets"] = [offset for one in samples for offset in one.text_offsets]
-    if call.return_logprobs:
-        values["logprobs"] = [_logprobs_json(one.logprobs, token_text) for one in samples]
-    if call.return_cumulative_logprob:
-        values["cumulative_logprob"] = [one.cumulative_logprob for one in samples]
-    if prompt_text_offsets is not None:
-        values["prompt_text_offsets"] = prompt_text_offsets
-        values["first_prompt_token"] = [token_text(prompt_token_ids[0]).encode()]  # prompt_logprobs lacks its text
-    if prompt_logprobs is not None:
-        values["prompt_logprobs"] = [_logprobs_json([None, *prompt_logprobs], token_text)]
-    if receipt is not None:
-        values["receipt"] = [json.dumps(receipt).encode()]
-    return {name: np.array(value, dtype=NUMPY_TYPES[OUTPUTS[name].data_type]) for name, value in values.items()}
+
+def _prompt_logprobs(response: Response) -> list[bytes] | None:
+    found = response.prompt_values.get("logprobs")
+    return None if found is None else [_logprobs_json([None, *found], response.token_text)]
+
+
+# The content of each output tensor. It has one element per sample, or one per token: those of the first sample, then
+# those of the next. None: the response does not have the tensor.
+_WRITERS: Mapping[str, Callable[[Response], Sequence[Any] | None]] = {
+    "text_output": lambda response: [one.text.encode() for one in response.samples],
+    "finish_reason": lambda response: [str(one.finish_reason).encode() for one in response.samples],
+    "stop_reason": lambda response: [str(one.stop_reason).encode() for one in response.samples],
+    "num_input_tokens": lambda response: [len(response.prompt_token_ids)],
+    "num_output_tokens": lambda response: [len(one.token_ids) for one in response.samples],
+    "token_ids": lambda response: [token for one in response.samples for token in one.token_ids],
+    "prompt_token_ids": lambda response: (
+        response.prompt_token_ids if response.first and "token_ids" in response.returns else None
+    ),
+    "text_offsets": lambda response: [offset for one in response.samples for offset in one.text_offsets],
+    "logprobs": lambda response: [
+        _logprobs_json(one.values.get("logprobs"), response.token_text) for one in response.samples
+    ],
+    "cumulative_logprob": lambda response: [one.cumulative_logprob for one in response.samples],
+    "prompt_text_offsets": lambda response: response.prompt_text_offsets,
+    "first_prompt_token": lambda response: (
+        None  # it is the text that `prompt_logprobs` lacks
+        if response.prompt_text_offsets is None
+        else [response.token_text(response.prompt_token_ids[0]).encode()]
+    ),
+    "prompt_logprobs": _prompt_logprobs,
+    "receipt": lambda response: None if response.receipt is None else [json.dumps(response.receipt).encode()],
+}
+
+
+def write_response(response: Response) -> dict[str, np.ndarray]:
+    """Return the output tensors of a response: those that the client asked for."""
+    values = {
+        name: write(response) for name, write in _WRITERS.items() if name in response.returns or name not in RETURNED
+    }
+    return {
+        name: np.array(value, dtype=NUMPY_TYPES[OUTPUTS[name].data_type])
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def error_text(error: RequestError) -> str:

@@ -127,6 +127,8 @@ INPUTS = {
     **LIST_PARAMETERS,
     **SCALAR_PARAMETERS,
 }
+# Outputs that are returned on request.
+RETURNED = frozenset(name.removeprefix("return_") for name in INPUTS if name.startswith("return_"))
 OUTPUTS = {
     "text_output": _strings(
         "The generated text; when streaming, the text since the previous response. It never ends inside a character."

@@ -35,7 +35,7 @@ def test_requests_without_a_seed_get_seeds_of_their_own():
 )
 def test_only_logprobs_that_are_sent_or_compared_are_computed(returned, sampling, needed):
     call = read(text_input=text("a"), **returned)
-    assert builder().build(arrival(call, **sampling), encoded("a")).request.logprobs == needed
+    assert builder().build(arrival(call, **sampling), encoded("a")).request.token_outputs.get("logprobs") == needed
 
 
 def test_the_echoed_prompt_is_the_text_before_the_output():

@@ -106,7 +106,7 @@ def sample_of(stop_tokens=None, include_stop=False):
 
 
 def output_of(sample):
-    output = sample.take_output(offsets=False, logprobs=False)
+    output = sample.take_output(offsets=False)
     return output.text, list(output.token_ids), output.finish_reason
 
 

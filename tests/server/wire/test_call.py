@@ -74,7 +74,7 @@ def test_a_duplicate_behind_many_keys_is_found():
 def test_a_plain_prompt():
     call = read(text_input=text("Grüße"))
     assert (call.prompt, call.messages, call.stream, call.echo) == ("Grüße", None, False, True)
-    assert not (call.return_finish_reason or call.return_num_input_tokens or call.return_num_output_tokens)
+    assert not call.returns
 
 
 def test_list_parameters_as_tensors():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from paged_backend.api.errors import ErrorCode, RequestError
-from paged_backend.api.request import TokenLogprob
-from paged_backend.server.wire.responses import SampleOutput, error_text, write_response
+from paged_backend.api.token_outputs import TokenLogprob
+from paged_backend.server.wire.responses import Response, SampleOutput, error_text, write_response
 from paged_backend.server.wire.tensors import NUMPY_TYPES, OUTPUTS
 from tests.support.wire_requests import flag, read, text
 
@@ -28,7 +28,7 @@ def test_a_response_has_the_requested_outputs_in_declared_types(finish):
     counts = {"return_finish_reason": flag(True), "return_num_input_tokens": flag(True)}
     call = read(text_input=text("x"), return_num_output_tokens=flag(True), **counts)
     part = SampleOutput("é", finish, [4, 5])
-    outputs = write_response(call, [part], prompt_token_ids=[1, 2, 3])
+    outputs = write_response(Response(call.returns, [part], [1, 2, 3]))
     assert {name: value.tolist() for name, value in outputs.items()} == {
         "text_output": ["é".encode()],
         "finish_reason": [str(finish).encode()],
@@ -36,13 +36,13 @@ def test_a_response_has_the_requested_outputs_in_declared_types(finish):
         "num_output_tokens": [2],
     }
     assert all(outputs[name].dtype == NUMPY_TYPES[OUTPUTS[name].data_type] for name in outputs)
-    assert list(write_response(read(text_input=text("x")), [part], prompt_token_ids=[1, 2, 3])) == ["text_output"]
+    assert list(write_response(Response((), [part], [1, 2, 3]))) == ["text_output"]
 
 
 def test_token_ids_and_offsets_of_all_samples_are_concatenated():
     call = read(text_input=text("x"), return_token_ids=flag(True), return_text_offsets=flag(True))
     parts = [SampleOutput("ab", None, [4, 5], [0, 1]), SampleOutput("", None, [], [])]
-    found = [write_response(call, parts, prompt_token_ids=[1, 2], first=first) for first in (True, False)]
+    found = [write_response(Response(call.returns, parts, [1, 2], first=first)) for first in (True, False)]
     values = {name: value.tolist() for name, value in found[0].items() if name != "text_output"}
     assert values == {"token_ids": [4, 5], "prompt_token_ids": [1, 2], "text_offsets": [0, 1]}
     assert {value.dtype for name, value in found[0].items() if name != "text_output"} == {np.dtype(np.int32)}
@@ -54,10 +54,10 @@ ASKED = {"text_input": text("x"), "return_logprobs": flag(True), "return_cumulat
 
 def logprobs_of(call, values, sums, **options):
     parts = [
-        SampleOutput("", None, [], logprobs=one, cumulative_logprob=total)
+        SampleOutput("", None, [], values={} if one is None else {"logprobs": one}, cumulative_logprob=total)
         for one, total in zip(values, sums, strict=True)
     ]
-    outputs = write_response(call, parts, prompt_token_ids=[1], **options)
+    outputs = write_response(Response(call.returns, parts, [1], **options))
     assert all(outputs[name].dtype == NUMPY_TYPES[OUTPUTS[name].data_type] for name in outputs)
     return [json.loads(one) for one in outputs["logprobs"]], outputs["cumulative_logprob"].tolist()
 
