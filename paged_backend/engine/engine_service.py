@@ -36,6 +36,8 @@ FLUSH_SECONDS = 5.0  # time to send what is queued before a session ends
 class ServingEngine(Protocol):
     """The methods of `Engine` that a service calls."""
 
+    def announce(self, key: int, *, admitted_elsewhere: bool = False) -> None: ...
+    def store(self, run: BlockRun) -> None: ...
     def abort(self, key: int) -> None: ...
     def end(self, key: int, index: int) -> None: ...
     def end_all(self, key: int) -> None: ...
@@ -59,10 +61,8 @@ class EngineService:
         self._tokenizer = tokenizer
         self._emit_own = emit
         self._engine: ServingEngine | None = None
-        self._announce: Callable[[int], None] = lambda key: None
         self._submit: Callable[[GenerateRequest], None] | None = None
         self._check: Callable[[GenerateRequest], None] = lambda request: None
-        self._store: Callable[[BlockRun], None] = lambda run: run.stored.set()
         self._unstored: list[BlockRun] = []  # guarded by the lock
         self._lock = threading.Lock()
         self._keys = itertools.count(FIRST_KEY)
@@ -72,18 +72,14 @@ class EngineService:
     def start(
         self,
         engine: ServingEngine,
-        announce: Callable[[int], None],
         submit: Callable[[GenerateRequest], None],
         check: Callable[[GenerateRequest], None] = lambda request: None,
-        store: Callable[[BlockRun], None] | None = None,
     ) -> None:
         """Accept requests.
 
-        announce: registers the key of a request. submit: runs an announced request. check: raises RequestError if a
-        request cannot run. store: puts blocks of a request into the prefix cache; None: they are not needed.
+        submit: runs a request that was announced to the engine. check: raises RequestError if a request cannot run.
         """
-        self._engine, self._announce, self._submit, self._check = engine, announce, submit, check
-        self._store = store or self._store
+        self._engine, self._submit, self._check = engine, submit, check
 
     @property
     def num_open(self) -> int:
@@ -132,12 +128,15 @@ class EngineService:
         self._sessions.add(session)
         session.add(request_id, request)
         self._served[request.key] = session
-        self._announce(request.key)
+        self._engine.announce(request.key, admitted_elsewhere=True)
         self._submit(request)
 
     def store(self, run: BlockRun) -> None:
         """Put blocks into the prefix cache. Blocks while too many of them wait to be stored."""
-        self._store(run)
+        if self._engine is None:
+            run.stored.set()
+            return
+        self._engine.store(run)
         with self._lock:
             self._unstored = [one for one in self._unstored if not one.stored.is_set()] + [run]
             excess, waits_for = sum(one.nbytes for one in self._unstored) - MAX_UNSTORED_BYTES, None

@@ -1,4 +1,4 @@
-"""The outputs of the engine, emitted from its thread: step outputs, pool maps, unknown request keys and its failure."""
+"""The outputs of the engine, emitted from its thread: step outputs, pool maps and its failure."""
 
 from __future__ import annotations
 
@@ -74,18 +74,11 @@ class PoolMap:
 
 
 @dataclass(frozen=True)
-class UnknownRequests:
-    """Request keys that the engine does not track, although no final output was emitted for them."""
-
-    keys: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class EngineDied:
     """The engine loop has ended with an error; every open request fails."""
 
     reason: str
 
 
-EngineOutput: TypeAlias = StepOutput | RemoteOutput | PoolMap | UnknownRequests | EngineDied
+EngineOutput: TypeAlias = StepOutput | RemoteOutput | PoolMap | EngineDied
 Emit: TypeAlias = Callable[[EngineOutput], None]

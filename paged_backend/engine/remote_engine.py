@@ -148,15 +148,10 @@ class RemoteEngine:
         """The bytes of blocks that wait to be sent."""
         return self._sender.unsent_bytes
 
-    def reserve(self, key: int) -> None:
-        """Count a request that will be submitted or aborted."""
-        self._reserved.add(key)
-
     def submit(self, request: GenerateRequest, blocks: Sequence[BlockRun] = ()) -> None:
         """Run a request, after its progress if it has any. Its outputs are emitted with its key. blocks: what was
         computed of it."""
         with self._lock:
-            self._reserved.discard(request.key)
             opened = self._open[request.key] = _Open(next(self._ids), request)
             self._keys[opened.id] = request.key
         self._sender.put_blocks(opened.id, blocks)
@@ -202,7 +197,6 @@ class RemoteEngine:
 
     def _end(self, key: int, control: str) -> None:
         with self._lock:
-            self._reserved.discard(key)
             opened = self._open.pop(key, None)
             if opened:
                 del self._keys[opened.id]

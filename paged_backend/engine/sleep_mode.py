@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from paged_backend.api.errors import ASLEEP, ErrorCode, ModelAsleep, RequestError
 from paged_backend.api.sizes import GIB
-from paged_backend.engine.messages import MemoryReply, Message, ReleaseMemory, RestoreMemory
+from paged_backend.engine.core import Commit, EngineCore
 from paged_backend.engine.model_memory import ReleasedMemory
 
 log = logging.getLogger("paged_llm")
@@ -25,6 +26,8 @@ GOING_TO_SLEEP = "the model is about to sleep; wake it with `paged wake`"
 WAKING = "the model is being woken by `paged wake`; send the request again later"
 DRAIN_POLL_SECONDS = 0.05  # time between two checks whether requests are open
 REPLY_POLL_SECONDS = 1.0  # time between two checks whether the engine lives
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,9 @@ NOTHING = Transition(False, ReleasedMemory(0, 0, 0), 0.0)
 class SleepMode:
     """Puts an engine to sleep and wakes it. The methods may be called from any thread."""
 
-    def __init__(self, post: Callable[[Message], None], is_alive: Callable[[], bool]):
-        """post: posts a message to the engine's inbox. is_alive: returns whether the engine still runs steps."""
-        self._post = post
+    def __init__(self, core: EngineCore, is_alive: Callable[[], bool]):
+        """is_alive: returns whether the engine still runs steps."""
+        self._core = core
         self._is_alive = is_alive
         self._busy = threading.Lock()
         self._problem: str | None = None
@@ -88,11 +91,10 @@ class SleepMode:
             self._problem = WAKING
             began = time.monotonic()
             try:
-                memory = self._ask(RestoreMemory)
+                memory = self._ask(self._core.wake)
             except BaseException:
                 self._problem = ASLEEP
                 raise
-            assert isinstance(memory, ReleasedMemory)
             self._problem, seconds = None, time.monotonic() - began
             log.info("the model is awake: restored %.2f GiB in %.2f s", memory.total / GIB, seconds)
             return Transition(True, memory, seconds)
@@ -101,7 +103,7 @@ class SleepMode:
         deadline = time.monotonic() + timeout
         while True:
             began = time.monotonic()
-            reply = self._ask(ReleaseMemory)
+            reply = self._ask(self._core.sleep)
             if isinstance(reply, ReleasedMemory):
                 return reply, time.monotonic() - began
             if began >= deadline:
@@ -110,17 +112,25 @@ class SleepMode:
             report(reply)
             time.sleep(min(DRAIN_POLL_SECONDS, deadline - began))
 
-    def _ask(self, message: Callable[[Callable[[MemoryReply], None]], Message]) -> ReleasedMemory | int:
-        """Post a message to the engine and return its reply. Raises RequestError."""
-        replies: SimpleQueue[MemoryReply] = SimpleQueue()
-        self._post(message(replies.put))
+    def _ask(self, change: Callable[[], T]) -> T:
+        """Return the result of a change on the engine's thread. Raises RequestError. Other errors end the engine."""
+        replies: SimpleQueue[T | RequestError] = SimpleQueue()
+
+        def apply() -> bool:
+            try:
+                replies.put(change())
+            except RequestError as error:
+                replies.put(error)
+            return True
+
+        self._core.post(apply, commit=Commit.IF_IDLE)
         while True:
             try:
                 reply = replies.get(timeout=REPLY_POLL_SECONDS)
             except Empty:
                 if self._is_alive():
                     continue
-                reply = RequestError(ErrorCode.UNAVAILABLE, "the engine has stopped; reload the model")
+                raise RequestError(ErrorCode.UNAVAILABLE, "the engine has stopped; reload the model") from None
             if isinstance(reply, RequestError):
                 raise reply
             return reply

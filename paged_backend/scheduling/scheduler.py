@@ -123,6 +123,11 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
+    def num_open(self) -> int:
+        """The number of requests that wait or run."""
+        return len(self._running) + len(self._waiting)
+
+    @property
     def running(self) -> tuple[Group, ...]:
         """The running requests, by priority, then by first admission."""
         return tuple(self._running.values())

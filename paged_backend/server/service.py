@@ -18,6 +18,7 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.engine.assembly import assemble
 from paged_backend.engine.engine_service import EngineService
 from paged_backend.engine.fingerprint import fingerprint
+from paged_backend.engine.router import Router
 from paged_backend.guided.compiler import GrammarCompiler
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.connections.listener import Listener
@@ -86,6 +87,7 @@ class Service:
         inbox: Inbox = SimpleQueue()
         self._engine_service = EngineService(limits, loaded.tokenizer, inbox.put)
         self._engine = assembly.engine(self._engine_service.emit)
+        self._router = Router(self._engine)
         metrics = Metrics(
             self._pb_utils,
             labels,
@@ -110,7 +112,7 @@ class Service:
             input_limits=limits.input_limits,
         )
         self._responder = Responder(
-            self._engine,
+            self._router,
             metrics,
             sessions,
             inbox=inbox,
@@ -123,7 +125,7 @@ class Service:
         self._admission = Admission(
             config,
             assembly,
-            self._engine,
+            self._router,
             self._responder,
             sessions,
             self._grammars,
@@ -132,7 +134,7 @@ class Service:
             replicas=replicas,
         )
         if replicas:
-            replicas.connect(self._engine, self._responder.emit)
+            replicas.connect(self._router, self._responder.emit)
         metrics.set("max_requests", limits.max_num_seqs, "max")
         for reason, count in restarts.read().items():
             metrics.count("restarts", count, reason)
@@ -144,8 +146,7 @@ class Service:
         clients."""
         limits, model, description = self._assembly.limits, labels["model"], None
         if instance is not None:
-            moved, submit = self._engine.moved_requests, partial(self._admission.submit, here=True)
-            self._engine_service.start(self._engine, moved.announce, submit, self._check, moved.store)
+            self._engine_service.start(self._engine, partial(self._admission.submit, here=True), self._check)
             digest = fingerprint(config, self._assembly.loaded, limits)
             description = Description(f"{labels.get('version')}/{instance}", time.monotonic_ns(), digest)
         try:
@@ -165,7 +166,7 @@ class Service:
             successors = Successors(model, self._listener.name, description)
             max_frame_bytes = limits.input_limits.max_frame_bytes
             self._migration = Migration(
-                successors, self._engine.moved_requests, self._engine_service, self._responder, max_frame_bytes
+                successors, self._router, self._engine_service, self._responder, max_frame_bytes
             )
 
     @property

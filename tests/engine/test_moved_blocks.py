@@ -10,6 +10,7 @@ import torch
 from paged_backend.api.request import Origin
 from paged_backend.engine.moved_blocks import BlockRun
 from paged_backend.engine.remote_engine import RemoteEngine
+from paged_backend.engine.router import Router
 from paged_backend.utils.local_socket import FrameError
 from tests.support.families import FAMILIES, HYBRID_FAMILIES
 from tests.support.in_process import WAIT, Output, running, save_tiny, tiny_assembly
@@ -66,7 +67,7 @@ def start(harness, tokens, **case):
 def move(harness, other, outputs):
     """Move all requests of an engine to the other one, whose outputs the harness gets. Return their blocks."""
     found = SimpleQueue()
-    harness.engine.moved_requests.take_out(lambda request: True, lambda request, blocks: found.put(blocks) or other)
+    Router(harness.engine).take_out(lambda request: True, lambda request, blocks: found.put(blocks) or other)
     harness.steps.unbound()
     runs = found.get(timeout=WAIT)
     while not harness.steps.empty():
@@ -82,8 +83,8 @@ def run_moved(path, case, options, tokens=7):
         key = start(harness, tokens, **case)
         runs = move(harness, other, outputs)
         samples = harness.collect(key, case.get("n", 1))
-        until(lambda: not peer.engine._state.num_open, "the end of the request")
-        return [one.tokens for one in samples], runs, peer.engine._state.scheduler.stats
+        until(lambda: not peer.engine.num_open, "the end of the request")
+        return [one.tokens for one in samples], runs, peer.assembly.scheduler.stats
 
 
 def run_alone(path, case, options):
@@ -126,7 +127,7 @@ def test_blocks_that_do_not_fit_are_computed_again(tiny):
             harness.step()
         move(harness, other, outputs)
         assert [harness.collect(key, 1)[0].tokens for key in keys] == expected
-        assert peer.engine._state.scheduler.stats.evictions
+        assert peer.assembly.scheduler.stats.evictions
 
 
 def test_blocks_go_to_the_engine_that_another_process_submits_to(tiny):
@@ -138,10 +139,10 @@ def test_blocks_go_to_the_engine_that_another_process_submits_to(tiny):
         def take(request, blocks):
             other.store(blocks, stored.set)
 
-        harness.engine.moved_requests.take_out(lambda request: True, take)
+        Router(harness.engine).take_out(lambda request: True, take)
         harness.steps.unbound()
         assert stored.wait(WAIT)
-        pool = peer.engine._state.scheduler.blocks.pool
+        pool = peer.assembly.scheduler.blocks.pool
         until(lambda: pool.num_cached >= len(PROMPT) // 4, "the blocks in the prefix cache")
         assert other.unsent_bytes == 0
 
@@ -151,9 +152,7 @@ def test_end_of_the_connection_ends_the_wait(tiny):
         start(harness, 7)
         other.close()
         stored = threading.Event()
-        harness.engine.moved_requests.take_out(
-            lambda request: True, lambda request, blocks: other.store(blocks, stored.set)
-        )
+        Router(harness.engine).take_out(lambda request: True, lambda request, blocks: other.store(blocks, stored.set))
         harness.steps.unbound()
         assert stored.wait(WAIT)
 
@@ -197,4 +196,4 @@ def test_blocks_of_another_size_are_not_stored(tiny, caplog):
             other.store([run], stored.set)
             assert stored.wait(WAIT)
         until(lambda: caplog.text.count("have another size") == 4, "the warnings")
-        assert peer.engine._state.scheduler.blocks.pool.num_cached == 0
+        assert peer.assembly.scheduler.blocks.pool.num_cached == 0

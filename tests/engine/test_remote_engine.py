@@ -14,6 +14,7 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.token_outputs import requested_outputs
 from paged_backend.engine.engine_service import EngineService
 from paged_backend.engine.remote_engine import RemoteEngine
+from paged_backend.engine.router import Router
 from paged_backend.utils.local_socket import FrameError, pack
 from tests.support.in_process import Output, tiny_assembly
 from tests.support.remote_engines import Owner, Peer, pair
@@ -106,9 +107,7 @@ def test_request_is_given_back_with_its_progress(assembly):
         while len(client.outputs.get((1, 1), Output()).tokens) < 3:
             client.step()
         client.engine.end(1, 0)
-        peer.engine.moved_requests.take_out(
-            lambda request: True, lambda request, blocks: peer.service.give_back(request.key)
-        )
+        Router(peer.engine).take_out(lambda request: True, lambda request, blocks: peer.service.give_back(request.key))
         request, rejected = client.owner.returned.get(timeout=WAIT)
         while not client.emitted.empty():
             client.step()
@@ -235,7 +234,7 @@ def test_frame_of_the_client_with_an_invalid_value_is_an_error(assembly):
     session = service.open_session(far.send, far.close, far.max_frame_bytes)
     session.handle(1, {"generate": {}})
     assert next(near.frames())["returned"] == "rejected"  # it accepts no requests
-    service.start(engine, engine.moved_requests.announce, engine.deliver)
+    service.start(engine, engine.deliver)
     with pytest.raises(FrameError):
         session.handle(1, {"generate": {}})
     session.handle(5, {"control": "abort"})  # it has ended

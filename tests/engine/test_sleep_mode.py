@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -222,4 +223,4 @@ def test_an_engine_that_dies_answers(awake, monkeypatch):
 
 def test_a_stopped_engine_answers():
     with pytest.raises(RequestError, match="UNAVAILABLE: the engine has stopped"):
-        SleepMode(lambda message: None, lambda: False).sleep(WAIT)
+        SleepMode(SimpleNamespace(post=lambda *change, commit: None, sleep=None), lambda: False).sleep(WAIT)

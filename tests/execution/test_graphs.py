@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paged_backend.engine import runner_builder, step_loop
+from paged_backend.engine import core, runner_builder
 from paged_backend.execution import drafter, graph_shapes, graphs, runner
 from paged_backend.models import few_rows
 from paged_kernels import cascade
@@ -264,7 +264,7 @@ def checked(capture, monkeypatch):
     """Check that the forward passes of every step, replayed or not, write the slots of the step's own tokens and no
     others, and that every padding row belongs to a sequence. Returns the sizes of the steps so far, in rows and
     sequences."""
-    pack, forward, draft_forward = step_loop.pack, runner.Runner._forward, drafter.Drafter.forward
+    pack, forward, draft_forward = core.pack, runner.Runner._forward, drafter.Drafter.forward
     own, seen = set(), []
 
     def spied_pack(plan, *, block_size, **options):
@@ -302,7 +302,7 @@ def checked(capture, monkeypatch):
         capture.check(check_draft, batch.paging)
         return draft_forward(self, batch)
 
-    monkeypatch.setattr(step_loop, "pack", spied_pack)
+    monkeypatch.setattr(core, "pack", spied_pack)
     monkeypatch.setattr(runner.Runner, "_forward", spied)
     monkeypatch.setattr(drafter.Drafter, "forward", spied_draft)
     return seen

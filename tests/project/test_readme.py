@@ -17,7 +17,6 @@ from paged_backend.distributed import links
 from paged_backend.kv.stores import block_file
 from paged_backend.server import service
 from paged_backend.server.metrics.families import FAMILIES
-from paged_backend.server.streams import responder
 from paged_client.openai import routing, schema
 from tests.support import runs
 
@@ -285,7 +284,6 @@ STATED = [
     (schema.MAX_CONTAINERS, "guides/secure.md", "with more than {} lists and objects"),
     (links.HELLO_SECONDS, "guides/secure.md", "the connection is closed after {} s"),
     (links.MAX_STRANGERS, "guides/secure.md", "the oldest of more than {}"),
-    (responder.AUDIT_SECONDS, "design/streaming.md", "asks the engine every {} s"),
     (block_file.READ_SECONDS, "design/block-manager.md", "| a slow answer | {} s |"),
     (100 * service.DRAIN_SHARE, "guides/deploy.md", "`stop_timeout`: {}% for requests"),
     (runs.SLACK, "guides/test.md", "by more than half and {} s"),

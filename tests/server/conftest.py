@@ -57,7 +57,7 @@ def opened():
     """Return (responder, its metrics as recorded, keys of aborted requests)."""
     families, aborted = RecordedFamilies(), SimpleQueue()
     engine = {"abort": aborted.put, "end": lambda key, index: aborted.put(key), "end_all": aborted.put}
-    engine |= {"report_unknown": lambda keys: None, "busy_seconds": 0.0}
+    engine |= {"busy_seconds": 0.0}
     made = Responder(SimpleNamespace(**engine), Metrics(families, {}), Sessions(60, 1, print))
     made.start()
     yield made, families, aborted

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from threading import Event
 
 from paged_backend.api.errors import ASLEEP
-from paged_backend.engine import step_loop
+from paged_backend.engine import core
 from tests.support.callers import Caller
 from tests.support.in_process import WAIT
 from tests.support.service_calls import ask, finish, outcomes
@@ -80,7 +80,7 @@ def two_seconds_later(monkeypatch):
     """Stop the clock two seconds from now."""
     now = time.monotonic()
     with monkeypatch.context() as patch:
-        patch.setattr(step_loop.time, "monotonic", lambda: now + 2)
+        patch.setattr(core.time, "monotonic", lambda: now + 2)
         yield
 
 

@@ -29,11 +29,10 @@ class Peer:
     """The other side of the connection, with an engine."""
 
     def __init__(self, assembly, connection):
-        self.own = SimpleQueue()
+        self.assembly, self.own = assembly, SimpleQueue()
         self.service = EngineService(assembly.limits, assembly.loaded.tokenizer, self.own.put)
         self.engine = assembly.engine(self.service.emit)
-        moved = self.engine.moved_requests
-        self.service.start(self.engine, moved.announce, self.engine.deliver, store=moved.store)
+        self.service.start(self.engine, self.engine.deliver)
         self.session = self.service.open_session(self._send, connection.close, connection.max_frame_bytes)
         self.connection = connection
         threading.Thread(target=self._read, daemon=True).start()

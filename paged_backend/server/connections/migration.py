@@ -28,8 +28,8 @@ from typing import Any
 from paged_backend.api.request import GenerateRequest
 from paged_backend.engine.engine_service import EngineService
 from paged_backend.engine.moved_blocks import BlockRun
-from paged_backend.engine.moved_requests import MovedRequests
 from paged_backend.engine.remote_engine import RemoteEngine
+from paged_backend.engine.router import Router
 from paged_backend.server.streams.responder import Responder
 from paged_backend.utils import local_socket
 from paged_backend.utils.local_socket import Connection, FrameError, pack
@@ -50,15 +50,15 @@ class Migration:
     def __init__(
         self,
         successors: Successors,
-        moved: MovedRequests,
+        router: Router,
         service: EngineService,
         responder: Responder,
         max_frame_bytes: int,
     ):
-        """moved: of the engine. service: the requests of other instances that it runs. responder: gets the outputs of
+        """service: the requests of other instances that it runs. responder: gets the outputs of
         moved requests."""
         self._successors = successors
-        self._moved = moved
+        self._router = router
         self._service = service
         self._responder = responder
         self._max_frame_bytes = max_frame_bytes
@@ -92,16 +92,16 @@ class Migration:
         self._responder.count("moved")
 
     def on_ended(self, key: int) -> None:
-        self._moved.remove(key)
+        self._router.remove(key)
 
     def on_returned(self, engine: RemoteEngine, request: GenerateRequest, rejected: str | None) -> None:
         """Continue a request that the successor does not run, or no longer."""
         if rejected is not None:
             log.warning("a request is not moved: %s", rejected)
-            self._moved.put_back(replace(request, stays=True))
+            self._router.put_back(replace(request, stays=True))
             return
         self._successors.exclude(engine.name)
-        self._moved.put_back(request, self._successor())
+        self._router.put_back(request, self._successor())
 
     def _run(self) -> None:
         seconds = POLL_SECONDS
@@ -134,11 +134,11 @@ class Migration:
             self._moved_at = time.monotonic()
             return successor
 
-        self._moved.take_out(is_wanted, take)
+        self._router.take_out(is_wanted, take)
         if successor:
             self._moved_at = self._moved_at or time.monotonic()
             if time.monotonic() - self._moved_at > RELEASE_SECONDS:
-                self._moved.release_memory(successor, take)
+                self._router.release_memory(successor, take)
         return successor is not None and successor.unsent_bytes > 0
 
     def _successor(self) -> RemoteEngine | None:

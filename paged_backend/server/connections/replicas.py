@@ -25,9 +25,9 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.request import GenerateRequest
-from paged_backend.engine.engine import Engine
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.remote_engine import RemoteEngine, read_stats
+from paged_backend.engine.router import Router
 from paged_backend.files.start_checks import check_replicas
 from paged_backend.loading.model_options import pick_device
 from paged_backend.scheduling.stats import SchedulerStats
@@ -67,7 +67,7 @@ class Replicas:
         self._choice = ReplicaChoice(count, config.block_size)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._engines: list[RemoteEngine] = []
-        self._own: Engine | None = None
+        self._router: Router | None = None
         self._stopping = False
         share_cores(count)
         start = {
@@ -88,13 +88,13 @@ class Replicas:
                 raise ConfigError(f"data_parallel_size={count}: cannot start a process: {error}") from error
             raise
 
-    def connect(self, engine: Engine, emit: Emit) -> None:
+    def connect(self, router: Router, emit: Emit) -> None:
         """Wait until the replicas have loaded the model, and connect to them.
 
-        engine: that of this process. emit: receives the outputs of the replicas. Raises ConfigError if a replica does
+        router: of this process. emit: receives the outputs of the replicas. Raises ConfigError if a replica does
         not start.
         """
-        self._own = engine
+        self._router = router
         for number, process in enumerate(self._processes, 1):
             answer = _first_answer(number, process)
             connection = Connection(local_socket.connect(answer["socket"]), self._max_frame_bytes)
@@ -108,17 +108,14 @@ class Replicas:
         """Send a request to a replica, if one is the best choice. Return whether it was sent."""
         if request.embeds or request.sampling.prefill_only:
             return False
-        assert self._own
+        assert self._router
         others = [engine.num_open for engine in self._engines]
-        # This request, and those that are on the way to a replica, are still counted by the engine.
-        own = max(0, self._own.moved_requests.num_kept - 1 - sum(engine.num_reserved for engine in self._engines))
+        own = max(0, self._router.own.num_open - 1)  # without this request
         owner = request.sampling.cache_salt, request.sampling.lora_name
         number = self._choice.choose(owner, request.prompt_token_ids, [own, *others])
         if number == 0:
             return False
-        replica = self._engines[number - 1]
-        replica.reserve(request.key)
-        self._own.moved_requests.send(request, replica)
+        self._router.send(request, self._engines[number - 1])
         return True
 
     def problem(self) -> str | None:
@@ -142,14 +139,14 @@ class Replicas:
         pass
 
     def on_ended(self, key: int) -> None:
-        assert self._own
-        self._own.moved_requests.remove(key)
+        assert self._router
+        self._router.remove(key)
 
     def on_returned(self, engine: RemoteEngine, request: GenerateRequest, rejected: str | None) -> None:
         """Run a request here that a replica cannot run, or had not begun to answer when it ended."""
-        assert self._own
+        assert self._router
         log.warning("a request of %s runs in the first engine: %s", engine.name, rejected or "the replica has ended")
-        self._own.moved_requests.put_back(replace(request, stays=True))
+        self._router.put_back(replace(request, stays=True))
 
     def _report_end(self, name: str) -> None:
         if not self._stopping:

@@ -40,7 +40,7 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.trace import recorded
 from paged_backend.engine.assembly import Assembly
-from paged_backend.engine.engine import Engine
+from paged_backend.engine.router import Router
 from paged_backend.guided.compiler import GrammarCompiler
 from paged_backend.server.connections.replicas import Replicas
 from paged_backend.server.prompts.encoder import PromptEncoder
@@ -65,7 +65,7 @@ class Admission:
         self,
         config: EngineConfig,
         assembly: Assembly,
-        engine: Engine,
+        router: Router,
         responder: Responder,
         sessions: Sessions,
         grammars: GrammarCompiler,
@@ -85,7 +85,8 @@ class Admission:
         self._max_tenant_requests = config.max_tenant_requests
         self._has_prefix_cache = assembly.scheduler.blocks.caching
         self._has_remote_cache = config.remote_cache_url is not None
-        self._engine = engine
+        self._router = router
+        self._engine = router.own
         self._responder = responder
         self._sessions = sessions
         self._grammars = grammars
@@ -113,7 +114,7 @@ class Admission:
             self._lock,
             self._prompts,
             self._builder,
-            engine,
+            router.own,
             responder,
             self.submit,
             seconds=config.tokenize_timeout,
@@ -250,7 +251,7 @@ class Admission:
             if self._replicas and not here and self._replicas.place(request):
                 return
             if request.sampling.structure is None:
-                self._engine.deliver(request)
+                self._router.deliver(request)
             else:
                 self._compile_and_deliver(request)
         except Exception as error:
@@ -266,7 +267,7 @@ class Admission:
             if isinstance(guides, RequestError):
                 self._engine.reject(key, guides)
             else:
-                self._engine.deliver(replace(request, guides=guides))
+                self._router.deliver(replace(request, guides=guides))
 
         self._engine.emit_stats()
         self._grammars.compile(

@@ -6,7 +6,7 @@ clients are slow. Messages are the engine's outputs, and calls from other thread
 
     engine ---- StepOutput, PoolMap, ... --->|       |---> handle: open streams, store their tokens
     admission - open, cancel, ... ---------->| inbox |---> end what clients cancelled, send what is new
-    poller ---- cancelled clients ---------->|       |---> every POLL_SECONDS: deadlines, stalled or lost requests
+    poller ---- cancelled clients ---------->|       |---> every POLL_SECONDS: deadlines, a stalled engine
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 
 from paged_backend.api.errors import ErrorCode, RequestError, internal_error
 from paged_backend.api.request import FinishReason
-from paged_backend.engine.engine import Engine
-from paged_backend.engine.outputs import EngineDied, EngineOutput, PoolMap, RemoteOutput, StepOutput, UnknownRequests
+from paged_backend.engine.outputs import EngineDied, EngineOutput, PoolMap, RemoteOutput, StepOutput
+from paged_backend.engine.router import Router
 from paged_backend.server.metrics.metrics import Metrics
 from paged_backend.server.prompts.sessions import Sessions
 from paged_backend.server.streams.polling import CancellationPoller, PollResult
@@ -40,7 +40,6 @@ POLL_SECONDS = 0.02  # time between two checks of deadlines and of the engine
 POLL_SHARE = 0.1  # share of the thread's time that these checks may take
 MAX_POLL_SECONDS = 1.0  # maximum time between two checks, however long one took: the process may have been paused
 GRACE_SECONDS = 1.0  # the engine's time to return the beams of a search that is ended early
-AUDIT_SECONDS = 2.0  # time between two audits, which find requests that the engine has lost
 
 Message = EngineOutput | Callable[[], None]
 Inbox = SimpleQueue[Message]
@@ -55,7 +54,7 @@ class Responder:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Router,
         metrics: Metrics,
         sessions: Sessions,
         *,
@@ -90,7 +89,7 @@ class Responder:
         self._without_response: deque[Stream] = deque()  # streams that may get an empty response, in order of arrival
         self._pool_map_requests: list[tuple[Channel, float]] = []  # with the times of their arrival, in order
         self._engine_error: RequestError | None = None  # set once the engine has died
-        self._next_check = self._next_audit = 0.0
+        self._next_check = 0.0
         self._iteration_began: float | None = None  # set during an iteration
         self._stopping = False
         self._poller: CancellationPoller[Stream] = CancellationPoller(
@@ -195,8 +194,6 @@ class Responder:
                 self._take(message)
             case PoolMap():
                 self._answer_pool_maps(message)
-            case UnknownRequests():
-                self._fail_lost(message.keys)
             case EngineDied():
                 self._fail_all(message.reason)
             case _:
@@ -451,15 +448,12 @@ class Responder:
     # Watching deadlines and the engine
 
     def _check(self, now: float) -> None:
-        """End overdue requests, and fail those of an engine that has stalled or lost them."""
+        """End overdue requests, and fail those of an engine that has stalled."""
         self._fail_stalled()
         if self._pool_map_requests:
             self._end_overdue_pool_maps(now)
         for stream in [stream for stream in self.streams.values() if now > stream.deadline]:
             self._guarded(stream, self._time_out, now)
-        if self.streams and now >= self._next_audit and not self._engine_error:
-            self._next_audit = now + AUDIT_SECONDS
-            self._engine.report_unknown(tuple(self.streams))
         self._next_check = now + min(max(POLL_SECONDS, (time.monotonic() - now) / POLL_SHARE), MAX_POLL_SECONDS)
 
     def _fail_stalled(self) -> None:
@@ -468,13 +462,6 @@ class Responder:
             reason = f"a step has taken {seconds:.0f} s, more than stall_timeout={self._stall_seconds:g}; send it again"
             active = [stream for stream in self.streams.values() if not stream.ended]
             self._fail(active, RequestError(ErrorCode.UNAVAILABLE, reason))
-
-    def _fail_lost(self, keys: Sequence[int]) -> None:
-        """Fail the streams that the engine no longer tracks; they are sent at the end of the iteration."""
-        for key in keys:
-            if (stream := self.streams.get(key)) and not stream.ended:
-                stream.error = RequestError(ErrorCode.INTERNAL, "the engine has lost the request; send it again")
-                self._updated[key] = stream
 
     def _fail_all(self, reason: str) -> None:
         """Fail every stream because the engine died; they are sent at the end of the iteration."""

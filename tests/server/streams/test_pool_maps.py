@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paged_backend.engine import step_loop
+from paged_backend.engine import core
 from paged_backend.engine.outputs import EngineDied, PoolMap
 from paged_backend.server.metrics.metrics import Metrics
 from paged_backend.server.prompts.sessions import Sessions
@@ -110,7 +110,7 @@ def test_send_failure_affects_only_its_client(responder):
 
 def test_polling_takes_at_most_its_share_of_the_thread(tiny, monkeypatch):
     """The first map is sent while the request runs; the second has to wait until it has ended."""
-    monkeypatch.setattr(step_loop, "MAP_SHARE", 1e-9)
+    monkeypatch.setattr(core, "MAP_SHARE", 1e-9)
     with serving(tiny[0]) as calls:
         sampling = json.dumps({"max_tokens": 60, "ignore_eos": True})
         answer = calls.call(text_input="abc", stream=True, sampling_parameters=sampling)

@@ -8,10 +8,9 @@ import pytest
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import FinishReason, TokenDelta
-from paged_backend.engine.outputs import EngineDied, UnknownRequests
+from paged_backend.engine.outputs import EngineDied
 from paged_backend.server.streams import polling
 from paged_backend.server.streams.polling import PollResult
-from paged_backend.server.streams.responder import AUDIT_SECONDS
 from paged_backend.server.streams.stream import Stream
 from tests.support.callers import Caller
 from tests.support.in_process import WAIT
@@ -266,14 +265,13 @@ def test_a_request_rejected_by_the_engine_is_not_logged_as_an_internal_error(ser
     assert ended == ["refused", "error"]
 
 
-def test_a_request_that_the_engine_no_longer_tracks_fails(serve, gate, clock, monkeypatch):
+def test_a_request_that_the_scheduler_has_lost_fails(serve, gate):
     """Simulates a bug by removing the request from the scheduler."""
     service = serve()
     scheduler = service._assembly.scheduler
     lost, kept = ask(service), ask(service, "efgh")
     gate.wait()
     scheduler.abort(0)
-    clock.ahead += AUDIT_SECONDS + 1
     gate.open()
     assert "INTERNAL: the engine has lost the request" in lost.answer()
     assert finish(kept) == ("length", 9)
@@ -312,7 +310,6 @@ ENDS = {
     "cancelled": lambda responder, client: setattr(client, "cancelled", True),
     "stop_request": lambda responder, client: responder.cancel(Sent().channel(), ""),
     "timeout": lambda responder, client: setattr(client.stream, "deadline", 0.0),
-    "unknown to the engine": lambda responder, client: responder.emit(UnknownRequests((1,))),
     "engine died": lambda responder, client: responder.emit(EngineDied("it did")),
     "polling fails": lambda responder, client: failing_once(client, "is_cancelled"),
     "sending fails": lambda responder, client: (failing_once(client, "send"), responder.emit(step(1, "a"))),

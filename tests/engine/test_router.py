@@ -8,6 +8,7 @@ import pytest
 from paged_backend.api.errors import ErrorCode
 from paged_backend.api.request import FinishReason
 from paged_backend.engine.engine import Engine
+from paged_backend.engine.router import Router
 from tests.support.adapters import adapter_files, write_adapter_list
 from tests.support.digests import fingerprints_of_tokens
 from tests.support.grammars import compile_guides, create_compiler
@@ -30,6 +31,12 @@ CASES = {
     "allowed": {"max_tokens": 24, "temperature": 1.0, "seed": 5, "allowed_token_ids": list(range(40, 90))},
     "beams": {"max_tokens": 12, "beam_width": 3, "n": 2},
 }
+
+
+class Front(Router):
+    def submit(self, request):
+        self.own.announce(request.key)
+        self.deliver(request)
 
 
 class InProcess:
@@ -56,7 +63,8 @@ def run(assemblies, case, *, move_after=None, guides=None):
     first, second = assemblies
     n = case.get("n", 1)
     with running(first, lead=1) as one, running(second) as two:
-        harness = SampleHarness(first, one.engine, one.steps)
+        front = Front(one.engine)
+        harness = SampleHarness(first, front, one.steps)
         key = harness.submit(PROMPT, guides=guides() if guides else (), **case)
         if move_after is None:
             one.steps.unbound()
@@ -65,7 +73,7 @@ def run(assemblies, case, *, move_after=None, guides=None):
         while len(harness.outputs.get((key, 0), Output()).tokens) < move_after and case.get("beam_width", 1) == 1:
             harness.step()
         moved = SimpleQueue()
-        one.engine.moved_requests.take_out(lambda request: True, lambda request, blocks: moved.put(request) or other)
+        front.take_out(lambda request: True, lambda request, blocks: moved.put(request) or other)
         one.steps.unbound()
         request = moved.get(timeout=60)
         while not harness.steps.empty():
@@ -141,17 +149,18 @@ def test_request_returns_to_the_engine_that_it_came_from(assemblies, tiny):
     (expected,) = run(assemblies, case)
     first = assemblies[0]
     with running(first, lead=1) as one:
-        harness = SampleHarness(first, one.engine, one.steps)
+        front = Front(one.engine)
+        harness = SampleHarness(first, front, one.steps)
         key = harness.submit(PROMPT, **case)
         while len(harness.outputs.get((key, 0), Output()).tokens) < 5:
             harness.step()
         kept = Kept()
-        one.engine.moved_requests.take_out(lambda request: True, lambda request, blocks: kept)
+        front.take_out(lambda request: True, lambda request, blocks: kept)
         one.steps.unbound()
         until(lambda: kept.requests, "the request")
-        one.engine.moved_requests.release_memory(kept, lambda request, blocks: kept)
+        front.release_memory(kept, lambda request, blocks: kept)
         until(lambda: first.model_memory.released, "released memory")
-        one.engine.moved_requests.put_back(kept.requests[0])
+        front.put_back(kept.requests[0])
         (output,) = harness.collect(key, 1)
         assert output.tokens == expected.tokens
         assert not first.model_memory.released
@@ -160,19 +169,20 @@ def test_request_returns_to_the_engine_that_it_came_from(assemblies, tiny):
 def test_ended_samples_stay_ended_when_the_request_comes_back(assemblies):
     first = assemblies[0]
     with running(first, lead=1) as one:
-        harness = SampleHarness(first, one.engine, one.steps)
+        front = Front(one.engine)
+        harness = SampleHarness(first, front, one.steps)
         keys = [harness.submit(PROMPT, max_tokens=30, temperature=1.0, n=2) for _ in range(2)]
         while any(len(harness.outputs.get((key, 1), Output()).tokens) < 3 for key in keys):
             harness.step()
         kept = Kept()
-        one.engine.moved_requests.take_out(lambda request: True, lambda request, blocks: kept)
+        front.take_out(lambda request: True, lambda request, blocks: kept)
         one.steps.unbound()
         until(lambda: len(kept.requests) == 2, "the requests")
-        one.engine.end(keys[0], 0)
-        one.engine.abort(keys[1])
+        front.end(keys[0], 0)
+        front.abort(keys[1])
         until(lambda: kept.calls == [("end", keys[0], 0), ("abort", keys[1])], "forwarded calls")
         for request in kept.requests:
-            one.engine.moved_requests.put_back(request)
+            front.put_back(request)
         while not harness.outputs[keys[0], 1].finish:
             harness.step()
         assert harness.outputs[keys[0], 1].finish is FinishReason.LENGTH
@@ -185,9 +195,10 @@ def test_request_fails_if_the_memory_cannot_be_restored(assemblies, monkeypatch)
 
     first = assemblies[0]
     with running(first) as one:
-        harness, kept = SampleHarness(first, one.engine, one.steps), Kept()
+        front, kept = Front(one.engine), Kept()
+        harness = SampleHarness(first, front, one.steps)
         kept.alive = False
-        one.engine.moved_requests.release_memory(kept, lambda request, blocks: kept)
+        front.release_memory(kept, lambda request, blocks: kept)
         until(lambda: first.model_memory.released, "released memory")
         restore = first.model_memory.restore
 
@@ -206,13 +217,14 @@ def test_request_fails_if_the_memory_cannot_be_restored(assemblies, monkeypatch)
 def test_late_requests_go_to_the_engine_that_has_the_others(assemblies):
     first = assemblies[0]
     with running(first) as one:
-        harness, kept = SampleHarness(first, one.engine, one.steps), Kept()
-        one.engine.moved_requests.release_memory(kept, lambda request, blocks: kept)
+        front, kept = Front(one.engine), Kept()
+        harness = SampleHarness(first, front, one.steps)
+        front.release_memory(kept, lambda request, blocks: kept)
         until(lambda: first.model_memory.released, "released memory")
         key = harness.submit(PROMPT, max_tokens=4)
         until(lambda: kept.requests, "the request")
         assert one.engine.waiting == 0 and first.model_memory.released
-        one.engine.abort(key)
+        front.abort(key)
         until(lambda: kept.calls == [("abort", key)], "the forwarded call")
         kept.alive = False
         assert harness.collect(harness.submit(PROMPT, max_tokens=4), 1)[0].tokens
@@ -222,11 +234,13 @@ def test_late_requests_go_to_the_engine_that_has_the_others(assemblies):
 def test_sleep_mode_of_an_engine_whose_requests_were_moved(assemblies):
     first = assemblies[0]
     with running(first) as one:
-        harness, kept = SampleHarness(first, one.engine, one.steps), Kept()
-        one.engine.moved_requests.release_memory(kept, lambda request, blocks: kept)
+        front, kept = Front(one.engine), Kept()
+        harness = SampleHarness(first, front, one.steps)
+        front.release_memory(kept, lambda request, blocks: kept)
         until(lambda: first.model_memory.released, "released memory")
         assert one.engine.sleep_mode.sleep(0).memory.total == 0
         assert one.engine.sleep_mode.wake().memory.pool > 0
+        kept.alive = False
         key = harness.submit(PROMPT, max_tokens=4)
         assert harness.collect(key, 1)[0].tokens
 
@@ -235,8 +249,9 @@ def test_late_request_of_another_process_is_left_to_that_process(assemblies):
     """Its outputs go there, so this engine must not pass it on as its own."""
     first, told = assemblies[0], SimpleQueue()
     with running(first) as one:
-        harness, kept = SampleHarness(first, one.engine, one.steps), Kept()
-        one.engine.moved_requests.release_memory(kept, lambda request, blocks: told.put(request.key))
+        front, kept = Front(one.engine), Kept()
+        harness = SampleHarness(first, front, one.steps)
+        front.release_memory(kept, lambda request, blocks: told.put(request.key))
         until(lambda: first.model_memory.released, "released memory")
         key = harness.submit(PROMPT, max_tokens=4)
         assert told.get(timeout=60) == key
