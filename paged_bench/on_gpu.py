@@ -133,7 +133,7 @@ def _workloads(*names: str) -> tuple[str, ...]:
 
 
 ENGINE_TESTS = (
-    "integration/test_equivalence", "engine/test_core", "engine/test_prefix_tiers", "scheduling/test_speculation",
+    "integration/test_equivalence", "engine/test_core", "engine/test_prefix_stores", "scheduling/test_speculation",
     "scheduling/test_beam_search", "kv/test_page_copier", "kv/test_cache", "kv/stores/test_disk",
     "engine/test_workers",
 )  # fmt: skip

@@ -70,8 +70,8 @@ class TieredEngine(RunningEngine):
     @property
     def stats(self) -> SchedulerStats:
         """The current statistics of the tiers."""
-        assert self.assembly.tiers
-        return replace(self.assembly.scheduler.stats, **self.assembly.tiers.named_stats())  # type: ignore[arg-type]
+        assert self.assembly.stores
+        return replace(self.assembly.scheduler.stats, **self.assembly.stores.named_stats())  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -24,11 +24,10 @@ from paged_backend.engine.model_memory import ModelMemory
 from paged_backend.engine.model_preparation import PreparedModel, RankShare, prepare_model, stage_links
 from paged_backend.engine.moved_blocks import BlockCopier
 from paged_backend.engine.outputs import Emit
-from paged_backend.engine.parallel_runner import ParallelMemory, ParallelRunner
-from paged_backend.engine.pipeline_runner import FirstStage
+from paged_backend.engine.parallel_runner import FirstStage, ParallelMemory, ParallelRunner
+from paged_backend.engine.prefix_stores import build_stores, read_remote_access
 from paged_backend.engine.recurrent_models import num_state_slots
 from paged_backend.engine.summary import log_startup
-from paged_backend.engine.tier_builder import build_stores, read_remote_access
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.runner import Runner
 from paged_backend.files.start_checks import ROOT, check_host_pool
@@ -67,7 +66,7 @@ class Assembly:
     runner: Runner | ParallelRunner
     device: torch.device
     model_memory: ModelMemory | ParallelMemory
-    tiers: StoreChain | None = None
+    stores: StoreChain | None = None
     overlap: bool = False
     workers: Workers | None = None
     adapters: AdapterRegistry | None = None
@@ -82,7 +81,7 @@ class Assembly:
             self.scheduler,
             self.runner,
             emit,
-            self.tiers,
+            self.stores,
             adapters=self.adapters,
             overlap=self.overlap,
             cache_events=self.cache_events,
@@ -199,9 +198,20 @@ def _build(
     overlap = config.async_scheduling
     if overlap is None:
         overlap = device.type != "cpu" and config.pipeline_parallel_size == 1
-    tiers, adapters = build_stores(config, prepared, runner), _adapters(config, loaded, adapter_list)
+    stores, adapters = build_stores(config, prepared, runner), _adapters(config, loaded, adapter_list)
     return Assembly(
-        loaded, limits, scheduler, runner, device, memory, tiers, overlap, workers, adapters, publisher, prepared.shares
+        loaded,
+        limits,
+        scheduler,
+        runner,
+        device,
+        memory,
+        stores,
+        overlap,
+        workers,
+        adapters,
+        publisher,
+        prepared.shares,
     )
 
 

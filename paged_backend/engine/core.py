@@ -32,7 +32,7 @@ from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.model_memory import MemoryShortage, ReleasedMemory
 from paged_backend.engine.moved_blocks import BlockCopier, BlockRun
 from paged_backend.engine.outputs import Emit, EngineDied, PoolMap, StepOutput, StepReport
-from paged_backend.engine.prefix_tiers import PrefetchedBlocks, PrefixTiers
+from paged_backend.engine.prefix_stores import PrefetchedBlocks, PrefixStores
 from paged_backend.execution.batch import pack
 from paged_backend.execution.runner import PendingStep, RunnerDied, StepRunner
 from paged_backend.scheduling.plan import Plan, StepResult
@@ -180,7 +180,7 @@ class EngineCore:
         scheduler: Scheduler,
         runner: StepRunner,
         emit: Emit,
-        prefix_tiers: PrefixTiers | None = None,
+        prefix_stores: PrefixStores | None = None,
         *,
         overlap: bool = False,
         cache_events: CacheEventPublisher | None = None,
@@ -195,8 +195,8 @@ class EngineCore:
         self.on_unknown: Callable[[int, Control], None] = lambda key, control: None
         self._runner = runner
         self._emit = emit
-        self._tiers = prefix_tiers
-        self._transfers = prefix_tiers.transfers if prefix_tiers else None
+        self._stores = prefix_stores
+        self._transfers = prefix_stores.transfers if prefix_stores else None
         self._cache_events = cache_events
         self._memory = memory
         self._copier = blocks
@@ -248,7 +248,7 @@ class EngineCore:
         """Apply all changes in the inbox, blocking only if there is nothing else to do. False: stop."""
         changed, stopped = False, False
         while True:
-            timeout = self._tiers.poll_timeout if self._tiers else None  # None: without limit
+            timeout = self._stores.poll_timeout if self._stores else None  # None: without limit
             idle = not (self.scheduler.has_work or self._in_flight or changed or self._pool_map_requested)
             try:
                 change = self._inbox.get(block=idle and timeout != 0, timeout=timeout or None)
@@ -269,19 +269,19 @@ class EngineCore:
 
     def _step(self) -> None:
         began = time.monotonic()
-        if self._tiers:
-            self._tiers.hand_over()
+        if self._stores:
+            self._stores.hand_over()
         plan = self.scheduler.schedule()
         scheduled = time.monotonic()
         for key in self.scheduler.admitted:
             self.requests.advance(key, Phase.RUNNING, [Phase.WAITING])
         if plan is not None:
-            if self._tiers:
-                self._tiers.mark_changed()
+            if self._stores:
+                self._stores.mark_changed()
             launched = self._launch(plan)
             self._in_flight.append(InFlightStep(plan, launched, scheduled - began, time.monotonic() - scheduled))
             self._commit_steps(keep=0 if self.scheduler.needs_results else self._steps_ahead)
-        elif self._tiers and not (self._in_flight or self._tiers.all_spilled) and self._tiers.spill():
+        elif self._stores and not (self._in_flight or self._stores.all_spilled) and self._stores.spill():
             self.emit_step()
         if plan is None:  # the next plan may need the results of the oldest step
             self._commit_steps(keep=max(0, len(self._in_flight) - 1))
@@ -319,8 +319,8 @@ class EngineCore:
         try:
             results = step.result()
             arrived = time.monotonic()
-            if self._tiers:
-                self._tiers.write_moved_out(step.plan.transfers)
+            if self._stores:
+                self._stores.write_moved_out(step.plan.transfers)
         except RunnerDied:
             raise
         except Exception as error:  # fails this step's requests; other requests continue
@@ -382,7 +382,7 @@ class EngineCore:
             stats = replace(stats, compilations=after_ready.count)
         if pending := self.requests.count(*PENDING):  # they wait for a grammar, an adapter or blocks of a store
             stats = replace(stats, waiting=stats.waiting + pending)
-        return stats if self._tiers is None else self._tiers.add_stats(stats)
+        return stats if self._stores is None else self._stores.add_stats(stats)
 
     def _emit_pool_map(self) -> None:
         began = time.monotonic()
@@ -479,8 +479,8 @@ class EngineCore:
 
     def store_prefetched(self, prefetched: PrefetchedBlocks) -> None:
         """Put blocks that were read from a store into the host pool, before their request arrives."""
-        assert self._tiers
-        self._tiers.store(prefetched)
+        assert self._stores
+        self._stores.store(prefetched)
 
     def store_moved(self, run: BlockRun) -> None:
         """Put blocks of another engine into the prefix cache, before their request arrives."""
@@ -558,8 +558,8 @@ class EngineCore:
     def _release(self) -> ReleasedMemory:
         """Release the memory. Blocks that the host pool and the disk hold stay cached."""
         assert self._memory and not self.requests
-        if self._tiers:
-            self._tiers.spill_rest(time.monotonic() + SPILL_SECONDS)
+        if self._stores:
+            self._stores.spill_rest(time.monotonic() + SPILL_SECONDS)
         released = self._memory.release()
         self.scheduler.clear_cache()
         return released

@@ -18,7 +18,7 @@ from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.core import PENDING, Commit, Control, EngineCore, Phase, SleepingMemory
 from paged_backend.engine.moved_blocks import BlockCopier, BlockRun
 from paged_backend.engine.outputs import Emit
-from paged_backend.engine.prefix_tiers import PrefetchedBlocks, PrefixTiers
+from paged_backend.engine.prefix_stores import PrefetchedBlocks, PrefixStores
 from paged_backend.engine.sleep_mode import SleepMode
 from paged_backend.execution.runner import StepRunner
 from paged_backend.kv.stores.chain import StoreChain
@@ -27,7 +27,7 @@ from paged_backend.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("paged_llm")
 
-STOP_SECONDS = 20.0  # time to finish the current step and to write cached blocks to the tiers when the engine stops
+STOP_SECONDS = 20.0  # time to finish the current step and to write cached blocks to the stores when the engine stops
 
 
 class Engine:
@@ -39,7 +39,7 @@ class Engine:
         scheduler: Scheduler,
         runner: StepRunner,
         emit: Emit,
-        tiers: StoreChain | None = None,
+        stores: StoreChain | None = None,
         *,
         adapters: AdapterRegistry | None = None,
         overlap: bool = False,
@@ -52,19 +52,19 @@ class Engine:
         releases. blocks: copies those of requests that move between engines; None: their tokens are computed again."""
         self._adapters = adapters
         self._cache_events = cache_events
-        self._tiers = PrefixTiers(tiers, scheduler.blocks, runner, self._end_prefill) if tiers else None
+        self._stores = PrefixStores(stores, scheduler.blocks, runner, self._end_prefill) if stores else None
         self._core = EngineCore(
             scheduler,
             runner,
             emit,
-            self._tiers,
+            self._stores,
             overlap=overlap,
             cache_events=cache_events,
             memory=memory,
             blocks=blocks,
         )
-        if tiers:
-            tiers.on_change(self._core.post_stats)
+        if stores:
+            stores.on_change(self._core.post_stats)
         self.sleep_mode = SleepMode(self._core, lambda: self.alive)
         self._thread = threading.Thread(target=self._core.run, name="engine", daemon=True)
 
@@ -73,17 +73,17 @@ class Engine:
         self._thread.start()
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
-        """Stop after the current step and wait for it; then write cached blocks to the tiers while there is time."""
+        """Stop after the current step and wait for it; then write cached blocks to the stores while there is time."""
         deadline = time.monotonic() + seconds
         self._core.stop()
         self._thread.join(seconds)
         if self._thread.is_alive():
             log.error("the current step has not ended after %.3g s; its thread is abandoned", seconds)
             self._core.failed.set()
-        if self._tiers:
-            if not self._core.failed.is_set() and self._tiers.spill_rest(deadline):
+        if self._stores:
+            if not self._core.failed.is_set() and self._stores.spill_rest(deadline):
                 self._core.emit_step()
-            self._tiers.close(deadline)
+            self._stores.close(deadline)
         if self._adapters:
             self._adapters.close(deadline - time.monotonic())
         if self._cache_events:
@@ -207,9 +207,9 @@ class Engine:
             self._prefetch(request)
 
     def _prefetch(self, request: GenerateRequest) -> None:
-        if self._tiers and self._tiers.can_prefetch(request):
+        if self._stores and self._stores.can_prefetch(request):
             self.emit_stats()
-            self._tiers.prefetch(request, self._store_prefetched, self._add)
+            self._stores.prefetch(request, self._store_prefetched, self._add)
         else:
             self._add(request)
 

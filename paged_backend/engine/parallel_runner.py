@@ -1,4 +1,13 @@
-"""The runner of rank 0 of several: the other ranks run the same steps, at the same time or in later stages."""
+"""The runner of rank 0 of several: the other ranks run the same steps, at the same time or in later stages.
+
+In a pipeline, each rank computes the layers of its stage:
+
+    rank 0          launch: send the step to all ranks, compute, send hidden states        result: wait for results
+    other ranks     expect: post the receive     launch: compute, send hidden states, or sample and send results
+
+Rank 0 is in the first stage. The last stage samples, since it has the logits. So only hidden states and what was
+sampled move, never logits. The part of the other ranks is `StageRunner` (rank.py).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from paged_backend.distributed.stage_links import StageLinks
 from paged_backend.engine.model_memory import MemoryCommand, ModelMemory, ReleasedMemory
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.batch import PackedBatch
+from paged_backend.execution.launched_step import LaunchedStep
 from paged_backend.execution.runner import PendingStep, Runner, RunnerDied
 from paged_backend.scheduling.plan import Plan, StepResult
 
@@ -94,3 +105,31 @@ class ParallelMemory:
         """Restore the memory of all ranks. Raises MemoryShortage."""
         self._workers.send(MemoryCommand.RESTORE)
         return self._memory.restore()
+
+
+class FirstStage:
+    """The first stage, on rank 0."""
+
+    def __init__(self, runner: Runner, links: StageLinks):
+        """runner: computes the layers of the stage."""
+        self._runner, self._links = runner, links
+
+    def launch(self, packed: PackedBatch) -> PipelinedStep:
+        """Compute this stage's part of a step. The other stages follow while this one goes on."""
+        results = self._links.expect_results()
+        states = self._runner.launch(packed).states
+        assert states is not None
+        self._links.send_states(states)
+        return PipelinedStep(results)
+
+
+@dataclass(frozen=True, eq=False)
+class PipelinedStep:
+    """A step on its way through the stages."""
+
+    wait: Callable[[], LaunchedStep]
+    replayed: bool = False  # whether a captured graph ran the forward pass
+
+    def result(self) -> StepResult:
+        """Wait for the last stage and return its results."""
+        return self.wait().result()

@@ -17,27 +17,32 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.distributed.links import Meeting, connect
 from paged_backend.distributed.process_group import ProcessGroup
+from paged_backend.distributed.stage_links import StageLinks
 from paged_backend.distributed.step_channel import StepChannel
 from paged_backend.engine.model_memory import MemoryCommand
 from paged_backend.engine.model_preparation import PreparedModel, prepare_model, stage_links
-from paged_backend.engine.pipeline_runner import StageRunner
 from paged_backend.engine.rank_facts import rank_facts
 from paged_backend.execution.batch import PackedBatch
+from paged_backend.execution.runner import Runner
 from paged_backend.loading.model_options import pick_device
+from paged_backend.models.pipeline import Stage
 from paged_backend.models.tensor_parallel import check_devices, pick_rank_device
 from paged_backend.scheduling.plan import Plan
 from paged_backend.utils.child_process import start_module
@@ -186,6 +191,49 @@ def main(model: str | None = None) -> None:
         link.send_bytes(f"{type(error).__name__}: {error}".encode())
         raise
     os._exit(0)  # the interpreter's own shutdown takes a second
+
+
+class StageRunner:
+    """The part of any rank but 0 in the steps of its stage."""
+
+    def __init__(self, runner: Runner, links: StageLinks):
+        """runner: computes the layers of the stage."""
+        stage = Stage.of(runner.model)
+        assert stage is not None
+        self._runner, self._links, self._stage = runner, links, stage
+
+    def messages(self, steps: StepChannel) -> Iterator[tuple[Any, Callable[[], Tensor] | None]]:
+        """Yield the messages of rank 0 until it ends, each with what waits for the hidden states of a step.
+
+        A thread receives them, so that rank 0 does not wait until this stage has computed earlier steps. It posts the
+        receive of hidden states as well. Raises the error of the thread.
+        """
+        received: SimpleQueue[tuple[Any, Callable[[], Tensor] | None]] = SimpleQueue()
+
+        def receive() -> None:
+            try:
+                while (message := steps.receive()) is not None:
+                    is_step = isinstance(message, PackedBatch)
+                    received.put((message, self._links.expect_states(message.input_ids.shape[1]) if is_step else None))
+                received.put((None, None))
+            except Exception as error:
+                received.put((error, None))
+
+        Thread(target=receive, name="steps", daemon=True).start()
+        while (entry := received.get())[0] is not None:
+            if isinstance(entry[0], Exception):
+                raise entry[0]
+            yield entry
+
+    def launch(self, packed: PackedBatch, arriving: Callable[[], Tensor] | None) -> None:
+        """Compute this stage's part of a step and send what follows from it. arriving: waits for its hidden states;
+        None in the first stage."""
+        with self._stage.receiving(arriving() if arriving else None):
+            launched = self._runner.launch(packed)
+        if launched.states is not None:
+            self._links.send_states(launched.states)
+        elif self._links.sends_results:
+            self._links.send_results(launched.on_host())
 
 
 if __name__ == "__main__":

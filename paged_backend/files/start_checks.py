@@ -194,7 +194,7 @@ def _check_memory(config: EngineConfig) -> None:
 
 
 def check_host_pool(config: EngineConfig, *, on_cpu: bool) -> None:
-    """Raise ConfigError for a tier of the prefix cache without the host pool that it needs."""
+    """Raise ConfigError for a store of the prefix cache without the host pool that it needs."""
     if config.swap_space == 0 or (config.swap_space is None and on_cpu):
         for name in STORES:
             if getattr(config, name):

@@ -61,7 +61,7 @@ class SchedulerStats:
     remote_up: bool = False
     remote_read: int = 0  # blocks read from the remote store
     remote_written: int = 0  # blocks written to the remote store
-    remote_disabled: int = 0  # how often the remote tier was disabled
+    remote_disabled: int = 0  # how often the remote store was disabled
     remote_bytes: int = 0  # bytes in the remote store that this server has written
     remote_seconds: float = 0.0  # measured duration of reading a block from the remote store; 0: not measured
     compilations: int = 0  # kernels compiled since the model was ready

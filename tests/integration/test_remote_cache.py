@@ -46,7 +46,7 @@ def ask(assembly, prompt=PROMPT, **sampling):
     with running(assembly) as engine:
         tokens = engine.generate([prompt], max_tokens=MAX_TOKENS, **sampling)[0]
         stats = engine.history[-1].stats
-    return tokens, replace(stats, **assembly.tiers.named_stats())
+    return tokens, replace(stats, **assembly.stores.named_stats())
 
 
 @pytest.mark.usefixtures("async_scheduling")
@@ -128,13 +128,13 @@ def test_failing_store_changes_no_token(assembly, server, alone, failure):
         other = random.Random(0).choices(range(256), k=50)
         assert engine.generate([PROMPT], max_tokens=MAX_TOKENS) == [alone]
         engine.generate([other], max_tokens=MAX_TOKENS)
-        until(lambda: made.tiers.named_stats()["remote_disabled"])
+        until(lambda: made.stores.named_stats()["remote_disabled"])
         assert engine.generate([PROMPT], max_tokens=MAX_TOKENS) == [alone]
         if failure == "killed":
             server.start()
         elif failure == "full":
             server.client.config_set("maxmemory", 0)
-        until(lambda: made.tiers.up)
+        until(lambda: made.stores.up)
         assert engine.generate([PROMPT, other[::-1]], max_tokens=MAX_TOKENS)[0] == alone
 
 

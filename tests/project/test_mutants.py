@@ -58,7 +58,7 @@ def test_stress_kills_quick_mutants(first, figures):
 def unit_tests_of(file):
     """The test files that find a rare mutant of a file."""
     if file == DISK:
-        return ("kv/stores/test_block_file", "engine/test_prefix_tiers")
+        return ("kv/stores/test_block_file", "engine/test_prefix_stores")
     slow = {"test_speculation"} if file == BEAM_SEARCH else {"test_speculation", "test_beam_search"}
     names = sorted(file.stem for file in (ROOT / "tests/scheduling").glob("test_*.py"))
     of_blocks = (f"kv/test_{name}" for name in ("blocks", "content", "host", "pages", "pins", "scores", "states"))

@@ -1,9 +1,9 @@
-"""The disk tier of the prefix cache, which keeps prefixes across restarts of the server.
+"""The disk store of the prefix cache, which keeps prefixes across restarts of the server.
 
     directory/<fingerprint of model and layout>/<first two digits of the key>/<key>.safetensors    one file per block
 
 `block_file.py` has the format. A file that does not read back exactly as it was written is never used: at the first
-such file, or any other disk error, the tier is disabled and the server continues without it. A missing file is not an
+such file, or any other disk error, the store is disabled and the server continues without it. A missing file is not an
 error but was evicted, since servers may share a directory. The budget covers the files of all fingerprints that were
 there at the start, and those that this server writes.
 """
@@ -38,7 +38,7 @@ NAME = re.compile(rf"[0-9a-f]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}(-\d+)?{re.escape(SUF
 
 @dataclass(frozen=True)
 class DiskStats:
-    """Statistics of a disk tier."""
+    """Statistics of a disk store."""
 
     up: bool
     blocks: int  # blocks on disk with this fingerprint
@@ -103,7 +103,7 @@ class FileIndex:
 
 
 class DiskStore(BlockStore):
-    """Cached blocks on disk. The tier stays disabled after an error."""
+    """Cached blocks on disk. The store stays disabled after an error."""
 
     def __init__(self, directory: Path, fingerprint: str, budget: int, layouts: Sequence[Sequence[Tensor]]):
         """budget: maximum bytes in the whole directory. layouts: see `BlockFormat`."""
@@ -128,7 +128,7 @@ class DiskStore(BlockStore):
             return DiskStats(self._up, blocks, nbytes, self._read, self._written, self._writer.dropped)
 
     def should_write(self, key: BlockKey) -> bool:
-        """Return whether the tier is in use and has no file with the block's key."""
+        """Return whether the store is in use and has no file with the block's key."""
         return self._up and self._name(key) not in self._index
 
     def read(self, keys: Sequence[BlockKey]) -> list[list[Tensor]]:

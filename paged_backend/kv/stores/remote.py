@@ -1,12 +1,12 @@
-"""The remote tier of the prefix cache: cached blocks in a Redis server, which several servers share.
+"""The remote store of the prefix cache: cached blocks in a Redis server, which several servers share.
 
     paged:<fingerprint of model and layout>:<name of the secret>:<key of the block>    one value per block
 
 `block_file.py` has the format of the data. A value that does not read back as it was written is never used.
-At any error the tier is disabled, as it is when a call takes too long; a thread of its own then tries the store again
+At any error the store is disabled, as it is when a call takes too long; a thread of its own then tries the server again
 until a block can be written and read.
 
-A value is authenticated with HMAC-SHA256 if servers share a secret, since others can write to the store:
+A value is authenticated with HMAC-SHA256 if servers share a secret, since others can write to the server:
 
     value = authentication code (32 bytes), data        the code covers the key and the data
 
@@ -41,10 +41,10 @@ from paged_backend.utils.worker import CallTimeout, call_with_timeout
 
 log = logging.getLogger("paged_llm")
 
-RETRY_SECONDS = 1.0  # time after which a disabled tier is tried again; doubles with every failure
-MAX_RETRY_SECONDS = 60.0  # maximum of it; a tier that has worked for as long starts again with RETRY_SECONDS
+RETRY_SECONDS = 1.0  # time after which a disabled store is tried again; doubles with every failure
+MAX_RETRY_SECONDS = 60.0  # maximum of it; a store that has worked for as long starts again with RETRY_SECONDS
 REFRESH_KEYS = 256  # keys whose time to live is renewed in one call
-PROBE_TTL = 60  # seconds after which a value that was written to try the store expires
+PROBE_TTL = 60  # seconds after which a value that was written to try the server expires
 
 
 MAX_REASON_CHARS = 300
@@ -54,7 +54,7 @@ Result = TypeVar("Result")
 
 
 class StoreError(Exception):
-    """A call of the store failed or took too long. The message has the reason, and never a password."""
+    """A call of the server failed or took too long. The message has the reason, and never a password."""
 
 
 class RedisClient:
@@ -146,7 +146,7 @@ class RedisClient:
 
 
 def _readable(text: str) -> str:
-    """Return a text that the store may have chosen as one that can be logged."""
+    """Return a text that the server may have chosen as one that can be logged."""
     return textwrap.shorten(
         "".join(char if char.isprintable() else " " for char in text[: 2 * MAX_REASON_CHARS]),
         MAX_REASON_CHARS,
@@ -160,15 +160,15 @@ MAX_KNOWN_KEYS = 1 << 17
 
 class _Known(NamedTuple):
     nbytes: int  # size of the value; 0 if another server has written it
-    expires: float  # time.monotonic() at which the store may have deleted it
+    expires: float  # time.monotonic() at which the server may have deleted it
 
 
 class KnownKeys:
     """Known keys, least recently used first. Safe to use from any thread."""
 
     def __init__(self, budget: int, ttl: float):
-        """budget: maximum bytes of the values that this server has written. ttl: seconds after which the store deletes
-        a value that was not used."""
+        """budget: maximum bytes of the values that this process has written. ttl: seconds after which the server
+        deletes a value that was not used."""
         self._budget = budget
         self._ttl = ttl
         self._lock = threading.Lock()
@@ -177,18 +177,18 @@ class KnownKeys:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the values that this server has written and not deleted. The store may have less."""
+        """The bytes of the values that this process has written and not deleted. The server may have less."""
         return self._nbytes
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether the store has a key, unless somebody has deleted it."""
+        """Return whether the server has a key, unless somebody has deleted it."""
         with self._lock:
             known = self._keys.get(key)
         return known is not None and known.expires > time.monotonic()
 
     def evictable(self, nbytes: int) -> list[bytes]:
         """Return the keys whose values have to be deleted before one of `nbytes` is written, least recently used first.
-        They stay known until they are removed, so that they count if the store does not delete them. Keys of other
+        They stay known until they are removed, so that they count if the server does not delete them. Keys of other
         servers that were not used for as long are forgotten."""
         found: list[bytes] = []
         foreign: list[bytes] = []
@@ -216,14 +216,14 @@ class KnownKeys:
             self._nbytes += (nbytes or held) - held
 
     def remove(self, *keys: bytes) -> None:
-        """Remove keys that the store does not have, if they are known."""
+        """Remove keys that the server does not have, if they are known."""
         with self._lock:
             for key in keys:
                 if known := self._keys.pop(key, None):
                     self._nbytes -= known.nbytes
 
     def expire(self) -> None:
-        """Assume nothing about the store any more, for example because it was restarted. The sizes still count."""
+        """Assume nothing about the server any more, for example because it was restarted. The sizes still count."""
         with self._lock:
             for key, known in self._keys.items():
                 self._keys[key] = known._replace(expires=0.0)
@@ -280,22 +280,22 @@ class Seal:
 
 @dataclass(frozen=True)
 class RemoteStats:
-    """Statistics of a remote tier, since the start."""
+    """Statistics of a remote store, since the start."""
 
     up: bool
     read: int  # blocks read
     written: int  # blocks written
     dropped: int  # blocks not written because the queue was full
-    disabled: int  # how often the tier was disabled
-    nbytes: int  # bytes that this server has written and not deleted
+    disabled: int  # how often the store was disabled
+    nbytes: int  # bytes that this process has written and not deleted
 
 
 class RemoteStore(BlockStore):
-    """Cached blocks in a remote store. A disabled tier is tried again until the store works."""
+    """Cached blocks in a Redis server. A disabled store is tried again until the server works."""
 
     def __init__(
         self,
-        store: RedisClient,
+        client: RedisClient,
         fingerprint: str,
         layouts: Sequence[Sequence[Tensor]],
         *,
@@ -303,17 +303,17 @@ class RemoteStore(BlockStore):
         ttl: int,
         secret: bytes | None = None,
     ):
-        """Try the store, and go on without it if it does not work.
+        """Try the server, and go on without it if it does not work.
 
         Args:
-            store: the store; closed with the tier.
+            client: the server; closed with the store.
             fingerprint: of everything that keys and values depend on besides the tokens.
             layouts: see `BlockFormat`.
-            budget: maximum bytes of the values that this server has written.
+            budget: maximum bytes of the values that this process has written.
             ttl: seconds after its last use after which a block expires.
             secret: see `Seal`.
         """
-        self._store = store
+        self._client = client
         self._format = BlockFormat(layouts)
         self._seal = Seal(secret)
         self._namespace = f"paged:{fingerprint}:{self._seal.name}:".encode()
@@ -341,20 +341,20 @@ class RemoteStore(BlockStore):
             )
 
     def should_write(self, key: BlockKey) -> bool:
-        """Return whether the tier is in use and the store is not known to have the block."""
+        """Return whether the store is in use and the server is not known to have the block."""
         return self._up and self._key(key) not in self._keys
 
     def has(self, key: BlockKey) -> bool:
-        """Return whether the tier is in use and the store is known to have the block."""
+        """Return whether the store is in use and the server is known to have the block."""
         return self._up and self._key(key) in self._keys
 
     def refresh(self, blocks: Sequence[BlockKey]) -> None:
-        """Renew the time to live of the blocks that the store is known to have, and forget those that it has lost."""
+        """Renew the time to live of the blocks that the server is known to have, and forget those that it has lost."""
         known = [key for key in map(self._key, blocks) if key in self._keys] if self._up else []
         for start in range(0, len(known), REFRESH_KEYS):
             keys = known[start : start + REFRESH_KEYS]
             try:
-                found = self._store.expire(keys, self._ttl)
+                found = self._client.expire(keys, self._ttl)
             except StoreError as error:
                 self._disable(str(error))
                 return
@@ -362,12 +362,12 @@ class RemoteStore(BlockStore):
                 self._keys.add(key) if is_there else self._keys.remove(key)
 
     def read(self, keys: Sequence[BlockKey]) -> list[list[Tensor]]:
-        """Return the tensors of the first of `keys`, up to the first one that is not in the store or not valid."""
+        """Return the tensors of the first of `keys`, up to the first one that is not in the server or not valid."""
         if not self._up or not keys:
             return []
         began, names = time.monotonic(), [self._key(key) for key in keys]
         try:
-            values = self._store.get(names, self._max_bytes(keys[-1]), self._ttl)
+            values = self._client.get(names, self._max_bytes(keys[-1]), self._ttl)
         except StoreError as error:
             self._disable(str(error))
             return []
@@ -382,13 +382,13 @@ class RemoteStore(BlockStore):
         return blocks
 
     def close(self, seconds: float | None = None) -> None:
-        """Write all queued blocks and end the tier's threads. Wait at most `seconds`; None: without limit."""
+        """Write all queued blocks and end the store's threads. Wait at most `seconds`; None: without limit."""
         super().close(seconds)
         self._closed.set()
-        self._store.close()
+        self._client.close()
 
     def named_stats(self) -> dict[str, float]:
-        """Return the statistics of the store, by the names of `SchedulerStats`."""
+        """Return the statistics of the server, by the names of `SchedulerStats`."""
         own = self.stats
         return {
             "remote_up": own.up,
@@ -431,10 +431,10 @@ class RemoteStore(BlockStore):
             if len(value) > self._budget:
                 raise StoreError(f"a block takes {len(value)} bytes, and remote_cache_gib is {self._budget} bytes")
             evicted = self._keys.evictable(len(value))
-            self._store.delete(evicted)
+            self._client.delete(evicted)
             self._keys.remove(*evicted)
-            self._keys.add(name, len(value))  # before it is written: the store may have it although the call fails
-            self._store.set(name, value, self._ttl)
+            self._keys.add(name, len(value))  # before it is written: the server may have it although the call fails
+            self._client.set(name, value, self._ttl)
             with self._lock:
                 self._written += 1
         except Exception as error:  # the writer must survive any error, or the queue would never empty
@@ -442,16 +442,16 @@ class RemoteStore(BlockStore):
 
     def _probe(self) -> None:
         """Write and read a value of a block's size. Raises StoreError."""
-        self._store.connect()
+        self._client.connect()
         key, value = self._namespace + b"probe:" + uuid.uuid4().hex.encode(), bytes(self._format.tensor_bytes)
-        self._store.set(key, value, PROBE_TTL)
-        found = self._store.get([key], len(value), PROBE_TTL)
-        self._store.delete([key])
+        self._client.set(key, value, PROBE_TTL)
+        found = self._client.get([key], len(value), PROBE_TTL)
+        self._client.delete([key])
         if found != [value]:
             raise StoreError("does not return what was written")
 
     def _disable(self, reason: str) -> None:
-        """Disable the tier, and start the thread that tries it again."""
+        """Disable the store, and start the thread that tries it again."""
         with self._lock:
             if not self._up or self._closed.is_set():
                 return
@@ -462,29 +462,29 @@ class RemoteStore(BlockStore):
         self._keys.expire()
         log.error(
             "remote_cache_url: %s: %s; the remote cache is disabled and will be tried again",
-            self._store.address,
+            self._client.address,
             reason,
         )
         threading.Thread(target=self._recover, name="remote-retry", daemon=True).start()
         self._changed()
 
     def _recover(self) -> None:
-        """Try the store again until it works, with growing pauses, then enable the tier."""
+        """Try the server again until it works, with growing pauses, then enable the store."""
         while not self._closed.wait(self._pause):
             self._pause = min(2 * self._pause, MAX_RETRY_SECONDS)
             try:
                 self._probe()
                 with self._lock:
                     invalid = list(self._invalid)
-                self._store.delete(invalid)
+                self._client.delete(invalid)
             except StoreError as error:
-                log.debug("remote_cache_url: %s: still disabled: %s", self._store.address, error)
+                log.debug("remote_cache_url: %s: still disabled: %s", self._client.address, error)
                 continue
             self.cost.reset()
             with self._lock:
                 self._invalid.difference_update(invalid)
                 self._up_since = time.monotonic()
                 self._up = True
-            log.warning("remote_cache_url: %s: the remote cache is in use again", self._store.address)
+            log.warning("remote_cache_url: %s: the remote cache is in use again", self._client.address)
             self._changed()
             return

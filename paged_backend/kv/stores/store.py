@@ -1,4 +1,4 @@
-"""The interface of the tiers that keep cached blocks outside of the pools, and the parts that they share."""
+"""The interface of the stores that keep cached blocks outside of the pools, and the parts that they share."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from paged_backend.kv.content import BlockKey
 from paged_backend.utils.machine import use_single_thread
 
 MAX_QUEUED_BLOCKS = 64  # maximum blocks that wait to be written; more are dropped
-COST_SAMPLES = 16  # number of reads whose median is the cost of a tier
+COST_SAMPLES = 16  # number of reads whose median is the cost of a store
 
 
 class ReadCost:
-    """The measured duration of reads of one tier. Safe to use from any thread."""
+    """The measured duration of reads of one store. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=COST_SAMPLES)
@@ -114,7 +114,7 @@ class BlockWriter:
 class BlockStore(ABC):
     """Keeps copies of cached blocks, which are addressed by their content. Safe to use from any thread.
 
-    Reads run on the caller's thread, writes on one of the tier's. A tier never raises an error of its medium: it is
+    Reads run on the caller's thread, writes on one of the store's. A store never raises an error of its medium: it is
     disabled instead, and then has no block. It returns a block only if origin and all tokens of the prefix are those of
     the requested key.
     """
@@ -128,7 +128,7 @@ class BlockStore(ABC):
 
     @property
     def up(self) -> bool:
-        """Whether the tier is in use."""
+        """Whether the store is in use."""
         return self._up
 
     @property
@@ -146,12 +146,12 @@ class BlockStore(ABC):
         self._writer.put(key, tensors)
 
     def call_when_written(self, callback: Callable[[], object]) -> bool:
-        """Call `callback` on the tier's thread once every block that is queued now is written. Return False, with
+        """Call `callback` on the store's thread once every block that is queued now is written. Return False, with
         nothing changed, if the queue is full."""
         return self._writer.call_when_written(callback)
 
     def on_change(self, changed: Callable[[], object]) -> None:
-        """Call `changed`, on any thread, when the tier is disabled or enabled from now on."""
+        """Call `changed`, on any thread, when the store is disabled or enabled from now on."""
         self._changed = changed
 
     def settle(self, timeout: float) -> None:
@@ -159,16 +159,16 @@ class BlockStore(ABC):
         self._writer.settle(timeout)
 
     def close(self, seconds: float | None = None) -> None:
-        """Write all queued blocks and end the tier's threads. Wait at most `seconds`; None: without limit."""
+        """Write all queued blocks and end the store's threads. Wait at most `seconds`; None: without limit."""
         self._writer.close(seconds)
 
     @abstractmethod
     def should_write(self, key: BlockKey) -> bool:
-        """Return whether the tier is in use and is not known to have the block."""
+        """Return whether the store is in use and is not known to have the block."""
 
     @abstractmethod
     def read(self, keys: Sequence[BlockKey]) -> list[list[Tensor]]:
-        """Return the tensors of the first of `keys`, up to the first one that the tier does not have."""
+        """Return the tensors of the first of `keys`, up to the first one that the store does not have."""
 
     @abstractmethod
     def named_stats(self) -> dict[str, float]:
@@ -176,4 +176,4 @@ class BlockStore(ABC):
 
     @abstractmethod
     def _write(self, key: BlockKey, tensors: list[Tensor]) -> None:
-        """Write a block if `should_write`. Called on the tier's thread; must not raise."""
+        """Write a block if `should_write`. Called on the store's thread; must not raise."""

@@ -205,7 +205,7 @@ def test_full_disk_disables_the_tier(assembly, tmp_path, monkeypatch, alone, cap
     monkeypatch.setattr("paged_backend.kv.stores.disk.os.replace", full)
     made = assembly()
     assert ask(made)[0] == alone
-    assert not made.tiers.up
+    assert not made.stores.up
     assert "No space left on device" in caplog.text
     assert not list((tmp_path / "kv").glob("*/*/*"))
 
@@ -221,7 +221,7 @@ def test_unusable_directory_disables_the_tier(assembly, tmp_path, alone, caplog)
 def test_disk_budget_is_respected(assembly, tmp_path, alone):
     made = assembly(disk_cache_gib=30_000 / 2**30)
     ask(made)
-    assert made.tiers.up
+    assert made.stores.up
     held = files(tmp_path)
     assert 0 < len(held) < 13
     assert sum(path.stat().st_size for path in held) <= 30_000
