@@ -7,6 +7,7 @@ from hashlib import blake2b
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import EngineLimits
+from paged_backend.api.token_outputs import TOKEN_OUTPUTS
 from paged_backend.engine.request_frames import FRAMES_VERSION
 from paged_backend.kv.stores.block_file import BlockSource
 from paged_backend.loading.model_loader import LoadedModel
@@ -24,5 +25,6 @@ def fingerprint(config: EngineConfig, loaded: LoadedModel, limits: EngineLimits)
         "vocabulary": [spec.vocab_size, len(loaded.tokenizer), sorted(spec.eos_ids)],
         "tokenizer": config.tokenizer,
         "frames": FRAMES_VERSION,
+        "outputs": sorted(TOKEN_OUTPUTS),
     }
     return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

@@ -69,7 +69,7 @@ def _top_tokens(logits: Tensor, count: int) -> Tensor:  # [num_rows, count] int6
 
 
 def rows_at_a_time(logits: Tensor) -> int:
-    """Return how many rows of logits [num_rows, vocab] to convert to int64 at a time."""
+    """Return how many rows of logits [num_rows, vocab] to convert to a wider type at a time."""
     return ROWS_AT_A_TIME if logits.is_cuda else max(1, CPU_ELEMENTS // logits.shape[-1])
 
 

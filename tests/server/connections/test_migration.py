@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("socket_directory")
 
 TEXTS = ["abcd", "the second", "3", "x" * 30]
 LONG = {"max_tokens": 50, "ignore_eos": True, "temperature": 1.0}
-RETURNED = {"return_finish_reason": True, "return_num_output_tokens": True, "return_log_probs": True}
+RETURNED = {"return_finish_reason": True, "return_num_output_tokens": True, "return_logprobs": True}
 
 
 class Slow:
