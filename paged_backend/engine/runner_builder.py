@@ -20,7 +20,7 @@ from paged_backend.kv.cache_layout import CacheLayout, CacheSpec
 from paged_backend.kv.page_population import populate_in_background
 from paged_backend.kv.state_cache import StateCache
 from paged_backend.loading.model_loader import LoadedModel
-from paged_backend.models.native_decoder import runs_natively
+from paged_backend.models.decoder import FusedDecoder
 from paged_backend.utils.startup import Progress
 
 
@@ -77,7 +77,9 @@ def build_runner(
         )
     if device.type == "cpu":
         populate_in_background(kv)
-        threads = CpuThreads(config.ranks_per_node, is_native=config.batch_invariant or runs_natively(loaded.model))
+        fused = FusedDecoder.of(loaded.model)
+        is_native = config.batch_invariant or (fused is not None and fused.native is not None)
+        threads = CpuThreads(config.ranks_per_node, is_native=is_native)
     if loaded.draft:
         drafter = Drafter(loaded.draft.model, kv.layer_range(len(loaded.spec.layers), len(kv.layers)))
     return Runner(

@@ -2,7 +2,7 @@
 
 transformers models look up their attention function in a registry and pass extra keyword arguments on to it. Calling
 `model(..., paged=AttentionMeta(...))` therefore reaches `attend` in every layer. It writes the step's keys and values
-into their slots and attends through the block tables. Fused layers (`fused_layer.py`) write keys and values themselves
+into their slots and attends through the block tables. Fused layers (`decoder.py`) write keys and values themselves
 and call `attend_pages`.
 """
 

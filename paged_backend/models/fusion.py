@@ -1,4 +1,4 @@
-"""Fused decoder layers, which run the operations between two attention calls in few kernel launches.
+"""Builds fused decoders, which run the operations between two attention calls in few kernel launches.
 
     transformers                                   fused
     norm, q_proj, k_proj, v_proj                   norm_project: add + norm, one projection
@@ -9,7 +9,7 @@
     add                                            in the next layer's norm_project, or in the norm after the last
 
 Projections of the same input are joined into one weight, and the model's own parameters become views of it. Memory use
-does not grow, and the original layers stay intact: removing the fused `forward` restores them.
+does not grow, and the original decoder stays intact: removing the fused `forward` restores it.
 
 `fusible.py` lists the families with this layer structure, and checks that every layer is unmodified (no other modules,
 parameters or hooks; plain Linear and Parameter). The attention parameters are what the layer passed to attention in a
@@ -30,8 +30,8 @@ from transformers import PreTrainedModel
 
 from paged_backend.models import rope
 from paged_backend.models.attention import AttentionSpec
-from paged_backend.models.few_rows import FewRowsWeight, Measure, choose_max_rows, launch_once
-from paged_backend.models.fused_layer import (
+from paged_backend.models.decoder import (
+    FusedDecoder,
     FusedExperts,
     FusedHeads,
     FusedLatents,
@@ -41,6 +41,7 @@ from paged_backend.models.fused_layer import (
     Projection,
     projections_by_name,
 )
+from paged_backend.models.few_rows import FewRowsWeight, Measure, choose_max_rows, launch_once
 from paged_backend.models.fusible import (
     DOWN,
     FAMILIES,
@@ -54,30 +55,28 @@ from paged_backend.models.fusible import (
     latent_projections,
 )
 from paged_backend.models.linear import Weight
-from paged_backend.models.native_decoder import NativeDecoder, native_layers
 from paged_backend.models.pipeline import StageOutput
-from paged_backend.models.rotary_table import Rotation, look_up_angles
+from paged_backend.models.rotary_table import Angles, Rotation, look_up_angles
 from paged_kernels.compilation import compile_ahead
-from paged_kernels.ops import add_rms_norm
 
 log = logging.getLogger("paged_llm")
 
 
 @dataclass(frozen=True, eq=False)
 class FusedModel:
-    """A model that runs fused layers until `uninstall`."""
+    """A model that runs a fused decoder until `uninstall`."""
 
     model: PreTrainedModel
-    layers: tuple[FusedLayer, ...]  # layers with the model's unconverted weights
+    decoder: FusedDecoder  # with the model's unconverted weights
 
     def install(self, convert: Callable[[Tensor], Weight] = lambda weight: weight) -> None:
-        """Make the model run the fused layers on converted weights."""
-        self._use([layer.with_weights(lambda weight, _: convert(weight)) for layer in self.layers])
+        """Make the model run the fused decoder on converted weights."""
+        self.model.model.forward = self.decoder.with_weights(lambda weight, _: convert(weight))
 
     def install_few_rows(self, measure: Measure) -> bool:
-        """Make the model run the fused layers with `few_rows_linear`, for each projection up to the number of rows for
+        """Make the model run the fused decoder with `few_rows_linear`, for each projection up to the number of rows for
         which it is faster. Returns whether it is for any."""
-        groups = [(group, _measured(group[0])) for group in projections_by_name(self.layers).values()]
+        groups = [(group, _measured(group[0])) for group in projections_by_name(self.decoder.layers).values()]
 
         def launch_all() -> None:
             for group, run in groups:
@@ -93,25 +92,12 @@ class FusedModel:
             rows = max_rows[tuple(names)]
             return FewRowsWeight(weight, rows) if rows else weight
 
-        self._use([layer.with_weights(convert) for layer in self.layers])
+        self.model.model.forward = self.decoder.with_weights(convert)
         return any(max_rows.values())
 
-    def _use(self, layers: Sequence[FusedLayer]) -> None:
-        decoder = self.model.model
-        for module, layer in zip(decoder.layers, layers, strict=True):
-            module.forward = layer
-        if found := native_layers(layers):
-            decoder.forward = NativeDecoder(decoder, found)
-        else:
-            vars(decoder).pop("forward", None)
-
     def uninstall(self) -> None:
-        """Restore the model's own layers."""
-        decoder = self.model.model
-        for module in decoder.layers:
-            del module.forward
-        for module in (decoder, decoder.norm, decoder.rotary_emb):
-            vars(module).pop("forward", None)
+        """Restore the model's own decoder."""
+        vars(self.model.model).pop("forward", None)
 
 
 def _measured(projection: Projection) -> Callable[[Tensor, Weight], Any]:
@@ -126,7 +112,7 @@ def _measured(projection: Projection) -> Callable[[Tensor, Weight], Any]:
 
 @torch.no_grad()
 def fuse(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> FusedModel | str:
-    """Replace the model's layers by fused ones. Returns the reason, and changes nothing, if that is not possible.
+    """Replace the model's decoder by a fused one. Returns the reason, and changes nothing, if that is not possible.
 
     `specs` are the attention parameters by layer.
     """
@@ -135,25 +121,23 @@ def fuse(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> FusedModel |
     decoder = model.model
     family = find_family(decoder)
     assert family is not None
-    layers = tuple(_fuse_layer(layer, spec, family) for layer, spec in zip(decoder.layers, specs, strict=True))
-    for layer, fused in zip(decoder.layers, layers, strict=True):
-        layer.forward = fused
-    if not isinstance(decoder.norm, StageOutput):
-        _fuse_final_norm(decoder.norm)
-    if has_own_rotary(decoder, family):
-        positions, _ = rope.max_static_len(model.config.get_text_config())
-        look_up_angles(decoder, positions, model.dtype, FAMILIES[family].convert_angles)
-    return FusedModel(model, layers)
+    fused = FusedDecoder(
+        decoder,
+        _angles(model, family),
+        tuple(_fuse_layer(layer, spec, family) for layer, spec in zip(decoder.layers, specs, strict=True)),
+        None if isinstance(decoder.norm, StageOutput) else _norm(decoder.norm),
+    )
+    decoder.forward = fused
+    return FusedModel(model, fused)
 
 
-def _fuse_final_norm(module: nn.Module) -> None:
-    norm = _norm(module)
-
-    def forward(states: tuple[Tensor, Tensor]) -> Tensor:
-        x, residual = states
-        return add_rms_norm(x, residual, *norm)[0][None]
-
-    module.forward = forward
+def _angles(model: PreTrainedModel, family: str) -> Callable[[Tensor, Tensor], Angles]:
+    rotary = model.model.rotary_emb
+    if not has_own_rotary(model.model, family):
+        return rotary
+    positions, _ = rope.max_static_len(model.config.get_text_config())
+    hidden = next(model.model.layers.parameters()).data.new_empty(0, dtype=model.dtype)
+    return look_up_angles(rotary, positions, hidden, FAMILIES[family].convert_angles)
 
 
 def _fuse_layer(layer: nn.Module, spec: AttentionSpec, family: str) -> FusedLayer:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paged_backend.models.attention import UnsupportedModel
-from paged_backend.models.fused_layer import FusedExperts, FusedLatents
+from paged_backend.models.decoder import FusedExperts, FusedLatents
 from paged_backend.models.fusion import FusedModel
 from paged_backend.models.linear import replace_forwards
 from paged_kernels.ops import invariant_linear
@@ -43,7 +43,7 @@ def install_invariant(model: PreTrainedModel, fused: FusedModel | str) -> None:
 
 
 def _obstacles(model: PreTrainedModel, fused: FusedModel) -> Iterator[str]:
-    for layer in fused.layers:
+    for layer in fused.decoder.layers:
         if isinstance(layer.mlp, FusedExperts):
             yield f"the products of a mixture of experts ({type(layer.mlp.module).__name__}) depend on the batch"
         if isinstance(layer.attention, FusedLatents):

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,8 @@ from transformers.pytorch_utils import Conv1D
 
 from paged_backend.api.request import Adapter
 from paged_backend.models.adapter_rows import AdapterRows
-from paged_backend.models.fused_layer import FusedLayer
+from paged_backend.models.decoder import FusedDecoder
 from paged_backend.models.linear import Weight, project
-from paged_backend.models.native_decoder import layerwise_forward, runs_natively
 from paged_backend.models.packed_lora import PackedFactors, RowsBySlot
 from paged_backend.models.peft_files import Factors, LoraShapes
 from paged_kernels.ops import invariant_linear
@@ -167,12 +166,20 @@ class Lora:
     def _adapted_forwards(self, model: PreTrainedModel) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
         """Yield each module to adapt with the forward function that replaces its own."""
         modules = dict(model.named_modules())
-        if runs_natively(model):
-            yield model.base_model, layerwise_forward(model.base_model)
-        fused = {name: module.forward for name, module in modules.items() if isinstance(module.forward, FusedLayer)}
-        for name, layer in fused.items():
-            yield modules[name], layer.with_weights(partial(self._weight, prefix=f"{name}."))
-        projected = {f"{name}.{own}" for name, layer in fused.items() for one in layer.projections for own in one.names}
+        projected: set[str] = set()
+        if fused := FusedDecoder.of(model):
+            prefixes = [f"{model.base_model_prefix}.layers.{index}." for index in range(len(fused.layers))]
+            layers = tuple(
+                layer.with_weights(partial(self._weight, prefix=prefix))
+                for prefix, layer in zip(prefixes, fused.layers, strict=True)
+            )
+            yield model.base_model, replace(fused, layers=layers)
+            projected = {
+                prefix + name
+                for prefix, layer in zip(prefixes, fused.layers, strict=True)
+                for projection in layer.projections
+                for name in projection.names
+            }
         for name in self._stacks:
             if name not in projected:
                 yield modules[name], partial(self._forward, [name], modules[name].forward)

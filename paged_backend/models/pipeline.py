@@ -46,13 +46,8 @@ class StageInput(nn.Module):
 class StageOutput(nn.Module):
     """Takes the place of the final norm in a stage before the last: returns the hidden states after its layers."""
 
-    def forward(self, states: Tensor | tuple[Tensor, Tensor | None]) -> Tensor:
-        """Return the hidden states [1, num_tokens, hidden_size]. states: the same, or the output of the last fused
-        layer and the residual, both [num_tokens, hidden_size]."""
-        if isinstance(states, Tensor):
-            return states
-        output, residual = states
-        return (output if residual is None else output + residual)[None]
+    def forward(self, states: Tensor) -> Tensor:  # [1, num_tokens, hidden_size]
+        return states
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ Angles: TypeAlias = "tuple[Tensor, Tensor]"  # cosines and sines, [batch, num_to
 
 
 class RotaryTable:
-    """The `forward` of a rotary embedding, with a table [positions, 2 * head_dim]: cosines, then sines."""
+    """A rotary embedding with a table [positions, 2 * head_dim]: cosines, then sines."""
 
     def __init__(self, table: Tensor) -> None:
         self._table = table
@@ -32,7 +32,7 @@ class RotaryTable:
 
 
 class ConvertedAngles:
-    """The `forward` of a rotary embedding that returns angles in another form than the kernels take."""
+    """A rotary embedding that returns angles in another form than the kernels take."""
 
     def __init__(self, module: nn.Module, convert: Callable[[Any], Angles]) -> None:
         self._module, self._convert = module, convert
@@ -61,21 +61,18 @@ class Rotation(NamedTuple):
 
 
 def look_up_angles(
-    decoder: Any, positions: int | None, dtype: torch.dtype, convert: Callable[[Any], Angles] | None
-) -> None:
-    """Make a decoder's rotary embedding look its angles up, if the table is not too large.
+    rotary: nn.Module, positions: int | None, x: Tensor, convert: Callable[[Any], Angles] | None
+) -> Callable[[Tensor, Tensor], Angles]:
+    """Return a function like a rotary embedding that looks its angles up, if the table is not too large.
 
     Args:
-        decoder: a decoder of transformers with an unmodified `rotary_emb`.
+        rotary: an unmodified rotary embedding of transformers.
         positions: the number of positions; None: unknown, so there is no table.
-        dtype: type of the hidden states.
+        x: a tensor of the type and device of the hidden states.
         convert: returns what the rotary embedding returns as angles; None: it returns angles.
     """
-    rotary, x = decoder.rotary_emb, next(decoder.layers.parameters()).data.new_empty(0, dtype=dtype)
-    converted = ConvertedAngles(rotary, convert) if convert else None
-    table = None if positions is None else rotary_table(converted or rotary, positions, x)
-    if forward := table or converted:
-        rotary.forward = forward
+    angles = ConvertedAngles(rotary, convert) if convert else rotary
+    return (None if positions is None else rotary_table(angles, positions, x)) or angles
 
 
 @torch.no_grad()

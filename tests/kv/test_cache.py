@@ -177,7 +177,7 @@ def test_model_degraded_by_8_bit_kv_cache_is_rejected(tiny, monkeypatch, kv_cach
 
         return spoil
 
-    monkeypatch.setattr("paged_backend.models.fused_layer.rope_kv_write", coarse(rope_kv_write))
+    monkeypatch.setattr("paged_backend.models.decoder.rope_kv_write", coarse(rope_kv_write))
     monkeypatch.setattr("paged_backend.models.attention.kv_write", coarse(kv_write))
     tiny_assembly(tiny[0])
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* keys and values \(kv_cache_dtype\), logits at"):

@@ -54,7 +54,7 @@ def test_weights_stay_quantized(name, tmp_path, caplog):
     layer = model.model.layers[0]
     sizes = [weight.numel() for weight in AutoModelForCausalLM.from_config(CONFIG).model.layers[0].parameters()]
     elements = sum(size for size in sizes if size > 64)
-    assert sum(packed_bytes(one.weight) for one in layer.forward.projections) == elements * bits // 8
+    assert sum(packed_bytes(one.weight) for one in model.model.forward.layers[0].projections) == elements * bits // 8
     assert not any(parameter.numel() > 64 for parameter in layer.parameters())
 
 
@@ -73,7 +73,7 @@ def test_activations_are_rounded(option, dtype, rounded, tmp_path, caplog):
     write_checkpoint(tmp_path / "model", CONFIG, "awq-32")
     assembly = tiny_assembly(tmp_path / "model", dtype=dtype, quantized_activations=option)
     assert "all 14 quantized weights stay quantized" in caplog.text
-    weights = [one.weight for layer in assembly.loaded.model.model.layers for one in layer.forward.projections]
+    weights = [one.weight for layer in assembly.loaded.model.model.forward.layers for one in layer.projections]
     assert [weight.packed.int8_rows for weight in weights] == [rounded] * len(weights)
 
 

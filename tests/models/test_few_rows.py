@@ -73,11 +73,11 @@ def test_fused_model_with_few_rows(faster, launches):
         return float(isinstance(calls[0].args[1], FewRowsWeight) != faster)
 
     assert fused.install_few_rows(measure) == faster
-    for layer in model.model.layers:
-        assert {isinstance(one.weight, FewRowsWeight) for one in layer.forward.projections} == {faster}
+    for layer in model.model.forward.layers:
+        assert {isinstance(one.weight, FewRowsWeight) for one in layer.projections} == {faster}
     launches.clear()
     x = torch.randn(3, COMMON["hidden_size"])
-    model.model.layers[0].forward.attention.qkv(x)
+    model.model.forward.layers[0].attention.qkv(x)
     assert launches == ([3] if faster else [])
     fused.install()
-    assert not any(isinstance(one.weight, FewRowsWeight) for one in model.model.layers[0].forward.projections)
+    assert not any(isinstance(one.weight, FewRowsWeight) for one in model.model.forward.layers[0].projections)

@@ -16,9 +16,8 @@ from paged_backend.execution.forward import paged_logits
 from paged_backend.loading import verification
 from paged_backend.models import few_rows, fusion, linear
 from paged_backend.models.attention import AttentionSpec, UnsupportedModel
-from paged_backend.models.fused_layer import FusedExperts, FusedMlp
+from paged_backend.models.decoder import FusedDecoder, FusedExperts, FusedMlp
 from paged_backend.models.linear import GroupedCopy
-from paged_backend.models.native_decoder import runs_natively
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_kernels.cpu import native
 from tests.support.adapters import LORA, write_adapter_list
@@ -102,10 +101,11 @@ def test_mixtures_of_experts_take_fewer_operations(name):
             logits = paged_logits(steps.model, batch, steps.kv, steps.states)
         return logits, len(operations.names)
 
-    layers = [layer.forward for layer in steps.model.model.layers]
+    decoder = FusedDecoder.of(steps.model)
+    layers = decoder.layers
     assert [type(layer.mlp) for layer in layers] == mlps
     found, operations = run()
-    fusion.FusedModel(steps.model, layers).uninstall()
+    fusion.FusedModel(steps.model, decoder).uninstall()
     assert not is_fused(steps.model)
     expected, unfused_operations = run()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -121,9 +121,10 @@ def test_mixtures_of_experts_with_grouped_weights(name, monkeypatch, caplog):
     model = create_model(MIXTURES[name][0]())
     verify_model(model)
     assert is_fused(model)
-    assert not runs_natively(model)
-    for layer in model.model.layers:
-        assert all(isinstance(one.weight, GroupedCopy) for one in layer.forward.projections)
+    decoder = FusedDecoder.of(model)
+    assert decoder.native is None
+    for layer, fused in zip(model.model.layers, decoder.layers, strict=True):
+        assert all(isinstance(one.weight, GroupedCopy) for one in fused.projections)
         assert not any(parameter.numel() for parameter in layer.parameters() if parameter.dim() == 3)
     assert warnings_of(caplog) == []
 
@@ -136,7 +137,7 @@ def test_layers_with_grouped_weights_are_one_kernel_call(name, monkeypatch, capl
     model = create_model(CONFIGS[name]())
     verify_model(model)
     assert is_fused(model)
-    assert runs_natively(model)
+    assert FusedDecoder.of(model).native is not None
     assert warnings_of(caplog) == []
 
 
@@ -159,9 +160,9 @@ def test_fusing_keeps_memory_and_parameter_values():
     verify_model(model)
     assert is_fused(model)
     assert storage(model) == nbytes
-    for layer in model.model.layers:
+    for layer, merged in zip(model.model.layers, FusedDecoder.of(model).layers, strict=True):
         own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-        tensors = [(one.weight, one.bias, one.norm and one.norm.weight) for one in layer.forward.projections]
+        tensors = [(one.weight, one.bias, one.norm and one.norm.weight) for one in merged.projections]
         fused = [tensor for group in tensors for tensor in group if tensor is not None]
         assert {weight.untyped_storage().data_ptr() for weight in fused} == own
     after = model.state_dict()
@@ -338,12 +339,12 @@ def test_modules_inside_of_a_mixture_of_experts_run_with_their_hooks():
     assert seen[-1] == (1, 64)
 
 
-def test_fused_layer_rejects_unsupported_arguments():
+def test_fused_decoder_rejects_unsupported_arguments():
     """`attend` rejects the same arguments: a mask, or a keyword that would change the result."""
     model = create_model(FAMILIES["llama"]())
     verify_model(model)
-    layer, row = model.model.layers[0], torch.zeros(1, 1, 64)
+    ids = torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(UnsupportedModel, match="builds its own attention mask"):
-        layer(row, torch.zeros(1, 1, 1, 1), position_embeddings=(row, row), paged=None)
+        model.model(ids, ids, attention_mask=torch.zeros(1, 1, 1, 1), paged=None)
     with pytest.raises(UnsupportedModel, match="passes bias to attention"):
-        layer(row, position_embeddings=(row, row), paged=None, bias=row)
+        model.model(ids, ids, paged=None, bias=ids)

@@ -42,13 +42,13 @@ def test_every_linear_layer_is_replaced(products):
     model, fused = make(hf.LlamaConfig)
     weight = model.lm_head.weight.data
     install_invariant(model, fused)
-    for layer in model.model.layers:
-        assert all(isinstance(one.weight, InvariantWeight) for one in layer.forward.projections)
+    for layer in model.model.forward.layers:
+        assert all(isinstance(one.weight, InvariantWeight) for one in layer.projections)
     hidden = torch.randn(1, 3, COMMON["hidden_size"])
     assert_close(model.lm_head(hidden), hidden @ weight.T)
     assert products == [3]
-    expected = fused.layers[0].attention.qkv(hidden[0])
-    assert_close(model.model.layers[0].forward.attention.qkv(hidden[0]), expected)
+    expected = fused.decoder.layers[0].attention.qkv(hidden[0])
+    assert_close(model.model.forward.layers[0].attention.qkv(hidden[0]), expected)
     assert products == [3, 3]
 
 
@@ -78,7 +78,7 @@ def test_a_model_on_a_gpu_has_no_other_variant(monkeypatch):
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     (variant,) = model_variants.model_variants(model, SPECS, None, batch_invariant=True)
     assert variant.name == "fused, with one order of sums for any number of rows"
-    assert all(isinstance(one.weight, InvariantWeight) for one in model.model.layers[0].forward.projections)
+    assert all(isinstance(one.weight, InvariantWeight) for one in model.model.forward.layers[0].projections)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -12,6 +12,7 @@ from transformers import LongcatFlashConfig
 
 from paged_backend.models import linear
 from paged_backend.models.attention import UnsupportedModel
+from paged_backend.models.decoder import FusedDecoder
 from paged_backend.models.linear import ROWS, MixedWeight, RowParallelForward, project
 from paged_kernels.cpu import native
 from tests.support.families import FAMILIES
@@ -89,7 +90,8 @@ def test_packed_weights_match_generate(family, form, tmp_path, fast_copies, log_
     assembly = tiny_assembly(tmp_path)
     served = assembly.loaded.model
     assert f"runs {form}, with packed weights" in log_lines.text
-    layer = vars(served.model.layers[0]).get("forward")
+    decoder = FusedDecoder.of(served)
+    layer = decoder and decoder.layers[0]
     weights = (
         [one.weight for one in layer.projections]
         if layer
@@ -176,10 +178,9 @@ def test_copies_stay_within_memory_budget(tiny, fast_copies, monkeypatch, log_li
     model = tiny_assembly(tiny[0]).loaded.model
     assert "a weight of shape [320, 64] is not packed: its faster copy" in log_lines.text
     assert "forward" not in vars(model.lm_head) or not isinstance(model.lm_head.forward.keywords["weight"], MixedWeight)
-    layer = model.model.layers[0].forward
+    layer = model.model.forward.layers[0]
     assert isinstance(layer.attention.qkv.weight, MixedWeight)
-    forwards = [layer.forward for layer in model.model.layers]
-    weights = [one.weight for forward in forwards for one in forward.projections]
+    weights = [one.weight for fused in model.model.forward.layers for one in fused.projections]
     copies = [weight.copy.packed for weight in weights if isinstance(weight, MixedWeight)]
     assert 0 < sum(copy.numel() * 4 for copy in copies) < head
 
@@ -232,8 +233,8 @@ def test_quantization_without_large_weights_is_logged(quantization, tiny, log_li
 def test_activations_of_16_bits_are_rounded_for_int8_weights(tiny, dtype, rounded, monkeypatch):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
     assembly = tiny_assembly(tiny[0], dtype=dtype, quantization="int8", quantized_activations="auto")
-    layers = assembly.loaded.model.model.layers
-    assert {one.weight.packed.int8_rows for layer in layers for one in layer.forward.projections} == {rounded}
+    layers = assembly.loaded.model.model.forward.layers
+    assert {one.weight.packed.int8_rows for layer in layers for one in layer.projections} == {rounded}
 
 
 def test_quantized_activations_without_quantized_weights_are_logged(tiny, caplog):

@@ -6,6 +6,7 @@ import transformers as hf
 
 from paged_backend.loading import verification
 from paged_backend.models import rope, rotary_table
+from paged_backend.models.decoder import FusedDecoder
 from paged_backend.models.rotary_table import ConvertedAngles, RotaryTable
 from tests.support.families import COMMON, FAMILIES, is_fused
 
@@ -37,12 +38,12 @@ def verified_llama(kind, dtype=torch.float32):
 def test_fused_models_look_up_the_angles_of_every_position(kind, dtype, monkeypatch):
     monkeypatch.setattr(rotary_table, "CHUNK", 50)
     model = verified_llama(kind, dtype)
-    rotary = model.model.rotary_emb
-    assert isinstance(rotary.forward, RotaryTable)
+    rotary, table = model.model.rotary_emb, FusedDecoder.of(model).angles
+    assert isinstance(table, RotaryTable)
     limit, _ = rope.max_static_len(model.config)
     ids, x = torch.randint(limit, (1, 70)), torch.zeros(1, 1, 8, dtype=dtype)
     ids[0, :2] = torch.tensor([0, limit - 1])
-    found, expected = rotary(x, position_ids=ids), type(rotary).forward(rotary, x, position_ids=ids)
+    found, expected = table(x, ids), rotary(x, position_ids=ids)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6 if dtype == torch.float32 else 4e-3)
@@ -51,7 +52,7 @@ def test_fused_models_look_up_the_angles_of_every_position(kind, dtype, monkeypa
 def test_large_tables_are_not_made(monkeypatch):
     monkeypatch.setattr(rotary_table, "MAX_BYTES", 1000)
     model = verified_llama("default")
-    assert not isinstance(model.model.rotary_emb.forward, RotaryTable)
+    assert FusedDecoder.of(model).angles is model.model.rotary_emb
 
 
 @pytest.mark.parametrize("max_bytes", [rotary_table.MAX_BYTES, 1000])
@@ -61,14 +62,15 @@ def test_angles_of_gpt_oss_are_repeated_for_the_second_half_of_a_head(monkeypatc
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     verification.verify_model(model, block_size=4, kv_dtype=torch.float32)
     assert is_fused(model)
-    rotary, ids, x = model.model.rotary_emb, torch.tensor([[0, 200, 7]]), torch.zeros(1, 1, 8)
-    assert isinstance(rotary.forward, RotaryTable if max_bytes > 1000 else ConvertedAngles)
-    for one, half in zip(rotary(x, ids), type(rotary).forward(rotary, x, ids), strict=True):
+    rotary, angles = model.model.rotary_emb, FusedDecoder.of(model).angles
+    ids, x = torch.tensor([[0, 200, 7]]), torch.zeros(1, 1, 8)
+    assert isinstance(angles, RotaryTable if max_bytes > 1000 else ConvertedAngles)
+    for one, half in zip(angles(x, ids), rotary(x, ids), strict=True):
         torch.testing.assert_close(one, torch.cat((half, half), -1), rtol=0, atol=2e-6)
 
 
 def test_an_unfused_model_computes_its_angles(caplog, monkeypatch):
-    monkeypatch.setattr("paged_backend.models.fusion.add_rms_norm", lambda x, *_: (x, x))  # fails the verification
+    monkeypatch.setattr("paged_backend.models.decoder.add_rms_norm", lambda x, *_: (x, x))  # fails the verification
     model = verified_llama("default")
     assert "logits" in caplog.text
-    assert "forward" not in vars(model.model.rotary_emb)
+    assert "forward" not in vars(model.model)

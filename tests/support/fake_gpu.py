@@ -37,6 +37,7 @@ from paged_backend.kv.cache import LayerShape
 from paged_backend.loading import model_loader
 from paged_backend.loading.verification import verify_model
 from paged_backend.models import few_rows, linear
+from paged_backend.models.decoder import FusedDecoder
 from paged_backend.models.fusion import FusedModel
 from paged_backend.models.gpu_invariance import install_invariant
 from paged_kernels import ops
@@ -125,7 +126,7 @@ def load(family: str, options: dict[str, Any], **changes: Any) -> tuple[EngineCo
         config = EngineConfig.from_options({"model": directory} | TINY | OPTIONS | options)
         assembly = assemble(config)
     model = assembly.loaded.model
-    fused = FusedModel(model, tuple(layer.forward for layer in model.model.layers))
+    fused = FusedModel(model, FusedDecoder.of(model))
     if is_invariant:
         install_invariant(model, fused)
     elif model.dtype in few_rows.DTYPES:

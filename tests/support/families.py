@@ -2,7 +2,7 @@
 
 import transformers as hf
 
-from paged_backend.models.fused_layer import FusedLayer
+from paged_backend.models.decoder import FusedDecoder
 
 COMMON = {
     "vocab_size": 320,
@@ -236,9 +236,8 @@ DEFAULT_HYBRIDS = ("falcon_h1", "jamba", "lfm2", "mamba2", "qwen3_next")  # one 
 
 
 def is_fused(model):
-    """Return whether the layers are fused: all of them or none."""
-    (answer,) = {isinstance(vars(layer).get("forward"), FusedLayer) for layer in model.model.layers}
-    return answer
+    """Return whether the decoder is a fused one."""
+    return FusedDecoder.of(model) is not None
 
 
 # Models that the verification at load rejects

@@ -1,24 +1,33 @@
-"""The parts of a fused decoder layer: attention, output projection and MLP, each of which is a value of the layer.
+"""The forward pass of the fused families, from token ids to hidden states: all that runs, in one file.
 
+    decoder      FusedDecoder: embeddings, angles, layers, final norm
+    layer        FusedLayer: attention, output projection, MLP
     attention    FusedHeads: queries, keys and values of heads; FusedLatents: latents and a shared key
     mlp          FusedMlp: gate, up and down projection; FusedExperts: a mixture of experts
 
-A part adds and normalizes its input itself, so that this is one launch with what follows.
+A part adds and normalizes its input itself, so that this is one launch with what follows. On a CPU, one call of a C++
+kernel runs all layers, if it supports them (`native`). Layers and decoders are values: converted weights give a
+new one. fusion.py builds them from a model of transformers, and takes its place as the `forward` of that decoder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from paged_backend.models.attention import AttentionMeta, AttentionSpec, attend_pages, reject_unsupported
 from paged_backend.models.few_rows import norm_project
 from paged_backend.models.latent_attention import LatentAttention
-from paged_backend.models.linear import Weight, project
-from paged_backend.models.rotary_table import Rotation
+from paged_backend.models.linear import GroupedCopy, Weight, project
+from paged_backend.models.rotary_table import Angles, Rotation
+from paged_kernels.cpu import native
+from paged_kernels.cpu.packed_linear import GROUP
 from paged_kernels.ops import add_rms_norm, kv_write, latent_kv_write, rope_kv_write
 
 Convert: TypeAlias = "Callable[[Any, Sequence[str]], Weight]"  # of a weight and the names of its linear layers
@@ -91,9 +100,7 @@ class FusedHeads(Part):
     head_norms: dict[str, Any]  # named arguments of `rope_kv_write`
     qkv: Projection
 
-    def __call__(
-        self, states: HiddenStates, angles: tuple[Tensor, Tensor], paged: AttentionMeta
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, states: HiddenStates, angles: Angles, paged: AttentionMeta) -> tuple[Tensor, Tensor]:
         """Return the output of the heads, [num_tokens, num_heads * head_dim], and the residual."""
         qkv, residual = self.qkv.add(*states)
         cache, paging = paged.kv.layers[self.module.layer_idx], paged.paging_of(self.module.layer_idx)
@@ -118,9 +125,7 @@ class FusedLatents(Part):
     query: Projection | None  # from the latents of queries to queries
     kv_norm: Norm  # of latents
 
-    def __call__(
-        self, states: HiddenStates, angles: tuple[Tensor, Tensor], paged: AttentionMeta
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, states: HiddenStates, angles: Angles, paged: AttentionMeta) -> tuple[Tensor, Tensor]:
         """Return the output of the heads, [num_tokens, num_heads * value_dim], and the residual."""
         query_kv, residual = self.query_kv.add(*states)
         cache, paging = paged.kv.layers[self.module.layer_idx], paged.paging_of(self.module.layer_idx)
@@ -167,24 +172,14 @@ class FusedExperts(Part):
 
 @dataclass(frozen=True, eq=False)
 class FusedLayer:
-    """The `forward` of a fused decoder layer."""
+    """A decoder layer."""
 
     attention: FusedHeads | FusedLatents
     output: Projection
     mlp: FusedMlp | FusedExperts
 
-    def __call__(
-        self,
-        hidden_states: Tensor | HiddenStates,  # [1, num_tokens, hidden] before the first layer
-        attention_mask: None = None,
-        *,
-        position_embeddings: tuple[Tensor, Tensor],  # cos and sin, [1, num_tokens, head_dim]
-        paged: AttentionMeta,
-        **rest: Any,
-    ) -> HiddenStates:
-        reject_unsupported(self.attention.module, rest, mask=attention_mask, dropout=0.0, is_causal=None)
-        states = hidden_states if isinstance(hidden_states, HiddenStates) else HiddenStates(hidden_states[0], None)
-        attended, residual = self.attention(states, position_embeddings, paged)
+    def __call__(self, states: HiddenStates, angles: Angles, paged: AttentionMeta) -> HiddenStates:
+        attended, residual = self.attention(states, angles, paged)
         return self.mlp(self.output(attended), residual)
 
     @property
@@ -205,6 +200,58 @@ class FusedLayer:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class FusedDecoder:
+    """The `forward` of a decoder of transformers."""
+
+    module: Any  # the decoder in whose place it runs
+    angles: Callable[[Tensor, Tensor], Angles]  # from hidden states and position ids to cosines and sines
+    layers: tuple[FusedLayer, ...]
+    norm: Norm | None  # after the last layer; None in a stage before the last
+
+    def __call__(
+        self,
+        input_ids: Tensor,  # [1, num_tokens]
+        position_ids: Tensor,  # [1, num_tokens]
+        *,
+        paged: AttentionMeta,
+        attention_mask: None = None,
+        **rest: Any,
+    ) -> MoeModelOutputWithPast:  # its `last_hidden_state` is [1, num_tokens, hidden]
+        reject_unsupported(self.module, rest, mask=attention_mask, dropout=0.0, is_causal=None)
+        embedded = self.module.embed_tokens(input_ids)
+        angles = self.angles(embedded, position_ids)
+        states = HiddenStates(embedded[0], None)
+        if self.native and not paged.more_pages:  # the kernel reads one block table for all layers
+            caches = paged.kv.layers[: len(self.layers)]  # those of a draft model follow
+            states = HiddenStates(self.native(states.output, *angles, caches, paged.paging), None)
+        else:
+            for layer in self.layers[: len(self.module.layers)]:  # warm-up leaves layers out (distinct_layers.py)
+                states = layer(states, angles, paged)
+        return MoeModelOutputWithPast(last_hidden_state=self._output(*states)[None])
+
+    def _output(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        if self.norm:
+            return add_rms_norm(x, residual, *self.norm)[0]
+        return x if residual is None else x + residual
+
+    @cached_property
+    def native(self) -> native.DecoderLayers | None:
+        """All layers as one call of a CPU kernel; None if it does not support them."""
+        found = [_to_native(layer) for layer in self.layers]
+        return native.DecoderLayers([one for one in found if one]) if all(found) else None
+
+    def with_weights(self, convert: Convert) -> FusedDecoder:
+        """Return a copy with converted weights."""
+        return replace(self, layers=tuple(layer.with_weights(convert) for layer in self.layers))
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> FusedDecoder | None:
+        """Return the fused decoder that a model runs; None if it runs its own."""
+        found = vars(model.base_model).get("forward")
+        return found if isinstance(found, cls) else None
+
+
 def projections_by_name(layers: Sequence[FusedLayer]) -> dict[tuple[str, ...], list[Projection]]:
     """Return the projections of all layers, grouped by the names of their linear layers."""
     groups: dict[tuple[str, ...], list[Projection]] = {}
@@ -212,3 +259,21 @@ def projections_by_name(layers: Sequence[FusedLayer]) -> dict[tuple[str, ...], l
         for projection in layer.projections:
             groups.setdefault(projection.names, []).append(projection)
     return groups
+
+
+def _to_native(layer: FusedLayer) -> native.DecoderLayer | None:
+    attention, mlp = layer.attention, layer.mlp
+    if not isinstance(attention, FusedHeads) or not isinstance(mlp, FusedMlp):
+        return None
+    qkv, o, gate_up, down = projections = attention.qkv, layer.output, mlp.gate_up, mlp.down
+    packed = [one.weight.packed for one in projections if isinstance(one.weight, GroupedCopy)]
+    if len(packed) < len(projections) or packed[-1].in_features % GROUP:
+        return None
+    assert qkv.norm and gate_up.norm
+    return native.DecoderLayer(
+        *qkv.norm, packed[0], qkv.bias, attention.head_counts[0], attention.rotates,
+        attention.head_norms.get("query_weight"), attention.head_norms.get("key_weight"),
+        attention.head_norms.get("eps", 0.0),
+        attention.spec.scale, attention.spec.sliding_window, attention.spec.softcap, attention.spec.sinks,
+        packed[1], o.bias, *gate_up.norm, packed[2], gate_up.bias, packed[3], down.bias,
+    )  # fmt: skip
