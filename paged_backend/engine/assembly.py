@@ -40,7 +40,7 @@ from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.tensor_parallel import check_devices
-from paged_backend.scheduling.prefill_budget import PrefillBudget
+from paged_backend.scheduling.budgets import PrefillBudget
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup, Proposer, propose_placeholders
 from paged_backend.utils.machine import MemoryUsage, release_openmp_threads, resident_memory, trim_memory

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import BUILT_IN
 from paged_backend.files import model_files
-from paged_backend.files.model_files import GGUF, WeightTotals
-from paged_backend.files.start_checks import draft_errors
+from paged_backend.files.model_files import CONFIG, GGUF, MODULES, WeightTotals
+from paged_backend.files.model_kinds import unsupported, unsupported_model
+from paged_backend.files.start_checks import check_layers, draft_errors
 from paged_backend.kv.cache_layout import CacheSpec
-from paged_backend.loading import encoders, model_sizes, stages
-from paged_backend.loading.architectures import check_architecture
+from paged_backend.loading import encoders, model_sizes
 from paged_backend.loading.attention_probe import probe_layers
-from paged_backend.loading.classifier import check_speculation
+from paged_backend.loading.classifier import check_speculation, is_classifier
+from paged_backend.loading.encoders import is_encoder
 from paged_backend.loading.gguf_weights import read_quickly
 from paged_backend.loading.model_options import (
     check_batch_invariance,
@@ -30,12 +32,15 @@ from paged_backend.loading.model_options import (
     pick_max_model_len,
     quantization_spec,
 )
+from paged_backend.loading.model_sizes import described_model
 from paged_backend.loading.model_source import find_files, read_config
 from paged_backend.loading.quantized_checkpoint import check_method
+from paged_backend.loading.shallow_copy import SHARED_LAYERS
 from paged_backend.loading.weights import is_quantized
 from paged_backend.models import tensor_parallel
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.latent_attention import find_latent_layers
+from paged_backend.models.recurrent import recurrent_mixers
 from paged_backend.utils.startup import Progress
 
 log = logging.getLogger("paged_llm")
@@ -107,7 +112,7 @@ def check_config(config: EngineConfig, path: Path) -> PretrainedConfig:
     tensor_parallel.check_model(config, hf_config)
     if config.pipeline_parallel_size > 1 and path.suffix == GGUF:
         raise ConfigError(f"pipeline_parallel_size={config.pipeline_parallel_size}: must be 1 for a GGUF file")
-    stages.check_model(config, hf_config)
+    _check_stages(config, hf_config)
     return hf_config
 
 
@@ -198,3 +203,64 @@ def _cache_of(config: EngineConfig, model: PreTrainedModel, max_model_len: int) 
         log.info("the memory of %s is checked once it is loaded: %s", type(model).__name__, error)
         return None
     return CacheSpec(layers, tuple(states), pick_kv_dtype(config.kv_cache_dtype, model.dtype), max_model_len)
+
+
+def check_architecture(path: Path, hf_config: PretrainedConfig) -> None:
+    """Raise ConfigError for an encoder-decoder model, an unsupported head, or a model without text output.
+
+    path: the model's directory or GGUF file.
+    """
+    if is_encoder(hf_config) and (path / MODULES).exists():
+        return
+    names = getattr(hf_config, "architectures", None)
+    has_own_code = "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
+    reason = unsupported(
+        names,
+        is_encoder_decoder=bool(getattr(hf_config, "is_encoder_decoder", False)),
+        is_encoder=is_encoder(hf_config),
+        is_decoder=type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING or has_own_code,
+    )
+    if reason is not None:
+        file = path if path.suffix == GGUF else path / CONFIG
+        raise unsupported_model(file, names, hf_config.model_type, reason)
+
+
+# Modules of a model that can be divided: whatever else a model has may depend on layers of other stages.
+DIVISIBLE_MODULES = frozenset({"model", "lm_head"})
+DECODER_MODULES = frozenset({"embed_tokens", "layers", "norm", "rotary_emb", "rotary_emb_local"})
+
+
+def _check_stages(config: EngineConfig, hf_config: PretrainedConfig) -> None:
+    """Raise ConfigError if the model cannot be divided into pipeline_parallel_size stages."""
+    stages = config.pipeline_parallel_size
+    if stages == 1:
+        return
+    field, text = f"pipeline_parallel_size={stages}", hf_config.get_text_config()
+    if find_spec("transformers.distributed.pipeline_parallel") is None:
+        raise ConfigError(f"{field}: must be 1 with this version of transformers, which loads no stages")
+    check_layers(config, getattr(text, "num_hidden_layers", None))
+    if is_classifier(hf_config) or config.classifier_from_token:
+        raise ConfigError(f"{field}: must be 1 for a model that classifies")
+    if getattr(hf_config, "quantization_config", None) is not None:
+        raise ConfigError(f"{field}: must be 1 for a model whose files hold quantized weights")
+    if reason := _obstacle(config, hf_config):
+        raise ConfigError(f"{field}: must be 1 for {text.model_type}, which cannot be divided: {reason}")
+
+
+def _obstacle(config: EngineConfig, hf_config: PretrainedConfig) -> str | None:
+    """Return why the model cannot be divided; None if it can."""
+    try:
+        model = described_model(hf_config, config.trust_remote_code)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if recurrent_mixers(model):
+        return f"{type(model).__name__} has recurrent layers"
+    decoder = model.base_model
+    for module, known in ((model, DIVISIBLE_MODULES), (decoder, DECODER_MODULES)):
+        if others := sorted(dict(module.named_children()).keys() - known):
+            return f"{type(module).__name__} has {', '.join(others)}"
+    if decoder is model or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        return f"{type(decoder).__name__} has no list of layers"
+    if getattr(hf_config.get_text_config(), SHARED_LAYERS, None):
+        return f"{SHARED_LAYERS} is not 0"
+    return None

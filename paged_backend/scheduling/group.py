@@ -8,8 +8,18 @@ from typing import Any
 from paged_backend.api.request import GenerateRequest, Progress, Usage
 from paged_backend.kv.content import Chain
 from paged_backend.kv.sequence import BlockUsage, Sequence
-from paged_backend.scheduling.accounts import Account
 from paged_backend.scheduling.beam_search import BeamSearch, Candidate
+
+
+@dataclass(eq=False, slots=True)
+class Account:
+    """The counter of one tenant within one priority."""
+
+    priority: int
+    tenant: str
+    served_tokens: int = 0
+    num_open: int = 0  # open requests, waiting or admitted
+    num_waiting: int = 0  # open requests that were never admitted
 
 
 @dataclass(eq=False, slots=True)

@@ -5,8 +5,7 @@ schedule    decode chunks of running requests, then their prefill chunks, then w
 commit      new tokens, full blocks to the prefix cache, ends of sequences and requests
 
 The scheduler owns the requests, the `BlockManager` their blocks. What only orders or limits has modules of its own:
-waiting_queue.py and accounts.py (who is next), prefill_budget.py, mask_budget.py, adapter_slots.py, speculation.py,
-beam_search.py.
+waiting_queue.py (who is next), budgets.py (how much), adapter_slots.py, speculation.py, beam_search.py.
 """
 
 from __future__ import annotations
@@ -24,16 +23,14 @@ from paged_backend.kv.pages import NULL
 from paged_backend.kv.pins import Pins
 from paged_backend.kv.scores import BlockScores
 from paged_backend.kv.sequence import Sequence
-from paged_backend.scheduling.accounts import Accounts
 from paged_backend.scheduling.adapter_slots import AdapterSlots
 from paged_backend.scheduling.beam_search import Continuation
+from paged_backend.scheduling.budgets import MaskBudget, PrefillBudget
 from paged_backend.scheduling.group import Group
-from paged_backend.scheduling.mask_budget import MaskBudget
 from paged_backend.scheduling.plan import Chunk, Costs, Plan, PlanBuilder, StepResult
-from paged_backend.scheduling.prefill_budget import PrefillBudget
 from paged_backend.scheduling.speculation import Proposer
 from paged_backend.scheduling.stats import SchedulerCounters, SchedulerStats
-from paged_backend.scheduling.waiting_queue import WaitingQueue
+from paged_backend.scheduling.waiting_queue import Accounts, WaitingQueue
 
 
 @dataclass

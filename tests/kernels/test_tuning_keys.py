@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Gemma3Config, LlamaConfig, Qwen3Config
 
-from paged_backend.models.fusible import FAMILIES
+from paged_backend.models.fusion import FAMILIES
 from paged_kernels import launch_table
 from paged_kernels.launch_table import DEFAULT_ROW_TILES, ROW_BUCKETS, RowTuningKey, TuningKey
 from paged_kernels.tune import FUSED, LENGTHS, candidates, model_keys, tuning_keys

@@ -6,7 +6,7 @@ import pytest
 import transformers as hf
 
 from paged_backend.api.errors import ConfigError
-from paged_backend.loading.architectures import check_architecture
+from paged_backend.loading.description import check_architecture
 from tests.support.classifiers import SIZES
 from tests.support.in_process import byte_tokenizer, tiny_assembly
 

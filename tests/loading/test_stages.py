@@ -9,7 +9,7 @@ import transformers as hf
 from transformers import core_model_loading
 
 from paged_backend.api.errors import ConfigError
-from paged_backend.loading import stages
+from paged_backend.loading import description
 from tests.support.in_process import running, save_tiny, tiny_assembly
 
 pytestmark = [
@@ -135,7 +135,7 @@ def test_embeddings_that_the_decoder_scales_are_rejected(tmp_path):
 
 def test_old_versions_of_transformers_are_rejected(tmp_path, monkeypatch):
     save_tiny(FAMILIES["llama"], tmp_path)
-    monkeypatch.setattr(stages, "find_spec", lambda name: None)
+    monkeypatch.setattr(description, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2: must be 1 with this version of transformers"):
         tiny_assembly(tmp_path, pipeline_parallel_size=2)
 

@@ -14,7 +14,7 @@ from paged_backend.api.request import FinishReason, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.kv.sequence import Sequence
 from paged_backend.sampling.masks import Mask, apply_mask, build_mask
-from paged_backend.scheduling.mask_budget import SECONDS
+from paged_backend.scheduling.budgets import SECONDS
 from tests.support.in_process import WAIT, running, tiny_assembly
 
 sync_and_async = pytest.mark.usefixtures("async_scheduling")

@@ -8,7 +8,7 @@ import pytest
 from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.request import Progress
 from paged_backend.kv.blocks import BlockManager
-from paged_backend.scheduling.mask_budget import MaskBudget
+from paged_backend.scheduling.budgets import MaskBudget
 from paged_backend.scheduling.plan import StepResult
 from paged_backend.scheduling.scheduler import Scheduler
 from tests.support.costly_guides import Clock, CostlyGuide

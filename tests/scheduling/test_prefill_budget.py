@@ -1,6 +1,6 @@
 """The prefill budget follows the times of steps."""
 
-from paged_backend.scheduling.prefill_budget import MAX_PREFILL_STEPS, PrefillBudget
+from paged_backend.scheduling.budgets import MAX_PREFILL_STEPS, PrefillBudget
 
 
 def test_prefill_gets_half_of_step_when_decode_is_slow():

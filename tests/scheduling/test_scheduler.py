@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from paged_backend.api.block_layout import BlockLayout
 from paged_backend.kv.blocks import NO_BLOCKS, BlockManager
 from paged_backend.scheduling.adapter_slots import AdapterSlots
+from paged_backend.scheduling.budgets import PrefillBudget
 from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import PlanBuilder, StepResult
-from paged_backend.scheduling.prefill_budget import PrefillBudget
 from tests.support import scheduler_stress as stress
 from tests.support.scheduler_steps import request, sampled, scheduler, shape, step
 from tests.support.shadow import ShadowStore, expected_tokens, finish

@@ -18,7 +18,7 @@ from types import FrameType
 ROOT = Path(__file__).parents[2]
 ACCOUNTS, BEAM_SEARCH, GROUP, MASKS, PLAN, SCHEDULER, WAITING = (
     f"scheduling/{module}.py"
-    for module in ("accounts", "beam_search", "group", "mask_budget", "plan", "scheduler", "waiting_queue")
+    for module in ("waiting_queue", "beam_search", "group", "budgets", "plan", "scheduler", "waiting_queue")
 )
 BLOCKS, CONTENT, LEDGER, PAGES, PINS, SCORES, SEQUENCE, STATES = (
     f"kv/{module}.py" for module in ("blocks", "content", "ledger", "pages", "pins", "scores", "sequence", "states")

@@ -18,7 +18,7 @@ from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.content import Contents
 from paged_backend.kv.pages import NULL, PINNED
 from paged_backend.kv.states import StateSlots
-from paged_backend.scheduling.mask_budget import MaskBudget
+from paged_backend.scheduling.budgets import MaskBudget
 from paged_backend.scheduling.plan import Costs, Plan, StepResult
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup
