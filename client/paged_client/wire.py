@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 from paged_client.types import Adapter, Completion, Delta, Logprobs, PagedError, PoolMap, TokenLogprob
 
@@ -73,7 +73,9 @@ Values = dict[str, Value]  # input name -> its element or list; also REQUEST_PAR
 SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 TRACE_CONTEXT = ("traceparent", "tracestate")  # headers of W3C, sent as parameters
 REQUEST_PARAMETERS = (*SEQUENCE, *TRACE_CONTEXT)
-RETURN_FLAGS = ("return_token_ids", "return_text_offsets")  # inputs that callers pass as sampling parameters
+# Outputs with one element for each token, and what it is. They are fields of Delta and Completion.
+PER_TOKEN: Mapping[str, Callable[[Any], Any]] = {"token_ids": int, "text_offsets": int}
+RETURN_FLAGS = tuple(f"return_{name}" for name in PER_TOKEN)  # inputs that callers pass as sampling parameters
 JSON_INPUTS = ("tools", "chat_template_kwargs")  # the same, sent as JSON
 Fields = Mapping[str, "Sequence[str | int | float]"]  # output name -> its elements
 
@@ -226,13 +228,13 @@ class Transcript:
         self._num_input_tokens = int([*fields.get("num_input_tokens", []), self._num_input_tokens][0])
         logprobs = fields.get("logprobs", ["null"] * len(texts))
         sums = fields.get("cumulative_logprob", [None] * len(texts))
-        ids, offsets = (_split(fields.get(name), counts) for name in ("token_ids", "text_offsets"))
+        per_token = {name: _split(fields.get(name), counts, read) for name, read in PER_TOKEN.items()}
         for receipt in fields.get("receipt", []):
             self._receipt = json.loads(str(receipt))
         self._samples += [[] for _ in range(len(texts) - len(self._samples))]
         new = []
-        for index, (text, reason, count, tokens, total, own_ids, own_offsets) in enumerate(
-            zip(texts, reasons, counts, logprobs, sums, ids, offsets, strict=True)
+        for index, (text, reason, count, tokens, total) in enumerate(
+            zip(texts, reasons, counts, logprobs, sums, strict=True)
         ):
             deltas = self._samples[index]
             delta = Delta(
@@ -243,8 +245,7 @@ class Transcript:
                 index=index,
                 logprobs=_read_logprobs(str(tokens)),
                 cumulative_logprob=None if total is None else float(total),
-                token_ids=own_ids,
-                text_offsets=own_offsets,
+                **{name: parts[index] for name, parts in per_token.items()},
             )
             if not (deltas and deltas[-1].finish_reason) and (len(texts) == 1 or text or count or delta.finish_reason):
                 deltas.append(delta)
@@ -263,10 +264,8 @@ class Transcript:
                 finish_reason=(deltas[-1].finish_reason if deltas else None) or "cancelled",
                 num_input_tokens=self._num_input_tokens,
                 num_output_tokens=sum(delta.num_output_tokens for delta in deltas),
-                logprobs=_concatenate([delta.logprobs for delta in deltas]),
                 cumulative_logprob=deltas[-1].cumulative_logprob if deltas else None,
-                token_ids=_concatenate([delta.token_ids for delta in deltas]),
-                text_offsets=_concatenate([delta.text_offsets for delta in deltas]),
+                **_joined(deltas),
             )
             for deltas in self._samples
         ]
@@ -294,20 +293,23 @@ def _entries(one: Mapping[str, Any]) -> Logprobs:
     return tuple(TokenLogprob(int(token), **entry) for token, entry in one.items())
 
 
-def _split(values: Sequence[str | int | float] | None, counts: Sequence[str | int | float]) -> list[Any]:
+def _split(
+    values: Sequence[str | int | float] | None, counts: Sequence[str | int | float], read: Callable[[Any], Any]
+) -> list[Any]:
     """Split an output with one element for each token into the parts of each sample."""
     if values is None:
         return [None] * len(counts)
-    remaining = iter(map(int, values))
+    remaining = iter(map(read, values))
     return [tuple(islice(remaining, int(count))) for count in counts]
 
 
-T = TypeVar("T")
-
-
-def _concatenate(parts: Sequence[tuple[T, ...] | None]) -> tuple[T, ...] | None:
-    present = [part for part in parts if part is not None]
-    return tuple(one for part in present for one in part) if present else None
+def _joined(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """Return what deltas have for each token. None: nothing, as it was not asked for."""
+    found: dict[str, Any] = {}
+    for name in ("logprobs", *PER_TOKEN):
+        parts = [part for delta in deltas if (part := getattr(delta, name)) is not None]
+        found[name] = tuple(value for part in parts for value in part) if parts else None
+    return found
 
 
 def check_timeout(timeout: float | None) -> float | None:

@@ -133,7 +133,7 @@ class BlockManager:
             del found[place][count:]
         for place, kind in self._dropping:
             needed = kind.needed(count, size)
-            found[place] = [self._locate(entries[at], place) if at in needed else None for at in range(count)]
+            found[place] = [self.locate(BlockKey(entries[at], place)) if at in needed else None for at in range(count)]
         hit = Hit(count, tuple(found))
         if self.states.pool:
             return hit  # a state can be continued from the end of a block only
@@ -203,7 +203,11 @@ class BlockManager:
 
     def locate(self, key: BlockKey) -> Location | None:
         """Return where a block is cached, the device first, or None. Thread-safe."""
-        return self._locate(*key)
+        block = self.pool.find(*key)
+        if block is not None:
+            return Location(block, False)
+        block = self.host.find(*key) if self.host else None
+        return None if block is None else Location(block, True)
 
     def invalidate(self, sequence: Sequence) -> None:
         """Remove the contents of a sequence's blocks from the prefix cache, on the host too. The sequence keeps its
@@ -244,8 +248,8 @@ class BlockManager:
         shared = [table for table in tables if self.pool.is_shared(table[index])] if index < length else []
         if not shared and num_tokens <= length * size:
             return NO_BLOCKS
-        more = self.layout.blocks_for(num_tokens) - length
-        pages = sum(len(self.pool.pages_of(table[index])) for table in shared) + max(0, more) * self.layout.pages
+        more = max(0, self.layout.blocks_for(num_tokens) - length)
+        pages = sum(len(self.pool.pages_of(table[index])) for table in shared) + more * self.layout.pages
         if pages > self.pool.num_available:
             return None
         for table in shared:
@@ -254,7 +258,7 @@ class BlockManager:
             self.pool.free(source)  # drops the table's reference; the lock keeps one until the copy is made
             table[index] = self.ledger.copy(sequence.key, source)
         self._grow(sequence, more)
-        return Allocation(bool(shared) + max(0, more), int(bool(shared)))
+        return Allocation(bool(shared) + more, int(bool(shared)))
 
     def grow(self, sequence: Sequence, num_tokens: int) -> int | None:
         """Give a sequence that shares no block to be written blocks for its first `num_tokens` tokens, and return how
@@ -277,7 +281,9 @@ class BlockManager:
         tokens as far as the parent has computed them."""
         assert not child.num_blocks
         child.tables = [list(table) for table in parent.tables]
-        self._reference(child.tables)
+        for block in (block for table in child.tables for block in table if block != NULL):
+            assert self.pool.is_used(block), "a fork of blocks that are not in use"
+            self.pool.touch(block)
         child.computed, child.committed = parent.computed, parent.committed
         child.chain = parent.chain.head(parent.computed // self.block_size)
         self.states.fork(parent, child)
@@ -424,10 +430,8 @@ class BlockManager:
             entry, kind = self.pool.entry(block), self.pool.kind_of(block)
             assert entry
             if self.host.find(entry, kind) is None and wanted(BlockKey(entry, kind)):
-                target = self.ledger.move_out(block)
-                if target is None:
+                if self._copy_out(block) is None:
                     break
-                self.host.free(target)
                 left -= 1
             del self._unspilled[block]
         return self.ledger.take_moves_out()
@@ -437,12 +441,7 @@ class BlockManager:
         `ledger.has_arrived` says whether it is there. None if neither pool has it, or the host has no room."""
         assert self.host
         block = self.pool.find(*key)
-        if block is None:
-            return self.host.find(*key)
-        target = self.ledger.move_out(block)
-        if target is not None:
-            self.host.free(target)
-        return target
+        return self.host.find(*key) if block is None else self._copy_out(block)
 
     def add_to_host(self, key: BlockKey) -> int | None:
         """Return a new cached block of the host for this content, which the caller fills at once. None if the host
@@ -517,7 +516,7 @@ class BlockManager:
     def _append_kept(self, entry: Entry, found: list[list[Location | None]]) -> bool:
         """Append the blocks of a content in the kinds that keep all blocks. False if one is missing."""
         for kind in self._keeping:
-            location = self._locate(entry, kind)
+            location = self.locate(BlockKey(entry, kind))
             if location is None:
                 return False
             found[kind].append(location)
@@ -531,16 +530,9 @@ class BlockManager:
             return count - 1
         for place, kind in self._dropping:
             for index in reversed(kind.needed(count, self.block_size)):
-                if self._locate(entries[index], place) is None:
+                if self.locate(BlockKey(entries[index], place)) is None:
                     return index
         return None
-
-    def _locate(self, entry: Entry, kind: int) -> Location | None:
-        block = self.pool.find(entry, kind)
-        if block is not None:
-            return Location(block, False)
-        block = self.host.find(entry, kind) if self.host else None
-        return None if block is None else Location(block, True)
 
     def _with_partial(self, hit: Hit, parent: PrefixParent, tokens: tuple[int, ...]) -> Hit:
         """Return a hit with the cached block after it that has the longest common prefix with `tokens`, if any. The
@@ -551,16 +543,15 @@ class BlockManager:
             if pool and length > best.partial_tokens:
                 entry = pool.entry(block)
                 assert entry
-                others = [self._locate(entry, kind) for kind in range(1, len(self.layout.kinds))]
+                others = [self.locate(BlockKey(entry, kind)) for kind in range(1, len(self.layout.kinds))]
                 partial = [one for one in (Location(block, pool is self.host), *others) if one]
                 if len(partial) == len(self.layout.kinds):
                     best = replace(hit, partial=tuple(partial), partial_tokens=length)
         return best
 
     def _grow(self, sequence: Sequence, more: int) -> None:
-        if more > 0:
-            for kind, table in enumerate(sequence.tables):
-                table.extend(self.pool.claim(more, kind))
+        for kind, table in enumerate(sequence.tables):
+            table.extend(self.pool.claim(more, kind))
 
     def _cache(self, block: int, entry: Entry) -> None:
         """Index a block, unless another one has the same content."""
@@ -569,9 +560,17 @@ class BlockManager:
 
     def _offload(self, block: int) -> None:
         """Move a cached block that is about to be evicted to the host, if it has room."""
-        if self.host and self.host.caching and (target := self.ledger.move_out(block)) is not None:
-            self.host.free(target)
+        if self.host and self.host.caching:
+            self._copy_out(block)
         self._unspilled.pop(block, None)
+
+    def _copy_out(self, block: int) -> int | None:
+        """Plan a copy of a cached block on the host, which stays cached there. None if the host has no room."""
+        assert self.host
+        target = self.ledger.move_out(block)
+        if target is not None:
+            self.host.free(target)
+        return target
 
     def _lock(self, block: int, *, on_host: bool) -> None:
         pool = self.host if on_host else self.pool
@@ -589,11 +588,6 @@ class BlockManager:
             assert target is not None, "pages that were counted available are not"
             targets[block] = target
         return targets[block]
-
-    def _reference(self, tables: Iterable[Iterable[int]]) -> None:
-        for block in (block for table in tables for block in table if block != NULL):
-            assert self.pool.is_used(block), "a fork of blocks that are not in use"
-            self.pool.touch(block)
 
     def _held(self, sequence: Sequence, place: int) -> list[int]:
         """Return the blocks of one kind that a sequence holds."""

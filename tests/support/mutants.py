@@ -156,7 +156,11 @@ MUTANTS = {  # name: (file, source, replacement)
     "the source of a copy stays locked": (LEDGER, "            device.unlock(copy.source)\n", "            pass\n"),
     "sources of copies count as shared": (PAGES, " - self._transfers[block] > 1", " > 1"),
     "no block is ever shared": (PAGES, " - self._transfers[block] > 1", " - self._transfers[block] > 99"),
-    "a fork adds no references": (BLOCKS, "        self._reference(child.tables)\n", ""),
+    "a fork adds no references": (
+        BLOCKS,
+        'not in use"\n            self.pool.touch(block)\n',
+        'not in use"\n',
+    ),
     "a shared block is not copied on write": (
         LEDGER,
         "        self._copies.setdefault(request, []).append(copy)\n",
@@ -363,8 +367,8 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "evicted blocks are not offloaded": (
         BLOCKS,
-        "if self.host and self.host.caching and",
-        "if False and",
+        "if self.host and self.host.caching:",
+        "if False:",
     ),
     "moves out are missing from the plan": (
         LEDGER,
@@ -461,13 +465,13 @@ MUTANTS = {  # name: (file, source, replacement)
     "a freed block stays in its table": (BLOCKS, "                    table[index] = NULL\n", ""),
     "a hit of the first kind is a hit of all": (
         BLOCKS,
-        "                if self._locate(entries[index], place) is None:\n",
+        "                if self.locate(BlockKey(entries[index], place)) is None:\n",
         "                if False:\n",
     ),
     "a hit holds blocks that are not needed": (
         BLOCKS,
-        "self._locate(entries[at], place) if at in needed else None",
-        "self._locate(entries[at], place)",
+        "self.locate(BlockKey(entries[at], place)) if at in needed else None",
+        "self.locate(BlockKey(entries[at], place))",
     ),
     "a partial hit needs its block in the first kind only": (
         BLOCKS,
@@ -481,8 +485,8 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "a block of another kind is found": (
         BLOCKS,
-        "block = self.pool.find(entry, kind)\n        if block is not None:\n            return Location(block, False)",
-        "block = self.pool.find(entry)\n        if block is not None:\n            return Location(block, False)",
+        "block = self.pool.find(*key)\n        if block is not None:\n            return Location(block, False)",
+        "block = self.pool.find(key.entry)\n        if block is not None:\n            return Location(block, False)",
     ),
     "a block goes to the host as one of the first kind": (
         LEDGER,
@@ -491,8 +495,8 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "only the first kind is offloaded": (
         BLOCKS,
-        "if self.host and self.host.caching and",
-        "if self.host and self.host.caching and self.pool.kind_of(block) == 0 and",
+        "if self.host and self.host.caching:",
+        "if self.host and self.host.caching and self.pool.kind_of(block) == 0:",
     ),
     "blocks that will be needed in a window are not counted": (
         BLOCKS,
