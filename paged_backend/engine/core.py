@@ -522,25 +522,19 @@ class EngineCore:
 
     def sleep(self) -> ReleasedMemory | int:
         """Release the memory of the model and forget the prefix cache. Return the number of open requests, with nothing
-        changed, if there are some. Raises RequestError without enough memory."""
+        changed, if there are some. Raises MemoryShortage."""
         if self.requests:
             return len(self.requests)
         if self._asleep:  # its requests were moved
             self._wakes_on_demand = False
             return ReleasedMemory(0, 0, 0)
-        try:
-            return self._release()
-        except MemoryShortage as error:
-            raise RequestError(ErrorCode.UNAVAILABLE, str(error)) from error
+        return self._release()
 
     def wake(self) -> ReleasedMemory:
-        """Restore the memory of a model that is asleep. Raises RequestError, and it stays asleep, without enough."""
+        """Restore the memory of a model that is asleep. Raises MemoryShortage, and it stays asleep."""
         if not self._asleep:  # it was restored for a request that was given back
             return ReleasedMemory(0, 0, 0)
-        try:
-            return self._restore()
-        except MemoryShortage as error:
-            raise RequestError(ErrorCode.UNAVAILABLE, str(error)) from error
+        return self._restore()
 
     def release_unused(self) -> bool:
         """Release the memory of a model whose requests were moved, if no request is open. The next one restores it."""

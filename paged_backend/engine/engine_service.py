@@ -12,13 +12,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from paged_backend.api.errors import CannotContinue, ErrorCode, RequestError
 from paged_backend.api.limits import EngineLimits
 from paged_backend.api.request import GenerateRequest, TokenDelta
+from paged_backend.engine.engine import Engine
 from paged_backend.engine.moved_blocks import BlockRun, read_blocks
 from paged_backend.engine.outputs import Emit, EngineDied, EngineOutput, StepOutput
 from paged_backend.engine.request_frames import read_request, write_delta
@@ -31,17 +32,6 @@ FIRST_KEY = -(2**62)  # keys of requests of other processes; they are in front o
 MAX_UNSTORED_BYTES = 64 << 20  # of received blocks, above which a connection waits for the engine to store some
 STORE_SECONDS = 2.0  # the longest that it waits, so that the sender does not give up
 FLUSH_SECONDS = 5.0  # time to send what is queued before a session ends
-
-
-class ServingEngine(Protocol):
-    """The methods of `Engine` that a service calls."""
-
-    def announce(self, key: int, *, admitted_elsewhere: bool = False) -> None: ...
-    def store(self, run: BlockRun) -> None: ...
-    def abort(self, key: int) -> None: ...
-    def end(self, key: int, index: int) -> None: ...
-    def end_all(self, key: int) -> None: ...
-    def expire(self, key: int) -> None: ...
 
 
 @dataclass(eq=False)
@@ -60,7 +50,7 @@ class EngineService:
         self._limits = limits
         self._tokenizer = tokenizer
         self._emit_own = emit
-        self._engine: ServingEngine | None = None
+        self._engine: Engine | None = None
         self._submit: Callable[[GenerateRequest], None] | None = None
         self._check: Callable[[GenerateRequest], None] = lambda request: None
         self._unstored: list[BlockRun] = []  # guarded by the lock
@@ -71,7 +61,7 @@ class EngineService:
 
     def start(
         self,
-        engine: ServingEngine,
+        engine: Engine,
         submit: Callable[[GenerateRequest], None],
         check: Callable[[GenerateRequest], None] = lambda request: None,
     ) -> None:

@@ -14,34 +14,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from paged_backend.api.request import GenerateRequest, Progress
 from paged_backend.engine.core import Control
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.moved_blocks import BlockRun
-
-
-class OtherEngine(Protocol):
-    """An engine that runs requests of this process; see `RemoteEngine`."""
-
-    @property
-    def alive(self) -> bool: ...
-    def submit(self, request: GenerateRequest, blocks: Sequence[BlockRun] = ()) -> None: ...
-    def abort(self, key: int) -> None: ...
-    def end(self, key: int, index: int) -> None: ...
-    def end_all(self, key: int) -> None: ...
-    def expire(self, key: int) -> None: ...
-
+from paged_backend.engine.remote_engine import RemoteEngine
 
 # Returns the engine that a request goes to; None for a request of another process, which it has told.
-Take = Callable[[GenerateRequest, Sequence[BlockRun]], OtherEngine | None]
+Take = Callable[[GenerateRequest, Sequence[BlockRun]], RemoteEngine | None]
 
 
 class _Successor(NamedTuple):
     """Where requests go when the memory of the model was released."""
 
-    engine: OtherEngine
+    engine: RemoteEngine
     take: Take
 
 
@@ -49,7 +37,7 @@ class _Successor(NamedTuple):
 class _Route:
     """A request that another engine runs."""
 
-    engine: OtherEngine
+    engine: RemoteEngine
     ended: set[int] = field(default_factory=set)  # samples that were ended since
 
 
@@ -81,7 +69,7 @@ class Router:
                 return
         self.own.deliver(request)
 
-    def send(self, request: GenerateRequest, engine: OtherEngine) -> None:
+    def send(self, request: GenerateRequest, engine: RemoteEngine) -> None:
         """Run an announced request in another engine from its start, unless its end was asked for."""
         with self._lock:
             if self.own.withdraw(request.key):
@@ -133,7 +121,7 @@ class Router:
 
         self.own.take_out(is_wanted, move)
 
-    def put_back(self, request: GenerateRequest, engine: OtherEngine | None = None) -> None:
+    def put_back(self, request: GenerateRequest, engine: RemoteEngine | None = None) -> None:
         """Continue a request that another engine gave back, in this process's engine or in `engine`, unless its end was
         asked for."""
         with self._lock:
@@ -149,14 +137,14 @@ class Router:
         with self._lock:
             self._routes.pop(key, None)
 
-    def release_memory(self, successor: OtherEngine, take: Take) -> None:
+    def release_memory(self, successor: RemoteEngine, take: Take) -> None:
         """Release the memory of the model if no request is open. Later requests go to the successor, as by `take_out`.
         The memory is restored if one is given back, or if the successor has ended."""
         with self._lock:
             self._successor = _Successor(successor, take)
         self.own.release_unused()
 
-    def _submit(self, request: GenerateRequest, engine: OtherEngine | None, blocks: Sequence[BlockRun] = ()) -> None:
+    def _submit(self, request: GenerateRequest, engine: RemoteEngine | None, blocks: Sequence[BlockRun] = ()) -> None:
         if engine:
             self._routes[request.key] = _Route(engine)
             engine.submit(request, blocks)

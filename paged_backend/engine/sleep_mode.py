@@ -18,7 +18,7 @@ from typing import TypeVar
 from paged_backend.api.errors import ASLEEP, ErrorCode, ModelAsleep, RequestError
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.core import Commit, EngineCore
-from paged_backend.engine.model_memory import ReleasedMemory
+from paged_backend.engine.model_memory import MemoryShortage, ReleasedMemory
 
 log = logging.getLogger("paged_llm")
 
@@ -113,14 +113,15 @@ class SleepMode:
             time.sleep(min(DRAIN_POLL_SECONDS, deadline - began))
 
     def _ask(self, change: Callable[[], T]) -> T:
-        """Return the result of a change on the engine's thread. Raises RequestError. Other errors end the engine."""
+        """Return the result of a change on the engine's thread. Raises RequestError without enough memory, or if the
+        engine has stopped. Any other error of the change ends the engine."""
         replies: SimpleQueue[T | RequestError] = SimpleQueue()
 
         def apply() -> bool:
             try:
                 replies.put(change())
-            except RequestError as error:
-                replies.put(error)
+            except MemoryShortage as error:
+                replies.put(RequestError(ErrorCode.UNAVAILABLE, str(error)))
             return True
 
         self._core.post(apply, commit=Commit.IF_IDLE)
