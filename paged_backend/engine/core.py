@@ -61,7 +61,8 @@ class Phase(Enum):
     ANNOUNCED = "announced"  # admitted; its grammar, adapter or cached blocks are not ready
     ARRIVING = "arriving"  # the same, for a request that another process admitted
     WAITING = "waiting"  # the scheduler has it, and no step has computed it
-    RUNNING = "running"  # a step has computed it; it may be preempted, or wait until its blocks are stored
+    RUNNING = "running"  # a step has computed it, or another process admitted it; it may be preempted, or wait until
+    # its blocks are stored
     ENDING = "ending"  # its end was asked for
 
 
@@ -395,7 +396,11 @@ class EngineCore:
 
     def add(self, request: GenerateRequest) -> bool:
         """Give an announced request to the scheduler, unless its end was asked for."""
-        if not self.requests.advance(request.key, Phase.WAITING, PENDING):
+        requests, key = self.requests, request.key
+        if not (
+            requests.advance(key, Phase.WAITING, [Phase.ANNOUNCED])
+            or requests.advance(key, Phase.RUNNING, [Phase.ARRIVING])
+        ):
             return False
         if self._asleep and not self._wakes_on_demand:  # it was admitted just before the model began to go to sleep
             self.emit_step([TokenDelta(request.key, error=ModelAsleep(ASLEEP))])

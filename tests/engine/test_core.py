@@ -82,15 +82,15 @@ def test_failed_step_fails_its_requests_and_the_engine_continues(tiny, prompts, 
         assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
 
 
-def test_failed_layer_fails_its_requests_and_the_engine_continues(tiny, prompts, alone):
+def test_failed_module_fails_its_requests_and_the_engine_continues(tiny, prompts, alone):
     assembly = tiny_assembly(tiny[0], enforce_eager=True)  # a replayed CUDA graph would not call the hook
-    layer = assembly.loaded.model.model.layers[1]
+    embeddings = assembly.loaded.model.model.embed_tokens
     with running(assembly) as engine:
 
         def fail(*args):
             raise RuntimeError("device error")
 
-        hook = layer.register_forward_pre_hook(fail)
+        hook = embeddings.register_forward_pre_hook(fail)
         (output,) = engine.wait(engine.submit(prompts[0], max_tokens=4))
         assert output.error.code is ErrorCode.INTERNAL
         assert "device error" in str(output.error)

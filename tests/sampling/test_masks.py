@@ -14,7 +14,7 @@ from paged_backend.api.request import FinishReason, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.kv.sequence import Sequence
 from paged_backend.sampling.masks import Mask, apply_mask, build_mask
-from paged_backend.scheduling.budgets import SECONDS
+from paged_backend.scheduling.budgets import MASK_SECONDS
 from tests.support.in_process import WAIT, running, tiny_assembly
 
 sync_and_async = pytest.mark.usefixtures("async_scheduling")
@@ -108,7 +108,7 @@ def test_expensive_guides_delay_no_other_request(tiny, prompts):
     events = []
     with running(tiny_assembly(tiny[0])) as engine:
         cheap = submit(engine, prompts[1], [Recording(events, "cheap")], max_tokens=30)
-        costly = [submit(engine, prompt, [Recording(events, "costly", SECONDS)]) for prompt in prompts]
+        costly = [submit(engine, prompt, [Recording(events, "costly", MASK_SECONDS)]) for prompt in prompts]
         outputs = engine.wait(cheap, *costly)
     for prompt, output in zip([prompts[1], *prompts], outputs, strict=True):
         assert output.tokens == expected(tiny[1], prompt, len(output.tokens))
