@@ -106,6 +106,11 @@ class GenerateRequest:
         return found
 
     @property
+    def can_move(self) -> bool:
+        """Whether another engine can run it from its start. One that ends with its prompt stays."""
+        return not (self.stays or self.embeds or self.sampling.prefill_only)
+
+    @property
     def depends_on_output(self) -> bool:
         """Whether sampling depends on earlier output tokens other than through the model's logits."""
         return self.sampling.has_penalty or bool(self.bad_word_endings)

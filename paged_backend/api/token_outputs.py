@@ -1,5 +1,5 @@
-"""Optional outputs: values that a request can get with each token, computed from the logits that the token is chosen
-from, or that score a token of the prompt.
+"""Optional outputs: values that a request can get with each token, computed from the logits at the token's position,
+for output tokens and for tokens of the prompt.
 
 A `TokenOutput` declares one. sampling/outputs.py computes it on the device, and server/ writes it into the response.
 Everything between them passes the values on by the name of the output, without knowing which there are.
@@ -25,7 +25,8 @@ class TokenOutput(ABC, Generic[Value]):
 
     @abstractmethod
     def requested(self, returns: frozenset[str], sampling: SamplingParams) -> int | None:
-        """Return how many of the most likely tokens the value of each output token describes. None: not requested.
+        """Return k if the value of an output token also describes the k most likely tokens (0: only that token); None
+        if the output is not requested.
 
         returns: the output tensors that the client asks for.
         """

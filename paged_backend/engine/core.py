@@ -192,7 +192,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.requests = OpenRequests()
         self.failed = threading.Event()  # set when no further step can be run
-        # Called with what is asked for a request that this engine does not have.
+        # Called with each abort, end or expire whose request is not here.
         self.on_unknown: Callable[[int, Control], None] = lambda key, control: None
         self._runner = runner
         self._emit = emit
@@ -346,7 +346,7 @@ class EngineCore:
         return [delta for plan in plans for delta in self.scheduler.fail(plan, message)]
 
     def _fail_lost(self) -> None:
-        """Fail requests that the scheduler does not have although they have not ended. There are none."""
+        """Fail open requests that the scheduler has lost. This happens only after a bug."""
         here = self.scheduler.num_open + (self._transfers.num_waiting if self._transfers else 0)
         if self.requests.count(Phase.WAITING, Phase.RUNNING) <= here:
             return

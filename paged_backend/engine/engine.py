@@ -31,8 +31,8 @@ STOP_SECONDS = 20.0  # time to finish the current step and to write cached block
 
 
 class Engine:
-    """Runs requests until it is stopped. `submit` and `announce` may be called from one thread at a time, the other
-    methods from any. `emit` is called on the engine's thread and must not block."""
+    """Runs requests until it is stopped. The methods may be called from any thread. `emit` is called on the engine's
+    thread and must not block."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Engine:
         self._core.post(self._core.expire, key)
 
     def on_unknown(self, forward: Callable[[int, Control], None]) -> None:
-        """Call `forward` on the engine's thread with what is asked for a request that this engine does not have."""
+        """Call `forward` on the engine's thread with each abort, end or expire whose request is not here."""
         self._core.on_unknown = forward
 
     def take_out(

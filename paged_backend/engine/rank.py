@@ -98,8 +98,8 @@ def _proof(text: bytes, secret: bytes) -> str:
 
 
 def options_of(config: EngineConfig) -> dict[str, Any]:
-    """Return the options of the ranks: those of the model, without what only rank 0 needs and may have a password. (So
-    may `remote_cache_url`, which excludes several ranks.)"""
+    """Return the options of the other ranks. Leaves out `otlp_traces_endpoint`, which only rank 0 uses and which may
+    hold a password. `remote_cache_url` may hold one, too, but is rejected with several ranks."""
     return asdict(replace(config, otlp_traces_endpoint=None))
 
 

@@ -122,7 +122,6 @@ class RemoteEngine:
         self._lock = threading.Lock()
         self._open: dict[int, _Open] = {}  # by key; guarded by the lock
         self._keys: dict[int, int] = {}  # key by id; guarded by the lock
-        self._reserved: set[int] = set()  # keys of requests that will be submitted
         self._alive = True
         self.stats = stats  # the newest that are known
         self._sender = FrameSender(connection, self._return)
@@ -135,13 +134,8 @@ class RemoteEngine:
 
     @property
     def num_open(self) -> int:
-        """The number of requests that it runs or that are reserved."""
-        return len(self._open) + self.num_reserved
-
-    @property
-    def num_reserved(self) -> int:
-        """The number of requests that were announced with `reserve`."""
-        return len(self._reserved)
+        """The number of requests that it runs."""
+        return len(self._open)
 
     @property
     def unsent_bytes(self) -> int:

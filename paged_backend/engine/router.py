@@ -5,8 +5,8 @@
                                  '------> RemoteEngine    replicas (data parallelism), and the instance that replaces
                                                           this one; their outputs go to the same streams
 
-A request of another engine that is given back continues here, or in a third engine, from its tokens so far. What is
-asked for a request while it leaves this process's engine is forwarded, so that no cancellation is lost.
+A request of another engine that is given back continues here, or in a third engine, from its tokens so far. An abort
+or end that arrives while a request is being moved is passed on to its new engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Take = Callable[[GenerateRequest, Sequence[BlockRun]], RemoteEngine | None]
 
 
 class _Successor(NamedTuple):
-    """Where requests go when the memory of the model was released."""
+    """Where later requests go once the memory of the model is not needed here."""
 
     engine: RemoteEngine
     take: Take
@@ -61,9 +61,9 @@ class Router:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def deliver(self, request: GenerateRequest) -> None:
-        """Run an announced request in this process's engine, or in the successor if the memory was released."""
+        """Run an announced request in this process's engine, or in the successor after `release_memory`."""
         with self._lock:
-            if self._successor and self._successor.engine.alive:
+            if self._successor and self._successor.engine.alive and request.can_move:
                 if self.own.withdraw(request.key):
                     self._submit(request, self._successor.take(request, ()))
                 return

@@ -95,9 +95,6 @@ class Chain:
         """Return a copy of the first `count` entries, for a sequence that diverges after them."""
         return Chain(self.origin, self.entries[:count])
 
-    def copy(self) -> Chain:
-        return Chain(self.origin, self.entries)
-
 
 class Contents:
     """The entries of an engine's pools, one object per content, weakly referenced.

@@ -1,13 +1,13 @@
-"""The forward pass of the fused families, from token ids to hidden states: all that runs, in one file.
+"""The forward pass of the fused families, from token ids to hidden states.
 
     decoder      FusedDecoder: embeddings, angles, layers, final norm
     layer        FusedLayer: attention, output projection, MLP
     attention    FusedHeads: queries, keys and values of heads; FusedLatents: latents and a shared key
     mlp          FusedMlp: gate, up and down projection; FusedExperts: a mixture of experts
 
-A part adds and normalizes its input itself, so that this is one launch with what follows. On a CPU, one call of a C++
-kernel runs all layers, if it supports them (`native`). Layers and decoders are values: converted weights give a
-new one. fusion.py builds them from a model of transformers, and takes its place as the `forward` of that decoder.
+Each part begins with the residual add and the norm, so they can share a launch with its first projection. On a CPU, one
+call of a C++ kernel runs all layers, if it supports them (`native`). Layers and decoders are immutable: `with_weights`
+returns a copy. fusion.py builds a FusedDecoder from a transformers model and installs it as that decoder's `forward`.
 """
 
 from __future__ import annotations

@@ -123,10 +123,8 @@ class Group:
     @property
     def can_move(self) -> bool:
         """Whether another engine can continue the request. The beams of a search that has returned tokens are not
-        moved, nor are requests that end with their prompt."""
-        request = self.request
-        stays = request.stays or request.embeds or request.sampling.prefill_only
-        return not (stays or (self.beams and self.beams.search.num_agreed))
+        moved."""
+        return self.request.can_move and not (self.beams and self.beams.search.num_agreed)
 
     @property
     def progress(self) -> Progress | None:

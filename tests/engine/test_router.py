@@ -12,7 +12,7 @@ from paged_backend.engine.router import Router
 from tests.support.adapters import adapter_files, write_adapter_list
 from tests.support.digests import fingerprints_of_tokens
 from tests.support.grammars import compile_guides, create_compiler
-from tests.support.in_process import Output, running, tiny_assembly
+from tests.support.in_process import EngineHarness, Output, running, tiny_assembly
 from tests.support.remote_engines import SampleHarness
 from tests.support.waiting import until
 
@@ -228,6 +228,19 @@ def test_late_requests_go_to_the_engine_that_has_the_others(assemblies):
         until(lambda: kept.calls == [("abort", key)], "the forwarded call")
         kept.alive = False
         assert harness.collect(harness.submit(PROMPT, max_tokens=4), 1)[0].tokens
+        assert not first.model_memory.released
+
+
+def test_late_request_that_cannot_move_runs_here(assemblies):
+    """An embedding ends with its prompt."""
+    first = assemblies[0]
+    with running(first) as one:
+        front, kept = Front(one.engine), Kept()
+        front.release_memory(kept, lambda request, blocks: kept)
+        until(lambda: first.model_memory.released, "released memory")
+        harness = EngineHarness(first, front, one.steps)
+        (output,) = harness.wait(harness.embed(PROMPT))
+        assert output.hidden is not None and not kept.requests
         assert not first.model_memory.released
 
 

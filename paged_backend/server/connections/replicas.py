@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import subprocess
+import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -65,6 +66,7 @@ class Replicas:
         count = config.data_parallel_size
         self._max_frame_bytes = config.limits.max_frame_bytes
         self._choice = ReplicaChoice(count, config.block_size)
+        self._lock = threading.Lock()  # guards the choice
         self._processes: list[subprocess.Popen[bytes]] = []
         self._engines: list[RemoteEngine] = []
         self._router: Router | None = None
@@ -106,13 +108,14 @@ class Replicas:
 
     def place(self, request: GenerateRequest) -> bool:
         """Send a request to a replica, if one is the best choice. Return whether it was sent."""
-        if request.embeds or request.sampling.prefill_only:
+        if not request.can_move:
             return False
         assert self._router
-        others = [engine.num_open for engine in self._engines]
-        own = max(0, self._router.own.num_open - 1)  # without this request
         owner = request.sampling.cache_salt, request.sampling.lora_name
-        number = self._choice.choose(owner, request.prompt_token_ids, [own, *others])
+        with self._lock:
+            own = max(0, self._router.own.num_open - 1)  # without this request
+            loads = [own, *(engine.num_open for engine in self._engines)]
+            number = self._choice.choose(owner, request.prompt_token_ids, loads)
         if number == 0:
             return False
         self._router.send(request, self._engines[number - 1])
