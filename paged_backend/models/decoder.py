@@ -241,6 +241,12 @@ class FusedDecoder:
         found = [_to_native(layer) for layer in self.layers]
         return native.DecoderLayers([one for one in found if one]) if all(found) else None
 
+    @property
+    def called_modules(self) -> tuple[nn.Module, ...]:
+        """The modules that run their own forward."""
+        called = (module for layer in self.layers for module in layer.called_modules)
+        return self.module.embed_tokens, *called
+
     def with_weights(self, convert: Convert) -> FusedDecoder:
         """Return a copy with converted weights."""
         return replace(self, layers=tuple(layer.with_weights(convert) for layer in self.layers))

@@ -130,6 +130,18 @@ def test_mixtures_of_experts_with_grouped_weights(name, monkeypatch, caplog):
 
 
 @pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
+def test_linear_layers_inside_of_called_modules_are_packed(monkeypatch):
+    """Shared experts are in a module that a fused layer calls."""
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(linear, "groups_are_fastest", lambda dtype: True)
+    model = create_model(FAMILIES["deepseek_v3"]())
+    verify_model(model)
+    assert is_fused(model)
+    shared = [f"layers.{layer}.mlp.shared_experts.{name}_proj" for layer in (1, 2) for name in ("gate", "up", "down")]
+    assert all("forward" in vars(model.model.get_submodule(name)) for name in shared)
+
+
+@pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_with_grouped_weights_are_one_kernel_call(name, monkeypatch, caplog):
     monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
