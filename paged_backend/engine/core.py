@@ -61,8 +61,9 @@ class Phase(Enum):
     ANNOUNCED = "announced"  # admitted; its grammar, adapter or cached blocks are not ready
     ARRIVING = "arriving"  # the same, for a request that another process admitted
     WAITING = "waiting"  # the scheduler has it, and no step has computed it
-    RUNNING = "running"  # a step has computed it, or another process admitted it; it may be preempted, or wait until
-    # its blocks are stored
+    RUNNING = (
+        "running"  # a step has computed it, or another process admitted it; it may be preempted, or storing blocks
+    )
     ENDING = "ending"  # its end was asked for
 
 
@@ -100,23 +101,27 @@ class OpenRequests:
     def advance(self, key: int, phase: Phase, only_from: Sequence[Phase] = tuple(Phase)) -> bool:
         """Change the phase of a request, if it is in one of these phases. Return whether it was."""
         with self._lock:
-            before = self._phases.get(key)
-            if before is None or before not in only_from:
+            if not self._leave(key, only_from):
                 return False
             self._phases[key] = phase
-            self._counts[before] -= 1
             self._counts[phase] += 1
             return True
 
     def remove(self, key: int, only_from: Sequence[Phase] = tuple(Phase)) -> bool:
         """Forget a request, if it is in one of these phases. Return whether it was."""
         with self._lock:
-            before = self._phases.get(key)
-            if before is None or before not in only_from:
+            if not self._leave(key, only_from):
                 return False
             del self._phases[key]
-            self._counts[before] -= 1
             return True
+
+    def _leave(self, key: int, only_from: Sequence[Phase]) -> bool:
+        """Count a request out of its phase, if it is in one of these. Called with the lock."""
+        before = self._phases.get(key)
+        if before is None or before not in only_from:
+            return False
+        self._counts[before] -= 1
+        return True
 
     def keys(self, *phases: Phase) -> list[int]:
         """Return the requests in one of these phases."""
@@ -140,7 +145,7 @@ class Change(NamedTuple):
     commit: Commit
 
 
-# A method of an engine with its arguments, such as `methodcaller("abort", key)`.
+# A method of an engine or scheduler with its arguments, such as `methodcaller("abort", key)`.
 Control = Callable[[Any], object]
 
 
@@ -431,13 +436,7 @@ class EngineCore:
 
     def abort(self, key: int) -> bool:
         """Remove a request, and free its blocks."""
-        if not self.requests.remove(key):
-            self.on_unknown(key, methodcaller("abort", key))
-            return False
-        if self._transfers:
-            self._transfers.drop(key)
-        self.scheduler.abort(key)
-        return True
+        return self._end_request(key, methodcaller("abort", key))
 
     def end(self, key: int, index: int) -> bool:
         """End one sample of a request, whose text met a stop string."""
@@ -451,12 +450,16 @@ class EngineCore:
 
     def end_all(self, key: int) -> bool:
         """End every sample of a request that reached its deadline or was stopped."""
+        return self._end_request(key, methodcaller("end_all", key))
+
+    def _end_request(self, key: int, control: Control) -> bool:
+        """Forget a request, and end it in the scheduler by `control`."""
         if not self.requests.remove(key):
-            self.on_unknown(key, methodcaller("end_all", key))
+            self.on_unknown(key, control)
             return False
         if self._transfers:
             self._transfers.drop(key)
-        self.scheduler.end_all(key)
+        control(self.scheduler)
         return True
 
     def expire(self, key: int) -> None:

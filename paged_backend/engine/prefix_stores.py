@@ -53,6 +53,7 @@ SPILL_BLOCKS = 4  # blocks copied at a time while the engine is idle; a new requ
 TRANSFER_SECONDS = 0.002  # the same, while a request waits for its blocks to be written
 STORE_SECONDS = 0.1  # maximum time that the prefetch thread waits for the engine to store what it has read
 SPILL_SECONDS = 0.05  # time between two attempts while a store's write queue is full
+TRANSFER_BLOCKS = 32  # blocks that a step moves to the host: those of 512 tokens, a step's default
 
 
 @dataclass(frozen=True)
@@ -241,9 +242,6 @@ class PrefixStores:
     def add_stats(self, stats: SchedulerStats) -> SchedulerStats:
         """Return the statistics with those of the stores added."""
         return replace(stats, **self._stores.named_stats())  # type: ignore[arg-type]  # names are checked at run time
-
-
-TRANSFER_BLOCKS = 32  # blocks that a step moves to the host: those of 512 tokens, a step's default
 
 
 @dataclass(eq=False)

@@ -23,7 +23,6 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -219,7 +218,7 @@ class StageRunner:
             except Exception as error:
                 received.put((error, None))
 
-        Thread(target=receive, name="steps", daemon=True).start()
+        threading.Thread(target=receive, name="steps", daemon=True).start()
         while (entry := received.get())[0] is not None:
             if isinstance(entry[0], Exception):
                 raise entry[0]

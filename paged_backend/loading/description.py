@@ -46,6 +46,9 @@ from paged_backend.utils.startup import Progress
 log = logging.getLogger("paged_llm")
 
 SCALE_BITS = 16  # of a group of quantized weights
+# Modules of a model that can be divided: whatever else a model has may depend on layers of other stages.
+DIVISIBLE_MODULES = frozenset({"model", "lm_head"})
+DECODER_MODULES = frozenset({"embed_tokens", "layers", "norm", "rotary_emb", "rotary_emb_local"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,11 +226,6 @@ def check_architecture(path: Path, hf_config: PretrainedConfig) -> None:
     if reason is not None:
         file = path if path.suffix == GGUF else path / CONFIG
         raise unsupported_model(file, names, hf_config.model_type, reason)
-
-
-# Modules of a model that can be divided: whatever else a model has may depend on layers of other stages.
-DIVISIBLE_MODULES = frozenset({"model", "lm_head"})
-DECODER_MODULES = frozenset({"embed_tokens", "layers", "norm", "rotary_emb", "rotary_emb_local"})
 
 
 def _check_stages(config: EngineConfig, hf_config: PretrainedConfig) -> None:

@@ -170,18 +170,12 @@ class Lora:
         modules = dict(model.named_modules())
         projected: set[str] = set()
         if fused := FusedDecoder.of(model):
-            prefixes = [f"{model.base_model_prefix}.layers.{index}." for index in range(len(fused.layers))]
-            layers = tuple(
-                layer.with_weights(partial(self._weight, prefix=prefix))
-                for prefix, layer in zip(prefixes, fused.layers, strict=True)
-            )
-            yield model.base_model, replace(fused, layers=layers)
-            projected = {
-                prefix + name
-                for prefix, layer in zip(prefixes, fused.layers, strict=True)
-                for projection in layer.projections
-                for name in projection.names
-            }
+            layers = []
+            for index, layer in enumerate(fused.layers):
+                prefix = f"{model.base_model_prefix}.layers.{index}."
+                layers.append(layer.with_weights(partial(self._weight, prefix=prefix)))
+                projected |= {prefix + name for projection in layer.projections for name in projection.names}
+            yield model.base_model, replace(fused, layers=tuple(layers))
         for name in self._stacks:
             if name not in projected:
                 yield modules[name], partial(self._forward, [name], modules[name].forward)

@@ -23,6 +23,8 @@ MIN_TOKENS = 32  # minimum prompt tokens per step; fewer save little, as every s
 DECODE_RATIO = 2.0  # minimum target, in units of the time of a step without prompt tokens
 MAX_CHANGE = 2.0  # maximum factor between the sizes of two successive chunks
 MAX_PREFILL_STEPS = 16  # consecutive steps with prompt tokens, after which a step without any measures decode
+MASK_SECONDS = 0.01  # five times what the masks of 64 ordinary grammars take
+MASK_MEMORY = 0.8  # how much of a sequence's former cost is remembered with each mask
 
 
 class PrefillBudget:
@@ -66,10 +68,6 @@ class PrefillBudget:
 
     def _clamp(self, tokens: float) -> int:
         return int(min(self._max_tokens, max(self._min_tokens, tokens)))
-
-
-MASK_SECONDS = 0.01  # five times what the masks of 64 ordinary grammars take
-MASK_MEMORY = 0.8  # how much of a sequence's former cost is remembered with each mask
 
 
 class MaskBudget:

@@ -20,6 +20,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 from paged_backend.api.request import GenerateRequest
 from paged_backend.scheduling.group import Account, Group
 
+MAX_HEAD_START = 256
+
 
 class WaitingQueue:
     """Requests in order of admission: by priority; within a priority, preempted requests first, then the tenant that
@@ -129,9 +131,6 @@ def _order(group: Group) -> _Order:
     if group.admission_index is None:
         return group.priority, group.account.served_tokens, group.key
     return group.priority, -1, group.admission_index
-
-
-MAX_HEAD_START = 256
 
 
 @dataclass(slots=True)

@@ -39,6 +39,12 @@ class Front(Router):
         self.deliver(request)
 
 
+def release(front, successor, assembly):
+    """Release the memory of an engine whose later requests go to the successor."""
+    front.release_memory(successor, lambda request, blocks: successor)
+    until(lambda: assembly.model_memory.released, "released memory")
+
+
 class InProcess:
     """The interface of an engine in another process, over an engine of this one."""
 
@@ -158,8 +164,7 @@ def test_request_returns_to_the_engine_that_it_came_from(assemblies, tiny):
         front.take_out(lambda request: True, lambda request, blocks: kept)
         one.steps.unbound()
         until(lambda: kept.requests, "the request")
-        front.release_memory(kept, lambda request, blocks: kept)
-        until(lambda: first.model_memory.released, "released memory")
+        release(front, kept, first)
         front.put_back(kept.requests[0])
         (output,) = harness.collect(key, 1)
         assert output.tokens == expected.tokens
@@ -198,8 +203,7 @@ def test_request_fails_if_the_memory_cannot_be_restored(assemblies, monkeypatch)
         front, kept = Front(one.engine), Kept()
         harness = SampleHarness(first, front, one.steps)
         kept.alive = False
-        front.release_memory(kept, lambda request, blocks: kept)
-        until(lambda: first.model_memory.released, "released memory")
+        release(front, kept, first)
         restore = first.model_memory.restore
 
         def fail():
@@ -219,8 +223,7 @@ def test_late_requests_go_to_the_engine_that_has_the_others(assemblies):
     with running(first) as one:
         front, kept = Front(one.engine), Kept()
         harness = SampleHarness(first, front, one.steps)
-        front.release_memory(kept, lambda request, blocks: kept)
-        until(lambda: first.model_memory.released, "released memory")
+        release(front, kept, first)
         key = harness.submit(PROMPT, max_tokens=4)
         until(lambda: kept.requests, "the request")
         assert one.engine.waiting == 0 and first.model_memory.released
@@ -236,8 +239,7 @@ def test_late_request_that_cannot_move_runs_here(assemblies):
     first = assemblies[0]
     with running(first) as one:
         front, kept = Front(one.engine), Kept()
-        front.release_memory(kept, lambda request, blocks: kept)
-        until(lambda: first.model_memory.released, "released memory")
+        release(front, kept, first)
         harness = EngineHarness(first, front, one.steps)
         (output,) = harness.wait(harness.embed(PROMPT))
         assert output.hidden is not None and not kept.requests
@@ -249,8 +251,7 @@ def test_sleep_mode_of_an_engine_whose_requests_were_moved(assemblies):
     with running(first) as one:
         front, kept = Front(one.engine), Kept()
         harness = SampleHarness(first, front, one.steps)
-        front.release_memory(kept, lambda request, blocks: kept)
-        until(lambda: first.model_memory.released, "released memory")
+        release(front, kept, first)
         assert one.engine.sleep_mode.sleep(0).memory.total == 0
         assert one.engine.sleep_mode.wake().memory.pool > 0
         kept.alive = False
