@@ -25,7 +25,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.sizes import GIB
-from paged_backend.engine.recurrent_models import num_state_slots
+from paged_backend.engine.pools import state_slots
 from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.cache import LayerShape, bytes_per_block
 from paged_backend.kv.cache_layout import CacheLayout
@@ -269,9 +269,8 @@ class ModelShape:
         slot, for a checkpoint."""
         layout = self.layout(length)
         pages = layout.blocks.pages_for([length], [1], 0)
-        slots = (
-            num_state_slots(EngineConfig.from_options({"model": self.name, "max_num_seqs": 1})) if self.states else 0
-        )
+        config = EngineConfig.from_options({"model": self.name, "max_num_seqs": 1})
+        slots = state_slots(config)[0] if self.states else 0
         sequence = pages * bytes_per_block(layout.shapes, BLOCK_SIZE, DTYPE) + slots * bytes_per_slot(self.states)
         return POOL // sequence
 

@@ -25,15 +25,15 @@ from paged_backend.engine.model_preparation import PreparedModel, RankShare, pre
 from paged_backend.engine.moved_blocks import BlockCopier
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import FirstStage, ParallelMemory, ParallelRunner
+from paged_backend.engine.pools import state_slots
 from paged_backend.engine.prefix_stores import build_stores, read_remote_access
-from paged_backend.engine.recurrent_models import num_state_slots
 from paged_backend.engine.summary import log_startup
 from paged_backend.engine.workers import Workers
 from paged_backend.execution.runner import Runner
 from paged_backend.files.start_checks import ROOT, check_host_pool
 from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.content import Listener
-from paged_backend.kv.states import StateSlots, num_draft_slots
+from paged_backend.kv.states import StateSlots
 from paged_backend.kv.stores.chain import StoreChain
 from paged_backend.loading import model_loader, model_options
 from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
@@ -217,23 +217,21 @@ def _build(
 
 def _block_manager(config: EngineConfig, prepared: PreparedModel, listener: Listener | None) -> BlockManager:
     """Return the block manager of the device pool and the host pool."""
-    spec = prepared.loaded.spec
-    caching = config.enable_prefix_caching and not spec.pooling
+    caching = config.enable_prefix_caching and not prepared.loaded.spec.pooling
+    pools = prepared.pools
     states = StateSlots(
-        num_state_slots(config) if spec.states else 0,
+        pools.num_state_slots,
         config.max_num_seqs,
         block_size=config.block_size,
         caching=caching,
-        num_host_slots=prepared.num_host_state_slots,
-        num_draft_slots=num_draft_slots(
-            config.max_num_seqs, config.max_num_batched_tokens, config.num_speculative_tokens
-        ),
+        num_host_slots=pools.num_host_state_slots,
+        num_draft_slots=state_slots(config)[1],
     )
     return BlockManager(
-        prepared.num_blocks,
-        prepared.layout.blocks,
+        pools.num_pages,
+        pools.layout.blocks,
         caching=caching,
-        num_host_pages=prepared.num_host_blocks,
+        num_host_pages=pools.num_host_pages,
         states=states,
         keeps_scores=config.batch_invariant,
         listener=listener,

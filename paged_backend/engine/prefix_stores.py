@@ -31,13 +31,13 @@ from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.request import GenerateRequest, TokenDelta
 from paged_backend.api.secrets import read_key, read_secret
 from paged_backend.api.sizes import GIB
+from paged_backend.engine.fingerprint import BlockSource
 from paged_backend.engine.model_preparation import PreparedModel
 from paged_backend.execution.runner import StepRunner
 from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.cache import KVCache
 from paged_backend.kv.content import BlockKey, Chain, Contents, Entry, PrefixParent
 from paged_backend.kv.ledger import Transfers
-from paged_backend.kv.stores.block_file import BlockSource
 from paged_backend.kv.stores.chain import StoreChain
 from paged_backend.kv.stores.disk import DiskStore
 from paged_backend.kv.stores.remote import RedisClient, RemoteStore
@@ -419,7 +419,7 @@ def build_stores(config: EngineConfig, prepared: PreparedModel, runner: StepRunn
     """Return the stores behind the host pool, or None if there are none."""
     if runner.host is None:
         return None
-    loaded, layout = prepared.loaded, prepared.layout.blocks
+    loaded, layout = prepared.loaded, prepared.pools.layout.blocks
     paths = [loaded.path, *([loaded.draft.path] if loaded.draft else [])]
     source = BlockSource(config, layout, paths, loaded.spec.dtype, loaded.spec.kv_dtype, prepared.runner.kv.device)
     blocks = [runner.host.read_block(range(kind.pages)) for kind in layout.kinds]

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from paged_backend.api.block_layout import FULL
 from paged_backend.api.config import EngineConfig
+from paged_backend.engine.pools import Pools
 from paged_backend.execution.cpu_threads import CpuThreads
 from paged_backend.execution.drafter import Drafter
 from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, graph_shapes
 from paged_backend.execution.graphs import GraphCapture, graph_capture
 from paged_backend.execution.runner import Runner
 from paged_backend.kv.cache import KVCache
-from paged_backend.kv.cache_layout import CacheLayout, CacheSpec
 from paged_backend.kv.page_population import populate_in_background
 from paged_backend.kv.state_cache import StateCache
 from paged_backend.loading.model_loader import LoadedModel
@@ -24,57 +23,35 @@ from paged_backend.models.decoder import FusedDecoder
 from paged_backend.utils.startup import Progress
 
 
-def cache_layout(config: EngineConfig, cache: CacheSpec) -> CacheLayout:
-    """Return where the pool holds the layers of the model and of its draft model."""
-    layers = cache.layers
-    if config.pipeline_parallel_size > 1:  # all stages have the same blocks, although other layers have windows
-        layers = tuple(replace(layer, window=None) for layer in layers)
-    return CacheLayout.of(
-        layers,
-        config.block_size,
-        max_model_len=cache.max_model_len,
-        max_pending=2 * config.max_num_batched_tokens,  # a step may be planned while another is in flight
-    )
-
-
 def build_runner(
     config: EngineConfig,
     loaded: LoadedModel,
     device: torch.device,
-    *,
-    num_blocks: int,
-    num_host_blocks: int = 0,
-    num_state_slots: int = 0,
-    num_host_state_slots: int = 0,
+    pools: Pools,
     broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
 ) -> Runner:
     """Allocate the pools and return a runner of the model, with its draft model and adapter slots if it has them.
-    num_state_slots, num_host_state_slots: slots for the states of recurrent layers, if the model has any, on the device
-    and on the host. broadcast_tokens: overwrites a tensor of sampled tokens with those of rank 0."""
 
-    layout = cache_layout(config, loaded.cache)
+    broadcast_tokens: overwrites a tensor of sampled tokens with those of rank 0.
+    """
+    layout, cpu, pinned = pools.layout, torch.device("cpu"), device.type == "cuda"
 
-    def cache(num_blocks: int, device: torch.device, *, pinned: bool = False) -> KVCache:
+    def cache(num_pages: int, device: torch.device, *, pinned: bool = False) -> KVCache:
         return KVCache.allocate(
             layout.shapes,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
+            num_blocks=num_pages,
+            block_size=layout.blocks.block_size,
             dtype=loaded.spec.kv_dtype,
             device=device,
             pinned=pinned,
             places=layout.places if layout.blocks.kinds != (FULL,) else None,
         )
 
-    kv, drafter = cache(num_blocks, device), None
-    host = cache(num_host_blocks, torch.device("cpu"), pinned=device.type == "cuda") if num_host_blocks else None
-    states, host_states, threads = None, None, None
-    if loaded.spec.states:
-        states = StateCache.allocate(loaded.spec.states, num_slots=num_state_slots, device=device)
-    if num_host_state_slots:
-        pinned = device.type == "cuda"
-        host_states = StateCache.allocate(
-            loaded.spec.states, num_slots=num_host_state_slots, device=torch.device("cpu"), pinned=pinned
-        )
+    def states(num_slots: int, device: torch.device, *, pinned: bool = False) -> StateCache | None:
+        shapes = loaded.spec.states
+        return StateCache.allocate(shapes, num_slots=num_slots, device=device, pinned=pinned) if num_slots else None
+
+    kv, drafter, threads = cache(pools.num_pages, device), None, None
     if device.type == "cpu":
         populate_in_background(kv)
         fused = FusedDecoder.of(loaded.model)
@@ -85,12 +62,12 @@ def build_runner(
     return Runner(
         loaded.model,
         kv,
-        host,
+        cache(pools.num_host_pages, cpu, pinned=pinned) if pools.num_host_pages else None,
         max_sampled=config.max_num_seqs + config.max_num_batched_tokens,  # one more per draft token
         drafter=drafter,
         lora=loaded.lora,
-        states=states,
-        host_states=host_states,
+        states=states(pools.num_state_slots, device),
+        host_states=states(pools.num_host_state_slots, cpu, pinned=pinned),
         threads=threads,
         broadcast_tokens=broadcast_tokens,
     )
@@ -124,7 +101,7 @@ def capture_graphs(
             block_size=config.block_size,
             max_blocks=-(-max_len // config.block_size),
             max_context_len=max_len,
-            num_pages=cache_layout(config, loaded.cache).blocks.pages,
+            num_pages=runner.kv.pages_per_block,
         )
 
 

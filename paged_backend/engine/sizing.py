@@ -20,10 +20,9 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.sizes import GIB
 from paged_backend.distributed.topology import Topology
 from paged_backend.engine.model_preparation import rank_bytes, rank_cache
-from paged_backend.engine.recurrent_models import state_bytes
-from paged_backend.engine.runner_builder import cache_layout
+from paged_backend.engine.pools import PoolSizing
 from paged_backend.files.start_checks import ROOT, find_local
-from paged_backend.kv.cache import bytes_per_block, pool_bytes
+from paged_backend.kv.cache import bytes_per_block
 from paged_backend.kv.cache_layout import CacheSpec
 from paged_backend.loading.description import Description, describe
 from paged_backend.utils.machine import available_memory
@@ -79,11 +78,10 @@ def plan(config: EngineConfig, device: Device, contexts: Sequence[int] = ()) -> 
     if described.cache is None:
         raise ConfigError(f"{described.path}: {described.name} keeps no tokens, or only shows what once it is loaded")
     cache = rank_cache(config, described.cache)
-    layout = cache_layout(config, cache)
-    page = bytes_per_block(layout.shapes, config.block_size, cache.kv_dtype)
-    block, free = page * layout.blocks.pages, max(0, usable - weights)
-    states = state_bytes(config, cache, sys.maxsize) if cache.states else 0
-    pool = min(free, pool_bytes(config, torch.device(device.kind), block, states, max(0, free - states)))
+    sizing = PoolSizing(config, cache, torch.device(device.kind))
+    blocks, page, free = sizing.layout.blocks, sizing.page_bytes, max(0, usable - weights)
+    states = sizing.state_bytes(sys.maxsize)
+    pool = min(free, sizing.pool_bytes(states, max(0, free - states)))
     pages = pool // page if page else 0
     longest = cache.max_model_len
     lengths = contexts or [*(length for length in CONTEXTS if length < longest), longest]
@@ -91,7 +89,7 @@ def plan(config: EngineConfig, device: Device, contexts: Sequence[int] = ()) -> 
         raise ConfigError(f"context={too_long}: must be at most {longest}, the context length of {described.name}")
     rows = []
     for length in lengths:
-        needed = layout.blocks.pages_for([length], [length], 0)
+        needed = blocks.pages_for([length], [length], 0)
         fits = pages // needed if needed else config.max_num_seqs if free else 0
         batch = min(fits, config.max_num_seqs)
         rows.append(Row(length, fits, batch, *_times(config, described, device, cache, length, batch)))

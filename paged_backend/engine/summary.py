@@ -167,15 +167,14 @@ def _states(prepared: PreparedModel) -> str:
     runner, slot = prepared.runner, bytes_per_slot(prepared.loaded.spec.states)
     assert runner.states
     parts = [f"{runner.states.num_slots} slots, {runner.states.num_slots * slot / GIB:.2f} GiB"]
-    if prepared.num_host_state_slots:
-        size = prepared.num_host_state_slots * slot / GIB
-        parts.append(f"host memory {prepared.num_host_state_slots} slots, {size:.2f} GiB")
+    if on_host := prepared.pools.num_host_state_slots:
+        parts.append(f"host memory {on_host} slots, {on_host * slot / GIB:.2f} GiB")
     return "; ".join(parts)
 
 
 def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
-    loaded, size = prepared.loaded, config.block_size
-    layout = prepared.layout
+    loaded, size, pools = prepared.loaded, config.block_size, prepared.pools
+    layout, pages = pools.layout, pools.num_pages
     block = kv_cache.bytes_per_block(layout.shapes, size, loaded.spec.kv_dtype)
 
     def pool(blocks: int) -> str:
@@ -184,7 +183,7 @@ def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
             held = f"{blocks} pages of {size} tokens in {len(layout.shapes)} layers"
         return f"{held}, {blocks * block / GIB:.2f} GiB"
 
-    length, pages = loaded.spec.max_model_len, prepared.num_blocks
+    length = loaded.spec.max_model_len
     parts = [pool(pages)]
     if needed := layout.blocks.pages_for([length], [length], 0):
         parts[0] += f", for {_counted(pages // needed, 'request')} of {length} tokens"
@@ -194,10 +193,10 @@ def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
             count = sum(first <= page < first + kind.pages for page, _ in layout.places)
             parts.append(f"{count} of {len(layout.places)} layers {kind.description}")
         first += kind.pages
-    if prepared.num_host_blocks:
-        parts.append(f"host memory {pool(prepared.num_host_blocks)}")
-    if config.disk_cache_dir and prepared.num_host_blocks:
+    if pools.num_host_pages:
+        parts.append(f"host memory {pool(pools.num_host_pages)}")
+    if config.disk_cache_dir and pools.num_host_pages:
         parts.append(f"disk {config.disk_cache_dir}, at most {config.disk_cache_gib:g} GiB")
-    if config.remote_cache_url and prepared.num_host_blocks:
+    if config.remote_cache_url and pools.num_host_pages:
         parts.append(f"remote {RedisAddress.parse(config.remote_cache_url)}, at most {config.remote_cache_gib:g} GiB")
     return "; ".join(parts)

@@ -23,7 +23,8 @@ from paged_backend.api.limits import InputLimits
 from paged_backend.api.request import GenerateRequest, bitmask
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.token_outputs import requested_outputs
-from paged_backend.engine.runner_builder import build_runner, cache_layout, capture_graphs, graph_shapes_of
+from paged_backend.engine.pools import Pools, PoolSizing
+from paged_backend.engine.runner_builder import build_runner, capture_graphs, graph_shapes_of
 from paged_backend.execution.batch import PackedBatch, PageTables, pack
 from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, largest_shapes
 from paged_backend.execution.runner import Runner
@@ -76,12 +77,13 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     tokens = min(config.max_num_batched_tokens, MOST_CPU_TOKENS if device.type == "cpu" else sys.maxsize)
     length = min(tokens, spec.max_model_len - 1)
     count = min(config.max_num_seqs, -(-tokens // length))
-    layout = cache_layout(config, loaded.cache).blocks
-    pages = layout.pages_for([length] * count, [length] * count, 0)
+    layout = PoolSizing(config, loaded.cache, device).layout
+    pages = layout.blocks.pages_for([length] * count, [length] * count, 0)
     states = StateSlots(config.max_num_seqs, count) if spec.states else None
-    blocks = BlockManager(pages, layout, states=states)
+    blocks = BlockManager(pages, layout.blocks, states=states)
     plan = _largest_plan(blocks, count, length)
-    runner = build_runner(config, loaded, device, num_blocks=pages, num_state_slots=config.max_num_seqs)
+    pools = Pools(layout, pages, num_state_slots=config.max_num_seqs if spec.states else 0)
+    runner = build_runner(config, loaded, device, pools)
 
     def step() -> None:
         runner.launch(largest()).result()
@@ -154,8 +156,7 @@ def run_warm_up_steps(config: EngineConfig, spec: ModelSpec, runner: Runner, adv
 
 def block_zero(runner: Runner) -> PageTables:
     """Return page tables in which block 0, the only one of a step, has the first pages."""
-    count = max(runner.kv.pages, default=0) + 1
-    return lambda kind, tables: [tables + np.int32(page) for page in range(count)]
+    return lambda kind, tables: [tables + np.int32(page) for page in range(runner.kv.pages_per_block)]
 
 
 class WarmUpStep(NamedTuple):

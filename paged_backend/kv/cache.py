@@ -1,4 +1,4 @@
-"""The KV cache: the tensors of a pool of blocks, and how many blocks fit into memory."""
+"""The KV cache: the tensors of a pool of pages."""
 
 from __future__ import annotations
 
@@ -12,16 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_backend.api.config import EngineConfig
-from paged_backend.api.errors import ConfigError
-from paged_backend.api.sizes import GIB
-from paged_backend.utils.machine import available_memory
 from paged_kernels.cpu.huge_pages import request_huge_pages
 from paged_kernels.layer_cache import FORMATS, LayerCache
 
-CPU_POOL_LIMIT = 4 * GIB
 SCALE = torch.float32
-DEFAULT_SWAP_SPACE = 4  # size in GiB of the host pool with a GPU
 ALIGNMENT = 16  # bytes that a copy kernel moves at a time
 
 TensorShape = tuple[tuple[int, ...], torch.dtype]
@@ -125,6 +119,11 @@ class KVCache:
         """Return a view of some of the layers, in the same memory."""
         return KVCache(self.layers[start:end], self.pages[start:end])
 
+    @property
+    def pages_per_block(self) -> int:
+        """The number of pages of a block, in all kinds of layers."""
+        return max(self.pages, default=0) + 1
+
     def page_of(self, layer: int) -> int:
         """Return the page of a block that holds a layer."""
         return self.pages[layer] if self.pages else 0
@@ -173,100 +172,3 @@ def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.
     """Return the bytes of one block in all layers: keys, values, and the scales of a quantized `dtype`."""
     tensors = (tensor for layer in layers for tensor in layer.tensors(1, block_size, dtype))
     return sum(math.prod(shape) * stored.itemsize for shape, stored in tensors)
-
-
-def num_blocks(
-    config: EngineConfig,
-    layers: Sequence[LayerShape],
-    dtype: torch.dtype,
-    device: torch.device,
-    reserved: int = 0,
-    *,
-    states: int = 0,
-    pages: int = 1,
-) -> int:
-    """Return the size of the device pool in pages of these layers.
-
-    Args:
-        reserved: bytes of the device for other purposes.
-        states: bytes of recurrent states, which `kv_cache_memory_bytes` includes.
-        pages: pages of a block.
-
-    Raises ConfigError if no block fits or the requested pool does not fit.
-    """
-    page = bytes_per_block(layers, config.block_size, dtype)
-    block = page * pages
-    wanted = _wanted_bytes(config, block, states)
-    free = free_bytes(config, device, reserved + states)
-    if wanted is not None and wanted > free:
-        asked = "num_gpu_blocks_override" if config.num_gpu_blocks_override else "kv_cache_memory_bytes"
-        raise ConfigError(
-            f"{asked}={getattr(config, asked)}: a pool of {wanted / GIB:.1f} GiB, with blocks of {block} bytes; must"
-            f" fit into the {free / GIB:.1f} GiB that are free"
-        )
-    budget = pool_bytes(config, device, block, states, free)
-    if budget < block:
-        raise ConfigError(
-            f"kv_cache_memory_bytes={budget + states}: one block of {config.block_size} tokens takes {block} bytes"
-            f"{f', and the recurrent states take {states}' if states else ''}; give the pool more memory"
-        )
-    return budget // page
-
-
-def pool_bytes(config: EngineConfig, device: torch.device, block: int, states: int, free: int) -> int:
-    """Return the bytes of the device pool, of blocks of `block` bytes: those that were asked for, or the default.
-
-    states: bytes of recurrent states, which `kv_cache_memory_bytes` includes. free: bytes beside them.
-    """
-    wanted = _wanted_bytes(config, block, states)
-    if wanted is not None:
-        return wanted
-    return free if device.type == "cuda" else min(CPU_POOL_LIMIT, free // 2)
-
-
-def host_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Return the bytes of host memory for swapping, of all ranks of this machine; 0: none. Raises ConfigError if the
-    requested memory is not free."""
-    wanted = config.swap_space
-    if wanted is None:
-        wanted = DEFAULT_SWAP_SPACE if device.type == "cuda" else 0
-        wanted = min(wanted, available_memory() / 2 / GIB)
-    elif wanted * GIB > available_memory():
-        raise ConfigError(f"swap_space={wanted}: must fit into the {available_memory() / GIB:.1f} GiB that are free")
-    return int(wanted * GIB)
-
-
-def num_host_blocks(
-    config: EngineConfig, layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, states: int = 0
-) -> int:
-    """Return the size of the host pool in blocks; 0: no host pool. Each rank holds its share of every block. states:
-    bytes of host memory for the states of recurrent layers. Raises ConfigError if the requested pool does not fit."""
-    total, ranks = host_bytes(config, device), config.ranks_per_node
-    block = bytes_per_block(layers, config.block_size, dtype)
-    if config.swap_space and total < block * ranks + states:
-        taken = f"{block * ranks} bytes" + (f" and a recurrent state {states} bytes" if states else "")
-        raise ConfigError(
-            f"swap_space={config.swap_space}: one block of {config.block_size} tokens takes {taken}; give it more, or 0"
-        )
-    return max(0, total - states) // ranks // block if block else 0
-
-
-def free_bytes(config: EngineConfig, device: torch.device, reserved: int = 0) -> int:
-    """Return the bytes that a rank may allocate on the device, within the allowed share of a GPU, beside `reserved`
-    bytes."""
-    if device.type == "cuda":
-        return max(0, _free_on_gpu(config.gpu_memory_utilization, device) - reserved)
-    return max(0, available_memory() // config.ranks_per_node - reserved)
-
-
-def _wanted_bytes(config: EngineConfig, block: int, states: int) -> int | None:
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override * block
-    return None if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes - states
-
-
-def _free_on_gpu(utilization: float, device: torch.device) -> int:
-    """Return the bytes of GPU memory left after the weights, within the allowed share."""
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return int(total * utilization) - (total - free)

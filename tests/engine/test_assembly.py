@@ -7,7 +7,7 @@ import torch
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.engine import assembly
+from paged_backend.engine import assembly, pools
 from paged_backend.kv import cache as kv_cache
 from paged_backend.kv.cache import LayerShape
 from paged_backend.loading import model_loader
@@ -36,7 +36,7 @@ def test_option_beyond_model_or_memory_is_rejected(tiny, options, reason, monkey
 
 def test_weights_beyond_the_memory_are_not_read(tiny, monkeypatch):
     monkeypatch.setattr(model_loader, "load_weights", None)
-    monkeypatch.setattr(kv_cache, "available_memory", lambda: 1000)
+    monkeypatch.setattr(pools, "available_memory", lambda: 1000)
     with pytest.raises(ConfigError, match=r": the weights take .* GiB in torch\.float32; must fit into the"):
         tiny_assembly(tiny[0])
 
@@ -68,12 +68,12 @@ def test_pool_size_follows_byte_budget(tiny):
 
 
 def test_pool_size_follows_available_memory(tiny, monkeypatch):
-    monkeypatch.setattr(kv_cache, "available_memory", lambda: 2_000_000)
+    monkeypatch.setattr(pools, "available_memory", lambda: 2_000_000)
     small = tiny_assembly(tiny[0], num_gpu_blocks_override=None).scheduler.blocks.num_pages
-    monkeypatch.setattr(kv_cache, "available_memory", lambda: 4_000_000)
+    monkeypatch.setattr(pools, "available_memory", lambda: 4_000_000)
     large = tiny_assembly(tiny[0], num_gpu_blocks_override=None).scheduler.blocks.num_pages
     assert (small, large) == (1_000_000 // 3072, 2_000_000 // 3072)
-    monkeypatch.setattr(kv_cache, "CPU_POOL_LIMIT", kv_cache.CPU_POOL_LIMIT >> 12)  # a pool of 4 GiB takes seconds
-    monkeypatch.setattr(kv_cache, "available_memory", lambda: 1 << 40)
+    monkeypatch.setattr(pools, "CPU_POOL_LIMIT", pools.CPU_POOL_LIMIT >> 12)  # a pool of 4 GiB takes seconds
+    monkeypatch.setattr(pools, "available_memory", lambda: 1 << 40)
     largest = tiny_assembly(tiny[0], num_gpu_blocks_override=None).scheduler.blocks.num_pages
     assert largest == (1 << 20) // 3072, "4 GiB is the most that is taken without being asked for"

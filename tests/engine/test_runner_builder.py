@@ -5,6 +5,7 @@ import torch
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine import runner_builder
+from paged_backend.engine.pools import Pools, PoolSizing
 from paged_backend.engine.runner_builder import build_runner, capture_graphs, graph_shapes_of
 from tests.support.in_process import TINY, tiny_assembly
 
@@ -20,8 +21,12 @@ def config_of(**options):
     return EngineConfig.from_options({"model": "x"} | TINY | {"device": "cpu"} | options)
 
 
+def pools_of(loaded, *sizes):
+    return Pools(PoolSizing(config_of(), loaded.cache, CPU).layout, *sizes)
+
+
 def test_pools_have_the_given_sizes_and_layers_of_both_models(loaded):
-    runner = build_runner(config_of(), loaded, CPU, num_blocks=5, num_host_blocks=3)
+    runner = build_runner(config_of(), loaded, CPU, pools_of(loaded, 5, 3))
     assert {len(tensor) for tensor in runner.kv.tensors} == {5}
     assert {len(tensor) for tensor in runner.host.tensors} == {3}
     assert len(runner.kv.layers) == len(runner.host.layers) == 6
@@ -30,7 +35,7 @@ def test_pools_have_the_given_sizes_and_layers_of_both_models(loaded):
         one.keys.data_ptr() == other.keys.data_ptr()
         for one, other in zip(runner.drafter.kv.layers, runner.kv.layers[3:], strict=True)
     )
-    assert build_runner(config_of(), loaded, CPU, num_blocks=5).host is None
+    assert build_runner(config_of(), loaded, CPU, pools_of(loaded, 5)).host is None
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
@@ -44,7 +49,7 @@ def test_graphs_are_captured_unless_the_options_forbid_it(loaded, monkeypatch, e
 
     monkeypatch.setattr(runner_builder, "graph_capture", lambda device: capture)
     config = config_of(enforce_eager=enforce_eager, max_num_seqs=4)
-    runner = build_runner(config, loaded, CPU, num_blocks=64)
+    runner = build_runner(config, loaded, CPU, pools_of(loaded, 64))
     shapes = graph_shapes_of(config, runner)
     capture_graphs(config, loaded, runner, shapes)
     assert runner.has_graphs == (not enforce_eager)
@@ -52,7 +57,7 @@ def test_graphs_are_captured_unless_the_options_forbid_it(loaded, monkeypatch, e
 
 
 def test_graphs_cover_the_verification_of_draft_tokens(loaded):
-    runner = build_runner(config_of(), loaded, CPU, num_blocks=5)
+    runner = build_runner(config_of(), loaded, CPU, pools_of(loaded, 5))
     shapes = {count: graph_shapes_of(config_of(num_speculative_tokens=count), runner) for count in (0, 1)}
     most = {count: max(shape.rows for shape in found) for count, found in shapes.items()}
     assert most[0] == 8

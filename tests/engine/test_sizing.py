@@ -25,11 +25,11 @@ def test_plan_is_that_of_the_loaded_model(tiny):
     config = EngineConfig.from_options({"model": str(tiny[0]), "kv_cache_memory_bytes": 200_000} | OPTIONS)
     planned = plan(config, Device("cpu", 10**9), [8, 200])
     prepared = prepare_model(config, ProcessGroup(torch.device("cpu")))
-    spec, layout = prepared.loaded.spec, prepared.layout.blocks
+    spec, layout = prepared.loaded.spec, prepared.pools.layout.blocks
     assert planned.parameters == spec.num_parameters
     assert planned.weight_bytes == 4 * spec.num_parameters
     assert [row.requests for row in planned.rows] == [
-        prepared.num_blocks // layout.pages_for([length], [length], 0) for length in (8, 200)
+        prepared.pools.num_pages // layout.pages_for([length], [length], 0) for length in (8, 200)
     ]
     assert [row.batch for row in planned.rows] == [3, min(3, planned.rows[1].requests)]
     assert "requests that fit" in table(planned)

@@ -71,7 +71,8 @@ def test_lines_of_further_parts(config, prepared):
     assert lines["Data types"].startswith("weights int8 (activations float32), ")
     assert lines["LoRA"] == "4 slots of rank 8, 0.50 GiB"
     assert lines["KV cache"].endswith("; disk /cache, at most 2 GiB")
-    single = replace(prepared, loaded=replace(loaded, lora=SimpleNamespace(slots=1, rank=8, nbytes=0)), num_blocks=2)
+    single = replace(prepared, loaded=replace(loaded, lora=SimpleNamespace(slots=1, rank=8, nbytes=0)))
+    single = replace(single, pools=single.pools._replace(num_pages=2))
     lines = dict(line.split(": ", 1) for line in summary(config, single))
     assert lines["LoRA"].startswith("1 slot of rank 8") and ", for 1 request of 32 tokens" in lines["KV cache"]
     remote = replace(more, remote_cache_url="rediss://user:secret@host/1", remote_cache_gib=3)

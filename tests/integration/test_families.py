@@ -27,7 +27,7 @@ FEW_TOKENS = [11, 12, 13, 14]  # with so few, prompt lookup often finds the next
 
 
 # One with each layout of keys and values: full attention, windows beside it, latents, states. What happens to blocks
-# depends on nothing else; tests/engine/test_recurrent_models.py has more of states.
+# depends on nothing else; tests/integration/test_recurrent_models.py has more of states.
 LAYOUTS = ("llama", "gemma3", "deepseek_v3_yarn", "lfm2")
 for_each_layout = pytest.mark.parametrize("family", mostly_nightly(MATRIX_FAMILIES, default=LAYOUTS), indirect=True)
 

@@ -10,23 +10,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import load, save
 from torch import Tensor
 
-from paged_backend.api.block_layout import BlockLayout
-from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import Origin
-from paged_backend.files.content import content_of
 from paged_backend.kv.content import BlockKey, Chain, Contents, Key
 from paged_backend.utils.worker import CallTimeout, call_with_timeout
-from paged_kernels.cpu import native
 
 READ_SECONDS = 5.0  # limit of one read, for which every request that prefetches from disk waits
 MAX_HEADER_BYTES = 1 << 20  # maximum size of a file besides its tensors
@@ -122,41 +115,3 @@ def _digest(tensors: Sequence[Tensor]) -> str:
     for tensor in tensors:
         digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class BlockSource:
-    """What the keys and values of blocks depend on besides the tokens."""
-
-    config: EngineConfig
-    layout: BlockLayout
-    models: Sequence[Path]  # directories or files
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    device: torch.device
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest, which is the same on other machines."""
-        return self._digest([content_of(model) for model in self.models])
-
-    def _digest(self, models: list[str]) -> str:
-        config, layout = self.config, self.layout
-        facts = {
-            "models": models,
-            "transformers": transformers.__version__,
-            "options": [config.load_format, config.seed if config.load_format == "dummy" else None],
-            "weights": [str(self.dtype), config.quantization, config.quantization_group_size],
-            "activations": config.quantized_activations,
-            "layout": [str(self.kv_dtype), config.block_size, *map(str, layout.kinds)],
-            "device": self.device.type,
-            "code": FORMAT_VERSION,
-        }
-        if config.batch_invariant:  # the same bits only with the same arithmetic
-            facts["arithmetic"] = _arithmetic(self.device)
-        return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
-
-
-def _arithmetic(device: torch.device) -> str | None:
-    """Return what the bits of batch-invariant results depend on: the CPU's instructions, or the kind of GPU."""
-    return native.level() if device.type == "cpu" else torch.cuda.get_device_name(device)

@@ -9,8 +9,8 @@ import transformers as hf
 
 from paged_backend.api.errors import ConfigError, ErrorCode
 from paged_backend.api.sizes import GIB
-from paged_backend.engine import model_preparation
-from paged_backend.engine.recurrent_models import log_restrictions
+from paged_backend.engine import model_preparation, pools
+from paged_backend.engine.model_preparation import log_restrictions
 from paged_backend.kv import cache as kv_cache
 from paged_backend.kv.state_cache import bytes_per_slot
 from tests.support.families import DEFAULT_HYBRIDS, HYBRID_FAMILIES
@@ -146,7 +146,7 @@ def test_draft_model_with_states_is_rejected(tiny, lfm2):
 
 
 def test_states_that_do_not_fit_are_an_error_at_load(lfm2, monkeypatch):
-    monkeypatch.setattr(kv_cache, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(pools, "available_memory", lambda: 10_000)
     monkeypatch.setattr(model_preparation, "rank_bytes", lambda *arguments: 0)  # what is free beside weights
     problem = r"max_num_seqs=8: the recurrent layers keep 2304 bytes for each sequence and .* free; lower one of"
     with pytest.raises(ConfigError, match=problem):
@@ -155,7 +155,7 @@ def test_states_that_do_not_fit_are_an_error_at_load(lfm2, monkeypatch):
 
 def test_states_are_part_of_the_memory_budget(lfm2, monkeypatch):
     """On a CPU the pool takes half of what the states leave."""
-    monkeypatch.setattr(kv_cache, "available_memory", lambda: 16 * 2304 + 200_000)
+    monkeypatch.setattr(pools, "available_memory", lambda: 16 * 2304 + 200_000)
     monkeypatch.setattr(model_preparation, "rank_bytes", lambda *arguments: 0)  # what is free beside weights
     assembly = assembly_of(lfm2, max_num_seqs=8, num_gpu_blocks_override=None)
     assert assembly.runner.states.num_slots == 8 + 8  # sequences and checkpoints
@@ -181,7 +181,7 @@ def test_states_of_draft_tokens_are_part_of_the_memory_budget(lfm2, monkeypatch)
     for count, slots in ((1, 8 + 8), (4, 8 + 16)):
         runner = assembly_of(lfm2, num_speculative_tokens=count, enable_prefix_caching=False).runner
         assert runner.states.num_slots == slots
-    monkeypatch.setattr(kv_cache, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(pools, "available_memory", lambda: 10_000)
     monkeypatch.setattr(model_preparation, "rank_bytes", lambda *arguments: 0)
     problem = r"2304 bytes for each sequence, for each of 16 draft tokens \(.*\) and for each of 8 checkpoints"
     with pytest.raises(ConfigError, match=problem):
