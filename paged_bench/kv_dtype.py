@@ -22,7 +22,7 @@ from paged_backend.execution.forward import paged_logits
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.kv import cache as kv_cache
 from paged_backend.kv.cache import KVCache
-from paged_backend.loading.model_options import pick_kv_dtype
+from paged_backend.loading.description import pick_kv_dtype
 from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_bench._engine import load

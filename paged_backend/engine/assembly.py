@@ -35,11 +35,11 @@ from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.content import Listener
 from paged_backend.kv.states import StateSlots
 from paged_backend.kv.stores.chain import StoreChain
-from paged_backend.loading import model_loader, model_options
+from paged_backend.loading import model_loader
 from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
+from paged_backend.loading.description import pick_device
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.models.attention import UnsupportedModel
-from paged_backend.models.tensor_parallel import check_devices
 from paged_backend.scheduling.budgets import PrefillBudget
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import PromptLookup, Proposer, propose_placeholders
@@ -116,8 +116,7 @@ def assemble(config: EngineConfig, adapter_list: Path | None = None) -> Assembly
     """
     topology = Topology.of(config)
     config = replace(config, nnodes=topology.num_nodes)
-    device = model_options.pick_device(config)
-    check_devices(config, device)
+    device = pick_device(config)
     if topology.size == 1:
         return _assemble(config, adapter_list, ProcessGroup(device), None)
     model_loader.check_model(config, ROOT)  # checks before it starts processes

@@ -104,7 +104,7 @@ def check_memory(config: EngineConfig, described: Description, *, device: torch.
     weights, free = rank_bytes(config, described), free_bytes(config, device)
     if weights > free and config.quantization is None:
         raise ConfigError(
-            f"{described.path}: the weights take {weights / GIB:.1f} GiB in {described.dtype}; must fit into the"
+            f"{described.source.path}: the weights take {weights / GIB:.1f} GiB in {described.dtype}; must fit into the"
             f" {free / GIB:.1f} GiB that are free"
         )
     if described.cache is None:

@@ -40,9 +40,10 @@ from paged_backend.engine.model_preparation import PreparedModel, prepare_model,
 from paged_backend.engine.rank_facts import rank_facts
 from paged_backend.execution.batch import PackedBatch
 from paged_backend.execution.runner import Runner
-from paged_backend.loading.model_options import pick_device
+from paged_backend.loading.description import pick_device
+from paged_backend.loading.model_source import find_model
 from paged_backend.models.pipeline import Stage
-from paged_backend.models.tensor_parallel import check_devices, pick_rank_device
+from paged_backend.models.tensor_parallel import pick_rank_device
 from paged_backend.scheduling.plan import Plan
 from paged_backend.utils.child_process import start_module
 from paged_kernels.compilation import after_ready
@@ -120,10 +121,9 @@ def start_rank(
 def run(link: Connection, store: dist.Store, config: EngineConfig, rank: int, key: bytes) -> None:
     """Run the steps that rank 0 sends, until it sends None."""
     transformers_logging.disable_progress_bar()
-    check_devices(config, device := pick_device(config))
-    device = pick_rank_device(device, int(os.environ["LOCAL_RANK"]))
+    device = pick_rank_device(pick_device(config), int(os.environ["LOCAL_RANK"]))
     torch.zeros(1, device=device)  # fails for an unusable GPU, before other ranks wait
-    link.send_bytes((READY + json.dumps(rank_facts(config))).encode())
+    link.send_bytes((READY + json.dumps(rank_facts(find_model(config)))).encode())
     group = ProcessGroup(device, rank, config.num_ranks, key)
     group.join(store, os.environ["MASTER_ADDR"])
     steps = StepChannel(key, *STEP_MESSAGES)

@@ -6,18 +6,14 @@ another revision or fine-tune, would give wrong tokens and no error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 
 import torch
 import transformers
 
-import paged_backend
-import paged_kernels
-from paged_backend.api.config import EngineConfig
-from paged_backend.files.start_checks import ROOT
-from paged_backend.loading.model_source import find_files
+from paged_backend.loading.earlier_starts import source_files
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.py")
 SAMPLES = 64  # places of a large file that are compared
@@ -26,19 +22,17 @@ SAMPLE_BYTES = 1 << 14
 Facts = Mapping[str, str]
 
 
-def rank_facts(config: EngineConfig) -> Facts:
+def rank_facts(model: Path) -> Facts:
     """Return what a rank has, by name: digests of its model's files and of this project, and versions.
 
     Of a large file, its size and SAMPLES of its bytes are compared, so the time does not depend on the model's size.
-    Raises ConfigError if the model's files are missing.
     """
     found = {
         "version of this project": _digest_code(),
         "version of torch": torch.__version__,
         "version of transformers": transformers.__version__,
     }
-    path = find_files(config.model, ROOT, config, config.revision)
-    return found | {f"file {file.name} of the model": _digest(file) for file in _model_files(path)}
+    return found | {f"file {file.name} of the model": _digest(file) for file in _model_files(model)}
 
 
 def _model_files(model: Path) -> list[Path]:
@@ -72,13 +66,6 @@ def _digest(file: Path) -> str:
 
 def _digest_code() -> str:
     digest = blake2b(digest_size=16)
-    for file in sorted(_sources()):
+    for file in sorted(source_files()):
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()
-
-
-def _sources() -> Iterator[Path]:
-    for package in (paged_backend, paged_kernels):
-        for folder in package.__path__:
-            for pattern in ("*.py", "*.cpp", "*.h"):
-                yield from Path(folder).rglob(pattern)

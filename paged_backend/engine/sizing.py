@@ -76,7 +76,9 @@ def plan(config: EngineConfig, device: Device, contexts: Sequence[int] = ()) -> 
     if device.kind == "cuda":
         usable = int(usable * config.gpu_memory_utilization)
     if described.cache is None:
-        raise ConfigError(f"{described.path}: {described.name} keeps no tokens, or only shows what once it is loaded")
+        raise ConfigError(
+            f"{described.source.path}: {described.name} keeps no tokens, or only shows what once it is loaded"
+        )
     cache = rank_cache(config, described.cache)
     sizing = PoolSizing(config, cache, torch.device(device.kind))
     blocks, page, free = sizing.layout.blocks, sizing.page_bytes, max(0, usable - weights)

@@ -37,6 +37,7 @@ from paged_backend.engine.rank import (
 )
 from paged_backend.engine.rank_facts import Facts, find_difference, rank_facts
 from paged_backend.execution.runner import RunnerDied
+from paged_backend.loading.model_source import find_model
 from paged_backend.models.tensor_parallel import pick_rank_device
 from paged_backend.utils.child_process import end_process
 
@@ -155,7 +156,7 @@ class Workers:
             store.delete_key(START_KEY)  # a rank that ends before this is started again by `paged worker`
         finally:
             listener.close()
-        own = rank_facts(config)
+        own = rank_facts(find_model(config))
         for rank, link in self._links.items():
             self._wait_ready(rank, link, own)
         self._watcher.start()

@@ -6,10 +6,10 @@ The keys are those that vLLM reads. `max_new_tokens` is the default of `max_toke
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import AUTO, BUILT_IN, KEYS, SAMPLING_KEYS, parse_default, to_defaults
 from paged_backend.api.limits import SamplingDefaults
@@ -18,16 +18,22 @@ from paged_backend.files.model_files import possible_paths
 from paged_backend.utils.startup import startup_log
 
 
-def read_sampling_defaults(config: EngineConfig, root: Path, model_path: Path) -> SamplingDefaults:
+def read_sampling_defaults(
+    option: str, overrides: Mapping[str, Any] | None, root: Path, model_path: Path
+) -> SamplingDefaults:
     """Return the defaults that the options and the model's files set, and log them.
 
-    root: where a relative path in the options is looked up first. Raises ConfigError for a file that is missing, or has
-    an invalid value.
+    Args:
+        option: the engine option `generation_config`.
+        overrides: the engine option `override_generation_config`.
+        root: where a relative path in `option` is looked up first.
+        model_path: the model's directory or GGUF file.
+
+    Raises ConfigError for a file that is missing, or has an invalid value.
     """
-    file = _find_file(config.generation_config, root, model_path)
+    file, overrides = _find_file(option, root, model_path), overrides or {}
     values: dict[str, Any] = {} if file is None else _read_file(file)
-    sources = [file.name if config.generation_config == AUTO else str(file)] if file and values else []
-    overrides = config.override_generation_config or {}
+    sources = [file.name if option == AUTO else str(file)] if file and values else []
     sources += ["override_generation_config"] if overrides else []
     defaults = to_defaults({**values, **overrides})
     if defaults.values:
@@ -37,9 +43,9 @@ def read_sampling_defaults(config: EngineConfig, root: Path, model_path: Path) -
     return defaults
 
 
-def check_defaults(config: EngineConfig, root: Path, model_path: Path) -> None:
+def check_defaults(option: str, root: Path, model_path: Path) -> None:
     """Raise ConfigError where `read_sampling_defaults` does."""
-    if file := _find_file(config.generation_config, root, model_path):
+    if file := _find_file(option, root, model_path):
         _read_keys(file)
 
 

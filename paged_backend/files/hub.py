@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
 from tqdm import tqdm
 
 from paged_backend.api.errors import ConfigError
-
-if TYPE_CHECKING:
-    from paged_backend.api.config import EngineConfig
 
 
 class Silent(tqdm):
@@ -26,9 +23,9 @@ class Silent(tqdm):
 
 def fetch(
     name: str,
-    config: EngineConfig,
-    revision: str | None,
     patterns: list[str],
+    revision: str | None = None,
+    download_dir: str | None = None,
     *,
     option: str = "model",
     bar: type[tqdm] = Silent,
@@ -39,7 +36,7 @@ def fetch(
     """
     try:
         path = snapshot_download(
-            name, revision=revision, cache_dir=config.download_dir, allow_patterns=patterns, tqdm_class=bar
+            name, revision=revision, cache_dir=download_dir, allow_patterns=patterns, tqdm_class=bar
         )
         return Path(path)
     except Exception as error:  # e.g. no network, unknown name, no permission; the types differ

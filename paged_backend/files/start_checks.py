@@ -50,7 +50,7 @@ def check_start(config: EngineConfig, root: Path = ROOT) -> None:
     _check_hub(config, root, on_cpu)
     path = find_local(config.model, root)
     if path:
-        check_defaults(config, root, path)
+        check_defaults(config.generation_config, root, path)
     tokenizer = find_local(config.tokenizer, root) if config.tokenizer else path
     if tokenizer and tokenizer != path and tokenizer.is_dir():  # those of the model are checked above
         model_files.check_text_files(tokenizer)
@@ -85,7 +85,7 @@ def _check_hub(config: EngineConfig, root: Path, on_cpu: bool | None) -> None:
     for option, revision in revisions.items():
         name = getattr(config, option)
         if name and is_on_hub(name) and not find_local(name, root):
-            path = hub.fetch(name, config, revision, [CONFIG], option=option)
+            path = hub.fetch(name, [CONFIG], revision, config.download_dir, option=option)
             if option == "model" and (path / CONFIG).exists():
                 _check_config(config, path, model_files.read_object(path / CONFIG), on_cpu)
 

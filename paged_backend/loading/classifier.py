@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import ClassificationSpec
-from paged_backend.api.options import invalid_option
 from paged_backend.files.model_files import CONFIG
 from paged_backend.loading.model_sizes import read_tensor
+from paged_backend.loading.model_source import ModelSource
 from paged_backend.models.hidden_states import record_hidden_states
 
 HEAD = "score.weight"  # of GenericForSequenceClassification in transformers
@@ -28,13 +26,6 @@ def is_classifier(hf_config: PretrainedConfig) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in hf_config.architectures or ())
 
 
-def check_speculation(config: EngineConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ConfigError for draft tokens of a model that only classifies."""
-    if config.num_speculative_tokens and is_classifier(hf_config):
-        problem = f"{json.dumps(list(hf_config.architectures or ()))} only classifies and generates no tokens"
-        raise invalid_option("num_speculative_tokens", config.num_speculative_tokens, f"{problem}; leave it out")
-
-
 def as_decoder(hf_config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of the decoder below the head. It needs no output layer, which the files do not have."""
     decoder = type(hf_config).from_dict(hf_config.to_dict())
@@ -43,28 +34,35 @@ def as_decoder(hf_config: PretrainedConfig) -> PretrainedConfig:
 
 
 def load_classifier(
-    config: EngineConfig,
-    hf_config: PretrainedConfig,
-    path: Path,
+    source: ModelSource,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    tokens: Sequence[str] | None = None,
+    *,
+    renders_pairs: bool = False,
 ) -> ClassificationSpec | None:
     """Return how the model classifies, or None if it does not.
 
-    model: with its own weights and attention. Raises ConfigError.
+    Args:
+        source: the model's files.
+        model: the model with its own weights and attention.
+        tokenizer: the model's tokenizer.
+        tokens: the engine option `classifier_from_token`.
+        renders_pairs: whether the chat template is made for pairs of a query and a document.
+
+    Raises ConfigError.
     """
-    pairs = config.chat_template is not None
-    tokens = config.classifier_from_token
+    hf_config, path = source.hf_config, source.path
     if is_classifier(hf_config):
         if tokens is not None:
             raise ConfigError(
                 f"classifier_from_token={json.dumps(list(tokens))}: {path} has a head for classification; leave it out"
             )
         labels = tuple(str(hf_config.id2label[index]) for index in range(hf_config.num_labels))
-        return ClassificationSpec(labels, _activation(hf_config), _read_head(config, hf_config, path, model), pairs)
+        return ClassificationSpec(labels, _activation(hf_config), _read_head(source), renders_pairs)
     if tokens is None:
         return None
-    return ClassificationSpec((tokens[1],), "sigmoid", _of_tokens(config, model, tokenizer, tokens), pairs)
+    return ClassificationSpec((tokens[1],), "sigmoid", _of_tokens(model, tokenizer, tokens), renders_pairs)
 
 
 def _activation(hf_config: PretrainedConfig) -> Any:
@@ -75,11 +73,12 @@ def _activation(hf_config: PretrainedConfig) -> Any:
     return "sigmoid" if problem == "multi_label_classification" or hf_config.num_labels == 1 else "softmax"
 
 
-def _read_head(config: EngineConfig, hf_config: PretrainedConfig, path: Path, model: PreTrainedModel) -> np.ndarray:
+def _read_head(source: ModelSource) -> np.ndarray:
     """Return the head's weight, [num_labels, hidden_size] float32."""
+    hf_config, path = source.hf_config, source.path
     shape = (hf_config.num_labels, hf_config.get_text_config().hidden_size)
-    if config.load_format == "dummy":
-        return np.random.default_rng(config.seed).normal(0, 0.02, shape).astype(np.float32)
+    if source.dummy_seed is not None:
+        return np.random.default_rng(source.dummy_seed).normal(0, 0.02, shape).astype(np.float32)
     found = read_tensor(path, HEAD)
     if found is None or found.shape != shape:
         has = "is missing" if found is None else f"has the shape {list(found.shape)}"
@@ -88,13 +87,9 @@ def _read_head(config: EngineConfig, hf_config: PretrainedConfig, path: Path, mo
 
 
 @torch.inference_mode()
-def _of_tokens(
-    config: EngineConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
-) -> np.ndarray:
+def _of_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> np.ndarray:
     """Return the weight that gives the second token's logit minus the first one's, [1, hidden_size] float32."""
     field = f"classifier_from_token={json.dumps(list(tokens))}"
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(f"{field}: not supported with tensor_parallel_size={config.tensor_parallel_size}")
     ids = []
     for token in tokens:
         encoded = tokenizer.encode(token, add_special_tokens=False)

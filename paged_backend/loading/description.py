@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -14,49 +15,61 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCau
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.generation_defaults import BUILT_IN
+from paged_backend.api.limits import EmbeddingSpec
+from paged_backend.api.option_rules import STORES
+from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES, invalid_option
 from paged_backend.files import model_files
 from paged_backend.files.model_files import CONFIG, GGUF, MODULES, WeightTotals
 from paged_backend.files.model_kinds import unsupported, unsupported_model
-from paged_backend.files.start_checks import check_layers, draft_errors
+from paged_backend.files.start_checks import (
+    ALREADY_QUANTIZED,
+    check_division,
+    check_layers,
+    check_length,
+    check_ranks,
+    draft_errors,
+    ranks_named,
+)
 from paged_backend.kv.cache_layout import CacheSpec
-from paged_backend.loading import encoders, model_sizes
+from paged_backend.loading import model_sizes
 from paged_backend.loading.attention_probe import probe_layers
-from paged_backend.loading.classifier import check_speculation, is_classifier
+from paged_backend.loading.classifier import is_classifier
 from paged_backend.loading.encoders import is_encoder
 from paged_backend.loading.gguf_weights import read_quickly
-from paged_backend.loading.model_options import (
-    check_batch_invariance,
-    check_quantization,
-    pick_dtype,
-    pick_kv_dtype,
-    pick_max_model_len,
-    quantization_spec,
-)
 from paged_backend.loading.model_sizes import described_model
-from paged_backend.loading.model_source import find_files, read_config
-from paged_backend.loading.quantized_checkpoint import check_method
+from paged_backend.loading.model_source import ModelSource, find_model
+from paged_backend.loading.quantized_checkpoint import check_method, is_dequantized
 from paged_backend.loading.shallow_copy import SHARED_LAYERS
 from paged_backend.loading.weights import is_quantized
-from paged_backend.models import tensor_parallel
+from paged_backend.models import rope
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.latent_attention import find_latent_layers
+from paged_backend.models.quantization import QuantizationSpec
 from paged_backend.models.recurrent import recurrent_mixers
 from paged_backend.utils.startup import Progress
+from paged_kernels.cpu import native
 
 log = logging.getLogger("paged_llm")
 
+INT4_GROUP_SIZE = 32
 SCALE_BITS = 16  # of a group of quantized weights
 # Modules of a model that can be divided: whatever else a model has may depend on layers of other stages.
 DIVISIBLE_MODULES = frozenset({"model", "lm_head"})
 DECODER_MODULES = frozenset({"embed_tokens", "layers", "norm", "rotary_emb", "rotary_emb_local"})
+
+# Options that encoders do not support.
+WITHOUT_ENCODERS = (
+    *("quantization", "kv_cache_dtype", "batch_invariant", "enable_lora", "num_speculative_tokens"),
+    *("classifier_from_token", "tensor_parallel_size", "pipeline_parallel_size", *STORES),
+)
+UNUSED_BY_ENCODERS = ("swap_space", "kv_cache_memory_bytes", "num_gpu_blocks_override", "override_generation_config")
 
 
 @dataclass(frozen=True, eq=False)
 class Description:
     """A model that is not loaded."""
 
-    path: Path  # a directory or a GGUF file
-    hf_config: PretrainedConfig
+    source: ModelSource
     dtype: torch.dtype
     name: str  # of the model's class
     num_parameters: int
@@ -70,7 +83,7 @@ class Description:
 def describe(config: EngineConfig, root: Path, device: torch.device) -> Description:
     """Return the description of the model that the options name. Raises ConfigError for one that cannot be loaded, as
     far as its configuration and the headers of its files show."""
-    path = find_files(config.model, root, config, config.revision)
+    path = find_model(config, root)
     with read_quickly(path):
         return describe_files(config, root, device, path)
 
@@ -78,21 +91,22 @@ def describe(config: EngineConfig, root: Path, device: torch.device) -> Descript
 def describe_files(config: EngineConfig, root: Path, device: torch.device, path: Path) -> Description:
     """Return the description of the model in these files, with its draft model."""
     progress = Progress("reading the configuration", 2)
-    hf_config = check_config(config, path)
+    source = check_config(config, path)
+    hf_config = source.hf_config
     progress.advance()
-    if encoders.is_encoder(hf_config):
+    if is_encoder(hf_config):
         dtype = pick_dtype(config.dtype, hf_config.dtype, device)
-        model, totals = _model_of(config, hf_config, path, AutoModel)
+        model, totals = _model_of(source, AutoModel)
         progress.advance()
-        return _description(config, path, hf_config, dtype, model, totals)
-    check_method(config, hf_config, path, device)
-    check_quantization(config, hf_config, path, device)
-    check_batch_invariance(config, hf_config, path, device)
+        return _description(config, source, dtype, model, totals)
+    check_method(hf_config, path, device, config.tensor_parallel_size)
+    check_quantization(config, source, device)
+    check_batch_invariance(config, source, device)
     text_config = hf_config.get_text_config()
     dtype = pick_dtype(config.dtype, torch.bfloat16 if path.suffix == GGUF else text_config.dtype, device)
     max_model_len = pick_max_model_len(config.max_model_len, text_config)
-    model, totals = _model_of(config, hf_config, path, AutoModelForCausalLM)
-    described = _description(config, path, hf_config, dtype, model, totals)
+    model, totals = _model_of(source, AutoModelForCausalLM)
+    described = _description(config, source, dtype, model, totals)
     progress.advance()
     draft = None
     if config.speculative_model:
@@ -105,18 +119,24 @@ def describe_files(config: EngineConfig, root: Path, device: torch.device, path:
     return replace(described, cache=cache, draft=draft)
 
 
-def check_config(config: EngineConfig, path: Path) -> PretrainedConfig:
-    """Return the model's configuration. Raises ConfigError if it is not supported, or not with these options."""
-    hf_config = read_config(config, path)
+def check_config(config: EngineConfig, path: Path) -> ModelSource:
+    """Read the model's configuration. Raises ConfigError if it is not supported, or not with these options."""
+    source = ModelSource.read(config, path)
+    hf_config = source.hf_config
     check_architecture(path, hf_config)
-    check_speculation(config, hf_config)
-    if encoders.is_encoder(hf_config):
-        encoders.check_options(config, hf_config)
-    tensor_parallel.check_model(config, hf_config)
+    if config.num_speculative_tokens and is_classifier(hf_config):
+        problem = f"{json.dumps(list(hf_config.architectures or ()))} only classifies and generates no tokens"
+        raise invalid_option("num_speculative_tokens", config.num_speculative_tokens, f"{problem}; leave it out")
+    if is_encoder(hf_config):
+        kind = f"{json.dumps(hf_config.model_type)}, which is an encoder"
+        config.reject(WITHOUT_ENCODERS, f"not supported for {kind}; leave it out")
+        if unused := [option for option in UNUSED_BY_ENCODERS if getattr(config, option)]:
+            log.warning("no effect with an encoder: %s", ", ".join(unused))
+    check_shards(config, hf_config)
     if config.pipeline_parallel_size > 1 and path.suffix == GGUF:
         raise ConfigError(f"pipeline_parallel_size={config.pipeline_parallel_size}: must be 1 for a GGUF file")
     _check_stages(config, hf_config)
-    return hf_config
+    return source
 
 
 def draft_options(config: EngineConfig, dtype: torch.dtype, max_model_len: int) -> EngineConfig:
@@ -140,27 +160,26 @@ def draft_options(config: EngineConfig, dtype: torch.dtype, max_model_len: int) 
     )
 
 
-def _model_of(
-    config: EngineConfig, hf_config: PretrainedConfig, path: Path, kind: type
-) -> tuple[PreTrainedModel, WeightTotals | None]:
+def _model_of(source: ModelSource, kind: type) -> tuple[PreTrainedModel, WeightTotals | None]:
     """Return the model without memory for its weights, and the totals of its files."""
-    is_dummy = config.load_format == "dummy"
-    totals = None if is_dummy else model_files.check_weights(path, quantized=is_quantized(hf_config))
-    model = model_sizes.check_sizes(path, hf_config, totals, trust_remote_code=config.trust_remote_code, kind=kind)
+    totals = None
+    if source.dummy_seed is None:
+        totals = model_files.check_weights(source.path, quantized=is_quantized(source.hf_config))
+    trusted = source.trust_remote_code
+    model = model_sizes.check_sizes(source.path, source.hf_config, totals, trust_remote_code=trusted, kind=kind)
     return model, totals
 
 
 def _description(
     config: EngineConfig,
-    path: Path,
-    hf_config: PretrainedConfig,
+    source: ModelSource,
     dtype: torch.dtype,
     model: PreTrainedModel,
     totals: WeightTotals | None,
 ) -> Description:
     count = sum(parameter.numel() for parameter in model.parameters())
     nbytes = count * dtype.itemsize
-    if totals and (totals.is_quantized or (is_quantized(hf_config) and path.suffix != GGUF)):
+    if totals and (totals.is_quantized or (is_quantized(source.hf_config) and source.path.suffix != GGUF)):
         nbytes = min(nbytes, totals.num_bytes)
     elif rounding := quantization_spec(config, dtype):
         table = model.get_input_embeddings().weight  # also that of an output layer, which then has a rounded copy
@@ -168,7 +187,7 @@ def _description(
         linear = sum(layer.weight.numel() for layer in layers if layer.weight is not table)
         scale = SCALE_BITS / (rounding.group_size or 1 << 30)
         nbytes -= int(linear * (dtype.itemsize - (rounding.bits + scale) / 8))
-    return Description(path, hf_config, dtype, type(model).__name__, count, *_num_read(model), nbytes)
+    return Description(source, dtype, type(model).__name__, count, *_num_read(model), nbytes)
 
 
 def _num_read(model: PreTrainedModel) -> tuple[int, int]:
@@ -228,6 +247,21 @@ def check_architecture(path: Path, hf_config: PretrainedConfig) -> None:
         raise unsupported_model(file, names, hf_config.model_type, reason)
 
 
+def check_shards(config: EngineConfig, hf_config: PretrainedConfig) -> None:
+    """Raise ConfigError if the model cannot be sharded over tensor_parallel_size ranks."""
+    size, text = config.tensor_parallel_size, hf_config.get_text_config()
+    if size == 1:
+        return
+    if not text.base_model_tp_plan:
+        raise ConfigError(
+            f"tensor_parallel_size={size}: must be 1 (transformers has no tensor parallel plan for {text.model_type})"
+        )
+    if config.classifier_from_token is not None:
+        tokens = json.dumps(list(config.classifier_from_token))
+        raise ConfigError(f"classifier_from_token={tokens}: not supported with tensor_parallel_size={size}")
+    check_division(config, lambda name: getattr(text, name, None))
+
+
 def _check_stages(config: EngineConfig, hf_config: PretrainedConfig) -> None:
     """Raise ConfigError if the model cannot be divided into pipeline_parallel_size stages."""
     stages = config.pipeline_parallel_size
@@ -262,3 +296,114 @@ def _obstacle(config: EngineConfig, hf_config: PretrainedConfig) -> str | None:
     if getattr(hf_config.get_text_config(), SHARED_LAYERS, None):
         return f"{SHARED_LAYERS} is not 0"
     return None
+
+
+def pick_device(config: EngineConfig) -> torch.device:
+    """Return the device of the engine. Raises ConfigError if a GPU is requested but not usable, for more ranks on this
+    machine than GPUs, and for ranks on a CPU beside a GPU."""
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ConfigError('device="cuda": no usable GPU; use "auto" or "cpu"')
+    if config.device != "cpu" and available:
+        check_ranks(config, torch.cuda.device_count())
+        return torch.device("cuda", torch.cuda.current_device())
+    if config.num_ranks > 1 and available:
+        raise ConfigError(
+            f'{ranks_named(config)} device="cpu" requires that no GPU is visible (CUDA_VISIBLE_DEVICES="")'
+        )
+    return torch.device("cpu")
+
+
+def pick_dtype(requested: str, model_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """Return the data type of weights and activations.
+
+    `auto` is the model's own type on a GPU. On a CPU it is bfloat16 if the CPU has instructions for it (AVX512-BF16,
+    AMX), otherwise float32, because 16-bit values would have to be widened.
+    """
+    if DTYPES[requested] != "auto":
+        return getattr(torch, DTYPES[requested])
+    if device.type == "cpu":
+        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+    return model_dtype or torch.float32
+
+
+def pick_kv_dtype(requested: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the data type of the KV cache. `auto` is the type of the weights and activations."""
+    return dtype if KV_CACHE_DTYPES[requested] == "auto" else getattr(torch, KV_CACHE_DTYPES[requested])
+
+
+def pick_max_model_len(requested: int | None, text_config: PretrainedConfig) -> int:
+    """Return the context length. Raises ConfigError if it exceeds the model's positions or static rope angles."""
+    limit, reason = rope.max_static_len(text_config)
+    if requested is None:
+        if limit is None:
+            raise ConfigError("max_model_len: the model's configuration has no limit; set the option")
+        return limit
+    check_length(requested, limit, reason)
+    return requested
+
+
+def pick_embedding(hf_config: PretrainedConfig, size: int | None) -> EmbeddingSpec | None:
+    """Return the supported embeddings; None without a hidden size.
+
+    vLLM reads the same fields, `is_matryoshka` and `matryoshka_dimensions`.
+    """
+    if size is None:
+        return None
+    dimensions = getattr(hf_config, "matryoshka_dimensions", None)
+    if isinstance(dimensions, list) and dimensions:
+        return EmbeddingSpec(size, tuple(n for n in dimensions if isinstance(n, int) and 0 < n <= size))
+    return EmbeddingSpec(size, range(1, size + 1) if getattr(hf_config, "is_matryoshka", False) else ())
+
+
+def check_quantization(config: EngineConfig, source: ModelSource, device: torch.device) -> None:
+    """Raise ConfigError if quantized weights are requested but not possible."""
+    if config.quantization is None:
+        return
+    reason = None
+    if device.type != "cpu":
+        reason = 'only supported on a CPU; leave it out, or set device="cpu"'
+    elif not native.levels():
+        reason = "requires the CPU kernels, which have not been compiled; run: python -m paged_kernels.cpu.build"
+    elif _has_quantized_weights(source):
+        reason = ALREADY_QUANTIZED
+    if reason:
+        raise ConfigError(f"quantization={json.dumps(config.quantization)}: {reason}")
+
+
+def check_batch_invariance(config: EngineConfig, source: ModelSource, device: torch.device) -> None:
+    """Raise ConfigError if batch invariance is requested but not possible on the device."""
+    if not config.batch_invariant:
+        return
+    if device.type == "cuda" and _has_quantized_weights(source):
+        raise ConfigError(
+            "batch_invariant=true: not supported on a GPU with quantized weights, which other libraries multiply in an"
+            " order that depends on the batch"
+        )
+    if device.type == "cpu" and not native.levels():
+        raise ConfigError(
+            "batch_invariant=true: requires the CPU kernels, which have not been compiled; run: python -m"
+            " paged_kernels.cpu.build"
+        )
+
+
+def _has_quantized_weights(source: ModelSource) -> bool:
+    """Return whether weights are quantized that are not dequantized when they are loaded. Raises ConfigError."""
+    if source.path.suffix == GGUF:
+        return source.dummy_seed is None and model_files.check_gguf(source.path).is_quantized
+    quantized = bool(getattr(source.hf_config, "quantization_config", None))
+    return quantized and not is_dequantized(source.hf_config, source.path)
+
+
+def rounds_activations(config: EngineConfig, dtype: torch.dtype) -> bool:
+    """Return whether activations of a type are rounded to 8 bits before they are multiplied by quantized weights."""
+    return config.quantized_activations == "int8" or (config.quantized_activations == "auto" and dtype != torch.float32)
+
+
+def quantization_spec(config: EngineConfig, dtype: torch.dtype) -> QuantizationSpec | None:
+    """Return how weights are rounded in a model with activations of a type, or None if they are not."""
+    if config.quantization is None:
+        return None
+    is_int4 = config.quantization == "int4"
+    group_size = config.quantization_group_size or (INT4_GROUP_SIZE if is_int4 else None)
+    return QuantizationSpec(4 if is_int4 else 8, group_size, rounds_activations(config, dtype))

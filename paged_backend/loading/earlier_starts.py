@@ -14,7 +14,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +26,6 @@ import torch
 
 import paged_backend
 import paged_kernels
-from paged_backend.api.config import EngineConfig
 from paged_backend.files.content import content_of, records, write_record
 from paged_kernels.cpu import native
 
@@ -59,11 +58,11 @@ class EarlierStarts:
     The model's files are hashed in a thread of their own, while the model is loaded.
     """
 
-    def __init__(self, config: EngineConfig, path: Path, device: torch.device) -> None:
-        """path: the model's directory or GGUF file."""
+    def __init__(self, path: Path, options: Mapping[str, object], device: torch.device) -> None:
+        """path: the model's directory or GGUF file. options: the engine options by name."""
         self._directory = records()
-        self._options = asdict(config) | {"model": None, "reuse_verification": None}
-        self._device, self._is_used = device, config.reuse_verification
+        self._options = {**options, "model": None, "reuse_verification": None}
+        self._device, self._is_used = device, bool(options["reuse_verification"])
         self._content = content = Future[str]()
 
         def hash_files() -> None:
@@ -112,12 +111,13 @@ class EarlierStarts:
 def _code() -> str:
     """Return the hash of the sources of this package and its kernels, and of the versions of libraries."""
     digest = hashlib.sha256(json.dumps([sys.version, [_version_of(name) for name in LIBRARIES]]).encode())
-    for file in _sources():
+    for file in source_files():
         digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def _sources() -> Iterator[Path]:
+def source_files() -> Iterator[Path]:
+    """Yield the files of this package and of its kernels."""
     for package in (paged_backend, paged_kernels):
         for root in package.__path__:
             yield from sorted(one for one in Path(root).rglob("*") if one.suffix in (".py", ".cpp", ".h"))

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel, PretrainedConfig, PreTrainedModel
 
-from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.option_rules import STORES
 from paged_backend.files import model_files
 from paged_backend.files.model_files import CONFIG, MODULES
 from paged_backend.loading import model_sizes
 from paged_backend.loading.load_progress import weights_reported
-from paged_backend.loading.model_source import source_arguments
+from paged_backend.loading.model_source import ModelSource, source_arguments
 from paged_backend.loading.weights import load_errors_named
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.encoder import POOLINGS, Encoder
@@ -42,13 +40,6 @@ MODES = {
 }
 POOLER = "pooler."  # beginning of the names of weights that embeddings do not use
 
-# Options that cannot be honored.
-EXCLUDED = (
-    *("quantization", "kv_cache_dtype", "batch_invariant", "enable_lora", "num_speculative_tokens"),
-    *("classifier_from_token", "tensor_parallel_size", "pipeline_parallel_size", *STORES),
-)
-WITHOUT_EFFECT = ("swap_space", "kv_cache_memory_bytes", "num_gpu_blocks_override", "override_generation_config")
-
 
 def is_encoder(hf_config: PretrainedConfig) -> bool:
     """Return whether a configuration describes an encoder."""
@@ -56,40 +47,32 @@ def is_encoder(hf_config: PretrainedConfig) -> bool:
     return not is_decoder and not getattr(hf_config, "is_encoder_decoder", False)
 
 
-def check_options(config: EngineConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ConfigError for an option that was set and that encoders do not support."""
-    shown = json.dumps(hf_config.model_type)
-    config.reject(EXCLUDED, f"not supported for {shown}, which is an encoder; leave it out")
-    if unused := [option for option in WITHOUT_EFFECT if getattr(config, option)]:
-        log.warning("no effect with an encoder: %s", ", ".join(unused))
-
-
-def load_encoder(
-    config: EngineConfig, hf_config: PretrainedConfig, path: Path, dtype: torch.dtype, device: torch.device
-) -> tuple[Encoder, str]:
+def load_encoder(source: ModelSource, dtype: torch.dtype, device: torch.device) -> tuple[Encoder, str]:
     """Return the encoder and the name of its pooling. Raises ConfigError."""
+    hf_config, path = source.hf_config, source.path
     if getattr(hf_config, model_files.QUANTIZATION, None) is not None:
         raise ConfigError(f"{path / CONFIG}: quantized weights are not supported for an encoder")
     if getattr(hf_config, "attention_type", None) == "block_sparse":  # after a short prompt, BigBird changes it
         raise ConfigError(f'{path / CONFIG}: attention_type="block_sparse": not supported; set it to "original_full"')
     pooling = read_pooling(path)
     _check_prompts(path)
-    if config.load_format == "dummy":
+    if source.dummy_seed is not None:
         with torch.random.fork_rng():
-            torch.manual_seed(config.seed)
-            layers = AutoModel.from_config(hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
+            torch.manual_seed(source.dummy_seed)
+            layers = AutoModel.from_config(hf_config, dtype=dtype, trust_remote_code=source.trust_remote_code)
     else:
-        layers = _load_weights(config, hf_config, path, dtype)
+        layers = _load_weights(source, dtype)
     return Encoder(layers.to(device), pooling).eval(), pooling
 
 
-def _load_weights(config: EngineConfig, hf_config: PretrainedConfig, path: Path, dtype: torch.dtype) -> PreTrainedModel:
-    with load_errors_named(config, path), weights_reported():
+def _load_weights(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
+    path = source.path
+    with load_errors_named(source), weights_reported():
         layers, info = AutoModel.from_pretrained(
             **source_arguments(path),
-            config=hf_config,
+            config=source.hf_config,
             dtype=dtype,
-            trust_remote_code=config.trust_remote_code,
+            trust_remote_code=source.trust_remote_code,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             use_safetensors=True,
@@ -131,12 +114,16 @@ def read_pooling(path: Path) -> str:
     return str(modes[0])
 
 
-def context_length(config: EngineConfig, path: Path, encoder: Encoder) -> tuple[int, int]:
+def context_length(wanted: int | None, step: int, path: Path, encoder: Encoder) -> tuple[int, int]:
     """Return the longest prompt, and the longest that the model supports, in tokens. Raises ConfigError.
 
-    A prompt is computed in one step. Without `max_model_len` it is the length of the files of sentence-transformers."""
-    longest, step = _num_positions(encoder.base_model.layers), config.max_num_batched_tokens
-    wanted = config.max_model_len
+    Args:
+        wanted: the option `max_model_len`; None: the length in the files of sentence-transformers.
+        step: the option `max_num_batched_tokens`. A prompt is computed in one step.
+        path: the model's directory.
+        encoder: the model.
+    """
+    longest = _num_positions(encoder.base_model.layers)
     if wanted is None:
         trained = min(longest, _trained_length(path) or longest)
         if step < trained:

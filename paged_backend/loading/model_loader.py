@@ -6,7 +6,7 @@ import gc
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,20 +25,22 @@ from paged_backend.kv.cache_layout import CacheSpec
 from paged_backend.kv.state_cache import StateShape
 from paged_backend.loading import encoders
 from paged_backend.loading.classifier import is_classifier, load_classifier
-from paged_backend.loading.description import Description, check_config, describe_files, draft_options
-from paged_backend.loading.earlier_starts import EarlierStarts, OutdatedOutcome
-from paged_backend.loading.gguf_weights import GgufWeights, read_quickly
-from paged_backend.loading.model_options import (
+from paged_backend.loading.description import (
+    Description,
+    check_config,
+    describe_files,
+    draft_options,
     pick_embedding,
     pick_kv_dtype,
     pick_max_model_len,
     quantization_spec,
     rounds_activations,
 )
-from paged_backend.loading.model_source import find_files
+from paged_backend.loading.earlier_starts import EarlierStarts, OutdatedOutcome
+from paged_backend.loading.gguf_weights import GgufWeights, read_quickly
+from paged_backend.loading.model_source import find_model, load_tokenizer
 from paged_backend.loading.quantized_checkpoint import QuantizedCheckpoint, format_of, is_dequantized, settings_of
 from paged_backend.loading.stored_weights import StoredQuantizer, StoredWeights, log_dequantized
-from paged_backend.loading.tokenizer_loader import load_tokenizer
 from paged_backend.loading.verification import verify_model
 from paged_backend.loading.weights import load_weights
 from paged_backend.models import rope, tensor_parallel
@@ -50,6 +52,7 @@ from paged_backend.models.lora import Lora, find_adaptable_layers
 from paged_backend.models.pipeline import check_stage, keep_stage
 from paged_backend.models.quantization import Quantizer
 from paged_backend.models.recurrent import state_shapes
+from paged_backend.models.tensor_parallel import Ranks
 from paged_backend.utils.machine import available_memory
 from paged_kernels.cpu import native
 
@@ -113,16 +116,16 @@ def load(
     check: called before weights are read. Raises ConfigError for unusable files or options, and UnsupportedModel for a
     model that fails the verification.
     """
-    path = find_files(config.model, root, config, config.revision)
+    path = find_model(config, root)
     is_verified = not config.skip_verification and config.load_format != "dummy"
     with read_quickly(path):
         described = describe_files(config, root, device, path)
         if config.load_format == "dummy":
             _check_dummy(described)
         check(described)
-        if encoders.is_encoder(described.hf_config):
+        if encoders.is_encoder(described.source.hf_config):
             return _load_encoder(config, root, device, described)
-        earlier = EarlierStarts(config, path, device) if is_verified and config.num_ranks == 1 else None
+        earlier = EarlierStarts(path, asdict(config), device) if is_verified and config.num_ranks == 1 else None
         try:
             return _load(config, root, device, described, earlier)
         except OutdatedOutcome as error:
@@ -136,7 +139,7 @@ def load(
 
 def _check_dummy(described: Description) -> None:
     """Raise ConfigError if the weights, whose number no file limits, do not fit into the memory."""
-    memory, file = available_memory(), described.path / model_files.CONFIG
+    memory, file = available_memory(), described.source.path / model_files.CONFIG
     if described.num_parameters * described.dtype.itemsize > memory:
         raise ConfigError(
             f"{file}: describes {described.num_parameters} weights in {described.dtype}; available memory is"
@@ -151,18 +154,20 @@ def _load(
     described: Description,
     earlier: EarlierStarts | None,
 ) -> LoadedModel:
-    path, hf_config, dtype = described.path, described.hf_config, described.dtype
+    source, dtype = described.source, described.dtype
+    path, hf_config = source.path, source.hf_config
     text_config = hf_config.get_text_config()
     model_dtype = torch.bfloat16 if path.suffix == GGUF else text_config.dtype
     max_model_len = pick_max_model_len(config.max_model_len, text_config)
     tokenizer = load_tokenizer(config, root, path)
-    sampling_defaults = read_sampling_defaults(config, root, path)
-    dummy = config.load_format == "dummy"
+    sampling_defaults = read_sampling_defaults(config.generation_config, config.override_generation_config, root, path)
+    dummy = source.dummy_seed is not None
     form = None if dummy else format_of(hf_config, path, device)
     checkpoint = QuantizedCheckpoint(path, form) if form else None
-    model = load_weights(config, hf_config, path, dtype, device, checkpoint)
+    ranks = Ranks(config.tensor_parallel_size, config.pipeline_parallel_size)
+    model = load_weights(source, dtype, device, checkpoint, ranks)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # some are freed later
-    if config.tensor_parallel_size > 1:
+    if ranks.tensor > 1:
         tensor_parallel.replace_dtensors(model)
     if config.pipeline_parallel_size > 1:
         keep_stage(model)
@@ -174,7 +179,9 @@ def _load(
         _check_stage(config, model)
     kv_dtype = pick_kv_dtype(config.kv_cache_dtype, dtype)
     embedding = pick_embedding(hf_config, hidden_size(model))
-    classification = load_classifier(config, hf_config, path, model, tokenizer)
+    classification = load_classifier(
+        source, model, tokenizer, config.classifier_from_token, renders_pairs=config.chat_template is not None
+    )
     adaptable = find_adaptable_layers(model) if config.enable_lora else None  # must precede `verify_model`
     stored = checkpoint or (GgufWeights(path, model.config) if path.suffix == GGUF and not dummy else None)
     layers, weight_format = _verify(config, path, model, tokenizer, kv_dtype, model_dtype, stored, earlier)
@@ -216,15 +223,18 @@ def _check_stage(config: EngineConfig, model: PreTrainedModel) -> None:
 
 def check_model(config: EngineConfig, root: Path) -> None:
     """Raise ConfigError for a model that `load` would refuse before reading any weights."""
-    check_config(config, find_files(config.model, root, config, config.revision))
+    check_config(config, find_model(config, root))
 
 
 def _load_encoder(config: EngineConfig, root: Path, device: torch.device, described: Description) -> LoadedModel:
-    path, hf_config, dtype = described.path, described.hf_config, described.dtype
+    source, dtype = described.source, described.dtype
+    path, hf_config = source.path, source.hf_config
     tokenizer = load_tokenizer(config, root, path)
-    model, pooling = encoders.load_encoder(config, hf_config, path, dtype, device)
+    model, pooling = encoders.load_encoder(source, dtype, device)
     try:
-        max_model_len, supported_len = encoders.context_length(config, path, model)
+        max_model_len, supported_len = encoders.context_length(
+            config.max_model_len, config.max_num_batched_tokens, path, model
+        )
         if not config.skip_verification and config.load_format != "dummy":
             encoders.verify_encoder(model, tokenizer(VERIFIED_TEXT)["input_ids"][:max_model_len])
     except UnsupportedModel as error:
@@ -266,9 +276,9 @@ def _verify(
     keeper = rounder = None
     if stored:
         int8_rows = rounds_activations(config, model.dtype)
-        rank, ranks = tensor_parallel.rank_and_size(config)
+        ranks = Ranks(config.tensor_parallel_size)
         keeper = StoredQuantizer(
-            stored, model, rank, ranks, int8_rows=int8_rows, batch_invariant=config.batch_invariant
+            stored, model, ranks.own, ranks.tensor, int8_rows=int8_rows, batch_invariant=config.batch_invariant
         )
     if spec := quantization_spec(config, model.dtype):
         quantizer = rounder = WeightQuantizer(spec, model, batch_invariant=config.batch_invariant)

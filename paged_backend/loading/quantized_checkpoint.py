@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.files import model_files
 from paged_backend.files.quantization_fields import check_known, check_settings, method_of
@@ -60,8 +59,8 @@ def format_of(hf_config: PretrainedConfig, path: Path, device: torch.device) -> 
     return FORMATS[settings["quant_method"]](settings)
 
 
-def check_method(config: EngineConfig, hf_config: PretrainedConfig, path: Path, device: torch.device) -> None:
-    """Raise ConfigError if transformers cannot load the quantized weights, or not with these options."""
+def check_method(hf_config: PretrainedConfig, path: Path, device: torch.device, tensor_parallel_size: int = 1) -> None:
+    """Raise ConfigError if transformers cannot load the quantized weights, or not for so many ranks."""
     given = getattr(hf_config, model_files.QUANTIZATION, None)
     if given is None or path.suffix == model_files.GGUF:
         return
@@ -70,9 +69,9 @@ def check_method(config: EngineConfig, hf_config: PretrainedConfig, path: Path, 
     if format_of(hf_config, path, device):
         return
     _check_settings(settings, path, device)
-    if config.tensor_parallel_size > 1 and not is_dequantized(hf_config, path):
+    if tensor_parallel_size > 1 and not is_dequantized(hf_config, path):
         raise ConfigError(
-            f"tensor_parallel_size={config.tensor_parallel_size}: must be 1 for weights of"
+            f"tensor_parallel_size={tensor_parallel_size}: must be 1 for weights of"
             f" {json.dumps(method_of(settings))} on {device.type}"
         )
 

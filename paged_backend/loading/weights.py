@@ -6,14 +6,12 @@ import copy
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_accelerate_available
 
-from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.distributed.group_sockets import group_sockets
 from paged_backend.files import model_files
@@ -21,44 +19,44 @@ from paged_backend.files.model_files import GGUF
 from paged_backend.loading import model_sizes
 from paged_backend.loading.classifier import as_decoder, is_classifier, without_head
 from paged_backend.loading.load_progress import weights_reported
-from paged_backend.loading.model_source import source_arguments
+from paged_backend.loading.model_source import ModelSource, source_arguments
 from paged_backend.loading.quantized_checkpoint import QuantizedCheckpoint, is_dequantized
 from paged_backend.models.pipeline import plans_of_stage
-from paged_backend.models.tensor_parallel import distributed_arguments
+from paged_backend.models.tensor_parallel import ONE_RANK, Ranks, distributed_arguments
 
 
 def load_weights(
-    config: EngineConfig,
-    hf_config: PretrainedConfig,
-    path: Path,
+    source: ModelSource,
     dtype: torch.dtype,
     device: torch.device,
     checkpoint: QuantizedCheckpoint | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> PreTrainedModel:
     """Load the model, or this rank's shards of it, in `dtype`. Raises ConfigError.
 
     checkpoint: the quantized weights of the files, which are converted to `dtype`; None: transformers reads the files.
     """
-    if config.load_format == "dummy":
-        with _several_ranks(config, device):
-            return _random_weights(config, hf_config, dtype, device)
+    hf_config, path = source.hf_config, source.path
+    if source.dummy_seed is not None:
+        with _several_ranks(ranks, device):
+            return _random_weights(source, dtype, device, ranks)
     common = {
         "dtype": dtype,
         "attn_implementation": "eager",
         "ignore_mismatched_sizes": True,
         "output_loading_info": True,
-    } | distributed_arguments(config)
-    with load_errors_named(config, path):
+    } | distributed_arguments(ranks)
+    with load_errors_named(source):
         model_config = as_decoder(hf_config) if is_classifier(hf_config) else hf_config
-        with weights_reported(), _several_ranks(config, device):
+        with weights_reported(), _several_ranks(ranks, device):
             if checkpoint is not None:
-                model, info = _from_checkpoint(config, model_config, path, checkpoint, dtype, common)
+                model, info = _from_checkpoint(source, model_config, checkpoint, dtype, common)
             else:
                 model, info = AutoModelForCausalLM.from_pretrained(
                     **source_arguments(path),
                     config=model_config,
-                    trust_remote_code=config.trust_remote_code,
-                    **_format_arguments(config, hf_config, path, device),
+                    trust_remote_code=source.trust_remote_code,
+                    **_format_arguments(source, device, is_whole=ranks.size == 1),
                     **common,
                 )
     if is_classifier(hf_config):
@@ -70,7 +68,7 @@ def load_weights(
 
 
 @contextmanager
-def load_errors_named(config: EngineConfig, path: Path) -> Iterator[None]:
+def load_errors_named(source: ModelSource) -> Iterator[None]:
     """Raise ConfigError with the model's name and path for any error inside the context."""
     try:
         yield
@@ -78,24 +76,23 @@ def load_errors_named(config: EngineConfig, path: Path) -> Iterator[None]:
         raise
     except Exception as error:  # e.g. a truncated file, a missing shard, not a decoder
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"model={json.dumps(config.model)}: cannot be loaded from {path}: {reason}") from error
+        raise ConfigError(f"model={json.dumps(source.name)}: cannot be loaded from {source.path}: {reason}") from error
 
 
 @contextmanager
-def _several_ranks(config: EngineConfig, device: torch.device) -> Iterator[None]:
+def _several_ranks(ranks: Ranks, device: torch.device) -> Iterator[None]:
     """Inside the context, transformers loads this rank's part of the model, and connects the ranks that share it."""
     with ExitStack() as stack:
-        if config.num_ranks > 1:
+        if ranks.size > 1:
             stack.enter_context(group_sockets(gloo=device.type == "cpu"))
-        if config.pipeline_parallel_size > 1:
+        if ranks.pipeline > 1:
             stack.enter_context(plans_of_stage())
         yield
 
 
 def _from_checkpoint(
-    config: EngineConfig,
+    source: ModelSource,
     model_config: PretrainedConfig,
-    path: Path,
     checkpoint: QuantizedCheckpoint,
     dtype: torch.dtype,
     common: dict[str, Any],
@@ -103,10 +100,10 @@ def _from_checkpoint(
     """Return the model with the checkpoint's weights in `dtype`, and transformers' loading info."""
     plain = copy.deepcopy(model_config)
     vars(plain).pop(model_files.QUANTIZATION, None)
-    kind = type(model_sizes.described_model(plain, config.trust_remote_code))
+    kind = type(model_sizes.described_model(plain, source.trust_remote_code))
     model, info = kind.from_pretrained(None, config=plain, state_dict=checkpoint.state_dict(dtype), **common)
-    if (path / model_files.GENERATION).exists():
-        model.generation_config = GenerationConfig.from_pretrained(path)
+    if (source.path / model_files.GENERATION).exists():
+        model.generation_config = GenerationConfig.from_pretrained(source.path)
     return model, info
 
 
@@ -115,38 +112,34 @@ def is_quantized(hf_config: PretrainedConfig) -> bool:
     return getattr(hf_config, "quantization_config", None) is not None
 
 
-def _format_arguments(
-    config: EngineConfig, hf_config: PretrainedConfig, path: Path, device: torch.device
-) -> dict[str, Any]:
+def _format_arguments(source: ModelSource, device: torch.device, *, is_whole: bool) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for the format of the weights.
 
     Weights are read directly to a GPU, one file after the other, instead of all of them to host memory first. Quantized
     weights are also read directly to a CPU, because some formats select their kernels by the device.
     """
+    hf_config, path = source.hf_config, source.path
     if path.suffix == GGUF:
         return {"quantization_config": GgufConfig(dequantize=True)}
     quantization: Any = getattr(hf_config, "quantization_config", None)
     if is_dequantized(hf_config, path):
         quantization["dequantize"] = True
     to_gpu = device.type != "cpu" and is_accelerate_available()
-    is_whole = config.num_ranks == 1
     return {"use_safetensors": True} | ({"device_map": device} if is_whole and (quantization or to_gpu) else {})
 
 
-def _random_weights(
-    config: EngineConfig, hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
+def _random_weights(source: ModelSource, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> PreTrainedModel:
     """Return a model with random weights, which are generated on the device, or for several ranks on the CPU."""
-    where = device if config.num_ranks == 1 else torch.device("cpu")
+    where = device if ranks.size == 1 else torch.device("cpu")
     with torch.random.fork_rng(), where:
-        torch.manual_seed(config.seed)
+        torch.manual_seed(source.dummy_seed or 0)
         model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=dtype, attn_implementation="eager", trust_remote_code=config.trust_remote_code
+            source.hf_config, dtype=dtype, attn_implementation="eager", trust_remote_code=source.trust_remote_code
         )
-    return model if config.num_ranks == 1 else _shard(config, model)
+    return model if ranks.size == 1 else _shard(model, ranks)
 
 
-def _shard(config: EngineConfig, model: PreTrainedModel) -> PreTrainedModel:
+def _shard(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
     """Return this rank's shards of a whole model. Only `from_pretrained` can shard one."""
     return type(model).from_pretrained(
         None,
@@ -154,5 +147,5 @@ def _shard(config: EngineConfig, model: PreTrainedModel) -> PreTrainedModel:
         state_dict=model.state_dict(),
         dtype=model.dtype,
         attn_implementation="eager",
-        **distributed_arguments(config),
+        **distributed_arguments(ranks),
     )

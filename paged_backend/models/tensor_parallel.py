@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from paged_backend.api.config import EngineConfig
-from paged_backend.api.errors import ConfigError
-from paged_backend.files.start_checks import check_division, check_ranks, ranks_named
 from paged_backend.models.linear import RowParallelForward
 
 if TYPE_CHECKING:  # imported late, because only ranks need it
@@ -30,45 +27,33 @@ def pick_rank_device(device: torch.device, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank) if device.type == "cuda" else device
 
 
-def check_devices(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if there are more ranks on this machine than GPUs, or ranks on a CPU beside a GPU."""
-    if config.num_ranks == 1:
-        return
-    if device.type == "cuda":
-        check_ranks(config, torch.cuda.device_count())
-    elif torch.cuda.is_available():
-        raise ConfigError(
-            f'{ranks_named(config)} device="cpu" requires that no GPU is visible (CUDA_VISIBLE_DEVICES="")'
-        )
+class Ranks(NamedTuple):
+    """The numbers of ranks that share the layers of a model, and of stages that divide them."""
+
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def size(self) -> int:
+        """The number of all ranks."""
+        return self.tensor * self.pipeline
+
+    @property
+    def own(self) -> int:
+        """The tensor parallel rank of this process."""
+        return dist.get_rank() % self.tensor if dist.is_initialized() else 0
 
 
-def check_model(config: EngineConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ConfigError if the model cannot be sharded over tensor_parallel_size ranks."""
-    size, text = config.tensor_parallel_size, hf_config.get_text_config()
-    if size == 1:
-        return
-    if not text.base_model_tp_plan:
-        raise ConfigError(
-            f"tensor_parallel_size={size}: must be 1 (transformers has no tensor parallel plan for {text.model_type})"
-        )
-    check_division(config, lambda name: getattr(text, name, None))
+ONE_RANK = Ranks()
 
 
-def rank_and_size(config: EngineConfig) -> tuple[int, int]:
-    """Return the tensor parallel rank of this process, and the number of such ranks."""
-    size = config.tensor_parallel_size
-    return (dist.get_rank() % size if dist.is_initialized() else 0), size
-
-
-def distributed_arguments(config: EngineConfig) -> dict[str, object]:
+def distributed_arguments(ranks: Ranks) -> dict[str, object]:
     """Return the arguments with which `from_pretrained` loads this rank's shards of its stage. Call after `join`."""
-    if config.num_ranks == 1:
+    if ranks.size == 1:
         return {}
     from transformers.distributed import DistributedConfig
 
-    sizes = {"tp_size": config.tensor_parallel_size}
-    if config.pipeline_parallel_size > 1:
-        sizes["pp_size"] = config.pipeline_parallel_size
+    sizes = {"tp_size": ranks.tensor} | ({"pp_size": ranks.pipeline} if ranks.pipeline > 1 else {})
     return {"distributed_config": DistributedConfig(**sizes)}
 
 

@@ -1,22 +1,19 @@
 """Ranks compare the model's files and the software before they load a model."""
 
-import dataclasses
 import shutil
 
 import pytest
 
-from paged_backend.api.config import EngineConfig
-from paged_backend.api.errors import ConfigError
 from paged_backend.engine import rank_facts as facts_of
 from paged_backend.engine.rank_facts import find_difference, rank_facts
 
 
 @pytest.fixture
 def copies(tiny, tmp_path):
-    """The options of two copies of a model."""
+    """The directories of two copies of a model."""
     for name in ("one", "two"):
         shutil.copytree(tiny[0], tmp_path / name)
-    return [EngineConfig(model=str(tmp_path / name)) for name in ("one", "two")]
+    return [tmp_path / name for name in ("one", "two")]
 
 
 def test_copies_of_a_model_are_equal(copies):
@@ -41,9 +38,3 @@ def test_missing_files_and_other_versions_are_named(copies, tmp_path, monkeypatc
     monkeypatch.setattr(facts_of.torch, "__version__", "0.1")
     difference = find_difference(one, rank_facts(copies[0]))
     assert difference.startswith("version of torch: differs from that on the server's machine (0.1, and ")
-
-
-def test_missing_model_is_named(copies, tmp_path):
-    missing = str(tmp_path / "missing")
-    with pytest.raises(ConfigError, match=f'model="{missing}"'):
-        rank_facts(dataclasses.replace(copies[0], model=missing))

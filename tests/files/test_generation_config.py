@@ -21,7 +21,8 @@ def write(directory, **values):
 
 def read(model, root=None, **options):
     root = root or model / "no repository"
-    return read_sampling_defaults(EngineConfig.from_options({"model": str(model)} | options), root, model)
+    config = EngineConfig.from_options({"model": str(model)} | options)
+    return read_sampling_defaults(config.generation_config, config.override_generation_config, root, model)
 
 
 def test_the_models_file_is_read(tmp_path, caplog):

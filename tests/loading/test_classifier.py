@@ -11,10 +11,10 @@ from transformers import CohereConfig, GPT2Config, LlamaConfig
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import InputLimits
-from paged_backend.loading.classifier import load_classifier
+from paged_backend.loading.description import check_config
 from paged_backend.server.wire.pooling import ClassificationCall
 from tests.support.classifiers import LABELS, QWEN3, SIZES, TEMPLATE, save_classifier, scores_of
-from tests.support.in_process import byte_tokenizer, running, save_tiny, tiny_assembly
+from tests.support.in_process import running, save_tiny, tiny_assembly
 
 CONFIGS = [
     QWEN3,
@@ -150,7 +150,7 @@ def test_several_ranks_are_refused(tiny):
     options = {"model": str(tiny[0]), "classifier_from_token": ["n", "y"], "tensor_parallel_size": 2}
     config = EngineConfig.from_options(options)
     with pytest.raises(ConfigError, match=r"classifier_from_token=.*: not supported with tensor_parallel_size=2"):
-        load_classifier(config, tiny[1].config, tiny[0], tiny[1], byte_tokenizer())
+        check_config(config, tiny[0])
 
 
 def test_chat_template_replaces_the_one_of_the_tokenizer(tiny, tmp_path):

@@ -82,7 +82,7 @@ def test_sources_and_libraries_are_part_of_the_key(tmp_path, monkeypatch):
     own = code()
     assert own == code()
     source = tmp_path / "source.py"
-    monkeypatch.setattr(earlier_starts, "_sources", lambda: [source])
+    monkeypatch.setattr(earlier_starts, "source_files", lambda: [source])
     source.write_text("1")
     one = code()
     source.write_text("2")

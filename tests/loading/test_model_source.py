@@ -11,7 +11,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.files import hub
 from paged_backend.loading import model_loader, model_source
-from paged_backend.loading.tokenizer_loader import load_tokenizer
+from paged_backend.loading.model_source import load_tokenizer
 
 
 def test_relative_path_is_found_in_model_repository(tmp_path):

@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.files import quantization_fields
 from paged_backend.loading import stored_weights
@@ -261,20 +260,18 @@ def test_invalid_mxfp4_is_rejected(family, end, message, tmp_path):
 def test_missing_package_is_named(method, package, tmp_path, monkeypatch):
     monkeypatch.setattr(quantization_fields, "find_spec", lambda module: None)
     hf_config = LlamaConfig(quantization_config={"quant_method": method})
-    config = EngineConfig.from_options({"model": str(tmp_path)})
     with pytest.raises(ConfigError, match=f'quant_method="{method}": requires the package {package}, which is not'):
-        check_method(config, hf_config, tmp_path, torch.device("cuda", 0))
+        check_method(hf_config, tmp_path, torch.device("cuda", 0))
 
 
 def test_tensor_parallelism_is_rejected_for_formats_of_transformers(tmp_path, monkeypatch):
     monkeypatch.setattr(quantization_fields, "find_spec", lambda module: object())
-    config = EngineConfig.from_options({"model": str(tmp_path), "tensor_parallel_size": 2})
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     for settings, device in (({"load_in_4bit": True}, cpu), ({"quant_method": "awq", "bits": 4}, cuda)):
         with pytest.raises(ConfigError, match=r'tensor_parallel_size=2: must be 1 for weights of "(awq|bitsandbytes)"'):
-            check_method(config, LlamaConfig(quantization_config=settings), tmp_path, device)
-    check_method(config, LlamaConfig(quantization_config={"quant_method": "awq", "bits": 4}), tmp_path, cpu)
-    check_method(config, LlamaConfig(quantization_config={"quant_method": "fp8"}), tmp_path, cuda)
+            check_method(LlamaConfig(quantization_config=settings), tmp_path, device, 2)
+    check_method(LlamaConfig(quantization_config={"quant_method": "awq", "bits": 4}), tmp_path, cpu, 2)
+    check_method(LlamaConfig(quantization_config={"quant_method": "fp8"}), tmp_path, cuda, 2)
 
 
 def test_weights_that_transformers_widens_are_logged(tmp_path, caplog):

@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.loading.tokenizer_loader import load_tokenizer
+from paged_backend.loading.model_source import load_tokenizer
 from tests.support.families import COMMON
 from tests.support.in_process import byte_tokenizer, tiny_assembly
 

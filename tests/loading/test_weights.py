@@ -14,6 +14,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.loading import weights
 from paged_backend.loading.gguf_weights import read_quickly
+from paged_backend.loading.model_source import ModelSource
 from paged_kernels.cpu import native
 from tests.support.gguf import CONFIG, write_gguf
 from tests.support.in_process import byte_tokenizer, generate_with_transformers, running, save_tiny, tiny_assembly
@@ -113,10 +114,10 @@ def config_of(path, **options):
 
 def test_dummy_weights_are_generated_on_the_device(tiny):
     shape = hf.AutoConfig.from_pretrained(tiny[0])
-    config = config_of(tiny[0], load_format="dummy")
-    model = weights.load_weights(config, shape, tiny[0], torch.float32, torch.device("meta"))
+    source = ModelSource("tiny", tiny[0], shape, dummy_seed=0)
+    model = weights.load_weights(source, torch.float32, torch.device("meta"))
     assert all(parameter.is_meta for parameter in model.parameters())
-    made = [weights.load_weights(config, shape, tiny[0], torch.float32, torch.device("cpu")) for _ in range(2)]
+    made = [weights.load_weights(source, torch.float32, torch.device("cpu")) for _ in range(2)]
     pairs = zip(*(model.parameters() for model in made), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
@@ -133,8 +134,7 @@ def test_files_are_read_to_a_gpu(tiny, monkeypatch, device, accelerate, expected
 
     monkeypatch.setattr(weights.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     monkeypatch.setattr(weights, "is_accelerate_available", lambda: accelerate)
+    source = ModelSource("tiny", tiny[0], hf.AutoConfig.from_pretrained(tiny[0]))
     with pytest.raises(ConfigError, match="no GPU"):
-        weights.load_weights(
-            config_of(tiny[0]), hf.AutoConfig.from_pretrained(tiny[0]), tiny[0], torch.float32, torch.device(device)
-        )
+        weights.load_weights(source, torch.float32, torch.device(device))
     assert asked.get("device_map") == (torch.device(device) if expected else None)

@@ -6,12 +6,13 @@ import transformers as hf
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
+from paged_backend.loading.description import check_shards, pick_device
 from paged_backend.models import tensor_parallel as parallel
 from tests.support.families import COMMON
 
 
-def config_of(size):
-    return EngineConfig.from_options({"model": "x", "tensor_parallel_size": size})
+def config_of(size, **options):
+    return EngineConfig.from_options({"model": "x", "tensor_parallel_size": size} | options)
 
 
 @pytest.mark.parametrize(
@@ -25,12 +26,12 @@ def config_of(size):
 )
 def test_model_that_cannot_be_sharded_is_rejected(size, model, reason):
     with pytest.raises(ConfigError, match=f"tensor_parallel_size={size}: {reason}"):
-        parallel.check_model(config_of(size), model)
-    parallel.check_model(config_of(1), model)
+        check_shards(config_of(size), model)
+    check_shards(config_of(1), model)
 
 
 def test_divisible_model_is_accepted():
-    parallel.check_model(config_of(2), hf.Qwen2Config(**COMMON))
+    check_shards(config_of(2), hf.Qwen2Config(**COMMON))
 
 
 def test_each_rank_has_its_own_gpu():
@@ -42,21 +43,22 @@ def test_each_rank_has_its_own_gpu():
 def test_ranks_on_a_cpu_need_gpus_to_be_hidden(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match='tensor_parallel_size=2: device="cpu" requires that no GPU is visible'):
-        parallel.check_devices(config_of(2), torch.device("cpu"))
-    parallel.check_devices(config_of(1), torch.device("cpu"))
+        pick_device(config_of(2, device="cpu"))
+    assert pick_device(config_of(1, device="cpu")).type == "cpu"
 
 
 def test_more_ranks_than_gpus_are_rejected(monkeypatch):
-    config = EngineConfig.from_options({"model": "x", "tensor_parallel_size": 4})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="tensor_parallel_size=4: must be at most 2, the number of visible GPUs"):
-        parallel.check_devices(config, torch.device("cuda", 0))
+        pick_device(config_of(4))
 
 
 def test_limit_counts_the_gpus_of_all_machines(monkeypatch):
-    config = EngineConfig.from_options({"model": "x", "tensor_parallel_size": 8, "nnodes": 2})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="tensor_parallel_size=8: must be at most 2 x 2, the visible GPUs"):
-        parallel.check_devices(config, torch.device("cuda", 0))
+        pick_device(config_of(8, nnodes=2))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    parallel.check_devices(config, torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert pick_device(config_of(8, nnodes=2)).type == "cuda"

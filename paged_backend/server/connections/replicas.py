@@ -30,7 +30,7 @@ from paged_backend.engine.outputs import Emit
 from paged_backend.engine.remote_engine import RemoteEngine, read_stats
 from paged_backend.engine.router import Router
 from paged_backend.files.start_checks import check_replicas
-from paged_backend.loading.model_options import pick_device
+from paged_backend.loading.description import pick_device
 from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.server.placement import replica_gpus
 from paged_backend.utils import failure, local_socket
