@@ -27,7 +27,7 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.engine.outputs import EngineDied, EngineOutput, StepOutput
-from paged_backend.kv.page_population import wait_until_populated
+from paged_backend.kv.cache import wait_until_populated
 from paged_bench._harness import Option, Record, latencies, model_option
 from paged_client.serving.repository import resolve_model
 from paged_client.serving.server_files import cache_directory, create_atomically

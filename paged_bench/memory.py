@@ -27,10 +27,9 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.pools import state_slots
 from paged_backend.kv.blocks import BlockManager
-from paged_backend.kv.cache import LayerShape, bytes_per_block
+from paged_backend.kv.cache import LayerShape, StateShape, TensorShape, bytes_per_block, bytes_per_slot
 from paged_backend.kv.cache_layout import CacheLayout
 from paged_backend.kv.sequence import Sequence
-from paged_backend.kv.state_cache import StateShape, TensorShape, bytes_per_slot
 from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.plan import Plan, StepResult
 from paged_backend.scheduling.scheduler import Scheduler

@@ -24,7 +24,7 @@ from paged_backend.api.sizes import GIB
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.engine.host_copy import HostCopy, allocate, distinct_storages, fill_zeros, find_tensors, release
 from paged_backend.execution.runner import Runner
-from paged_backend.kv.page_population import populate_in_background, wait_until_populated
+from paged_backend.kv.cache import populate_in_background, wait_until_populated
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.utils.machine import available_memory
 

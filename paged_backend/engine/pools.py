@@ -10,9 +10,8 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.sizes import GIB
-from paged_backend.kv.cache import bytes_per_block
+from paged_backend.kv.cache import bytes_per_block, bytes_per_slot
 from paged_backend.kv.cache_layout import CacheLayout, CacheSpec
-from paged_backend.kv.state_cache import bytes_per_slot
 from paged_backend.kv.states import num_draft_slots
 from paged_backend.utils.machine import available_memory
 

@@ -15,9 +15,7 @@ from paged_backend.execution.drafter import Drafter
 from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, graph_shapes
 from paged_backend.execution.graphs import GraphCapture, graph_capture
 from paged_backend.execution.runner import Runner
-from paged_backend.kv.cache import KVCache
-from paged_backend.kv.page_population import populate_in_background
-from paged_backend.kv.state_cache import StateCache
+from paged_backend.kv.cache import KVCache, StateCache, populate_in_background
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.models.decoder import FusedDecoder
 from paged_backend.utils.startup import Progress

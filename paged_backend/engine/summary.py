@@ -14,7 +14,7 @@ from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.model_preparation import PreparedModel
 from paged_backend.kv import cache as kv_cache
-from paged_backend.kv.state_cache import bytes_per_slot
+from paged_backend.kv.cache import bytes_per_slot
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.utils.machine import cpu_name, usable_cores
 from paged_backend.utils.startup import NO_CHAT, ONLY_EMBEDDINGS, ONLY_LABELS, startup_log

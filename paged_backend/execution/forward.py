@@ -7,8 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paged_backend.execution.batch import PackedBatch
-from paged_backend.kv.cache import KVCache
-from paged_backend.kv.state_cache import StateCache
+from paged_backend.kv.cache import KVCache, StateCache
 from paged_backend.models.attention import AttentionMeta
 
 

@@ -20,10 +20,9 @@ from paged_backend.execution.graph_shapes import GraphShape, draft_shapes
 from paged_backend.execution.graphs import ForwardOutput, GraphCapture, Graphs
 from paged_backend.execution.launched_step import LaunchedStep
 from paged_backend.execution.upload import DeviceUpload
-from paged_backend.kv.cache import KVCache
+from paged_backend.kv.cache import KVCache, StateCache
 from paged_backend.kv.ledger import Transfers
 from paged_backend.kv.page_copier import PageCopier
-from paged_backend.kv.state_cache import StateCache
 from paged_backend.models.hidden_states import record_hidden_states
 from paged_backend.models.lora import Lora
 from paged_backend.models.pipeline import Stage

@@ -1,24 +1,49 @@
-"""The KV cache: the tensors of a pool of pages."""
+"""The tensors of the pools: keys and values in pages, and states of recurrent layers in slots.
+
+A layer with attention stores keys and values for every token, in blocks. A recurrent layer (Mamba, a gated delta net, a
+short convolution) stores the same few tensors however long the sequence is:
+
+    slot           0         1         2       first dimension of every tensor
+    layer 0     conv state, recurrent state    the last inputs of its convolution; the state of its scan
+    layer 1     conv state                     a layer that is only a convolution
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paged_kernels.cpu.huge_pages import request_huge_pages
+from paged_kernels.cpu.huge_pages import HUGE_PAGE, populate_pages, request_huge_pages
 from paged_kernels.layer_cache import FORMATS, LayerCache
 
 SCALE = torch.float32
 ALIGNMENT = 16  # bytes that a copy kernel moves at a time
 
-TensorShape = tuple[tuple[int, ...], torch.dtype]
+LOWEST_PRIORITY = 19  # nice value
+POPULATING_THREAD = "kv-cache-pages"
+
+
+class TensorShape(NamedTuple):
+    """The shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -36,9 +61,8 @@ class LayerShape:
         """Return shapes and types of the tensors of a pool, in the order of `LayerCache.tensors`."""
         slots = (num_blocks, self.num_kv_heads, block_size)
         sizes = [self.head_dim] if self.latent else [self.head_dim, self.value_dim or self.head_dim]
-        stored: list[TensorShape] = [((*slots, size), dtype) for size in sizes]
-        scales: list[TensorShape] = [(slots, SCALE)] * len(sizes) if dtype in FORMATS else []
-        return stored + scales
+        stored = [TensorShape((*slots, size), dtype) for size in sizes]
+        return stored + ([TensorShape(slots, SCALE)] * len(sizes) if dtype in FORMATS else [])
 
     def cache(self, tensors: Sequence[Tensor]) -> LayerCache:
         """Return the cache of these tensors."""
@@ -147,7 +171,7 @@ def pinned_zeros(nbytes: int) -> Tensor:
 
 def pinned_tensors(shapes: Sequence[TensorShape]) -> list[Tensor]:
     """Return tensors filled with zeros, one after the other in one allocation of pinned memory."""
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+    sizes = [shape.nbytes for shape in shapes]
     ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
     memory = pinned_zeros(ends[-1])
     return [
@@ -158,8 +182,8 @@ def pinned_tensors(shapes: Sequence[TensorShape]) -> list[Tensor]:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros, because attention multiplies slots that were never written by a weight of 0, which NaN would
-    survive. On a CPU, NumPy's zeros come from calloc: the pages are provided later, by page_population.py or by the
-    first use of a block."""
+    survive. On a CPU, NumPy's zeros come from calloc: the system provides memory later, in `populate_in_background` or
+    when a block is first used."""
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not nbytes:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -170,5 +194,124 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block in all layers: keys, values, and the scales of a quantized `dtype`."""
-    tensors = (tensor for layer in layers for tensor in layer.tensors(1, block_size, dtype))
-    return sum(math.prod(shape) * stored.itemsize for shape, stored in tensors)
+    return sum(tensor.nbytes for layer in layers for tensor in layer.tensors(1, block_size, dtype))
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """The states that one recurrent layer keeps for a sequence."""
+
+    conv: TensorShape  # [channels, kernel_size]: the last inputs of the convolution
+    recurrent: TensorShape | None  # None: the layer is only a convolution
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes of both states."""
+        return self.conv.nbytes + (self.recurrent.nbytes if self.recurrent else 0)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerState:
+    """The states of one recurrent layer. The first dimension is the slot."""
+
+    conv: Tensor  # [num_slots, channels, kernel_size]
+    recurrent: Tensor | None  # [num_slots, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StateCache:
+    """The states of every recurrent layer, in slots. A sequence has the same slot in all layers."""
+
+    layers: tuple[LayerState, ...]  # in the order of the model's recurrent layers
+
+    @classmethod
+    def allocate(
+        cls, layers: Sequence[StateShape], *, num_slots: int, device: torch.device, pinned: bool = False
+    ) -> StateCache:
+        """Return a cache filled with zeros. pinned: whether to allocate host memory that a GPU can access directly."""
+
+        shapes = [
+            TensorShape((num_slots, *part.shape), part.dtype)
+            for one in layers
+            for part in (one.conv, one.recurrent)
+            if part
+        ]
+        tensors = iter(
+            pinned_tensors(shapes)
+            if pinned
+            else [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+        )
+        return cls(tuple(LayerState(next(tensors), next(tensors) if one.recurrent else None) for one in layers))
+
+    @property
+    def num_slots(self) -> int:
+        """The number of sequences whose states fit."""
+        return len(self.tensors[0])
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of all layers. The first dimension of each is the slot."""
+        parts = (part for layer in self.layers for part in (layer.conv, layer.recurrent))
+        return tuple(part for part in parts if part is not None)
+
+    def copy_slots(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy slots (source, destination) to others, as if all at once: to fork a sequence, or to keep its state at
+        this position."""
+        copies = list(pairs)
+        if not copies:
+            return
+        sources, destinations = (list(slots) for slots in zip(*copies, strict=True))
+        for tensor in self.tensors:
+            tensor[destinations] = tensor[sources]
+
+    def copy_to(self, other: StateCache, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy slots (source, destination) to a cache of the same layers on another device. Returns before a GPU has
+        copied them; copies are made in order with other work of the current stream."""
+        for source, destination in pairs:
+            for tensor, copy in zip(self.tensors, other.tensors, strict=True):
+                copy[destination].copy_(tensor[source], non_blocking=True)
+
+    def read_slot(self, slot: int) -> list[Tensor]:
+        """Return a copy of one slot on the host: a tensor for each of `tensors`."""
+        return [tensor[slot].to("cpu", copy=True) for tensor in self.tensors]
+
+    def write_slot(self, slot: int, content: Sequence[Tensor]) -> None:
+        """Overwrite one slot with what `read_slot` returned."""
+        for tensor, value in zip(self.tensors, content, strict=True):
+            tensor[slot] = value
+
+
+def bytes_per_slot(layers: Sequence[StateShape]) -> int:
+    """Return the bytes of one slot in all layers."""
+    return sum(layer.nbytes for layer in layers)
+
+
+def populate_in_background(cache: KVCache) -> threading.Thread:
+    """Start a thread that populates the pages of all blocks, those with the lowest numbers first, and return it.
+
+    Without it, the first write to a page waits until the system has cleared the page: a sixth of the time of a prefill
+    (2 cores of an AMD EPYC, Zen 5, in a virtual machine). The thread has the lowest priority, and ends early when the
+    cache is no longer referenced.
+    """
+    thread = threading.Thread(target=_populate, args=[weakref.ref(cache)], name=POPULATING_THREAD, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_until_populated() -> None:
+    """Wait until the pages of all caches of this process are populated."""
+    for thread in threading.enumerate():
+        if thread.name == POPULATING_THREAD:
+            thread.join()
+
+
+def _populate(reference: weakref.ref[KVCache]) -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+    start = 0  # bytes of each tensor that are done
+    while (cache := reference()) is not None:
+        if start >= max((tensor.nbytes for tensor in cache.tensors), default=0):
+            return
+        for tensor in cache.tensors:
+            populate_pages(tensor, start, min(start + HUGE_PAGE, tensor.nbytes))
+        del cache, tensor
+        start += HUGE_PAGE

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 
 from paged_backend.api.block_layout import BlockLayout, LayerKind, WindowKind
-from paged_backend.kv.cache import LayerShape
-from paged_backend.kv.state_cache import StateShape
+from paged_backend.kv.cache import LayerShape, StateShape
 
 log = logging.getLogger("paged_llm")
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from paged_backend.kv.cache import NO_ATTENTION, LayerShape
-from paged_backend.kv.state_cache import StateShape
+from paged_backend.kv.cache import NO_ATTENTION, LayerShape, StateShape
 from paged_backend.loading.shallow_copy import layer_modules
 from paged_backend.models import recurrent
 from paged_backend.models.attention import AttentionSpec, UnsupportedModel

@@ -45,8 +45,7 @@ from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.kv import sequence
-from paged_backend.kv.cache import KVCache, LayerShape
-from paged_backend.kv.state_cache import StateCache
+from paged_backend.kv.cache import KVCache, LayerShape, StateCache
 from paged_backend.loading.attention_probe import Probed, probe_layers
 from paged_backend.loading.earlier_starts import EarlierStarts, Outcome, OutdatedOutcome
 from paged_backend.loading.shallow_copy import WINDOW, layer_modules, representative_layers, shallow_copy

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from paged_backend.api.errors import ConfigError
-from paged_backend.kv.cache import KVCache
-from paged_backend.kv.state_cache import StateCache
+from paged_backend.kv.cache import KVCache, StateCache
 from paged_backend.models.state_rows import StateRows
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.ops import kv_write, paged_attention

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from paged_backend.kv.state_cache import LayerState, StateShape, TensorShape
+from paged_backend.kv.cache import LayerState, StateShape, TensorShape
 from paged_backend.models.attention import AttentionMeta, UnsupportedModel
 from paged_backend.models.state_rows import StateDecode
 

@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState, TokenDelta
-from paged_backend.kv.blocks import NO_BLOCKS, NO_HIT, BlockManager, Hit
+from paged_backend.kv.blocks import NO_BLOCKS, NO_HIT, BlockManager, Hit, Pins
+from paged_backend.kv.content import BlockScores
 from paged_backend.kv.pages import NULL
-from paged_backend.kv.pins import Pins
-from paged_backend.kv.scores import BlockScores
 from paged_backend.kv.sequence import Sequence
 from paged_backend.scheduling.adapter_slots import AdapterSlots
 from paged_backend.scheduling.beam_search import Continuation

@@ -13,7 +13,7 @@ from paged_backend.engine import model_memory
 from paged_backend.engine.host_copy import distinct_storages, find_tensors
 from paged_backend.engine.model_memory import MemoryCommand, MemoryShortage, ReleasedMemory
 from paged_backend.kv import cache as kv_cache
-from paged_backend.kv.page_population import wait_until_populated
+from paged_backend.kv.cache import wait_until_populated
 from paged_backend.loading import model_loader
 from paged_kernels.cpu import native
 from tests.support.adapters import LORA, make_adapter, write_adapter_list

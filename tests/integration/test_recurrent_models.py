@@ -12,7 +12,7 @@ from paged_backend.api.sizes import GIB
 from paged_backend.engine import model_preparation, pools
 from paged_backend.engine.model_preparation import log_restrictions
 from paged_backend.kv import cache as kv_cache
-from paged_backend.kv.state_cache import bytes_per_slot
+from paged_backend.kv.cache import bytes_per_slot
 from tests.support.families import DEFAULT_HYBRIDS, HYBRID_FAMILIES
 from tests.support.in_process import WAIT, generate_with_transformers, running, save_tiny, tiny_assembly
 from tests.support.packed_steps import random_prompts

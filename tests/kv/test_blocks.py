@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from paged_backend.api.block_layout import FULL, WindowKind
 from paged_backend.api.request import Origin
 from paged_backend.kv.blocks import NO_BLOCKS, NO_HIT
-from paged_backend.kv.content import BlockKey
+from paged_backend.kv.content import BlockKey, BlockScores
 from paged_backend.kv.pages import NULL
-from paged_backend.kv.scores import BlockScores
 from tests.support.block_managers import cached, compute, manager, sequence
 from tests.support.scheduler_stress import snapshot
 from tests.support.shadow import FirstOfStride, is_seen

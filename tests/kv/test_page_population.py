@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paged_backend.kv import page_population
-from paged_backend.kv.cache import KVCache, LayerShape
-from paged_backend.kv.page_population import populate_in_background, wait_until_populated
+from paged_backend.kv import cache as kv_cache
+from paged_backend.kv.cache import KVCache, LayerShape, populate_in_background, wait_until_populated
 from paged_kernels.cpu.huge_pages import HUGE_PAGE
 from tests.support.waiting import WAIT
 
@@ -57,7 +56,7 @@ def test_the_thread_ends_when_the_cache_is_dropped(monkeypatch):
         begun.set()
         assert dropped.wait(WAIT)
 
-    monkeypatch.setattr(page_population, "populate_pages", populate)
+    monkeypatch.setattr(kv_cache, "populate_pages", populate)
     cache = new_cache()
     tensors, reference, thread = len(cache.tensors), weakref.ref(cache), populate_in_background(cache)
     assert begun.wait(WAIT)

@@ -3,7 +3,7 @@
 import pytest
 
 from paged_backend.api.token_outputs import FINGERPRINTS, LOGPROBS, TokenLogprob
-from paged_backend.kv.scores import BlockScores
+from paged_backend.kv.content import BlockScores
 
 LOGITS = [3.0, 5.0, 5.0, 1.0, 4.0, 5.0, -2.0]  # of seven tokens, three of which are equally likely
 PRINTS = [bytes([row]) * 16 for row in range(7)]

@@ -7,8 +7,8 @@ import torch
 
 from paged_backend.execution.runner import Runner
 from paged_backend.kv import cache as kv_cache
+from paged_backend.kv.cache import StateCache, StateShape, TensorShape, bytes_per_slot
 from paged_backend.kv.ledger import Transfer, Transfers
-from paged_backend.kv.state_cache import StateCache, StateShape, TensorShape, bytes_per_slot
 
 SHAPES = [
     StateShape(TensorShape((6, 4), torch.bfloat16), TensorShape((2, 3, 5), torch.float32)),

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from paged_backend.kv.state_cache import TensorShape
+from paged_backend.kv.cache import TensorShape
 from paged_backend.loading.verification import verify_model
 from paged_backend.models import recurrent
 from paged_backend.models.attention import UnsupportedModel

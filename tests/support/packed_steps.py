@@ -11,9 +11,8 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import pack
 from paged_backend.execution.forward import paged_logits
-from paged_backend.kv.cache import KVCache
+from paged_backend.kv.cache import KVCache, StateCache
 from paged_backend.kv.sequence import Sequence
-from paged_backend.kv.state_cache import StateCache
 from paged_backend.loading.verification import verify_model
 from paged_backend.models.recurrent import state_shapes
 from paged_backend.scheduling.group import Group
