@@ -20,8 +20,8 @@ ACCOUNTS, BEAM_SEARCH, GROUP, MASKS, PLAN, SCHEDULER, WAITING = (
     f"scheduling/{module}.py"
     for module in ("waiting_queue", "beam_search", "group", "budgets", "plan", "scheduler", "waiting_queue")
 )
-BLOCKS, CONTENT, LEDGER, PAGES, PINS, SCORES, SEQUENCE, STATES = (
-    f"kv/{module}.py" for module in ("blocks", "content", "ledger", "pages", "pins", "scores", "sequence", "states")
+BLOCKS, CONTENT, LEDGER, PAGES, SEQUENCE, STATES = (
+    f"kv/{module}.py" for module in ("blocks", "content", "ledger", "pages", "sequence", "states")
 )
 LAYOUT, REQUEST, TOKEN_OUTPUTS, SESSIONS, DISK = (
     "api/block_layout.py",
@@ -522,14 +522,14 @@ MUTANTS = {  # name: (file, source, replacement)
         "return index * block_size",
     ),
     "scores are taken twice": (SCHEDULER, "+= values[known:]", "+= values"),
-    "scores without enough top tokens are taken": (SCORES, "and top <= self._packed[name].num_top", ""),
+    "scores without enough top tokens are taken": (CONTENT, "and top <= self._packed[name].num_top", ""),
     "scores without fingerprints are taken": (
-        SCORES,
+        CONTENT,
         "name in self._packed and top <=",
         "name not in self._packed or top <=",
     ),
     "top tokens are lost when scores are merged": (
-        SCORES,
+        CONTENT,
         "max(found, key=lambda one: one.num_top)",
         "found[0]",
     ),
@@ -615,12 +615,12 @@ MUTANTS = {  # name: (file, source, replacement)
     # sessions
     "a session pins no blocks": (SCHEDULER, "if session is not None and", "if False and"),
     "a session keeps its former blocks pinned": (
-        PINS,
+        BLOCKS,
         "        self.drop(name)\n        self._pinned",
         "        self._pinned",
     ),
-    "pins have no limit": (PINS, "while self.num_pages > self._limit:", "while False:"),
-    "pins are never dropped for requests": (PINS, "        if not self._pinned:\n", "        if True:\n"),
+    "pins have no limit": (BLOCKS, "while self.num_pages > self._limit:", "while False:"),
+    "pins are never dropped for requests": (BLOCKS, "        if not self._pinned:\n", "        if True:\n"),
     "a second turn may run at the same time": (SESSIONS, "if session and session.busy:", "if False:"),
     "sessions never expire": (SESSIONS, "idle.expires <= self._clock()", "False"),
     "a failed turn ends the session": (SESSIONS, "forget=self.is_first", "forget=True"),
