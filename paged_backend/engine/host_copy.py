@@ -50,7 +50,7 @@ def distinct_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 
 def release(storages: Iterable[UntypedStorage]) -> None:
-    """Free the memory of storages, whose contents are lost. Memory that PyTorch did not allocate, such as that of the
+    """Free the memory of storages, whose contents are lost. Memory that PyTorch did not allocate, such as the
     KV cache on a CPU, keeps its addresses and gives its pages back to the system."""
     for storage in storages:
         if storage.resizable():

@@ -154,11 +154,11 @@ class ModelMemory:
         return copied
 
     def _find_weights(self) -> list[UntypedStorage]:
-        """Return the storages to move to the host: those on the device, besides those of the pool."""
+        """Return the storages to move to the host: all on the device but the pool."""
         device, pool = self._runner.kv.device, {storage._cdata for storage in self._pool}
         if not self._moves_weights:
             return []
-        tensors = (one for one in find_tensors(self._runner, self._loaded) if one.device.type == device.type)
+        tensors = (tensor for tensor in find_tensors(self._runner, self._loaded) if tensor.device.type == device.type)
         return [storage for storage in distinct_storages(tensors) if storage._cdata not in pool]
 
     def _allocate(self, storages: Sequence[UntypedStorage], sizes: Sequence[int]) -> bool:

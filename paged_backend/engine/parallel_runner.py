@@ -80,10 +80,10 @@ class ParallelStep:
 
 
 class ParallelMemory:
-    """The memory of all ranks, which release and restore it at the same time. Sizes are those of rank 0."""
+    """The memory of all ranks, which release and restore it at the same time. Sizes describe rank 0."""
 
     def __init__(self, memory: ModelMemory, workers: Workers):
-        """memory: that of rank 0."""
+        """memory: the memory of rank 0."""
         self._memory, self._workers = memory, workers
 
     @property

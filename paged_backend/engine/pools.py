@@ -43,7 +43,7 @@ def free_bytes(config: EngineConfig, device: torch.device, reserved: int = 0) ->
 def state_slots(config: EngineConfig) -> tuple[int, int]:
     """Return the number of state slots of a model with recurrent layers: all of them, and those for draft tokens.
 
-    There is one per sequence, one for each draft token of a step, and those of checkpoints if prefixes are cached.
+    Each sequence has a slot, each draft token of a step, and each checkpoint if prefixes are cached.
     """
     drafts = num_draft_slots(config.max_num_seqs, config.max_num_batched_tokens, config.num_speculative_tokens)
     checkpoints = config.max_num_seqs if config.max_state_checkpoints is None else config.max_state_checkpoints

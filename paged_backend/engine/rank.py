@@ -130,7 +130,7 @@ def run(link: Connection, store: dist.Store, config: EngineConfig, rank: int, ke
     prepared = prepare_model(config, group)
     runner = prepared.runner
     if device.type == "cuda":
-        after_ready.watch()  # for the log; the metric counts those of rank 0, which runs the same kernels
+        after_ready.watch()  # for the log; the metric counts rank 0, which runs the same kernels
     if links := stage_links(config, prepared, group):
         stage = StageRunner(runner, links)
         for message, arriving in stage.messages(steps):

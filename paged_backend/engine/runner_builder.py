@@ -30,7 +30,7 @@ def build_runner(
 ) -> Runner:
     """Allocate the pools and return a runner of the model, with its draft model and adapter slots if it has them.
 
-    broadcast_tokens: overwrites a tensor of sampled tokens with those of rank 0.
+    broadcast_tokens: replaces a tensor of sampled tokens by the tokens of rank 0.
     """
     layout, cpu, pinned = pools.layout, torch.device("cpu"), device.type == "cuda"
 

@@ -187,7 +187,7 @@ def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
     parts = [pool(pages)]
     if needed := layout.blocks.pages_for([length], [length], 0):
         parts[0] += f", for {_counted(pages // needed, 'request')} of {length} tokens"
-    first = 0  # page of a block, among those of all kinds
+    first = 0  # page of a block, counted over all kinds
     for kind in layout.blocks.kinds:
         if not kind.keeps_all:
             count = sum(first <= page < first + kind.pages for page, _ in layout.places)

@@ -220,8 +220,8 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 def _activation_bytes(steps: Callable[[], None], device: torch.device) -> int:
-    """Return the peak GPU memory that steps allocate in addition. Earlier peaks of the process, such as that of loading
-    the model, do not count."""
+    """Return the peak GPU memory that steps allocate in addition. Earlier peaks of the process, such as loading the
+    model, do not count."""
     if device.type != "cuda":
         steps()
         return 0

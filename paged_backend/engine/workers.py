@@ -1,4 +1,5 @@
-"""The other ranks, for rank 0: starts those of this machine, sends each step to all, and notices when one ends."""
+"""The other ranks, as rank 0 sees them: it starts the ranks of this machine, sends each step to all, and notices when
+one ends."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class Workers:
     """All ranks but 0. `send` may be called by one thread at a time."""
 
     def __init__(self, config: EngineConfig, device: torch.device, topology: Topology):
-        """Start the ranks of this machine, wait for those of others, and join them all.
+        """Start the ranks of this machine, wait for the ranks of other machines, and join them all.
 
         Raises ConfigError if one does not start.
         """
@@ -214,7 +215,7 @@ class Workers:
 
 
 class _Patience:
-    """Waits for ranks to connect: those of this machine for some time, those of others without limit."""
+    """Waits for ranks to connect: for ranks of this machine with a time limit, for others without."""
 
     def __init__(self, processes: dict[int, subprocess.Popen[bytes]], topology: Topology):
         self._processes, self._topology = processes, topology

@@ -104,7 +104,7 @@ class AdapterRegistry:
     def __init__(
         self, listing: AdapterListFile, shapes: LoraShapes, dtype: torch.dtype, *, max_rank: int, max_cached: int
     ) -> None:
-        """`shapes` are those of the adaptable layers. `max_cached` limits the adapters in host memory."""
+        """shapes: shapes of the adaptable layers. max_cached: maximum number of adapters in host memory."""
         self._listing = listing
         self._shapes = shapes
         self._dtype = dtype

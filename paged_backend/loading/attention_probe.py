@@ -77,7 +77,7 @@ class Probed(NamedTuple):
 def probe_layers(model: PreTrainedModel) -> Probed:
     """Run a forward pass that records the layers of a model. Raises UnsupportedModel.
 
-    The model may be on the meta device: the sizes are those of the model with weights.
+    The model may be on the meta device: its sizes do not depend on weights.
     """
     mixers = recurrent.recurrent_mixers(model)
     without_values = _NoValues() if model.device.type == "meta" else nullcontext()
@@ -137,7 +137,7 @@ def _check_layers(model: PreTrainedModel, layers: range, attention: Set[int], mi
 
 
 def _stateful_names(layer: nn.Module) -> set[str]:
-    """Return the classes of the modules in a layer that know its index, or else that of the layer."""
+    """Return the classes of the modules in a layer that know its index, or else the class of the layer."""
     inner = {
         type(module).__name__ for module in layer.modules() if module is not layer and hasattr(module, "layer_idx")
     }

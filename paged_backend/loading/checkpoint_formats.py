@@ -66,7 +66,7 @@ def group_size(in_features: int, num_groups: int) -> int:
 
 
 def sort_inputs(codes: Tensor, g_idx: Tensor | None, num_groups: int) -> tuple[Tensor, Tensor | None]:
-    """Sort the inputs [out_features, in_features] by group, so that those of a group are consecutive.
+    """Sort the inputs [out_features, in_features] by group, so that each group is consecutive.
 
     Args:
         g_idx: [in_features], the group of each input; None: they are sorted.

@@ -39,7 +39,7 @@ UNUSED = tuple(f".{of}_{kind}" for of in ("input", "output", "q", "k", "v") for 
 def compressed_tensors_format(settings: Mapping[str, Any]) -> Format:
     """Return the format."""
     weights = [group.get("weights") or {} for group in config_groups(settings).values()]
-    block_size = next((one["block_structure"] for one in weights if one.get("block_structure") is not None), None)
+    block_size = next((group["block_structure"] for group in weights if group.get("block_structure") is not None), None)
     layouts = [
         Layout(
             ".weight_packed",

@@ -73,8 +73,8 @@ class Description:
     dtype: torch.dtype
     name: str  # of the model's class
     num_parameters: int
-    num_read: int  # parameters that are multiplied, which those of a table of embeddings are not
-    num_active: int  # those of them that one token is multiplied by: of the experts of a layer, the ones it selects
+    num_read: int  # parameters that are multiplied; a table of embeddings is not
+    num_active: int  # parameters that one token is multiplied by, which excludes experts that it does not select
     weight_bytes: int  # in memory, about
     cache: CacheSpec | None = None  # None: an encoder, or a model whose layers only show once it is loaded
     draft: Description | None = None
@@ -182,7 +182,7 @@ def _description(
     if totals and (totals.is_quantized or (is_quantized(source.hf_config) and source.path.suffix != GGUF)):
         nbytes = min(nbytes, totals.num_bytes)
     elif rounding := quantization_spec(config, dtype):
-        table = model.get_input_embeddings().weight  # also that of an output layer, which then has a rounded copy
+        table = model.get_input_embeddings().weight  # if an output layer shares it, it also has a rounded copy
         layers = (module for module in model.modules() if isinstance(module, nn.Linear))
         linear = sum(layer.weight.numel() for layer in layers if layer.weight is not table)
         scale = SCALE_BITS / (rounding.group_size or 1 << 30)

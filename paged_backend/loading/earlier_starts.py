@@ -120,7 +120,7 @@ def source_files() -> Iterator[Path]:
     """Yield the files of this package and of its kernels."""
     for package in (paged_backend, paged_kernels):
         for root in package.__path__:
-            yield from sorted(one for one in Path(root).rglob("*") if one.suffix in (".py", ".cpp", ".h"))
+            yield from sorted(file for file in Path(root).rglob("*") if file.suffix in (".py", ".cpp", ".h"))
 
 
 def _version_of(name: str) -> str | None:

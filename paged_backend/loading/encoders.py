@@ -92,7 +92,7 @@ def read_pooling(path: Path) -> str:
         log.info("%s: no %s, so embeddings are the %s of hidden states", path, MODULES, DEFAULT_POOLING)
         return DEFAULT_POOLING
     try:
-        modules = [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in json.loads(file.read_bytes())]
+        modules = [(str(part["type"]).rpartition(".")[2], str(part["path"])) for part in json.loads(file.read_bytes())]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{file}: not a list of modules: {type(error).__name__}: {error}") from error
     kinds = [kind for kind, _ in modules]

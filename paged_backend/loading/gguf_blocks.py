@@ -1,7 +1,7 @@
 """Quantized weights of GGUF files as codes, scales and minima.
 
-The formats are those of ggml (https://github.com/ggml-org/ggml): a row is a sequence of blocks of 32 weights, or of 256
-for the formats in "K", whose blocks have a float16 scale for the scales of 16 or 32 weights each.
+ggml (https://github.com/ggml-org/ggml) defines the formats: a row is a sequence of blocks of 32 weights, or of 256 for
+the formats in "K", whose blocks have a float16 scale for the scales of 16 or 32 weights each.
 """
 
 from __future__ import annotations

@@ -147,7 +147,9 @@ class GgufWeights:
         import gguf
 
         reader = gguf.GGUFReader(path)
-        quantized = [one for one in reader.tensors if one.data.dtype == np.uint8 and one.tensor_type.name != "BF16"]
+        quantized = [
+            tensor for tensor in reader.tensors if tensor.data.dtype == np.uint8 and tensor.tensor_type.name != "BF16"
+        ]
         self._tensors = {tensor.name: tensor for tensor in quantized}
         self.sizes = {name: (int(one.n_elements), int(one.n_bytes)) for name, one in self._tensors.items()}
         architecture = reader.fields["general.architecture"].contents()

@@ -170,7 +170,7 @@ def _load(
         tensor_parallel.replace_dtensors(model)
     if config.pipeline_parallel_size > 1:
         keep_stage(model)
-        num_parameters = described.num_parameters  # those of all stages
+        num_parameters = described.num_parameters  # of all stages
     model = model.to(device).eval()
     if config.batch_invariant and device.type == "cpu":
         native.avoid_tiles()
@@ -337,7 +337,7 @@ def _load_draft(config: EngineConfig, root: Path, device: torch.device, spec: Mo
 
 
 def _eos_ids(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> frozenset[int]:
-    """Return all end-of-sequence ids: those of generation_config.json and that of the tokenizer.
+    """Return all end-of-sequence ids, of generation_config.json and of the tokenizer.
 
     Ids outside the vocabulary are ignored with a warning. Raises ConfigError for values that are not token ids.
     """

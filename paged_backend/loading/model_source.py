@@ -81,7 +81,7 @@ def source_arguments(path: Path) -> dict[str, str]:
 
 
 def load_tokenizer(config: EngineConfig, root: Path, model_path: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that the options name, or that of the model. Raises ConfigError."""
+    """Load the tokenizer that the options name, or else the model's own. Raises ConfigError."""
     path = find_files(config.tokenizer, root, config, config.tokenizer_revision) if config.tokenizer else model_path
     if path.suffix != GGUF:
         model_files.check_text_files(path)

@@ -90,7 +90,7 @@ class Blocks(NamedTuple):
 
         int8_rows: round activations to 8 bits, except for FP8, where they are multiplied as they are.
         """
-        fits = all(torch.equal(one.half().float(), one) for one in (self.scales, self.mins) if one is not None)
+        fits = all(torch.equal(part.half().float(), part) for part in (self.scales, self.mins) if part is not None)
         dtype = torch.float16 if fits else torch.float32
         mins = None if self.mins is None else self.mins.to(dtype)
         packed = pack_quantized(self.codes, self.scales.to(dtype), mins, self.block_inputs, self.bits)

@@ -102,18 +102,18 @@ class StoredQuantizer:
 
     def _pack(self, weight: Tensor) -> Weight:
         found = self._find_linears(weight) or self._find_expert(weight)
-        stored = [one for one in found if isinstance(one, Found)]
+        stored = [part for part in found if isinstance(part, Found)]
         if not stored:
             return self._packer(weight)
         self.replaced.append(weight)
-        self._kept |= {one.name: one.parameter for one in stored}
+        self._kept |= {part.name: part.parameter for part in stored}
         if len(stored) == len(found):
-            return pack_joined([one.blocks for one in stored], int8_rows=self.int8_rows)
+            return pack_joined([part.blocks for part in stored], int8_rows=self.int8_rows)
         # Clones, because a view of the weight would keep all of it in memory.
         return JoinedWeight(
             [
-                one.blocks.pack(int8_rows=self.int8_rows) if isinstance(one, Found) else self._packer(one.clone())
-                for one in found
+                part.blocks.pack(int8_rows=self.int8_rows) if isinstance(part, Found) else self._packer(part.clone())
+                for part in found
             ]
         )
 
@@ -196,12 +196,12 @@ class StoredQuantizer:
                 rows = weight.chunk(len(names))
                 if all(names):
                     matches = [self._match(str(n), parameter, part) for n, part in zip(names, rows, strict=True)]
-                    found_all = [one for one in matches if one]
+                    found_all = [match for match in matches if match]
                     return found_all if len(found_all) == len(matches) else []
         return []
 
     def _match(self, name: str, parameter: nn.Parameter, weight: Tensor, expert: int | None = None) -> Found | None:
-        """Return the stored weight whose values are those of `weight`, or None."""
+        """Return the stored weight with the values of `weight`, or None."""
         reason = "its format is not supported"
         for whole in self._stored.read(name):
             blocks = self._shard(whole if expert is None else whole.select(expert), weight)
