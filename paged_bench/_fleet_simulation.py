@@ -284,7 +284,7 @@ class StepCosts:
         return 1 / (decode + mean.prompt * self.prefill_token)
 
 
-# Qwen3-0.6B in bfloat16 on one H100, from the table "Engine" of docs/performance.md:
+# Qwen3-0.6B in bfloat16 on one H100, from docs/performance.md:
 # - context_token: 64 requests of 512 + 256 tokens take 3.28 ms per step, 64 of 2,048 + 128 take 6.9 ms;
 # - sequence and base: what is left of those 3.28 ms, and of 1.49 ms for one request of 128 + 256 tokens;
 # - prefill_token: 256 prompts of 512 tokens have their first token after 343 ms at the median.

@@ -96,7 +96,6 @@ def test_each_foreign_cell_of_the_comparison_has_a_source():
             assert SOURCE.search(cell) and cell.endswith("]"), f"{row[0]}: {cell}"
             cited.update(SOURCE.findall(cell))
     assert cited == set(re.findall(r"(?m)^\[(\w+)\]: https://", text)), "sources without an address, or without a use"
-    assert cited == set(re.findall(r"(?m)^\| \[(\w+)\] \|", text)), "sources that no table describes"
 
 
 # --- links and names -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 PAGE = Path(__file__).parents[2] / "docs/reference/models.md"
 
-REQUESTS = {  # features in the first table of results, by column
+REQUESTS = {  # features of requests, with their descriptions
     "mixed batch": "prompts in chunks beside decoding requests",
     "prefix cache": "a repeated prompt finds its blocks",
     "samples": "two samples that share the blocks of their prompt",
@@ -28,7 +28,7 @@ REQUESTS = {  # features in the first table of results, by column
     "speculation": "prompt lookup, with accepted draft tokens",
     "session": "a second turn continues from the blocks of the first",
 }
-OPTIONS = {  # features in the second table
+OPTIONS = {  # features that an option turns on
     "LoRA": "two adapters and the base model in one batch, against PEFT",
     "int8": "`quantization=int8`",
     "int4": "`quantization=int4`",
@@ -74,26 +74,22 @@ INTRODUCTION = """\
 
 # Model families
 
-The tests serve a tiny model with random weights of each family, in float32 on a CPU. `tested` means that they check
-the feature with this family, `rejected` that they check for an error, and `untested` that there is no test. Other
-families are served if they pass the [verification at load](../guides/add_a_model.md#verification-at-load)."""
+The tests serve a tiny model with random weights of each family, in float32 on a CPU. Every feature below is tested with
+every family; the last tables list what is rejected or untested. Other families are served if they pass the
+[verification at load](../guides/add_a_model.md#verification-at-load)."""
 FAMILY_NOTES = """\
-A family may have several configurations, such as one with sliding windows. Checkpoints are examples and not a part of
-the tests."""
+A family may have several configurations. Checkpoints are examples; the tests do not use them."""
 REQUEST_NOTES = """\
-Greedy tokens equal those that transformers generates for each prompt alone. Counters of the engine show that blocks
-were found, shared, swapped out or computed again, and that draft tokens were accepted."""
+Greedy tokens are equal to the tokens that transformers generates for each prompt alone. Counters of the engine show
+that the feature was used."""
 OPTION_NOTES = """\
-With quantization, a prompt has the same tokens alone and in a batch. They are compared with the logits of the model in
-float32, whose vocabulary has 320 tokens: on average, at most 20 tokens are more likely than the chosen one, and with
-`int4` at most 40. At least 60% of the chosen tokens, and with `int4` at least 10%, are the most likely ones. So
-`tested` with `int4` means that it runs and that its kernels are right, not that answers stay as good: random weights
-lose more by rounding than trained ones. LoRA means adapters of linear layers; adapters of experts
-(`target_parameters`) are rejected."""
+With quantized weights, a prompt has the same tokens alone and in a batch. Of the 320 tokens of the vocabulary, float32
+prefers on average at most 20 to the chosen one (`int4`: 40), and none in at least 60% of all cases (`int4`: 10%). The
+tests of `int4` therefore check the kernels, not the quality of answers: random weights lose more by rounding than
+trained ones. Adapters of experts (`target_parameters`) are rejected."""
 REJECTED_NOTES = """\
-The model does not load, and this is the error after the path of the model. The feature is the one whose option causes
-the error. `load` means that the model does not load with any options. With `int4`, the verification at load refuses
-some of the tiny models, for which the table has a summary of the error."""
+The model does not load with the option of the feature, or with any options (`load`). The reason is the error without
+the model's path; for `int4` it is a summary of the error of the verification at load."""
 UNTESTED_NOTES = "Why there is no test."
 STATUSES = ("tested", "rejected", "untested")
 HOW_TO = "run make matrix"
@@ -172,16 +168,14 @@ def render(records: Records) -> str:
     ]
     parts = [INTRODUCTION, "## Families", FAMILY_NOTES, _table(heads, about)]
     for title, features, notes in (("Requests", REQUESTS, REQUEST_NOTES), ("Options", OPTIONS, OPTION_NOTES)):
-        rows = [
-            [f"`{name}`", *(records.results.get((name, feature), UNTESTED).status for feature in features)]
-            for name in records.models
-        ]
         about_features = "\n".join(f"- {feature}: {text}" for feature, text in features.items())
-        parts += [f"## {title}", notes, about_features, _table(["family", *features], rows)]
+        parts += [f"## {title}", notes, about_features]
+    results = {(name, feature): UNTESTED for name in records.models for feature in (*REQUESTS, *OPTIONS)}
+    results |= records.results
     for title, status, notes in (("Rejected", "rejected", REJECTED_NOTES), ("Untested", "untested", UNTESTED_NOTES)):
         reasons = [
             [f"`{family}`", feature, result.reason]
-            for (family, feature), result in records.results.items()
+            for (family, feature), result in sorted(results.items())
             if result.status == status
         ]
         if reasons:
@@ -193,13 +187,10 @@ def read_page(text: str) -> Records:
     """Return the records from which a page was rendered."""
     sections = {part.partition("\n")[0]: _rows(part) for part in text.split("\n## ")[1:]}
     records = Records({name.strip("`"): (kind.strip("`"), layers) for name, kind, layers, _ in sections["Families"]})
+    records.results = {(name, feature): TESTED for name in records.models for feature in (*REQUESTS, *OPTIONS)}
     for status in ("rejected", "untested"):
         for family, feature, reason in sections.get(status.capitalize(), []):
             records.results[family.strip("`"), feature] = Result(status, reason)
-    for title, features in (("Requests", REQUESTS), ("Options", OPTIONS)):
-        for family, *statuses in sections[title]:
-            for feature, status in zip(features, statuses, strict=True):
-                records.results.setdefault((family.strip("`"), feature), Result(status))
     return records
 
 
