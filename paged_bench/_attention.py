@@ -196,15 +196,15 @@ class AttentionInputs:
 
 def _gather(cache: LayerCache, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     batch, width = table.shape
-    found = []
+    gathered = []
     for pool, scales in cache.pools:
         pages = pool.view(torch.int8)[table.flatten()].view(pool.dtype) if scales is not None else pool[table.flatten()]
         if scales is not None:
             out = torch.empty(pages.shape, dtype=dtype, device=pages.device)
             pages = dequantize(pages, scales[table.flatten()], out)
         pages = pages.view(batch, width, *pool.shape[1:]).transpose(1, 2)
-        found.append(pages.reshape(batch, pool.shape[1], -1, pool.shape[3]).to(dtype))
-    return found[0], found[1]
+        gathered.append(pages.reshape(batch, pool.shape[1], -1, pool.shape[3]).to(dtype))
+    return gathered[0], gathered[1]
 
 
 def error(prepared: AttentionInputs, output: Tensor) -> float:
@@ -252,7 +252,7 @@ def paged_wide(prepared: AttentionInputs) -> Call:
 
 
 def paged_by(prepared: AttentionInputs, attend: Callable[..., Tensor]) -> Call:
-    """Run another one of our implementations."""
+    """Run another of our implementations."""
     return _paged(prepared, [prepared.paging(index) for index in range(prepared.count)], attend)
 
 
@@ -293,7 +293,7 @@ def _attend(prepared: AttentionInputs, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def flex(prepared: AttentionInputs) -> Call:
-    """Run compiled flex_attention on contiguous keys and values, with a block mask of the lengths."""
+    """Run compiled flex_attention on contiguous keys and values, with a block mask that has the lengths."""
     cell = prepared.cell
     if prepared.device.type != "cuda":
         raise Unavailable("no GPU")
@@ -317,7 +317,7 @@ def flex(prepared: AttentionInputs) -> Call:
 def flashinfer(prepared: AttentionInputs) -> Call:
     """Run FlashInfer's paged wrappers, planned once, on our pool: its layout is FlashInfer's HND.
 
-    The arguments are those of `BatchDecodeWithPagedKVCacheWrapper` and `BatchPrefillWithPagedKVCacheWrapper` in
+    The arguments are as for `BatchDecodeWithPagedKVCacheWrapper` and `BatchPrefillWithPagedKVCacheWrapper` in
     FlashInfer 0.6 (docs.flashinfer.ai/api/attention.html). Its workspace is scratch memory of a call.
     """
     module, cell = _installed("flashinfer"), prepared.cell
@@ -383,13 +383,13 @@ def _installed(name: str) -> Any:
 
 
 def _cpu_variants() -> dict[str, Callable[[AttentionInputs], Call]]:
-    """Return our implementations for CPUs with fewer instructions, and the one without compiled kernels."""
+    """Return our implementations for CPUs with fewer instructions, and the implementation without compiled kernels."""
     if not native.levels():
         return {}  # PyTorch is the implementation in use
     levels = [level for level in native.levels() if level not in (native.level(), "amx_emulated")]
     attend = {level: partial(native.paged_attention, level=level) for level in levels}
     every: dict[str, Callable[..., Tensor]] = {**attend, "PyTorch": in_pytorch.paged_attention}
-    return {f"paged, {name}": partial(paged_by, attend=one) for name, one in every.items()}
+    return {f"paged, {name}": partial(paged_by, attend=attend) for name, attend in every.items()}
 
 
 CONTESTANTS: dict[str, Callable[[AttentionInputs], Call]] = {
@@ -417,7 +417,7 @@ def contestants(cell: Cell, device: torch.device) -> dict[str, Callable[[Attenti
 
 
 def targets(cell: Cell) -> dict[str, float]:
-    """Return the target ratio of our speed to that of each contestant."""
+    """Return the target of our speed relative to each contestant's."""
     goals = {"SDPA, contiguous": 0.98, "FlashInfer": 1.0, "vLLM": 1.0}
     if cell.kind == "decode" and cell.batch == 1 and cell.context >= 32768:
         goals["vLLM"] = 1.15

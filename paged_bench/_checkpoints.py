@@ -31,7 +31,7 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 # The tensors of a quantized weight, by the end of their names, and the same weight in float32.
 Written: TypeAlias = tuple[dict[str, Tensor], Tensor]
-Writer: TypeAlias = Callable[[Tensor], Written]  # takes a weight [out_features, in_features] in float32
+Writer: TypeAlias = Callable[[Tensor], Written]  # writes a weight [out_features, in_features] in float32
 
 
 class CheckpointFormat(NamedTuple):
@@ -87,7 +87,7 @@ def awq(weight: Tensor, size: int) -> Written:
 def shuffled(weight: Tensor, size: int, different: bool = False) -> tuple[Tensor, Tensor]:
     """Return an order of the inputs, and the group of each input in it, as with desc_act.
 
-    different: another order for projections with other numbers of outputs.
+    different: whether projections with other numbers of outputs get another order.
     """
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1]))
     order = order.roll(len(weight) if different else 0)
@@ -123,7 +123,8 @@ def gptq(
 def packed_integers(
     weight: Tensor, size: int | None, symmetric: bool, actorder: bool = False, bits: int = 4
 ) -> Written:
-    """Write a weight for compressed-tensors, "pack-quantized". size: None for a scale per output."""
+    """Write a weight for compressed-tensors, "pack-quantized". size: inputs that share a scale; None: one scale per
+    output."""
     size = size or weight.shape[1]
     in_order = torch.arange(weight.shape[1])
     order, g_idx = shuffled(weight, size) if actorder else (in_order, in_order)
@@ -158,9 +159,9 @@ def fp8(
     """Write a weight in FP8.
 
     Args:
-        rows, columns: of the blocks that share a scale; 0: all.
+        rows, columns: size of the blocks that share a scale; 0: all.
         scale: name of the scales.
-        dtype: of the scales.
+        dtype: type of the scales.
         extra: names of scales of activations.
     """
     rows, columns = rows or len(weight), columns or weight.shape[1]
@@ -203,7 +204,7 @@ def awq_format(size: int) -> CheckpointFormat:
 
 
 def gptq_format(bits: int, size: int, symmetric: bool, **options: Any) -> CheckpointFormat:
-    """options: further arguments of `gptq`."""
+    """Return a format of GPTQ. options: further arguments of `gptq`."""
     settings = {"quant_method": "gptq", "bits": bits, "group_size": size, "sym": symmetric}
     settings |= {"desc_act": options.get("desc_act", False)}
     settings |= {"checkpoint_format": "gptq" if options.get("stored_minus", 1) else "gptq_v2"}
@@ -241,7 +242,7 @@ def block_fp8_format(size: int) -> CheckpointFormat:
 
 
 def quantize_directory(source: Path, target: Path, form: CheckpointFormat) -> None:
-    """Write the model of a directory, with one weight file, into another one in a quantized format."""
+    """Write the model in a directory, with one weight file, to another directory in a quantized format."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors = load_file(source / "model.safetensors")
     for name in [name for name in tensors if QUANTIZED.search(name)]:

@@ -40,7 +40,7 @@ MAX_LENGTH = 1024  # tokens of a prompt or an output in these datasets
 WORDS = (
     "the a of to and in that it was for on with as his her they at be this from had not are but by we you one all were"
 ).split()
-END = "<|end|>"  # of the byte tokenizer
+END = "<|end|>"  # end of sequence of the byte tokenizer
 
 
 # --- requests and runs ---------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def between(stamps: Sequence[Sequence[float]]) -> list[float]:
 
 
 def permute_tokens(seed: int, jobs: Sequence[Job], vocab_size: int) -> list[Job]:
-    """Replace every token by another one, the same in all requests, so that shared prefixes stay shared."""
+    """Replace every token by another, the same in all requests, which keeps shared prefixes shared."""
     other = list(range(vocab_size))
     random.Random(seed).shuffle(other)
     return [replace(job, prompt=[other[token] for token in job.prompt]) for job in jobs]
@@ -115,7 +115,7 @@ def lengths(mean: float, count: int, rnd: random.Random) -> list[int]:
     return limited
 
 
-Draw = Callable[[int], list[int]]  # returns a number of random tokens
+Draw = Callable[[int], list[int]]  # returns that many random tokens
 
 
 def _mixed(count: int, draw: Draw, limit: int) -> list[Job]:
@@ -188,7 +188,7 @@ TABLE = ("1x128/256", "16x512/256", "64x512/256", "64x2048/128", "256x512/128", 
 
 def workload_name(text: str) -> str:
     """Parse one of WORKLOADS, or requests of equal lengths, such as 16x512/256."""
-    if text not in WORKLOADS and not ((found := EQUAL.fullmatch(text)) and all(map(int, found.groups()))):
+    if text not in WORKLOADS and not ((match := EQUAL.fullmatch(text)) and all(map(int, match.groups()))):
         known = ", ".join(WORKLOADS)
         raise ArgumentTypeError(f"{text!r}: must be one of {known}, or REQUESTSxPROMPT/OUTPUT, such as {TABLE[1]}")
     return text
@@ -196,10 +196,10 @@ def workload_name(text: str) -> str:
 
 def _equal(name: str, draw: Draw) -> list[Job] | None:
     """Return the requests of a name such as 16x512/256, and None for another name."""
-    found = EQUAL.fullmatch(name)
-    if found is None:
+    match = EQUAL.fullmatch(name)
+    if match is None:
         return None
-    count, prompt, output = map(int, found.groups())
+    count, prompt, output = map(int, match.groups())
     return [Job(draw(prompt), output) for _ in range(count)]
 
 
@@ -207,8 +207,8 @@ def workload(name: str, count: int, vocab_size: int, limit: int, rate: float | N
     """Return the requests of a workload, shortened to fit into a model of `limit` positions.
 
     Args:
-        name: one of WORKLOADS, or one that `workload_name` accepts.
-        count: number of requests; "long" has a 32nd of it, and a name such as 16x512/256 its own.
+        name: one of WORKLOADS, or a name that `workload_name` accepts.
+        count: number of requests; "long" has a 32nd of it, and a name such as 16x512/256 gives its own number.
         rate: requests per second of a Poisson process; None if all arrive at once.
     """
     rnd = random.Random(1)
@@ -230,7 +230,7 @@ def blocks_for(names: Sequence[str], count: int) -> int | None:
     """Return a number of blocks of 16 tokens that is enough for workloads of `count` requests, None for "long"."""
     if "long" in names:  # one prompt may be longer than all others together
         return None
-    equal = [tuple(map(int, found.groups())) for found in map(EQUAL.fullmatch, names) if found]
+    equal = [tuple(map(int, match.groups())) for match in map(EQUAL.fullmatch, names) if match]
     usual = 35 * count * (4 if {"n4", "beam4"} & set(names) else 1)
     return max([usual, *(requests * -(-(prompt + output + 16) // 16) for requests, prompt, output in equal)])
 
@@ -246,7 +246,7 @@ def _fit(job: Job, limit: int) -> Job:
 def model_options(model: str) -> dict[str, Any]:
     """Return engine options for a model: a directory or 'demo', or one of MODELS with random weights.
 
-    Only those of MODELS other than NULL work without the demo model: their text is never compared.
+    Without the demo model only MODELS other than NULL work: their text is never compared.
     """
     own = {"model": str(MODELS / model), "load_format": "dummy"}
     if model == NULL:

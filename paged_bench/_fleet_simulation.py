@@ -160,7 +160,7 @@ class CachedBlocks:
     """Knows how many blocks of each text every replica has cached. It listens to the prefix caches of the replicas.
 
     The last token of a block tells which system prompt or conversation it belongs to. The cached blocks of a text are
-    its first ones, as later blocks are evicted earlier, so that their number is enough.
+    its first ones, as later blocks are evicted earlier. Their number is therefore enough.
     """
 
     def __init__(self, num_replicas: int, block_size: int) -> None:
@@ -206,7 +206,7 @@ class _Listener:
 
 
 class LeastLoaded:
-    """Chooses the replica with the fewest open requests; of several, each in turn."""
+    """Chooses the replica with the fewest open requests; among equals, each in turn."""
 
     def __init__(self, num_replicas: int) -> None:
         self._open = [0] * num_replicas
@@ -228,7 +228,7 @@ class GatewayRouter:
     """Chooses the replica as the gateway does.
 
     Args:
-        cached: what each replica has cached, for prompts after the first turn; None: not known.
+        cached: what each replica has cached, for prompts after the first turn; None: unknown.
     """
 
     def __init__(self, router: Router, cached: CachedBlocks | None) -> None:
@@ -286,7 +286,7 @@ class StepCosts:
 
 # Qwen3-0.6B in bfloat16 on one H100, from docs/performance.md:
 # - context_token: 64 requests of 512 + 256 tokens take 3.28 ms per step, 64 of 2,048 + 128 take 6.9 ms;
-# - sequence and base: what is left of those 3.28 ms, and of 1.49 ms for one request of 128 + 256 tokens;
+# - sequence and base: what is left of the 3.28 ms, and of 1.49 ms for one request of 128 + 256 tokens;
 # - prefill_token: 256 prompts of 512 tokens have their first token after 343 ms at the median.
 # The decode steps of the other rows (16, 256, 1 of 32,000, 8 of 16,000) follow from these within 8.5%.
 H100_QWEN3 = StepCosts(base=1.476e-3, prefill_token=5.2e-6, sequence=3.6e-6, context_token=38.4e-9)
@@ -339,9 +339,9 @@ class Replica:
         self._costs = costs
         self._requests: dict[int, Request] = {}
         self._without_token: set[int] = set()  # keys of the requests that have no token yet
-        self._plan: Plan | None = None  # of the running step
-        self._started = 0.0  # when it started
-        self._tokens = 1  # tokens that it decodes of each sequence
+        self._plan: Plan | None = None  # the running step
+        self._started = 0.0  # when the running step started
+        self._tokens = 1  # tokens of each sequence that it decodes
         self._num_drafts = 0  # draft tokens of each sequence to propose
         self._work = (0, 0)  # its sequences and their context tokens
 
@@ -372,8 +372,8 @@ class Replica:
         return True
 
     def cut_step(self, now: float) -> bool:
-        """Let a running step that only decodes end after the tokens that it is decoding now. Return whether it ends
-        earlier than without."""
+        """Let a running step that only decodes end after the tokens that it is decoding now. Return whether that is
+        earlier than planned."""
         for tokens in range(1, self._tokens):
             ends_at = self._started + self._costs.decode(*self._work, tokens)
             if ends_at >= now:
@@ -426,7 +426,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The figures of one simulation. All but the numbers of requests are of the requests that are measured."""
+    """The figures of one simulation. All except the numbers of requests cover only the requests that are measured."""
 
     hit_rate: float  # share of the prompts' tokens that was found in the cache
     imbalance: float  # tokens that the busiest replica has computed, as a multiple of the mean
@@ -455,8 +455,8 @@ class Fleet:
     def run(self, conversations: Iterator[Conversation], count: int, progress: Callable[[int], None]) -> Outcome:
         """Simulate the first `count` conversations to their end.
 
-        Requests are measured from the arrival of the first conversation after WARM_UP to that of the last one.
-        progress: called with the number of conversations that have started, after each of them.
+        Requests are measured from the arrival of the first conversation after WARM_UP to the arrival of the last
+        conversation. progress: called with the number of conversations that have started, after each of them.
         """
         started = 0
         following = itertools.islice(conversations, count)

@@ -66,7 +66,7 @@ def first_line(error: Exception) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest of `values` that at least a `share` (0 to 1) of them do not exceed."""
+    """Return the smallest of `values` that at least a `share` (0 to 1) of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
@@ -85,16 +85,16 @@ def ratio(
 
 
 def latencies(what: str, times: Mapping[str, Sequence[float]]) -> Iterator[Record]:
-    """Yield p50 and p99 of latencies in seconds. times: by the name of the figure, which is left out if it has none."""
+    """Yield p50 and p99 of latencies. times: seconds by the name of the figure; names without values are left out."""
     for name, values in times.items():
         for share in (0.5, 0.99) if values else ():
             yield Record(f"{name} p{100 * share:.0f} {what}", 1e3 * percentile(values, share), "ms")
 
 
 def figures(records: Iterable[Record], pattern: str) -> dict[str, float]:
-    """Return the measured records whose whole name matches a pattern, by what its group matches."""
+    """Return the values of measured records whose whole name matches a pattern, by the text of its group."""
     matched = ((re.fullmatch(pattern, record.name), record.value) for record in records)
-    return {found[1]: value for found, value in matched if found and value is not None}
+    return {match[1]: value for match, value in matched if match and value is not None}
 
 
 # --- alternating rounds --------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Contest(Generic[T]):
 
     runs: dict[str, list[T]]
     figures: dict[str, list[float]]
-    failed: dict[str, str]  # contestants that failed and are in none of the above, and why
+    failed: dict[str, str]  # contestants that failed, and why; they are in no field above
 
     @cached_property
     def medians(self) -> dict[str, float]:
@@ -138,7 +138,7 @@ def alternate(
     Args:
         figure: returns the figure of a run, by default the run itself.
         label: what the progress says of a contestant, in which {} is its name.
-        may_fail: contestants whose error only excludes them. That of another one ends the benchmark.
+        may_fail: contestants whose error only excludes them. An error of any other contestant ends the benchmark.
         warm_up: run each contestant once before, which does not count.
         quiet: show no progress.
     """
@@ -273,8 +273,8 @@ class Bars:
 
     title: str
     values: Mapping[str, float]
-    grey: Collection[str] = ()  # the bars of others
-    line: float | None = None  # where a target is
+    grey: Collection[str] = ()  # bars of other contestants
+    line: float | None = None  # value of a target
     labels: Sequence[str] = ()  # texts of the bars; by default their values
 
     @property
@@ -303,7 +303,7 @@ class Lines:
 
     title: str
     lines: Mapping[str, Mapping[float, float]]
-    below: str  # what the axis has
+    below: str  # label of the axis
     dotted: Collection[str] = ()
     height = 3.4  # inches
 
@@ -347,7 +347,8 @@ def draw(panels: Sequence[Panel], file: Path, caption: str) -> None:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of PACKAGES, of the modules: a package may have another name, as pytorch-triton."""
+    """Return the versions of PACKAGES, as their modules give them: a package may have another name, as
+    pytorch-triton."""
     return {name: import_module(name).__version__ for name in PACKAGES}
 
 
@@ -365,7 +366,7 @@ def describe_run(command: str) -> dict[str, object]:
         "commit": _commit(),
         "processor": cpu_name(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "instructions": next(iter(supported()), None),  # of the C++ kernels
+        "instructions": next(iter(supported()), None),  # instruction set of the C++ kernels
         "cores": usable_cores(),
         "threads": count_threads(),
         "load": os.getloadavg()[0],  # processes that ran in the minute before
@@ -388,7 +389,8 @@ def _commit() -> str | None:
 
 def caption(run: Mapping[str, Any]) -> str:
     """Return the line of a picture that says what was run, where and when."""
-    threads = f", {run['threads']} threads on {run['cores']} cores" if run["threads"] else ""  # None: calculated
+    # Figures that are calculated have no threads.
+    threads = f", {run['threads']} threads on {run['cores']} cores" if run["threads"] else ""
     chip = run["gpu"] or f"{run['processor']}{threads}"
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     command = run["command"].partition(" --json ")[0]
@@ -398,10 +400,10 @@ def caption(run: Mapping[str, Any]) -> str:
 
 
 class Records(list[Record]):
-    """The figures of a run. Each one is saved when it is added, so that a benchmark that is ended early keeps them."""
+    """The figures of a run. Each figure is saved when it is added, so a benchmark that ends early keeps its figures."""
 
     def __init__(self, command: str, file: Path | None) -> None:
-        """file: of the report, or None."""
+        """file: the report, or None."""
         super().__init__()
         self.file = file
         self.run = describe_run(command)
@@ -437,9 +439,9 @@ class Records(list[Record]):
 class Benchmark:
     """What `paged bench NAME` runs. NAME is the module of `measure`."""
 
-    documentation: str | None  # of the module; its first line is the help
+    documentation: str | None  # docstring of the module; its first line is the help
     measure: Callable[[Namespace], Iterable[Record]]
-    panels: Callable[[Sequence[Record]], Iterable[Panel]]  # of the chart; it has nothing but the records
+    panels: Callable[[Sequence[Record]], Iterable[Panel]]  # parts of the chart, drawn from the records alone
     options: Sequence[Option] = ()
     quick: Mapping[str, object] = field(default_factory=dict)  # values of options with --quick, instead of the defaults
 

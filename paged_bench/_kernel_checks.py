@@ -2,8 +2,8 @@
 
     python -m paged_bench._kernel_checks [--processes N] [--json FILE]
 
-Most of the time passes in compiling, so that it takes less with several processes. It needs no pytest, and is no
-replacement for tests/kernels, which has more shapes, types and corner cases.
+Most of the time passes in compiling, so several processes are faster. It needs no pytest, and is no replacement for
+tests/kernels, which has more shapes, types and corner cases.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paged_kernels.step_inputs import step_inputs_reference
 
 TOKENS, HEADS, SHAPE, BLOCK = 24, 16, LayerShape(8, 128), 16  # the attention heads of Qwen3-0.6B
 ROUNDING = 2e-2  # largest difference of bfloat16 results near 1
-Check = Callable[[torch.device], tuple[float, float]]  # returns the largest error, and the largest that is right
+Check = Callable[[torch.device], tuple[float, float]]  # returns the largest error, and its limit
 
 
 def attention(cell: Cell) -> Check:

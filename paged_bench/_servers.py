@@ -61,7 +61,7 @@ class LoadResult:
 
     @classmethod
     def of(cls, times: Sequence[ResponseTimes], tokens: int) -> LoadResult:
-        """Return the result of requests with `tokens` output tokens in all."""
+        """Return the result of requests with `tokens` output tokens in total."""
         stamps = [request.stamps for request in times]
         return cls(
             tokens,
@@ -85,12 +85,12 @@ def added_latency(
     contest: Contest[LoadResult], baseline: str, streams: int, target: float | None = None
 ) -> Iterator[Record]:
     """Yield the median latencies of each contestant, and how much they exceed the baseline's of the same round."""
-    for what, of in (
+    for what, field in (
         ("time to first response", attrgetter("first")),
         ("time between responses", attrgetter("between")),
     ):
         name = f"{what} p50, {streams} streams"
-        times = {who: list(map(of, runs)) for who, runs in contest.runs.items()}
+        times = {who: list(map(field, runs)) for who, runs in contest.runs.items()}
         if not all(run for rounds in times.values() for run in rounds):
             yield not_measured(name, "all tokens were in one response")
             continue
@@ -159,9 +159,9 @@ def run_perf_analyzer(server: TritonServer, work: TextWorkload, *flags: str) -> 
 
     With --request-count it measures a single window and does not wait for stable results.
     """
-    found = perf_analyzer()
-    assert found is not None
-    binary, environment = found
+    analyzer = perf_analyzer()
+    assert analyzer is not None
+    binary, environment = analyzer
     with tempfile.TemporaryDirectory() as scratch:
         input_data, export = Path(scratch, "in.json"), Path(scratch, "out.json")
         input_data.write_text(work.input_data)
@@ -182,7 +182,7 @@ def run_perf_analyzer(server: TritonServer, work: TextWorkload, *flags: str) -> 
 def read_export(export: dict[str, Any]) -> LoadResult:
     """Parse an export of perf_analyzer, whose timestamps are nanoseconds.
 
-    All requests ignore the end of sequence, so that each one has max_tokens output tokens.
+    All requests ignore the end of sequence, so each has max_tokens output tokens.
     """
     (experiment,) = export["experiments"]
     requests = experiment["requests"]
@@ -198,7 +198,8 @@ def read_export(export: dict[str, Any]) -> LoadResult:
 def busy_cores(server: TritonServer, run: Callable[[], object]) -> dict[str, float]:
     """Return how many cores the server, the model's process and the client use during `run`.
 
-    The one that reaches its limit is the bottleneck. The limit of the model's process is about 1, because of the GIL.
+    The process that reaches its limit is the bottleneck. The limit of the model's process is about 1, because of the
+    GIL.
     """
     model = [int(pid) for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()]
     before, client, begin = [cpu_seconds([server.pid]), cpu_seconds(model)], _client_seconds(), time.perf_counter()
@@ -206,7 +207,7 @@ def busy_cores(server: TritonServer, run: Callable[[], object]) -> dict[str, flo
     wall = time.perf_counter() - begin
     after = [cpu_seconds([server.pid]), cpu_seconds(model)]
     used = [later - earlier for earlier, later in zip(before, after, strict=True)] + [_client_seconds() - client]
-    return {name: one / wall for name, one in zip(("tritonserver", "model", "client"), used, strict=True)}
+    return {name: seconds / wall for name, seconds in zip(("tritonserver", "model", "client"), used, strict=True)}
 
 
 def wait_until_populated(server: TritonServer) -> None:
@@ -260,7 +261,7 @@ async def _closed_loop(port: int, requests: Sequence[bytes], concurrency: int) -
 
 
 async def _run_connection(port: int, remaining: Iterator[bytes]) -> list[ResponseTimes]:
-    """Send the next remaining request over a connection until there are none."""
+    """Send requests over a connection, one after the other, until none remains."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         return [await _send(request, reader, writer) for request in remaining]
@@ -353,7 +354,7 @@ def servers_of(
 
 
 def computed_tokens(server: TritonServer) -> float:
-    """Return the tokens that a server has computed: of prompts, without those that were cached, and of outputs."""
+    """Return the tokens that a server has computed: prompt tokens that were not cached, and output tokens."""
     with Client(server.grpc_url) as client:
         client.pool_map(timeout=60)  # brings the metrics up to date
     with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=60) as reply:
@@ -399,7 +400,7 @@ class RedisServer:
     """A running `redis-server` with a log in a directory."""
 
     def __init__(self, directory: Path, *options: str, port: int = 0, tls: bool = False):
-        """Start the server. options: for the command line. port: 0 chooses a free one. tls: accept only TLS."""
+        """Start the server. options: command-line options. port: 0 chooses a free port. tls: accept only TLS."""
         self.port = port or choose_ports(redis=0)[0]
         ports = ["--port", "0", "--tls-port", str(self.port)] if tls else ["--port", str(self.port)]
         self._options = [*ports, "--save", "", "--appendonly", "no", "--dir", str(directory), *options]

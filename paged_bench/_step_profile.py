@@ -136,8 +136,8 @@ def _bindings(name: str) -> Sequence[tuple[Any, str, Any]]:
     owner, _, attribute = name.rpartition(".")
     if owner.rpartition(".")[2][0].isupper():
         module, _, kind = owner.rpartition(".")
-        found = getattr(importlib.import_module(module), kind)
-        return [(found, attribute, vars(found)[attribute])]
+        owner = getattr(importlib.import_module(module), kind)
+        return [(owner, attribute, vars(owner)[attribute])]
     home = importlib.import_module(owner)
     function = getattr(home, attribute)
     ours = [module for key, module in sys.modules.items() if key.split(".")[0] in ("paged_backend", "paged_kernels")]

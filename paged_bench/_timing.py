@@ -1,6 +1,6 @@
 """Times functions on a device, with inputs that are not in any cache.
 
-On a GPU every contestant is captured in a CUDA graph, so that Python and kernel launches are not part of the time.
+On a GPU every contestant is captured in a CUDA graph, which keeps Python and kernel launches out of the time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def rotations(nbytes: int, device: torch.device, most_bytes: int | None = None) -> int:
-    """Return how many copies of inputs it takes for a copy not to be in the cache when it is used again.
+    """Return how many copies of inputs it takes until a copy has left the cache when it is used again.
 
     Args:
         nbytes: size of a copy.
@@ -68,7 +68,7 @@ def _captured(call: Call, count: int) -> Callable[[], object]:
         for index in range(count):
             call(index)
 
-    def replay(of: Call = call) -> None:  # keeps the inputs alive: the graph has only their addresses
+    def replay(kept: Call = call) -> None:  # keeps the inputs alive: the graph has only their addresses
         graph.replay()
 
     replay()

@@ -86,9 +86,9 @@ CONDITIONS: Mapping[str, int | None] = {  # nice values of the neighbours; None:
     "busy neighbour at nice 19": 19,
 }
 IDLE = "idle"
-MIN_SHARE = 0.6  # of our own idle throughput
-MIN_SPEEDUP = 2.0  # over the best peer under the same conditions
-MAX_LATENCY = 4.0  # times the idle p99 between tokens
+MIN_SHARE = 0.6  # share of our own idle throughput
+MIN_SPEEDUP = 2.0  # relative to the best peer under the same conditions
+MAX_LATENCY = 4.0  # multiple of the idle p99 between tokens
 LATENCY_UNIT = "times idle"
 SPIN = "while True: pass"
 
@@ -97,7 +97,7 @@ SPIN = "while True: pass"
 
 
 class NoSteadyStep(ValueError):
-    """A run has no step of the kind that is to be timed."""
+    """A run has no step of the kind to be timed."""
 
 
 @dataclass(frozen=True)
@@ -218,20 +218,20 @@ class Contestants:
         return [name for name in self.available if name != OURS]
 
     def warm_up(self, jobs: Sequence[Job]) -> None:
-        """Run every contestant once, so that compilation and allocation are not timed."""
+        """Run every contestant once, to keep compilation and allocation out of the timings."""
         runs = {name: partial(run, jobs) for name, run in self.available.items()}
         for name, why in alternate(runs, 1, lambda run: run.seconds, may_fail=self.peers, quiet=True).failed.items():
             self.leave_out([name], why)
 
 
 def gather(args: Namespace, config: EngineConfig, assembly: Assembly, stack: ExitStack) -> Contestants:
-    """Start our engine and all peers in --peers. Those in other processes are closed by `stack`."""
+    """Start our engine and all peers in --peers. `stack` ends the peers that run in other processes."""
     contestants = Contestants({OURS: partial(run_paged, assembly)})
     selected = [peer for peer in PEERS if peer in args.peers]
     for peer in PEERS.keys() - selected:
         contestants.leave_out(PEERS[peer], f"not among --peers ({', '.join(selected)})")
     loaded, local = str(assembly.loaded.path), [peer for peer in selected if peer in ("generate", "batching")]
-    for threads in dict.fromkeys((args.threads, 1)):  # the last ones are for a busy CPU, where they may be faster
+    for threads in dict.fromkeys((args.threads, 1)):  # 1 thread is for a busy CPU, where it may be faster
         suffix = "" if threads == args.threads else ONE_THREAD
 
         def add(names: Sequence[str], start: Callable[[], Mapping[str, Contestant]], suffix: str = suffix) -> None:
@@ -253,8 +253,8 @@ def _start_vllm(options: Mapping[str, Any], threads: int, stack: ExitStack) -> M
 
 
 def _start_llama_cpp(model: str, dtype: str, threads: int, stack: ExitStack) -> Mapping[str, Contestant]:
-    """Start llama.cpp with the weights of the other engines, and with its fastest 4-bit ones, by contestant. Its keys
-    and values have the type of the other engines'."""
+    """Start llama.cpp with the weights of the other engines, and with its fastest 4-bit weights, by contestant. Its
+    keys and values have the type of the other engines'."""
     if model != model_options("demo")["model"]:
         raise ValueError("only the demo model is available as a GGUF file")
     llama_cpp = LlamaCpp(threads, stack)
@@ -289,7 +289,7 @@ def _with_threads(run: Contestant, threads: int) -> Contestant:
 def without_step_target(config: EngineConfig, assembly: Assembly) -> Assembly:
     """Return the engine without `target_step_ms`, which would shorten the prompt chunks of a step.
 
-    The first sequence then still decodes when the last one starts, also on a slow machine.
+    The first sequence then still decodes when the last one starts, even on a slow machine.
     """
     budget, scheduler = config.max_num_batched_tokens, assembly.scheduler
     unpaced = Scheduler(
@@ -329,7 +329,7 @@ def run_scenario(
         yield replace(not_measured(name, failed[OURS], scenario.target), peers=medians)
     else:
         yield Record(name, contest.medians[OURS], unit, scenario.target, peers=medians)
-    outputs = {who: [made for made, _ in found] for who, found in contest.runs.items()}
+    outputs = {who: [made for made, _ in runs] for who, runs in contest.runs.items()}
     for who in peers:
         pair = (who, OURS) if unit in LESS_IS_BETTER else (OURS, who)
         yield contest.ratio(f"{name}: times {who}", *pair, scenario.ratios[who])
@@ -345,9 +345,9 @@ def run_scenario(
 def agreement(name: str, ours: Sequence[Run], theirs: Sequence[Run], exact: bool) -> Record:
     """Return the share of requests with the same output, and after how many tokens the others differ."""
     pairs = [
-        (one, other)
+        (own, other)
         for our_run, their_run in zip(ours, theirs, strict=True)
-        for one, other in zip(our_run.outputs, their_run.outputs, strict=True)
+        for own, other in zip(our_run.outputs, their_run.outputs, strict=True)
     ]
     differing = [at for at in (_first_difference(*pair) for pair in pairs) if at is not None]
     peers = {"tokens before they differ, median": statistics.median(differing)} if differing else {}
@@ -355,8 +355,8 @@ def agreement(name: str, ours: Sequence[Run], theirs: Sequence[Run], exact: bool
     return Record(name, share, "% of requests", 100.0 if exact else None, 100.0, peers)
 
 
-def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+def _first_difference(own: Sequence[int], other: Sequence[int]) -> int | None:
+    return next((at for at, (a, b) in enumerate(zip(own, other, strict=True)) if a != b), None)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from paged_client.serving.repository import resolve_model
 from paged_client.serving.tritonserver import TritonServer
 
 TARGET = 0.5  # p99 of the time between tokens of the pair, relative to the mixed server
-TIMEOUT_MS = 20_000  # of the store, so that other processes of the machine do not disable it
+TIMEOUT_MS = 20_000  # time limit of the store, long enough that other processes do not disable it
 BLOCK_SIZE = 16
 VOCAB = 256  # random tokens below this number, which every vocabulary has
 LOAD = 1.6  # time between two long prompts, relative to the time in which the prefill server computes one
@@ -134,8 +134,8 @@ async def _ticks(interval: float, seconds: float) -> AsyncIterator[None]:
 
 
 def compare(options: Mapping[str, object], model: str, store: str, load: Load, rounds: int) -> Iterator[Record]:
-    """Run both contestants alternately. The interval of `load` is replaced by one that the prefill server can keep up
-    with."""
+    """Run both contestants alternately. The interval of `load` is replaced by an interval at which the prefill server
+    can keep up."""
     half = len(os.sched_getaffinity(0)) // 2
     cores = sorted(os.sched_getaffinity(0))[: 2 * half]
     shared = {**options, "remote_cache_url": store, "remote_cache_timeout_ms": TIMEOUT_MS, "tier_read_mode": "always"}

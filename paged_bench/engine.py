@@ -55,10 +55,10 @@ PADDED, ALONE = "transformers, one padded batch", "transformers, one at a time"
 PEERS = ("transformers", "vllm")
 CACHED = ("system-prompt",)  # workloads with a prefix cache; in the others, rounds repeat the same prompts
 TARGETS = {"nano": 20_000.0}  # output tokens/s of Qwen3-0.6B on an H200
-LIMITS = {"nano": 36_500.0}  # limit by its memory bandwidth
+LIMITS = {"nano": 36_500.0}  # limit of its memory bandwidth
 PROFILED, PROFILED_STEPS = ("1x128/256", "16x512/256", "64x2048/128"), 32  # workloads, and tokens of each request
-MOST_KERNELS = 16  # records of a workload
-LONGEST_NAME = 60  # characters of a kernel's name; cuBLAS and PyTorch have names of thousands
+MOST_KERNELS = 16  # maximum records of a workload
+LONGEST_NAME = 60  # maximum characters of a kernel's name; cuBLAS and PyTorch have names of thousands
 
 
 # --- contestants ---------------------------------------------------------------------------------------------------
@@ -68,26 +68,26 @@ def contestants(
     assembly: Assembly, peer: torch.nn.Module | None, vllm: Vllm | None, name: str, has_arrivals: bool
 ) -> dict[str, Contestant]:
     """Return the contestants that support a workload and are not disproportionately slow."""
-    found: dict[str, Contestant] = {OURS: partial(run_paged, assembly)}
+    available: dict[str, Contestant] = {OURS: partial(run_paged, assembly)}
     if vllm and name != "beam4":
-        found[VLLM] = vllm.run
+        available[VLLM] = vllm.run
     if peer is None:
-        return found
+        return available
     on_gpu = assembly.device.type == "cuda"
     if name != "beam4":  # continuous batching has no beam search
         make = partial(continuous, peer, assembly.scheduler.max_num_batched_tokens, sharing=name in CACHED)
-        found[CONTINUOUS] = make(tuned=False)
+        available[CONTINUOUS] = make(tuned=False)
         if on_gpu:
-            found[TUNED] = make(tuned=True)
+            available[TUNED] = make(tuned=True)
     if has_arrivals:
-        return found
+        return available
     if on_gpu:  # half of the free memory is left for attention and logits
-        found[PADDED] = padded(peer, torch.cuda.mem_get_info(assembly.device)[0] / 2)
+        available[PADDED] = padded(peer, torch.cuda.mem_get_info(assembly.device)[0] / 2)
     elif name in ("mixed", "alpaca", "n4", "beam4"):
-        found[PADDED] = padded(peer)
+        available[PADDED] = padded(peer)
     if name == "mixed":
-        found[ALONE] = one_at_a_time(peer)
-    return found
+        available[ALONE] = one_at_a_time(peer)
+    return available
 
 
 def compare(
@@ -118,13 +118,13 @@ def compare(
     for who in medians:
         target = 2.0 if name == "nano" and who in (CONTINUOUS, TUNED) else None
         yield contest.ratio(f"output_throughput_ratio {name} ({who})", OURS, who, target)
-    for who, found in contest.runs.items():
-        yield from run_latencies(f"{name} ({who})", found)
+    for who, measured in contest.runs.items():
+        yield from run_latencies(f"{name} ({who})", measured)
     yield Record(f"output_throughput {name}, first round", cold.medians[OURS], "tokens/s")
     yield from run_latencies(f"{name}, first round", cold.runs[OURS])
     for who, why in (broken | contest.failed).items():
         yield not_measured(f"output_throughput_ratio {name} ({who})", why)
-    last = {who: found[-1] for who, found in contest.runs.items()}
+    last = {who: measured[-1] for who, measured in contest.runs.items()}
     for who in medians:
         yield from _peer_settings(f"{name} ({who})", last[who], len(jobs))
     yield from _kv_usage(name, last)
@@ -177,7 +177,7 @@ def idle(name: str, device: torch.device, run: Callable[[], object]) -> Record:
 
 
 def gpu_idle(run: Callable[[], object]) -> float:
-    """Return the share of the wall time of `run` without a kernel or copy on the GPU, in %, by torch.profiler.
+    """Return the percentage of the wall time of `run` without a kernel or copy on the GPU, by torch.profiler.
 
     It is an upper bound, because the profiler slows down the host.
     """
@@ -188,7 +188,7 @@ def gpu_idle(run: Callable[[], object]) -> float:
 def kernels(name: str, steps: int, run: Callable[[], object]) -> Iterator[Record]:
     """Yield the GPU time of the kernels that take the most in `run`, per step, and how often each is launched.
 
-    steps: of the run. Those with prompts count like the others, so that there should be few of them.
+    steps: number of steps in the run. Steps with prompts count like the others, so there should be few of them.
     """
     times: dict[str, list[float]] = defaultdict(list)
     for event in _profiled(run)[1]:
@@ -235,7 +235,7 @@ def measure(args: Namespace) -> Iterator[Record]:
         "dtype": args.dtype or ("auto" if on_gpu else "float32"),
         "max_num_seqs": min(budget, num_requests * (4 if {"n4", "beam4"} & set(names) else 1)),
         "max_num_batched_tokens": budget,
-        "gpu_memory_utilization": 0.45,  # leaves as much for the peers
+        "gpu_memory_utilization": 0.45,  # leaves the same share for the peers
     }
     if not on_gpu and (blocks := blocks_for(names, num_requests)):
         options["num_gpu_blocks_override"] = blocks

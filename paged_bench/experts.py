@@ -1,7 +1,7 @@
 """Measure one mixture of experts on a CPU: packed and quantized weights, beside transformers' own implementations.
 
-Weights and routing are random. Several layers are used in turn, so that no cache holds their weights. All contestants
-compute the same rows, and their outputs are compared with those of transformers' loop over experts.
+Weights and routing are random. Several layers are used in turn, so no cache holds their weights. All contestants
+compute the same rows, and their outputs are compared with transformers' loop over experts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BITS = {"int8": 8, "int4": 4}
 GROUP_SIZE = 32
 TARGET = 1.0  # speed over the faster implementation of transformers
 CPU = torch.device("cpu")
-LAYERS = 2  # which are used in turn
+LAYERS = 2  # layers that are used in turn
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -5,7 +5,7 @@ measurements of Qwen3-0.6B on an H100 gives (_fleet_simulation.py, which also sa
 `hashing` and `cache-aware` are the gateway's router without and with knowledge of the caches; like the gateway, the
 latter uses it from the second turn on.
 
-The limit of the hit rate is that of one replica with the blocks of all, which runs each request in no time.
+The limit of the hit rate is the hit rate of one replica with the blocks of all, which runs each request in no time.
 
 A run of a million conversations would take 0.9 to 1.8 hours per policy on one core (measured: 150 to 310 conversations
 per second with 4 to 64 replicas). Short runs of large fleets mostly show cold caches. Memory grows with the blocks of
@@ -34,10 +34,10 @@ from paged_bench._fleet_simulation import (
 from paged_bench._harness import Benchmark, Lines, Option, Record, bounded, count, figures, percentile, rate
 
 HARDWARE = "step costs of Qwen3-0.6B on an NVIDIA H100"
-MIN_CONVERSATIONS = 20  # for figures after the warm-up
+MIN_CONVERSATIONS = 20  # minimum for figures after the warm-up
 MIN_BLOCKS = MAX_CONTEXT // BLOCK_SIZE
 ROUTED = ("hashing", "cache-aware")  # policies that should keep a conversation at one replica
-HIT_RATE_TARGET = 0.95  # of the limit
+HIT_RATE_TARGET = 0.95  # share of the limit
 IMBALANCE_TARGET = 1.3
 PROGRESS_SECONDS = 5.0
 

@@ -25,7 +25,7 @@ from paged_client.wire import request_values
 GRPC, GATEWAY = "gRPC", "gateway"
 PROMPT = " ".join(WORDS)
 MIN_REQUESTS = 4  # minimum per run, so that there is a median for a single stream
-NULL_FACTOR = 8  # how many times more tokens the null model generates, so that a run is long enough
+NULL_FACTOR = 8  # how many times more tokens the null model generates, for runs that are long enough
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Requests:
     """The requests of a run."""
 
     count: int
-    streams: int  # of which so many are open at any time
-    tokens: int  # of each output
+    streams: int  # requests that are open at any time
+    tokens: int  # tokens of each output
     stream: bool = True
 
 

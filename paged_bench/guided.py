@@ -337,10 +337,10 @@ def _generate_text(library: Any, matcher: Any, tokenizer: Any, vocab_size: int, 
 
 
 def coverage(what: str, cases: Sequence[Case], name: str, library: Any, tokenizer: Any, words: int) -> Iterator[Record]:
-    found: dict[str, list[str]] = {HELD: [], REFUSED: [], IGNORED: [], STRICT: []}
+    by_result: dict[str, list[str]] = {HELD: [], REFUSED: [], IGNORED: [], STRICT: []}
     for case in cases:
-        found[support(library, tokenizer, words, case)].append(case.name)
-    for result, names in found.items():
+        by_result[support(library, tokenizer, words, case)].append(case.name)
+    for result, names in by_result.items():
         listed = f" ({', '.join(names)})" if names and result is not HELD else ""
         yield Record(f"{what} {result}: {name}", len(names), f"of {len(cases)}{listed}")
 

@@ -2,8 +2,8 @@
 
 Bytes and operations are the necessary ones: each key and value is read once, and nothing past the causal edge is
 computed. The limits are a read-only stream and a matrix product, measured in the same run. Block tables are shuffled,
-inputs rotate so that no cache holds them, contestants run round-robin, and every output is compared with attention in
-fp32.
+inputs rotate to keep them out of the caches, contestants run round-robin, and every output is compared with attention
+in fp32.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from paged_kernels.ops import kv_write, paged_attention
 from paged_kernels.paging import Paging
 
 BLOCK_SIZE = 16
-TYPES = ("auto", "fp8", "int8")  # the first one is the reference
+TYPES = ("auto", "fp8", "int8")  # the first is the reference
 DECODING, CONTEXT = 8, 1024  # number of sequences and their context length, where attention is timed
 
 
@@ -52,7 +52,7 @@ class Score:
     """The accuracy of a model: sums over all positions that have a next token in their window."""
 
     positions: int = 0
-    divergence: float = 0.0  # sum of KL(auto, this one), in nats
+    divergence: float = 0.0  # sum of KL(auto, this type), in nats
     agreed: int = 0  # number of positions with the same top token as `auto`
     surprise: float = 0.0  # sum of -log p(the text's next token)
 
@@ -103,13 +103,13 @@ def log_probabilities(assembly: Assembly, pool: KVCache, window: Sequence[int]) 
 def accuracy(
     models: Mapping[str, tuple[Assembly, KVCache]], texts: Sequence[Sequence[int]], reference: str
 ) -> dict[str, Score]:
-    """Compare the next-token distributions of models, each with its KV cache, with those of the reference."""
+    """Compare the next-token distributions of models, each with its KV cache, with the reference's."""
     scores = {name: Score() for name in models}
     for window in texts:
-        found = {name: log_probabilities(*model, window)[:-1] for name, model in models.items()}
-        following = torch.tensor(window[1:], device=found[reference].device)
+        log_probs = {name: log_probabilities(*model, window)[:-1] for name, model in models.items()}
+        following = torch.tensor(window[1:], device=log_probs[reference].device)
         for name, score in scores.items():
-            score.add(found[name], found[reference], following)
+            score.add(log_probs[name], log_probs[reference], following)
     print(f"{len(texts)} windows of {len(texts[0])} tokens, {scores[reference].positions} next tokens")
     return scores
 

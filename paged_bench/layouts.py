@@ -1,8 +1,8 @@
 """Calculate what the network costs when a model is divided over several machines, for each way to divide it.
 
-Nothing is measured. The figures are what the bytes that must cross the network, and the messages that wait for each
-other, take with the bandwidth and latency that are given: lower bounds, to which the computation is added.
-`paged bench nodes` counts the bytes that the engine moves.
+Nothing is measured. The figures are the times that the bytes over the network, and the messages that wait for each
+other, take with the given bandwidth and latency: lower bounds, to which the computation is added. `paged bench nodes`
+counts the bytes that the engine moves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paged_backend.api.sizes import GIB
 from paged_bench._engine import model_options
 from paged_bench._harness import Bars, Benchmark, Option, Record, figures, model_option
 
-BYTES = 2  # of a weight, an activation, and an element of the KV cache
+BYTES = 2  # bytes of a weight, an activation, and an element of the KV cache
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a layout costs the busiest machine. Bytes are those of the direction that has more."""
+    """What a layout costs the busiest machine. Bytes are counted in the direction that has more."""
 
     weights: float  # bytes in memory
     step: float = 0.0  # bytes of a decode step
@@ -68,7 +68,8 @@ def all_reduced(shape: Shape, rows: int, machines: int) -> float:
 def layouts(shape: Shape, machines: int, rows: int, prompt: int) -> dict[str, Cost]:
     """Return the cost of each layout. rows: sequences that decode at once. prompt: tokens of a prompt."""
     weights = float(BYTES * shape.parameters)
-    logits = (machines - 1) / machines * rows * shape.vocab * BYTES  # those that the first machine needs of the others
+    # The logits that the first machine needs from the others.
+    logits = (machines - 1) / machines * rows * shape.vocab * BYTES
     exchanges = math.ceil(math.log2(machines)) * (2 * shape.layers + 1)
     hidden = float(shape.hidden * BYTES)  # a row between two stages
     return {

@@ -53,7 +53,7 @@ from paged_kernels.ops import kv_write, paged_attention
 from paged_kernels.paging import Paging
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-BLOCK_SIZE = 16  # of the other parts
+BLOCK_SIZE = 16  # block size of the other parts
 MIN_REQUESTS = 100
 WIDTHS = (2, 4, 6)  # samples or beams of one prompt
 WASTE_TARGETS = {("ShareGPT", 16): 2.5, ("Alpaca", 4): 3.5}
@@ -121,7 +121,7 @@ def sampled(plan: Plan, rng: random.Random) -> StepResult:
 
 
 def random_candidates(width: int, rng: random.Random) -> list[Candidate]:
-    """Return candidates whose probabilities fall about as fast as those of a fairly confident language model."""
+    """Return candidates whose probabilities fall about as fast as a fairly confident language model's."""
     log_prob, row = -rng.expovariate(1), []
     for token in range(2 * width):
         row.append(Candidate(token, log_prob))
@@ -164,9 +164,9 @@ def sample_pool(scheduler: Scheduler) -> Sample:
     return Sample(requests=len(groups), allocated=scheduler.blocks.num_used * size, **totals)
 
 
-def utilisation(samples: Rows[Sample], of: str) -> float:
-    """Return the share of slots that hold a token, over all samples. `of` is the field of Sample with the slots."""
-    return sum(sample.live for sample in samples) / sum(getattr(sample, of) for sample in samples)
+def utilisation(samples: Rows[Sample], slots: str) -> float:
+    """Return the share of slots that hold a token, over all samples. slots: name of the field with the slots."""
+    return sum(sample.live for sample in samples) / sum(getattr(sample, slots) for sample in samples)
 
 
 def waste(requested: int) -> Iterator[Record]:
@@ -176,10 +176,11 @@ def waste(requested: int) -> Iterator[Record]:
         for size in BLOCK_SIZES:
             samples, place = list(simulate(work, size)), (dataset, size)
             unused = {
-                of: 100 * (1 - utilisation(samples, of)) for of in ("allocated", "maximum", "power_of_two", "oracle")
+                slots: 100 * (1 - utilisation(samples, slots))
+                for slots in ("allocated", "maximum", "power_of_two", "oracle")
             }
             name, value = f"waste {dataset} block_size={size}", unused.pop("allocated")
-            peers = {f"contiguous, {of}": share for of, share in unused.items()}
+            peers = {f"contiguous, {slots}": share for slots, share in unused.items()}
             yield Record(name, value, "%", WASTE_TARGETS.get(place), WASTE_LIMITS.get(place), peers)
 
 
@@ -243,8 +244,8 @@ class ModelShape:
     """What the layers of a model keep for a sequence."""
 
     name: str
-    layers: tuple[LayerShape, ...]  # with attention
-    states: tuple[StateShape, ...] = ()  # of the recurrent layers
+    layers: tuple[LayerShape, ...]  # layers with attention
+    states: tuple[StateShape, ...] = ()  # states of the recurrent layers
     # What a pool without this feature would keep: all tokens, keys and values of all heads, in every layer.
     plain: tuple[LayerShape, ...] = ()
 
@@ -444,7 +445,7 @@ def panels(records: Rows[Record]) -> Iterator[Bars | Lines]:
     }
     yield Lines("blocks saved by sharing, %", _numbers(saved), "samples or beams of one prompt")
     held = {name: by_name[f"memory, {name}, 8,192 tokens"] for name in (shape.name for shape in MODELS)}
-    shares = {name: 100 * (one.value or 0.0) / one.peers["all kept"] for name, one in held.items()}
+    shares = {name: 100 * (record.value or 0.0) / record.peers["all kept"] for name, record in held.items()}
     yield Bars("memory at 8,192 tokens, % of all keys and values", shares)
 
 

@@ -51,7 +51,7 @@ class Decoded:
     """A run of requests at once."""
 
     rate: float  # output tokens per second, prefill included
-    steps: int  # after the prompts were computed
+    steps: int  # steps after the prompts were computed
     moved: int  # bytes from and to a machine during these steps
 
 
@@ -63,13 +63,13 @@ def requests_of(assembly: Assembly, streams: int, output: int) -> list[GenerateR
 
 
 def decode(assembly: Assembly, streams: int, output: int, machine: _machines.Machine) -> Decoded:
-    """Run requests at once. machine: its bytes are counted."""
+    """Run requests at once. machine: the machine whose bytes are counted."""
     requests = requests_of(assembly, streams, output)
     started = time.perf_counter()
-    before, steps, found = 0, 0, 0
+    before, steps, tokens = 0, 0, 0
     for step in serve(assembly, requests):
-        found += sum(len(delta.token_ids) for delta in step.deltas)
-        if found < 2 * streams:  # prompts are computed
+        tokens += sum(len(delta.token_ids) for delta in step.deltas)
+        if tokens < 2 * streams:  # prompts are computed
             before, steps = machine.bytes_moved(), 0
         else:
             steps += 1
@@ -92,12 +92,11 @@ def end_after_cut(assembly: Assembly, machine: _machines.Machine) -> float:
 
 
 def required_bytes(assembly: Assembly, streams: int, nodes: int, stages: int) -> float:
-    """Return the bytes that machine 1 must send and receive for a decode step, in which one of `stages` parts of the
-    streams are computed.
+    """Return the bytes that machine 1 must send and receive for a decode step of 1 / `stages` of the streams.
 
-    In each layer the sums of the outputs of attention and MLP, and once those of the embeddings, as an optimal
-    all-reduce moves them; hidden states from and to the stages beside its own; its part of the logits, which one rank
-    needs to sample; and the tokens.
+    These are: in each layer the sums of the outputs of attention and MLP, and once the sum of the embeddings, as an
+    optimal all-reduce moves them; hidden states from and to the neighbouring stages; its part of the logits, which one
+    rank needs to sample; and the tokens.
     """
     config = assembly.loaded.model.config.get_text_config()
     size, rows, width = assembly.loaded.spec.dtype.itemsize, -(-streams // stages), nodes // stages

@@ -99,11 +99,11 @@ def _missing(name: str) -> str | None:
 def _kill_marked(mark: str) -> None:
     """Kill the processes that have `mark` in their environment, whatever their parent, group or session is now."""
     for _ in range(100):
-        found = list(_marked(mark))
-        for pid in found:
+        pids = list(_marked(mark))
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if not found:
+        if not pids:
             return
         time.sleep(0.1)  # a process takes a while to end, and may have started another one before it was killed
 
@@ -158,7 +158,7 @@ STEPS = (
 
 
 def rehearsal(model: str) -> tuple[Step, ...]:
-    """Return STEPS for a machine without a GPU, to test the run: the first ones with a small model and few inputs."""
+    """Return STEPS for a machine without a GPU, to test the run: the first steps with a small model and few inputs."""
     small = ("--model", model, "--alone", "--quick", "--requests", "2", *_workloads("mixed", "2x8/4"))
     long = 3600.0  # the machine may be slow
     instead = {
@@ -174,7 +174,7 @@ def rehearsal(model: str) -> tuple[Step, ...]:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of two runs. An earlier one may have several values: of rounds, or the lowest and the highest."""
+    """A figure of two runs. The earlier run may have several values: of rounds, or the lowest and the highest."""
 
     unit: str
     earlier: Sequence[float] = ()
@@ -198,7 +198,7 @@ def measured(out: Path, steps: Sequence[str]) -> dict[str, tuple[float, str]]:
     Figures of other contestants have their name in brackets. If several steps have a figure, the later ones have the
     name of the step in brackets.
     """
-    found: dict[str, tuple[float, str]] = {}
+    figures: dict[str, tuple[float, str]] = {}
     for step in steps:
         file = out / f"{step}.json"
         mine: dict[str, tuple[float, str]] = {}
@@ -206,16 +206,16 @@ def measured(out: Path, steps: Sequence[str]) -> dict[str, tuple[float, str]]:
             if record["value"] is not None:
                 mine[record["name"]] = (record["value"], record["unit"])
             mine |= {f"{record['name']} ({who})": (value, record["unit"]) for who, value in record["peers"].items()}
-        found |= {f"{name} [{step}]" if name in found else name: value for name, value in mine.items()}
-    return found
+        figures |= {f"{name} [{step}]" if name in figures else name: value for name, value in mine.items()}
+    return figures
 
 
 def compare(earlier: Mapping[str, Any], now: Mapping[str, tuple[float, str]]) -> dict[str, Figure]:
-    """Return the figures of both runs by name, the earlier ones first. Those of different units are different.
+    """Return the figures of both runs by name, the earlier run's first. Figures of different units are different.
 
-    earlier: `figures` of its file.
+    earlier: `figures` in the file of the earlier run.
     """
-    figures = {name: Figure(one["unit"], one["values"]) for name, one in earlier.items()}
+    figures = {name: Figure(figure["unit"], figure["values"]) for name, figure in earlier.items()}
     for name, (value, unit) in now.items():
         if name in figures and figures[name].unit != unit:
             name = f"{name} [{unit}]"
@@ -224,9 +224,9 @@ def compare(earlier: Mapping[str, Any], now: Mapping[str, tuple[float, str]]) ->
 
 
 def table(figures: Mapping[str, Figure]) -> str:
-    """Return the figures that the earlier run has, and those of SHOWN, as a table."""
+    """Return the figures that the earlier run has, and figures that match SHOWN, as a table."""
     rows = [("", "earlier", "now", "")]
-    rows += [(name, *one.cells) for name, one in figures.items() if one.earlier or SHOWN.match(name)]
+    rows += [(name, *figure.cells) for name, figure in figures.items() if figure.earlier or SHOWN.match(name)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
         f"{name:{widths[0]}}  {before:>{widths[1]}}  {now:>{widths[2]}}  {unit}".rstrip()
@@ -241,7 +241,10 @@ def summarize(out: Path, steps: Sequence[str], earlier: Path) -> str:
     """
     before = json.loads(earlier.read_text())
     figures = compare(before["figures"], measured(out, steps))
-    rows = {name: {"unit": one.unit, "earlier": list(one.earlier), "now": one.now} for name, one in figures.items()}
+    rows = {
+        name: {"unit": figure.unit, "earlier": list(figure.earlier), "now": figure.now}
+        for name, figure in figures.items()
+    }
     about = {key: before[key] for key in ("commit", "gpu")}
     (out / "summary.json").write_text(json.dumps({"earlier": about, "figures": rows}, indent=2) + "\n")
     return f"earlier: {about['gpu']}, {about['commit']}\n{table(figures)}"
@@ -256,15 +259,15 @@ def environment() -> dict[str, str]:
     shown = ""
     if shutil.which(query[0]):
         shown = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    found = dict(zip(CLOCKS.split(","), shown.splitlines()[0].split(", "), strict=False)) if shown else {}
-    return found | package_versions() | {"python": sys.version.split()[0]}
+    clocks = dict(zip(CLOCKS.split(","), shown.splitlines()[0].split(", "), strict=False)) if shown else {}
+    return clocks | package_versions() | {"python": sys.version.split()[0]}
 
 
 def variables(compiled: str) -> dict[str, str]:
     """Return the environment variables of the steps.
 
-    compiled: the folder of compiled kernels, which all steps share. It is empty at first, so that the load time of the
-    first engine has all compilation in it.
+    compiled: the folder of compiled kernels, which all steps share. It is empty at first, so the load time of the first
+    engine includes all compilation.
     """
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "client"), os.environ.get("PYTHONPATH", "")]
     return {

@@ -1,10 +1,10 @@
 """Measure the accuracy and the speed of quantized weights, next to llama.cpp with the same GGUF files.
 
 Accuracy is relative to float32, with the method and the texts of `paged bench kv_dtype`. Checkpoints are made from the
-model by rounding to the nearest code, so they are less accurate than those that are calibrated. Speed is that of
-streams that start together, with greedy sampling; for one stream, from its first token on. A run during which other
-processes use the cores is repeated. llama.cpp runs each GGUF file with its own defaults, which round activations to 8
-bits, as the engine does in 16-bit data types.
+model by rounding to the nearest code, so they are less accurate than calibrated ones. Speed is measured with streams
+that start together, with greedy sampling; for one stream, from its first token on. A run during which other processes
+use the cores is repeated. llama.cpp runs each GGUF file with its own defaults, which round activations to 8 bits, as
+the engine does in 16-bit data types.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ STREAMS = (1, 8)  # sequences
 PROMPT, OUTPUT = 144, 64  # tokens of a stream
 PEER = "llama.cpp"
 MAX_LOAD = 0.25  # average number of cores that other processes may keep busy during a run
-ATTEMPTS = 3  # number of times that a run is made at most
-Options = dict[str, object]  # of the engine
+ATTEMPTS = 3  # maximum number of times that a run is made
+Options = dict[str, object]  # options of the engine
 REFERENCE = "float32"
 ROUNDED: Mapping[str, Options] = {  # formats that the engine makes while loading
     REFERENCE: {"dtype": "float32"},
@@ -93,7 +93,7 @@ QUICK = [REFERENCE, "bfloat16", "int4", "AWQ"]
 
 
 def gguf_file(name: str, llama_cpp: LlamaCpp | None) -> Path:
-    """Return the file of a format of GGUF, and let llama.cpp create it if necessary. Raises ValueError without it."""
+    """Return the file of a GGUF format, which llama.cpp creates if necessary. Raises ValueError without llama.cpp."""
     kind = GGUF[name]
     if kind == AS_PACKAGED:
         return demo_gguf(kind)
@@ -137,7 +137,7 @@ def step(assembly: Assembly, rows: int) -> Callable[[], float]:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run, and how many cores other processes kept busy meanwhile: 0 where the system does not tell."""
+    """A run, and how many cores other processes kept busy meanwhile; 0 if the system does not tell."""
 
     run: Run
     load: float
@@ -185,7 +185,7 @@ def speed(
     models: Mapping[str, Assembly], peers: Mapping[str, Contestant], streams: int, rounds: int
 ) -> Iterator[Record]:
     """Measure the output tokens per second of streams, for one stream from its first token on, and compare the tokens
-    with those of llama.cpp."""
+    with llama.cpp's."""
     first = next(iter(models.values()))
     vocab_size, limit = first.loaded.spec.vocab_size, first.limits.max_model_len
     rng, output = random.Random(streams), min(OUTPUT, limit // 2)
@@ -228,8 +228,8 @@ def same_tokens(ours: Sequence[Run], theirs: Sequence[Run]) -> float:
     """Return the share of output tokens before the first one that differs, over all requests."""
     same = total = 0
     for our_run, their_run in zip(ours, theirs, strict=True):
-        for one, other in zip(our_run.outputs, their_run.outputs, strict=True):
-            equal = [a == b for a, b in zip(one, other, strict=True)]
+        for own, other in zip(our_run.outputs, their_run.outputs, strict=True):
+            equal = [a == b for a, b in zip(own, other, strict=True)]
             same += equal.index(False) if False in equal else len(equal)
             total += len(equal)
     return same / total
@@ -300,15 +300,15 @@ def compare(
 def names(text: str) -> list[str]:
     """Parse formats, separated by commas, which also occur in a name."""
     parts = [part.strip() for part in text.split(",")]
-    found: list[str] = []
+    parsed: list[str] = []
     for part in parts:
-        if found and f"{found[-1]}, {part}" in FORMATS:
-            found[-1] += f", {part}"
+        if parsed and f"{parsed[-1]}, {part}" in FORMATS:
+            parsed[-1] += f", {part}"
         elif part in FORMATS:
-            found.append(part)
+            parsed.append(part)
         else:
             raise ArgumentTypeError(f"{part!r}: must be one of {'; '.join(FORMATS)}")
-    return found
+    return parsed
 
 
 def _peers(text: str) -> list[str]:

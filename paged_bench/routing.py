@@ -6,7 +6,8 @@ need.
 
 - Hit rate: the share of prompt tokens that were cached, beside one server with the pool of all.
 - Balance: tokens computed by the busiest server, over the mean.
-- Loss: one server is killed under load. Every request must succeed, and the hit rate returns to 0.95 of the one before.
+- Loss: one server is killed under load. Every request must succeed, and the hit rate returns to 0.95 of its earlier
+  value.
 - Overhead: throughput with routing, KV cache events, metrics and traces (1% of requests), over the throughput with none
   of them.
 """
@@ -36,7 +37,7 @@ ROUTINGS = HASHING, EVENTS, ROUND_ROBIN = ("hashing", "kv-events", "round-robin"
 ONE = "one server"
 BLOCK_SIZE = 16
 SLACK = 1.2  # what the pools hold, over what the conversations need
-TEMPLATE = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}assistant:"
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 TRACED_SHARE = 0.01
 WINDOW = 2.0  # seconds over which the hit rate is computed after a loss
@@ -100,7 +101,7 @@ def hit_rate(turns: Sequence[Turn]) -> float:
 
 
 def interleaved(url: str, shape: Shape, count: int, at_once: int, sampling: dict[str, Any]) -> list[Turn]:
-    """Run the first turns of all conversations, then the second ones, and so on, each in a random order of its own.
+    """Run the first turns of all conversations, then all second turns, and so on, each time in another random order.
 
     Args:
         url: the gateway.
@@ -157,7 +158,7 @@ def steady(
 
 
 def recovery(turns: Sequence[Turn], event: float, share: float, window: float) -> float | None:
-    """Return the seconds after `event` from which on the hit rate of each window is at least `share` of the one before.
+    """Return the seconds after `event` until all further windows have at least `share` of the hit rate before it.
 
     None if it does not recover.
     """
@@ -198,7 +199,7 @@ class Setup:
         self.sampling: dict[str, Any] = {"temperature": 0}
         if "tokenizer" not in self.options:
             self.tokenizer = resolve_model(args.model)
-            self._characters = 4  # per token
+            self._characters = 4  # characters per token
             return
         # Random weights: bytes as tokens, a plain template, and replies of letters, because other bytes are no text.
         made = byte_tokenizer(512)

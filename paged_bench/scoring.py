@@ -53,7 +53,7 @@ def measure(args: Namespace) -> Iterator[Record]:
     options |= {"max_num_seqs": args.max_num_seqs, "num_gpu_blocks_override": blocks}
     engines = {name: load({**options, "enable_prefix_caching": name == CACHED}) for name in (CACHED, COMPUTED)}
     vocab = engines[CACHED].limits.vocab_size
-    for assembly in engines.values():  # warm-up, of which nothing is found later
+    for assembly in engines.values():  # warm-up with prompts that do not occur later
         score(assembly, draw_prompts(args.rounds, vocab, args.tokens, args.length, 1))
 
     def contestant(assembly: Assembly) -> Callable[[], Scores]:

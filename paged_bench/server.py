@@ -2,7 +2,7 @@
 
 Load comes from perf_analyzer, with figures computed from the timestamps that it exports, and from our own load
 generator (client/paged_client/load.py), which uses less CPU time. If the two differ, perf_analyzer was the bottleneck.
-Tokens that accumulate for a stream are sent as one response, so the time between responses is at least that between
+Tokens that accumulate for a stream are sent as one response, so the time between responses is at least the time between
 tokens. The null model is an engine whose forward pass computes nothing; scheduler, sampler, detokenizer, responder and
 server are the real ones.
 """
@@ -51,10 +51,10 @@ NO_ANALYZER = "perf_analyzer cannot run here"
 
 def clients(server: TritonServer, work: TextWorkload) -> dict[str, Callable[[], LoadResult]]:
     """Return functions that send all requests at once, by client."""
-    found: dict[str, Callable[[], LoadResult]] = {LEAN: partial(run_lean_client, server, work, len(work.jobs))}
+    senders: dict[str, Callable[[], LoadResult]] = {LEAN: partial(run_lean_client, server, work, len(work.jobs))}
     if perf_analyzer():
-        found[ANALYZER] = partial(run_perf_analyzer, server, work, "--concurrency-range", str(len(work.jobs)))
-    return found
+        senders[ANALYZER] = partial(run_perf_analyzer, server, work, "--concurrency-range", str(len(work.jobs)))
+    return senders
 
 
 def compare(

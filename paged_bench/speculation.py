@@ -1,7 +1,7 @@
 """Measure speculative decoding: output tokens per second and per step, and the acceptance rate of draft tokens.
 
-There are two kinds of requests: to repeat a text, where the output is part of the prompt, and to continue one, where it
-is not. The texts are those of this project. All contestants generate the same tokens, which is checked in float32.
+There are two kinds of requests: to repeat a text, where the output is part of the prompt, and to continue a text, where
+it is not. The texts are from this project. All contestants generate the same tokens, which is checked in float32.
 """
 
 from __future__ import annotations

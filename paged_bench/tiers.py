@@ -1,8 +1,8 @@
 """Measure the time to first token with a prefix from memory, disk or a remote store, and what a failed store costs.
 
 One engine computes prompts and writes their blocks to disk and to a Redis server of this machine. Engines that have not
-seen the prompts then read them, each from one tier. The second part compares the duration of requests with a store that
-was killed, or that accepts connections and never answers, with that of an engine without a tier.
+seen the prompts then read them, each from one tier. The second part measures the duration of requests with a store that
+was killed, or that accepts connections and never answers, relative to an engine without a tier.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paged_client.serving.repository import resolve_model
 
 REMOTE_TARGET = 0.3  # time to first token, relative to computing the prompt
 DISABLED_TARGET = 1.2  # duration of requests, relative to an engine without a tier
-TIMEOUT_MS = 20_000  # of the store while reads are timed, so that other processes of the machine do not disable it
+TIMEOUT_MS = 20_000  # time limit of the store in timed reads, long enough that other processes do not disable it
 DISABLE_SECONDS = 30.0  # time limit of the remote tier, and ample time to notice it
 NO_REDIS = "no redis-server"
 
@@ -128,16 +128,16 @@ def first_tokens(
         contestants = {name: partial(contestant, name, itertools.count()) for name in engines}
         contest = alternate(contestants, rounds, warm_up=True)
         stats = {name: engines[name].stats for name in ("disk", "remote") if name in engines}
-        for name, found in stats.items():
-            if getattr(found, f"{name}_read") != blocks:
+        for name, tier_stats in stats.items():
+            if getattr(tier_stats, f"{name}_read") != blocks:
                 raise RuntimeError(f"not all blocks were read from the {name} tier; see the log")
     what = f"time to first token, {tokens:,} tokens"
     yield from contest.records(f"{what}, {{}}", "ms")
     for tier in [name for name in engines if name != "computed"]:
         target = REMOTE_TARGET if tier == "remote" else None
         yield contest.ratio(f"{what}, {tier} / computed", tier, "computed", target)
-    for name, found in stats.items():
-        yield Record(f"cost of a block, {name}", 1e3 * getattr(found, f"{name}_seconds"), "ms")
+    for name, tier_stats in stats.items():
+        yield Record(f"cost of a block, {name}", 1e3 * getattr(tier_stats, f"{name}_seconds"), "ms")
     if not store:
         yield not_measured(f"{what}, remote", NO_REDIS)
 

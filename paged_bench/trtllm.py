@@ -1,8 +1,8 @@
 """Measure the latency that the models of tensorrtllm_backend add to the engine's own model.
 
 The same requests go to all models of one server. The models of tensorrtllm_backend reach the engine through a local
-socket, so that a response passes one more process. Figures are differences of medians of alternating runs. The latency
-added to "between responses" is the cost of each token that the duration of a step does not hide.
+socket, so a response passes one more process. Figures are differences of medians of alternating runs. The latency added
+to "between responses" is the cost of each token that the duration of a step does not hide.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks server addresses and headers before they reach a library, which takes many invalid ones for host names."""
+"""Checks server addresses and headers before libraries do, which take many invalid ones for host names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def http_base(url: str) -> str:
 
 
 def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the headers. Raises ValueError for one that cannot be sent."""
+    """Return the headers. Raises ValueError for a header that cannot be sent."""
     for name, value in headers.items():
         if not _HEADER_NAME.fullmatch(name):
             raise ValueError(f"headers: the name {name!r} must be letters, digits and any of -_.")

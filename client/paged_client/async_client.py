@@ -145,7 +145,7 @@ class AsyncClient:
         return response
 
     def with_transport(self, wrap: Callable[[AsyncTransport], AsyncTransport]) -> AsyncClient:
-        """Return a client of the same server whose transport is `wrap` of this one's."""
+        """Return a client of the same server whose transport is this client's, wrapped by `wrap`."""
         client = copy(self)
         client._transport = wrap(self._transport)
         return client

@@ -38,7 +38,7 @@ class AsyncConversation(ConversationBase):
     async def generate(
         self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
     ) -> Completion:
-        """Run the next turn and return its completion. Arguments and errors are those of `AsyncClient.generate`."""
+        """Run the next turn and return its completion. Arguments and errors as for `AsyncClient.generate`."""
         turn = self._next_turn(sampling)
         with self._track_turn():
             return await self._client.generate(prompt, messages=messages, **turn)
@@ -46,7 +46,7 @@ class AsyncConversation(ConversationBase):
     def stream(
         self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
     ) -> AsyncStream:
-        """Run the next turn as a stream. Arguments and errors are those of `AsyncClient.stream`."""
+        """Run the next turn as a stream. Arguments and errors as for `AsyncClient.stream`."""
         self._last = stream = self._client.stream(prompt, messages=messages, **self._next_turn(sampling))
         return stream
 

@@ -129,11 +129,11 @@ class Chat:
             sampling[name] = parsed
         elif name:
             sampling.pop(name, None)
-        print(", ".join(f"{key}={one!r}" for key, one in sampling.items()) or "No sampling parameter is set.")
+        print(", ".join(f"{key}={value!r}" for key, value in sampling.items()) or "No sampling parameter is set.")
 
 
 def _typed_text() -> str:
-    """Return what was typed at the prompt when Ctrl-C was pressed; nothing where Python has no readline."""
+    """Return what was typed at the prompt when Ctrl-C was pressed; empty where Python has no readline."""
     try:
         import readline
     except ImportError:
@@ -143,7 +143,7 @@ def _typed_text() -> str:
 
 @contextmanager
 def _input_hidden() -> Iterator[None]:
-    """Do not show what is typed, so that it does not mix with the output, and discard it at the end."""
+    """Hide what is typed, to keep it out of the output, and discard it at the end."""
     try:
         import termios
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> None:
     """Run the command in `sys.argv` and end the process, as the program `paged`.
 
-    A failed command ends without the interpreter's own shutdown, which waits for threads: those of gRPC can keep a
+    A failed command ends without the interpreter's own shutdown, which waits for threads: gRPC's threads can keep a
     process from exiting.
     """
     code = main()
@@ -129,7 +129,7 @@ class _ShowVersion(argparse.Action):
 
 
 def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser of the command line, and those of its commands by name."""
+    """Return the parser of the command line, and the parsers of its commands by name."""
     parser = _Parser(
         prog="paged", description="Serve language models with paged attention on NVIDIA Triton Inference Server."
     )

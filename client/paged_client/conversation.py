@@ -1,4 +1,4 @@
-"""Sessions: conversations whose messages and KV cache the server keeps. The base class and the synchronous one."""
+"""Sessions: conversations whose messages and KV cache the server keeps. The base class and the synchronous class."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Conversation(ConversationBase):
     def generate(
         self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
     ) -> Completion:
-        """Run the next turn and return its completion. Arguments and errors are those of `Client.generate`."""
+        """Run the next turn and return its completion. Arguments and errors as for `Client.generate`."""
         turn = self._next_turn(sampling)
         with self._track_turn():
             return self._with_retries(lambda: self._client.generate(prompt, messages=messages, **turn))
@@ -101,7 +101,7 @@ class Conversation(ConversationBase):
     def stream(
         self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
     ) -> Stream:
-        """Run the next turn as a stream. Arguments and errors are those of `Client.stream`."""
+        """Run the next turn as a stream. Arguments and errors as for `Client.stream`."""
         turn = self._next_turn(sampling)
 
         def open_stream() -> Stream:

@@ -47,11 +47,11 @@ def _choose(server: _Server, url: str) -> str:
     models = server.ready_models()
     if DEFAULT_MODEL in models:
         return DEFAULT_MODEL
-    found = [model for model in models if _OWN_TENSOR in server.inputs(model)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise PagedError("NOT_FOUND", f"{url} serves several models; choose one with --model: {listed(found)}")
+    own = [model for model in models if _OWN_TENSOR in server.inputs(model)]
+    if len(own) == 1:
+        return own[0]
+    if own:
+        raise PagedError("NOT_FOUND", f"{url} serves several models; choose one with --model: {listed(own)}")
     others = f"; its models: {listed(models)}" if models else "; it has no model that is ready"
     raise PagedError("NOT_FOUND", f"{url} does not serve this engine{others}")
 

@@ -1,7 +1,7 @@
 """The HTTP encoding of requests, responses and errors: Triton's generate extension with server-sent events.
 
 Only `/generate_stream` is used. `/generate` requires exactly one response, and the server notices a disconnect only
-when it writes to the client, so that only streamed requests can be cancelled.
+when it writes to the client, so only streamed requests can be cancelled.
 """
 
 from __future__ import annotations

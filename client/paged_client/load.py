@@ -1,8 +1,7 @@
 """A lightweight load generator: sends many requests over a few gRPC calls and records the time of each response.
 
 It complements perf_analyzer, which is the reference but uses more CPU time per response. Requests share a call, as with
-tritonclient's `async_stream_infer`, so that a response costs one protobuf message and a lookup. The outputs are not
-decoded.
+tritonclient's `async_stream_infer`, so a response costs one protobuf message and a lookup. The outputs are not decoded.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class _Load:
         self._error: Exception | None = None
         self._done = threading.Event()
         # Created last: a call starts its reader thread, which may report an error at once.
-        self._calls = [_Call(service_pb2_grpc.GRPCInferenceServiceStub(one), self) for one in self._channels]
+        self._calls = [_Call(service_pb2_grpc.GRPCInferenceServiceStub(channel), self) for channel in self._channels]
 
     def closed_loop(self, concurrency: int) -> None:
         """Keep `concurrency` requests open: send the next one whenever one finishes."""
@@ -103,7 +102,7 @@ class _Load:
             due = started + arrival
             if (wait := due - time.perf_counter()) > 0:
                 time.sleep(wait)
-            # Latency counts from the scheduled time, so that a late load generator does not hide server latency.
+            # Latency counts from the scheduled time: a late load generator must not hide server latency.
             self._send_next(self._calls[index % len(self._calls)], due)
 
     def _send_next(self, call: _Call, due: float | None = None) -> None:

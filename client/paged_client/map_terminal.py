@@ -221,7 +221,7 @@ def watch(poll: Callable[[], PoolMap], interval: float, out: TextIO, style: Styl
 
 
 def _draw(recording: Recording, out: TextIO, style: Style) -> tuple[int, int]:
-    """Draw over the previous frame with a single write, so that it does not flicker.
+    """Draw over the previous frame with a single write, which avoids flicker.
 
     The last column stays empty: some terminals erase it when they clear the rest of a full line.
     """

@@ -11,7 +11,7 @@ from paged_client.wire import TRACE_CONTEXT, Fields, Values, check_text, input_v
 
 
 def embedding_values(text: str | Sequence[int], dimensions: int | None, sampling: Mapping[str, object]) -> Values:
-    """Return the inputs of an embedding request. Raises ValueError as `request_values` does."""
+    """Return the inputs of an embedding request. Raises ValueError like `request_values`."""
     pooling = {} if dimensions is None else {"dimensions": [_index("dimensions", dimensions)]}
     return _values("embedding_request", {"input": _prompt(text), "pooling_params": pooling}, sampling)
 
@@ -24,7 +24,7 @@ def classification_values(
     use_activation: bool,
     sampling: Mapping[str, object],
 ) -> Values:
-    """Return the inputs of a classification request. Raises ValueError as `request_values` does."""
+    """Return the inputs of a classification request. Raises ValueError like `request_values`."""
     given = {"input": text, "messages": messages, "query": query, "document": document}
     names = [name for name, value in given.items() if value is not None]
     if names not in (["input"], ["messages"], ["query", "document"]):
@@ -40,7 +40,7 @@ def classification_values(
 
 
 def _prompt(text: str | Sequence[int]) -> str | list[int]:
-    return check_text("input", text) if isinstance(text, str) else [_index("input", one) for one in text]
+    return check_text("input", text) if isinstance(text, str) else [_index("input", token) for token in text]
 
 
 def _values(name: str, request: Mapping[str, object], sampling: Mapping[str, object]) -> Values:
@@ -85,4 +85,4 @@ def read_classification(response: Fields | None) -> Classification:
 
 
 def _receipts(fields: Fields) -> list[Mapping[str, float]]:
-    return [json.loads(str(one)) for one in fields.get("receipt", [])]
+    return [json.loads(str(text)) for text in fields.get("receipt", [])]

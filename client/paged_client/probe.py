@@ -12,12 +12,12 @@ HIGHEST_PRIORITY = -(2**31)  # lower numbers are scheduled first
 
 
 def probe(client: Client, timeout: float | None) -> None:
-    """Generate a token, or ask a model that generates none, such as a classifier or a model that is asleep, for a pool
-    map, which the engine loop answers. Raises PagedError if that fails, unless the waiting queue is full, which shows
-    that the engine works.
+    """Check that the engine works: generate a token. A model that generates none, such as a classifier or a model that
+    is asleep, is asked for a pool map instead, which the engine loop answers. Raises PagedError if that fails, unless
+    the waiting queue is full, which shows that the engine works.
 
-    The request has the highest priority that the server admits, and a cache salt of its own, so that it neither waits
-    behind other requests nor counts against another tenant. It is not traced.
+    The request has the highest priority that the server admits, and a cache salt of its own: it neither waits behind
+    other requests nor counts against another tenant. It is not traced.
     """
     try:
         _generate_token(client, timeout)

@@ -22,7 +22,7 @@ def http_body(
     """Return the JSON object to post to Triton's `generate`, or with `stream` to `generate_stream`.
 
     Triton takes strings and numbers, not objects: messages, tools, sampling parameters and schemas become strings that
-    hold JSON. Arguments are those of `Client.stream`.
+    hold JSON. Arguments as for `Client.stream`.
 
     Raises ValueError for invalid arguments.
     """

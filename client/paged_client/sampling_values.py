@@ -10,7 +10,7 @@ from paged_backend.api.limits import EngineLimits, InputLimits
 from paged_backend.api.sampling_params import SamplingParams
 
 _MOST = 2**31 - 1
-# The highest limits, as those of the server are not known.
+# The highest limits, because the server's limits are not known.
 _OWN = {spec.name: _MOST for spec in fields(InputLimits) if spec.name not in ("min_priority", "max_prompt_chars")}
 _LIMITS = EngineLimits(_MOST, _MOST, _MOST, BlockLayout(1), _MOST, input_limits=InputLimits(**_OWN))
 _PARSERS = {spec.name: spec.metadata["parse"] for spec in fields(SamplingParams)}

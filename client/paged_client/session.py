@@ -53,7 +53,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of a conversation: its two messages, or none if there is no reply to continue from."""
+    """A turn of a conversation: its two messages, or no messages if there is no reply to continue from."""
 
     messages: tuple[Message, ...] = ()
     interrupted: bool = False  # whether Ctrl-C has ended the reply

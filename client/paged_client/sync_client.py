@@ -73,7 +73,7 @@ class Client:
         timeout: float | None = None,
         **sampling: object,
     ) -> Completion:
-        """Generate a completion and return it when it is complete. Arguments and errors are those of `stream`."""
+        """Generate a completion and return it when it is complete. Arguments and errors as for `stream`."""
         values = request_values(prompt, messages, sampling, stream=self._transport.must_stream and may_stream(sampling))
         with self._open(values, request_id, timeout) as stream:
             for _ in stream:
@@ -133,7 +133,7 @@ class Client:
         return read_num_stopped(self._ask(STOP_REQUEST, check_request_id(request_id), timeout))
 
     def adapters(self, *, timeout: float | None = None) -> tuple[Adapter, ...]:
-        """Return the LoRA adapters that the server lists. Errors are those of `pool_map`."""
+        """Return the LoRA adapters that the server lists. Errors as for `pool_map`."""
         return read_adapters(self._ask(ADAPTERS_REQUEST, "", timeout))
 
     def embed(
@@ -180,7 +180,7 @@ class Client:
                 model that ranks documents; exactly one of the three.
             use_activation: whether to return probabilities; otherwise scores.
             request_id, timeout: as for `stream`.
-            sampling: the parameters that apply: as for `embed`.
+            sampling: the same parameters as for `embed`.
 
         Raises:
             ValueError: invalid arguments.
@@ -190,12 +190,12 @@ class Client:
         return read_classification(self._ask(values, request_id, timeout))
 
     def _ask(self, values: Values, request_id: str, timeout: float | None) -> Fields | None:
-        """Send a request that has exactly one response and return that."""
+        """Send a request that has exactly one response, and return the response."""
         responses = self._transport.open(values, request_id, check_timeout(timeout))
         try:
             response = responses.next()
             with suppress(PagedError):
-                responses.next()  # read the end: a call that is dropped before it can keep the server from exiting
+                responses.next()  # read to the end: a call that is dropped earlier can keep the server from exiting
         finally:
             responses.cancel()
         return response

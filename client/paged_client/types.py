@@ -11,7 +11,7 @@ from paged_backend.api.errors import LORA_NOT_ENABLED
 
 _ERROR_PREFIX = "Error generating stream: "  # the same prefix as in Triton's vLLM backend
 _ERROR_CLASS = re.compile(r"([A-Z][A-Z_]+): *(.*)", re.DOTALL)
-# Messages that are identical to those of the vLLM backend and therefore have no class. All are invalid requests.
+# Messages that are the same as in the vLLM backend and therefore have no class. All are invalid requests.
 _VLLM_MESSAGES = re.compile(
     re.escape(LORA_NOT_ENABLED) + r"|LoRA .* is not supported, we currently support .*"
     r"|When streaming, `exclude_input_in_output` = False is not allowed\.",
@@ -34,7 +34,7 @@ Logprobs = tuple[TokenLogprob, ...]  # the chosen token first, then the most lik
 
 @dataclass(frozen=True, kw_only=True)
 class PromptInfo:
-    """Fields about the prompt. A stream has them in its first delta, and `prompt_logprobs` in the first one after the
+    """Fields about the prompt. A stream has them in its first delta, and `prompt_logprobs` in the first delta after the
     prompt has been computed; a completion has them in its first sample."""
 
     prompt_token_ids: tuple[int, ...] | None = None  # None without `return_token_ids=True`
@@ -94,8 +94,8 @@ class Embedding:
 class Classification:
     """The classes of a prompt."""
 
-    label: str  # the most likely one
-    probs: tuple[float, ...]  # of all labels; scores with `use_activation=False`
+    label: str  # the most likely label
+    probs: tuple[float, ...]  # probabilities of all labels; scores with `use_activation=False`
     num_input_tokens: int  # prompt tokens
     receipt: Mapping[str, float] | None = field(default=None, compare=False)  # the receipt, as in Completion
 

@@ -73,7 +73,7 @@ Values = dict[str, Value]  # input name -> its element or list; also REQUEST_PAR
 SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 TRACE_CONTEXT = ("traceparent", "tracestate")  # headers of W3C, sent as parameters
 REQUEST_PARAMETERS = (*SEQUENCE, *TRACE_CONTEXT)
-# Outputs with one element for each token, and what it is. They are fields of Delta and Completion.
+# Outputs with one element for each token, and its type. They are fields of Delta and Completion.
 PER_TOKEN: Mapping[str, Callable[[Any], Any]] = {"token_ids": int, "text_offsets": int}
 RETURN_FLAGS = tuple(f"return_{name}" for name in PER_TOKEN)  # inputs that callers pass as sampling parameters
 JSON_INPUTS = ("tools", "chat_template_kwargs")  # the same, sent as JSON
@@ -148,7 +148,7 @@ def read_pool_map(response: Fields | None) -> PoolMap:
     """Parse the response of a pool map request. Raises PagedError if it is malformed."""
     try:
         values = json.loads(str((response or {})["pool_map"][0]))
-        return PoolMap(**{one.name: values[one.name] for one in fields(PoolMap) if one.name in values})
+        return PoolMap(**{spec.name: values[spec.name] for spec in fields(PoolMap) if spec.name in values})
     except (LookupError, TypeError, ValueError) as error:
         raise PagedError("INTERNAL", f"the server sent no map of its pool: {type(error).__name__}: {error}") from None
 
@@ -176,8 +176,8 @@ def read_adapters(response: Fields | None) -> tuple[Adapter, ...]:
     """Parse the response of an adapter list request. Raises PagedError if it is malformed."""
     names = [field.name for field in fields(Adapter)]
     try:
-        found = json.loads(str((response or {})["adapters"][0]))
-        return tuple(Adapter(**{name: one[name] for name in names if name in one}) for one in found)
+        adapters = json.loads(str((response or {})["adapters"][0]))
+        return tuple(Adapter(**{name: adapter[name] for name in names if name in adapter}) for adapter in adapters)
     except (LookupError, TypeError, ValueError) as error:
         reason = f"the server sent no list of its adapters: {type(error).__name__}: {error}"
         raise PagedError("INTERNAL", reason) from None
@@ -278,7 +278,7 @@ def _read_prompt(fields: Fields) -> dict[str, Any]:
     for text in fields.get("first_prompt_token", []):
         prompt["first_prompt_token"] = str(text)
     for text in fields.get("prompt_logprobs", []):
-        prompt["prompt_logprobs"] = tuple(one and _entries(one) for one in json.loads(str(text)))
+        prompt["prompt_logprobs"] = tuple(by_id and _entries(by_id) for by_id in json.loads(str(text)))
     return prompt
 
 
@@ -289,8 +289,8 @@ def _read_logprobs(text: str) -> tuple[Logprobs, ...] | None:
     return tuple(map(_entries, tokens))
 
 
-def _entries(one: Mapping[str, Any]) -> Logprobs:
-    return tuple(TokenLogprob(int(token), **entry) for token, entry in one.items())
+def _entries(by_id: Mapping[str, Any]) -> Logprobs:
+    return tuple(TokenLogprob(int(token), **entry) for token, entry in by_id.items())
 
 
 def _split(
@@ -304,12 +304,12 @@ def _split(
 
 
 def _joined(deltas: Sequence[Delta]) -> dict[str, Any]:
-    """Return what deltas have for each token. None: nothing, as it was not asked for."""
-    found: dict[str, Any] = {}
+    """Return the fields that deltas have for each token; None for a field that was not requested."""
+    joined: dict[str, Any] = {}
     for name in ("logprobs", *PER_TOKEN):
         parts = [part for delta in deltas if (part := getattr(delta, name)) is not None]
-        found[name] = tuple(value for part in parts for value in part) if parts else None
-    return found
+        joined[name] = tuple(value for part in parts for value in part) if parts else None
+    return joined
 
 
 def check_timeout(timeout: float | None) -> float | None:

@@ -1,7 +1,7 @@
 """The sockets that torch.distributed opens for a process group, for which it has no options.
 
 gloo and the TCPStore listen until the process ends, and keep every connection that a stranger opens and closes, until
-the process has no file descriptors left. So nobody is accepted any more once all ranks have met.
+the process has no file descriptors left. Therefore no connection is accepted once all ranks have met.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # a BPF program: return 0, the b
 
 @contextmanager
 def group_sockets(*, gloo: bool) -> Iterator[None]:
-    """Inside the context this process joins a group. Its connections get `keep_alive`. gloo: whether it is one of gloo,
-    whose ports all ranks have reached at the end; those of NCCL are also used later."""
+    """Context in which this process joins a group. Its new connections get `keep_alive`. gloo: whether it is a group of
+    gloo, whose ports are closed at the end; NCCL's ports are also used later."""
     before = _sockets().keys()
     yield
     for inode, descriptor in _sockets().items():
@@ -39,8 +39,8 @@ def group_sockets(*, gloo: bool) -> Iterator[None]:
 
 
 def close_port(listening: socket.socket) -> None:
-    """Let a socket accept no further connections, also one that a library waits for. Those that exist go on. Raises
-    OSError if the kernel has no socket filters."""
+    """Make a listening socket accept no further connections, even if a library waits for them. Existing connections
+    stay open. Raises OSError if the kernel has no socket filters."""
     program = ctypes.create_string_buffer(_DROP_ALL)
     # Packets for the socket that listens are dropped. Closing it, or shutting it down, would disturb its library.
     listening.setsockopt(
@@ -50,9 +50,9 @@ def close_port(listening: socket.socket) -> None:
 
 def _sockets() -> dict[str, int]:
     """Return a descriptor of each socket of this process, by its inode."""
-    found = {}
+    descriptors = {}
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             if (target := os.readlink(entry)).startswith("socket:"):
-                found[target] = int(entry.name)
-    return found
+                descriptors[target] = int(entry.name)
+    return descriptors

@@ -1,7 +1,7 @@
 """Connections between rank 0 and each other rank, which tell each side when the other has ended, and why.
 
-gloo reports a broken connection only to a rank that waits for a message. These connections are watched all the time,
-so that the end of a rank is noticed between steps, too, and a rank can say why it ends.
+gloo reports a broken connection only to a rank that waits for a message. These connections are watched all the time, so
+the end of a rank is noticed between steps, too, and a rank can say why it ends.
 
 Both sides prove that they know the engine's secret, which is never sent. Each chooses a nonce, 32 random bytes:
 
@@ -34,7 +34,7 @@ log = logging.getLogger("paged_llm")
 
 POLL_SECONDS = 0.2
 HELLO_SECONDS = 10  # time for a connection to prove that it knows the secret
-MAX_STRANGERS = 256  # connections that have not; beyond that, the oldest one is closed
+MAX_STRANGERS = 256  # connections that have not proved it yet; beyond that, the oldest is closed
 NONCE_BYTES = 32
 _HELLO = struct.Struct("<I32s32s")
 _START = struct.Struct("<32sI")
@@ -52,7 +52,7 @@ class LinkListener:
     """Accepts the connections of the other ranks."""
 
     def __init__(self, host: str, secret: bytes, start: bytes):
-        """secret: known to all ranks. start: what a rank gets that knows it, too."""
+        """secret: known to all ranks. start: sent to each rank that knows the secret."""
         self._secret, self._start = secret, start
         self._socket = socket.create_server((host, 0), backlog=64)
         self.meeting = Meeting(host, self._socket.getsockname()[1])
@@ -62,25 +62,25 @@ class LinkListener:
         threading.Thread(target=self._listen, name="links", daemon=True).start()
 
     def accept(self, count: int, waiting: Callable[[dict[int, Connection]], None]) -> dict[int, Connection]:
-        """Return the connections of `count` ranks, by rank. waiting: called between attempts with those found so far;
-        it raises an error to give up."""
-        found: dict[int, Connection] = {}
+        """Return the connections of `count` ranks, by rank. waiting: called between attempts with the connections found
+        so far; raises an error to give up."""
+        links: dict[int, Connection] = {}
         places: dict[int, str] = {}
-        while len(found) < count:
-            waiting(found)
+        while len(links) < count:
+            waiting(links)
             try:
                 rank, address, link = self._arrived.get(timeout=POLL_SECONDS)
             except Empty:
                 continue
-            if rank in found:
+            if rank in links:
                 reason = f"rank {rank} has joined from {places[rank]} already; {address} is refused"
                 log.warning(reason)
                 with suppress(OSError):
                     link.send_bytes(reason.encode())
                 link.close()
             else:
-                places[rank], found[rank] = address, link
-        return found
+                places[rank], links[rank] = address, link
+        return links
 
     def close(self) -> None:
         """Accept no further connections."""
@@ -103,7 +103,7 @@ class LinkListener:
             try:
                 rank = self._rank(accepted)
             finally:
-                with self._lock, suppress(ValueError):  # one that was closed is not there
+                with self._lock, suppress(ValueError):  # not there if it was closed
                     self._strangers.remove(accepted)
             keep_alive(accepted)
         except OSError as error:
@@ -113,7 +113,7 @@ class LinkListener:
             self._arrived.put((rank, address, _link(accepted)))
 
     def _rank(self, accepted: socket.socket) -> int:
-        """Return the rank that a connection introduces. Raises OSError if it is not one of ours."""
+        """Return the rank that a connection introduces. Raises OSError if it does not know the secret."""
         deadline = time.monotonic() + HELLO_SECONDS
         accepted.settimeout(HELLO_SECONDS)
         accepted.sendall(own := secrets.token_bytes(NONCE_BYTES))
@@ -126,8 +126,8 @@ class LinkListener:
 
 
 def hang_up(link: Connection) -> None:
-    """End a connection while another thread may wait for it, which then finds that it is closed, as the other side
-    does. `close` would leave that thread with a file descriptor that may be used for something else."""
+    """End a connection that another thread may be waiting for. That thread and the other side then find it closed.
+    `close` would leave the waiting thread with a file descriptor that may be reused for something else."""
     with suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as connection:
         connection.shutdown(socket.SHUT_RDWR)
 

@@ -1,6 +1,6 @@
 """Messages between ranks as bytes, which hold values and no code, and cannot be forged.
 
-digest                16 bytes: of the rest, with a key that only the ranks know and the number of the message
+digest                16 bytes over the rest and the number of the message, with a key that only the ranks know
 kind, length          4 bytes each, little-endian: index of the message's type, and bytes of the values
 values                msgpack; a tensor is its data type, its shape and the place of its content
 contents of tensors   each aligned to 8 bytes
@@ -26,22 +26,22 @@ _DTYPES = {dtype.str: dtype for dtype in map(np.dtype, ("?", "u1", "i1", "i2", "
 
 
 class MessageError(RuntimeError):
-    """A message is malformed, or none of the ranks has sent it."""
+    """A message is malformed, or was not sent by a rank."""
 
 
 class Messages:
     """One end of a sequence of messages: it encodes all of them, or decodes all of them in the same order."""
 
     def __init__(self, key: bytes, name: str, *kinds: type):
-        """key: at most 64 bytes, secret. name: of this use of the key, at most 16 characters. kinds: the types of the
-        messages: dataclasses, named tuples, enumerations and NoneType, of numbers, strings, tensors on the host and
-        their like."""
+        """key: a secret of at most 64 bytes. name: name of this use of the key, at most 16 characters. kinds: the types
+        of the messages: dataclasses, named tuples, enumerations and NoneType, with values such as numbers, strings and
+        tensors on the host."""
         self._seal = hashlib.blake2b(key=key, person=name.encode(), digest_size=_DIGEST_BYTES)
         self._kinds = {kind: number for number, kind in enumerate(kinds)}
-        self._number = 0  # of the next message
-        self._contents: list[bytes] = []  # of the tensors of the message that is encoded
-        self._place = 0  # of the next of them, behind the values
-        self._received = memoryview(b"")  # the contents of the message that is decoded
+        self._number = 0  # number of the next message
+        self._contents: list[bytes] = []  # contents of the tensors in the message being encoded
+        self._place = 0  # where the next content begins, after the values
+        self._received = memoryview(b"")  # contents of the tensors in the message being decoded
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._write_tensor)
         self._decoders: list[Any] = [msgspec.msgpack.Decoder(kind, dec_hook=self._read_tensor) for kind in kinds]
 

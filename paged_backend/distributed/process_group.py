@@ -69,15 +69,15 @@ class ProcessGroup:
         return int(minimum)
 
     def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of each rank, of which all have the same count."""
+        """Return the numbers of each rank. All ranks must give the same count."""
         if self.size == 1:
             return [list(numbers)]
         own = torch.tensor(numbers, device=self.device)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(found, own)
-        return [one.tolist() for one in found]
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(gathered, own)
+        return [numbers.tolist() for numbers in gathered]
 
     def broadcast_tokens(self, tokens: Tensor) -> None:
-        """Overwrite `tokens`, on the device, with those of rank 0. Asynchronous on a GPU."""
+        """Overwrite `tokens`, on the device, with the tokens of rank 0. Asynchronous on a GPU."""
         if self.size > 1 and tokens.numel():
             dist.broadcast(tokens, 0)

@@ -26,7 +26,7 @@ from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.step_channel import content_of, frame_and_content
 
 TIMEOUT = timedelta(minutes=10)  # time for a step to pass through all stages
-STATES, RESULTS, MORE_RESULTS = range(3)  # tags; the frames of several steps may be awaited before one's content is
+STATES, RESULTS, MORE_RESULTS = range(3)  # tags; several frames may be awaited before the first content
 RESULT_FRAME = 1024  # bytes of a result's first message; the results of 16 sequences take 0.7 KB
 
 
@@ -35,7 +35,7 @@ class StageLinks:
     be called by another thread than the other methods."""
 
     def __init__(self, group: ProcessGroup, stages: int, hidden_size: int, dtype: torch.dtype, result: type):
-        """hidden_size, dtype: of the hidden states. result: the type of the results; see `Messages`."""
+        """hidden_size, dtype: size and type of the hidden states. result: the type of the results; see `Messages`."""
         assert group.size % stages == 0
         self._width = group.size // stages
         self._rank, self._device = group.rank, group.device
@@ -52,13 +52,13 @@ class StageLinks:
         return self._rank == self._last
 
     def expect_states(self, num_tokens: int) -> Callable[[], Tensor] | None:
-        """Return a function that waits for the hidden states [num_tokens, hidden_size] of the stage before; None in the
-        first stage. Steps must be expected in the order in which they are launched."""
+        """Return a function that waits for the hidden states [num_tokens, hidden_size] of the previous stage; None in
+        the first stage. Steps must be expected in the order in which they are launched."""
         if self._rank < self._width:
             return None
         if self._device.type == "cpu":
             return self._receive(torch.empty(num_tokens, self._hidden_size, dtype=self._dtype))
-        # The caller that waits has the stream that computes.
+        # Posted by the caller that waits: its stream is the one that computes.
         return lambda: self._receive(
             torch.empty(num_tokens, self._hidden_size, dtype=self._dtype, device=self._device)
         )()
@@ -80,7 +80,7 @@ class StageLinks:
 
     def expect_results(self) -> Callable[[], Any]:
         """Return a function that waits for the results of the next step. Raises RuntimeError if the last stage cannot
-        be reached, or if they are not its next ones. Results must be awaited in the order in which they are
+        be reached, or if the message is not its next one. Results must be awaited in the order in which they are
         expected."""
         frame = torch.empty(RESULT_FRAME, dtype=torch.uint8)
         work = dist.irecv(frame, self._last, group=self._group, tag=RESULTS)
@@ -110,5 +110,5 @@ class StageLinks:
     def _keep(self, work: dist.Work | None, tensor: Tensor) -> None:
         assert work is not None
         self._sent.append((work, tensor))
-        while len(self._sent) > 2 * self._stages:  # of a step that has been committed, so it has been received
+        while len(self._sent) > 2 * self._stages:  # its step was committed, so it was received
             self._sent.popleft()[0].wait()

@@ -48,8 +48,8 @@ class StepChannel:
 
 
 def frame_and_content(data: bytearray, size: int) -> tuple[Tensor, Tensor]:
-    """Return the two parts of a message: a frame of `size` bytes, with the length of the message and the message itself
-    if it fits, and otherwise the message, which is empty if it fits."""
+    """Return a message in two parts: a frame of `size` bytes, with the length of the message and, if it fits, the
+    message itself; and a content, which is the message if it does not fit, and empty otherwise."""
     frame = torch.zeros(size, dtype=torch.uint8)
     content = torch.frombuffer(data, dtype=torch.uint8)
     frame[: LENGTH.itemsize] = torch.from_numpy(np.array([len(data)], LENGTH).view(np.uint8))
@@ -60,6 +60,7 @@ def frame_and_content(data: bytearray, size: int) -> tuple[Tensor, Tensor]:
 
 
 def content_of(frame: Tensor) -> tuple[Tensor, int]:
-    """Return the message that a frame holds, and 0; or nothing, and the length of the message that follows it."""
+    """Return the message in a frame and 0; or, if it did not fit, an empty tensor and the length of the content that
+    follows."""
     start, length = LENGTH.itemsize, int(frame.numpy()[: LENGTH.itemsize].view(LENGTH)[0])
     return (frame[start : start + length], 0) if length <= len(frame) - start else (frame[:0], length)

@@ -25,7 +25,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.secrets import check_private, read_key
 
-DEFAULT_PORT = 29500  # of torchrun
+DEFAULT_PORT = 29500  # torchrun's default
 LOOPBACK = "127.0.0.1"
 CLUSTER_SECRET = "PAGED_CLUSTER_SECRET"  # environment variable; with `_FILE` it names a file
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -42,7 +42,7 @@ class Topology:
 
     @classmethod
     def of(cls, config: EngineConfig, environment: Mapping[str, str] = os.environ) -> Topology:
-        """Return the topology that the options ask for, and where they are not set the environment variables of
+        """Return the topology that the options set. Options that are not set are read from the environment variables of
         torchrun: NNODES, MASTER_ADDR and MASTER_PORT. Raises ConfigError."""
         nodes = config.nnodes if config.nnodes is not None else read_number(environment, "NNODES", 1)
         size, stages = config.num_ranks, config.pipeline_parallel_size
@@ -72,7 +72,7 @@ class Topology:
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def environment(self, port: int) -> dict[str, str]:
-        """Return the environment variables of torchrun that all ranks share. port: that of rank 0."""
+        """Return the environment variables of torchrun that all ranks share. port: the port of rank 0."""
         return {"MASTER_ADDR": self.master_addr, "MASTER_PORT": str(port), "WORLD_SIZE": str(self.size)}
 
 

@@ -1,4 +1,4 @@
-"""Values of a config.json that no model can have. Needs no torch."""
+"""Checks config.json for values that no model can have. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.files import transformers_tables
 
 SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-ACTIVATIONS = ("hidden_act", "hidden_activation")  # names of functions
+ACTIVATIONS = ("hidden_act", "hidden_activation")  # fields that name functions
 MAX_LAYERS = 1024  # limit without weight files, which imply a limit otherwise
 MAX_POSITIONS = 2**31 - 1
 _DTYPE = re.compile(r"(torch\.)?((b?float|u?int|complex)\d*(_\w+)?|half|double|bool|auto)")  # names in torch
 
 
 def check_values(file: Path, fields: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a size or a data type that no model has. fields: those of the decoder of text."""
+    """Raise ConfigError for a size or a data type that no model has. fields: the fields of the text decoder."""
     check_counts(file, fields.get, max_layers=MAX_LAYERS)
     check_layer_sizes(file, fields.get, MAX_POSITIONS)
     for name in ("dtype", "torch_dtype"):

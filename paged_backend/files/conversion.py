@@ -9,7 +9,7 @@ import json
 import shlex
 from pathlib import Path
 
-PREFIX = "pytorch_model"  # of the file names that transformers reads, with or without an index
+PREFIX = "pytorch_model"  # prefix of the file names that transformers reads, with or without an index
 _READ = 'M.from_pretrained({}, dtype="auto", use_safetensors=False)'
 
 
@@ -32,7 +32,7 @@ def from_hub(name: str, directory: str) -> str:
 
 
 def of_tensors(path: Path) -> str:
-    """Return the command that converts a file with tensors by name."""
+    """Return the command that converts a file that maps names to tensors."""
     source, target = json.dumps(str(path)), json.dumps(str(path.parent / "model.safetensors"))
     return _python(
         "import torch, safetensors.torch as s",

@@ -37,7 +37,9 @@ def read_sampling_defaults(
     sources += ["override_generation_config"] if overrides else []
     defaults = to_defaults({**values, **overrides})
     if defaults.values:
-        shown = {name: defaults.max_tokens if name == "max_tokens" else one for name, one in defaults.values.items()}
+        shown = {
+            name: defaults.max_tokens if name == "max_tokens" else value for name, value in defaults.values.items()
+        }
         listed = ", ".join(f"{name}={json.dumps(value)}" for name, value in shown.items())
         startup_log.info("default sampling parameters from %s: %s", " and ".join(sources), listed)
     return defaults
@@ -54,7 +56,7 @@ def _find_file(option: str, root: Path, model_path: Path) -> Path | None:
     if option == BUILT_IN:
         return None
     if option == AUTO:
-        file = model_path / model_files.GENERATION  # not a file if the model is one, in GGUF
+        file = model_path / model_files.GENERATION  # does not exist if the model is a GGUF file
         return file if file.is_file() else None
     candidates = [path / model_files.GENERATION for path in possible_paths(option, root)]
     for file in candidates:
@@ -68,8 +70,8 @@ def _find_file(option: str, root: Path, model_path: Path) -> Path | None:
 
 
 def _read_file(file: Path) -> dict[str, Any]:
-    """Return the values that set a default. With `do_sample: false` the model is not meant to be sampled from with
-    these parameters, which have no effect in transformers then."""
+    """Return the values that set a default. With `do_sample: false`, sampling parameters set none, as in transformers,
+    where they have no effect then."""
     values, do_sample = _read_keys(file)
     unused = [key for key in SAMPLING_KEYS if key in values] if do_sample is False else []
     if unused:
@@ -78,11 +80,11 @@ def _read_file(file: Path) -> dict[str, Any]:
 
 
 def _read_keys(file: Path) -> tuple[dict[str, Any], Any]:
-    """Return the values of `KEYS`, and that of `do_sample`. Raises ConfigError."""
-    found = model_files.read_object(file)
-    values = {key: found[key] for key in KEYS if found.get(key) is not None}
+    """Return the values of `KEYS`, and the value of `do_sample`. Raises ConfigError."""
+    stored = model_files.read_object(file)
+    values = {key: stored[key] for key in KEYS if stored.get(key) is not None}
     for key, value in values.items():
         if problem := parse_default(key, value)[1]:
             hint = f'; correct it, or set generation_config to "{BUILT_IN}"'
             raise ConfigError(f"{file}: {key}={json.dumps(value)}: {problem}{hint}")
-    return values, found.get("do_sample")
+    return values, stored.get("do_sample")

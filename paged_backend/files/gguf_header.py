@@ -28,7 +28,7 @@ class Tensor(NamedTuple):
     name: str
     type: str
     num_elements: int
-    start: int  # of its bytes in the file
+    start: int  # position of its first byte in the file
     nbytes: int
 
 
@@ -40,8 +40,8 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """Return the header of a file. Raises ConfigError if it is truncated, damaged or of another format, or without the
-    package gguf, which has the sizes of the types."""
+    """Return the header of a file. Raises ConfigError if it is truncated, damaged or of another format, or if the
+    package gguf, which has the sizes of the types, is missing."""
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:
@@ -61,7 +61,7 @@ class _Reader:
         self._data, self._place = data, 0
 
     def header(self, sizes: dict[int, tuple[str, int, int]]) -> Header:
-        """sizes: name, elements of a block, and bytes of a block, by type of a tensor."""
+        """Return the header. sizes: name, elements per block and bytes per block of each tensor type."""
         if self._data[:4] != MAGIC:
             raise ValueError("it does not begin with GGUF")
         self._place = 4
@@ -81,7 +81,7 @@ class _Reader:
         infos = list(self._infos(num_tensors))
         begin = -(-self._place // alignment) * alignment
         tensors = [_placed(name, shape, begin + offset, *sizes[kind]) for name, shape, kind, offset in infos]
-        if late := next((one for one in tensors if one.start + one.nbytes > len(self._data)), None):
+        if late := next((tensor for tensor in tensors if tensor.start + tensor.nbytes > len(self._data)), None):
             end = late.start + late.nbytes
             raise ValueError(f"{late.name} ends at byte {end}, the file at {len(self._data)}")
         if len({tensor.name for tensor in tensors}) < len(tensors):

@@ -22,7 +22,7 @@ from paged_backend.files.gguf_header import read_header
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
 QUANTIZATION = "quantization_config"  # field of config.json
-MODULES = "modules.json"  # of sentence-transformers
+MODULES = "modules.json"  # file of sentence-transformers
 WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 SUFFIX, GGUF, TEMPLATE = ".safetensors", ".gguf", ".jinja"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -39,7 +39,7 @@ class WeightTotals(NamedTuple):
     num_tensors: int
     num_elements: int
     num_bytes: int
-    is_quantized: bool = False  # of a GGUF file: whether it has quantized weights
+    is_quantized: bool = False  # whether a GGUF file has quantized weights
 
 
 def possible_paths(name: str, root: Path) -> list[Path]:
@@ -87,8 +87,8 @@ def check_weights(
 ) -> WeightTotals:
     """Return the totals of the weight files in a directory, or of a GGUF file.
 
-    shapes: what the configuration implies, by the last parts of a tensor's name. layers: how many layers it has, if
-    that is known and they are numbered as in Llama.
+    shapes: shapes that the configuration implies, by the last two parts of a tensor's name. layers: number of layers,
+    if it is known and they are numbered as in Llama.
 
     Raises ConfigError for files that are truncated, do not match their index, contain dtypes that are not weights, or
     have other shapes or layers.
@@ -101,15 +101,15 @@ def check_weights(
         )
     totals, numbered = WeightTotals(0, 0, 0), 0
     for path, expected in files_with_tensors(model_path):
-        found = dict(_header(path, quantized))
-        _check_shapes(model_path / CONFIG, path, found, shapes or {})
-        numbered = max(numbered, *(int(number[1]) + 1 for name in found if (number := _LAYER.search(name))), 0)
-        if expected is not None and (difference := sorted(expected ^ found.keys())):
+        tensors = dict(_header(path, quantized))
+        _check_shapes(model_path / CONFIG, path, tensors, shapes or {})
+        numbered = max(numbered, *(int(number[1]) + 1 for name in tensors if (number := _LAYER.search(name))), 0)
+        if expected is not None and (difference := sorted(expected ^ tensors.keys())):
             where = f"is in {INDEX} but not in the file" if difference[0] in expected else f"is not in {INDEX}"
             raise ConfigError(f"{path}: {difference[0]} {where}")
         totals = WeightTotals(
-            totals.num_tensors + len(found),
-            totals.num_elements + sum(math.prod(shape) for shape in found.values()),
+            totals.num_tensors + len(tensors),
+            totals.num_elements + sum(math.prod(shape) for shape in tensors.values()),
             totals.num_bytes + path.stat().st_size,
         )
     if isinstance(layers, int) and numbered not in (0, layers):
@@ -118,9 +118,9 @@ def check_weights(
 
 
 def _check_shapes(
-    config: Path, path: Path, found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
+    config: Path, path: Path, tensors: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:  # fmt: skip
-    for name, shape in found.items():
+    for name, shape in tensors.items():
         implied = shapes.get(".".join(name.split(".")[-2:]), shape)
         if implied != shape:
             raise ConfigError(f"{path}: {name}: has shape {[*shape]}; the sizes in {config} imply {[*implied]}")
@@ -140,7 +140,7 @@ def files_with_tensors(model_path: Path) -> list[tuple[Path, set[str] | None]]:
 
 
 def has_weights(model_path: Path) -> bool:
-    """Return whether a directory has weights; without them a model may have random ones."""
+    """Return whether a directory has weights; without them a model may get random weights."""
     named = read_object(model_path / CONFIG).get("transformers_weights")
     return named is not None or any((model_path / name).exists() for name in (WEIGHTS, INDEX))
 
@@ -153,7 +153,7 @@ def weight_files(model_path: Path) -> list[Path]:
 def _no_weights(model_path: Path) -> str:
     pickles = sorted(path.name for path in model_path.iterdir() if path.suffix in PICKLES)
     error = f"{model_path}: no weights: neither {WEIGHTS} nor {INDEX} exists"
-    if model_path.parent.name == "snapshots":  # of the hub's cache, which gets no pickles
+    if model_path.parent.name == "snapshots":  # in the hub's cache, which gets no pickles
         name = model_path.parents[1].name.removeprefix("models--").replace("--", "/", 1)
         command = conversion.from_hub(name, name.rpartition("/")[2])
         return f"{error}; convert the model and serve the new directory: {command}"
@@ -181,13 +181,13 @@ def _shards(index: Path) -> list[tuple[Path, set[str] | None]]:
     for name in shards:
         if not name.endswith(SUFFIX):
             raise ConfigError(f"{index}: {json.dumps(name)}: weights are only read from {SUFFIX} files")
-    found: list[tuple[Path, set[str] | None]] = [
+    files: list[tuple[Path, set[str] | None]] = [
         (_regular(_inside(index.parent, name, index)), shards[name]) for name in sorted(shards)
     ]
     for stray in sorted({path.name for path in index.parent.glob(f"*{SUFFIX}")} - shards.keys()):
         if _stem(stray) in {_stem(name) for name in shards} - {None}:
             raise ConfigError(f"{index.parent / stray}: not in {index.name}; remove this file of another model")
-    return found
+    return files
 
 
 def _stem(name: str) -> str | None:

@@ -35,9 +35,9 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {  # that transformers needs, by quant
 
 
 def check_known(settings: Any, file: Path, methods: Collection[str]) -> None:
-    """Raise ConfigError for a method that transformers does not know, and whose weights it would load as plain ones.
+    """Raise ConfigError for a method that transformers does not know. It would load the weights as if not quantized.
 
-    file: config.json. methods: those that it knows.
+    file: config.json. methods: the methods that transformers knows.
     """
     with _errors_named(file):
         if not isinstance(settings, Mapping):
@@ -50,7 +50,8 @@ def check_known(settings: Any, file: Path, methods: Collection[str]) -> None:
 def check_settings(settings: Mapping[str, Any], file: Path, *, on_cpu: bool) -> None:
     """Raise ConfigError for settings of quantized weights that are not supported, or need a package that is missing.
 
-    file: config.json. on_cpu: whether the engine reads the formats that it knows; transformers reads all others.
+    file: config.json. on_cpu: whether the model runs on a CPU, where the engine reads the formats that it knows;
+    transformers reads all others.
     """
     with _errors_named(file):
         if on_cpu and settings.get("quant_method") in CHECKS:
@@ -136,14 +137,16 @@ def config_groups(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _check_one_of(settings: Mapping[str, Any], name: str, allowed: Sequence[Any], default: Any = None) -> None:
     value = settings.get(name, default)
-    if not any(value == one and type(value) is type(one) for one in allowed):
-        shown = ", ".join(json.dumps(one) for one in allowed)
+    if not any(value == choice and type(value) is type(choice) for choice in allowed):
+        shown = ", ".join(json.dumps(choice) for choice in allowed)
         raise ConfigError(f"{FIELD}.{name}={json.dumps(value, default=str)}: must be {shown} on a CPU")
 
 
 def _check_block_size(size: Any, field: str) -> None:
     """Raise ConfigError if this is not the number of outputs and of inputs that share a scale."""
-    is_pair = isinstance(size, list | tuple) and len(size) == 2 and all(type(one) is int and one > 0 for one in size)
+    is_pair = (
+        isinstance(size, list | tuple) and len(size) == 2 and all(type(number) is int and number > 0 for number in size)
+    )
     if not is_pair or size[1] % 8:
         raise ConfigError(f"{field}={size}: must be two numbers above 0, the second a multiple of 8")
 
@@ -156,11 +159,12 @@ def _check_format(name: Any, field: str) -> None:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package around it
+    except ModuleNotFoundError:  # the package around it is missing
         return False
 
 
-CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {  # of the settings that a CPU reads, by quant_method
+# Checks of the settings that are read on a CPU, by quant_method.
+CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "awq": _check_awq,
     "gptq": _check_gptq,
     "compressed-tensors": _check_compressed_tensors,

@@ -1,4 +1,4 @@
-"""What can be checked of a start from the options, the machine, directories, config.json and the headers of files.
+"""Checks of a start that need only the options, the machine, directories, config.json and the headers of files.
 
 Needs no torch, whose import takes seconds: `paged serve` checks this before it starts a server, and the engine before
 it imports torch. What needs the model's layers is checked by the engine, also before weights are read.
@@ -52,7 +52,7 @@ def check_start(config: EngineConfig, root: Path = ROOT) -> None:
     if path:
         check_defaults(config.generation_config, root, path)
     tokenizer = find_local(config.tokenizer, root) if config.tokenizer else path
-    if tokenizer and tokenizer != path and tokenizer.is_dir():  # those of the model are checked above
+    if tokenizer and tokenizer != path and tokenizer.is_dir():  # the model's files are checked above
         model_files.check_text_files(tokenizer)
     if tokenizer and tokenizer.suffix != GGUF and not config.trust_remote_code:
         check_tokenizer(tokenizer)
@@ -61,22 +61,22 @@ def check_start(config: EngineConfig, root: Path = ROOT) -> None:
 
 
 def check_models(config: EngineConfig, root: Path = ROOT, *, on_cpu: bool | None) -> Mapping[str, Any]:
-    """Return the fields of the model's config.json that describe its decoder of text; none if they are not known.
+    """Return the fields of the model's config.json that describe its text decoder; empty if they are not known.
 
     Raises ConfigError for the files of a model or draft model that is not supported, or not with these options.
 
-    on_cpu: whether it runs on a CPU. None: with a GPU that CUDA may not find, and the device "auto", only the engine
-    knows.
+    on_cpu: whether the model runs on a CPU; None if only the engine knows, as with the device "auto" and a GPU that
+    CUDA may not find.
     """
-    found: dict[str, Mapping[str, Any]] = {}
+    by_option: dict[str, Mapping[str, Any]] = {}
     for option in ("model", "speculative_model"):
         if (given := getattr(config, option)) and (path := find_local(given, root)):
             if not is_model(path):
                 raise no_model(option, given, path)
             with nullcontext() if option == "model" else draft_errors(config):
-                found[option] = _check_model(config, path, on_cpu)
-                _check_vocabularies([fields.get("vocab_size") for fields in found.values()])
-    return found.get("model", {})
+                by_option[option] = _check_model(config, path, on_cpu)
+                _check_vocabularies([fields.get("vocab_size") for fields in by_option.values()])
+    return by_option.get("model", {})
 
 
 def _check_hub(config: EngineConfig, root: Path, on_cpu: bool | None) -> None:
@@ -96,7 +96,7 @@ def is_on_hub(name: str) -> bool:
 
 
 def _check_vocabularies(sizes: Sequence[Any]) -> None:
-    """Raise ConfigError for a draft model with another vocabulary. sizes: of the model and the draft model."""
+    """Raise ConfigError for a draft model with another vocabulary. sizes: the model's, then the draft model's."""
     if len(sizes) == 2 and all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
         raise ConfigError(f"has {sizes[1]} tokens; must have the model's {sizes[0]}")
 
@@ -111,7 +111,7 @@ def draft_errors(config: EngineConfig) -> Iterator[None]:
 
 
 def find_local(name: str, root: Path) -> Path | None:
-    """Return the existing path of a model or tokenizer; None without one."""
+    """Return the existing path of a model or tokenizer, or None."""
     paths = possible_paths(name, root)
     usable = (path for path in paths if is_model(path) or (path / FAST).is_file())
     return next(usable, next((path for path in paths if path.exists()), None))
@@ -129,7 +129,7 @@ def no_model(option: str, value: str, path: Path) -> ConfigError:
 
 
 def read_template(given: str, root: Path) -> str:
-    """Return the template that the option `chat_template` is, or whose file it names. Raises ConfigError."""
+    """Return the template in the option `chat_template`, or in the file that it names. Raises ConfigError."""
     if "{" in given:
         return given
     for path in possible_paths(given, root):
@@ -239,7 +239,7 @@ def remote_cache_problem(config: EngineConfig) -> str | None:
 
 
 def _check_model(config: EngineConfig, path: Path, on_cpu: bool | None) -> Mapping[str, Any]:
-    """Return the fields of the decoder of text; none for a GGUF file. Raises ConfigError."""
+    """Return the fields of the text decoder; empty for a GGUF file. Raises ConfigError."""
     reads_weights = config.load_format != "dummy"
     if path.suffix == GGUF:
         if reads_weights and model_files.check_gguf(path).is_quantized and config.quantization:
@@ -269,7 +269,7 @@ def _check_config(config: EngineConfig, path: Path, fields: Mapping[str, Any], o
 
 
 def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of the decoder of text, which a model of several kinds of input has in an object."""
+    """Return the fields of the text decoder, which a multimodal model has in an object of its own."""
     text = fields.get("text_config")
     return text if isinstance(text, dict) else fields
 
@@ -292,7 +292,7 @@ def _check_kind(path: Path, fields: Mapping[str, Any]) -> None:
 
 def _check_quantization(path: Path, fields: Mapping[str, Any], on_cpu: bool | None) -> None:
     """Raise ConfigError for quantized weights that cannot be read, or not on the device. A model's own code may add
-    methods to those of transformers."""
+    methods that transformers does not have."""
     settings, methods = fields.get(QUANTIZATION), transformers_tables.quantization_methods()
     if settings is None:
         return
@@ -303,8 +303,8 @@ def _check_quantization(path: Path, fields: Mapping[str, Any], on_cpu: bool | No
 
 
 def _check_pool(config: EngineConfig, fields: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a KV cache that is certainly too small: with the smallest type that `dtype` may stand for,
-    and without a draft model."""
+    """Raise ConfigError for a KV cache that is too small even with the smallest type that `dtype` may stand for, and
+    without a draft model."""
     block, blocks = config.block_size * _token_bytes(config, fields), config.num_gpu_blocks_override
     if not block or (blocks is None and config.kv_cache_memory_bytes is None):
         return
@@ -324,7 +324,7 @@ def _check_pool(config: EngineConfig, fields: Mapping[str, Any]) -> None:
 
 
 def _token_bytes(config: EngineConfig, fields: Mapping[str, Any]) -> int:
-    """Return the least bytes of a token in the KV cache of a rank; 0 if config.json alone does not tell."""
+    """Return the minimum bytes of a token in the KV cache of a rank; 0 if config.json alone does not tell."""
     if fields.get("model_type") not in FULL_ATTENTION or fields.get("use_sliding_window"):
         return 0
     layers, heads, size = (fields.get(name) for name in ("num_hidden_layers", HEADS[0], "head_dim"))
@@ -335,13 +335,13 @@ def _token_bytes(config: EngineConfig, fields: Mapping[str, Any]) -> int:
         return 0
     itemsize, scale = (4 if DTYPES[config.dtype] == "float32" else 2), 0
     if KV_CACHE_DTYPES[config.kv_cache_dtype] != "auto":
-        itemsize, scale = 1, 4  # which each head of a token has, in float32
+        itemsize, scale = 1, 4  # each head of a token has a float32 scale
     vectors = 2 * (layers // config.pipeline_parallel_size) * (kv_heads // config.tensor_parallel_size)
     return vectors * (size * itemsize + scale)
 
 
 def check_length(requested: int | None, limit: Any, reason: str) -> None:
-    """Raise ConfigError if the context length exceeds the model's. limit: not an integer if there is none."""
+    """Raise ConfigError if the context length exceeds the model's. limit: ignored unless it is an integer."""
     if requested is not None and isinstance(limit, int) and requested > limit:
         raise ConfigError(f"max_model_len={requested}: must be at most {limit}, {reason}")
 
@@ -357,7 +357,7 @@ def check_division(config: EngineConfig, value_of: Callable[[str], Any]) -> None
 
 
 def check_layers(config: EngineConfig, layers: Any) -> None:
-    """Raise ConfigError if there are more stages of a pipeline than layers. layers: not an integer if not known."""
+    """Raise ConfigError if there are more pipeline stages than layers. layers: ignored unless it is an integer."""
     if isinstance(layers, int) and layers < config.pipeline_parallel_size:
         raise ConfigError(
             f"pipeline_parallel_size={config.pipeline_parallel_size}: must be at most {layers}, the model's"

@@ -1,6 +1,6 @@
-"""Mistakes in the files of a tokenizer, and in its chat template. Needs no torch.
+"""Checks the files of a tokenizer, and its chat template. Needs no torch.
 
-The libraries that load a tokenizer need seconds to be imported, and judge all else.
+The libraries that load a tokenizer take seconds to import. They check everything else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_tokenizer(path: Path) -> None:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """Return the contents of tokenizer_config.json; nothing without the file."""
+    """Return the contents of tokenizer_config.json; empty without the file."""
     return read_object(path / TOKENIZER) if (path / TOKENIZER).exists() else {}
 
 
@@ -35,14 +35,14 @@ def _check_fast(file: Path) -> None:
     """Raise ConfigError for an empty, truncated or unrelated file. The libraries parse it, which takes longer."""
     data = file.read_bytes().strip()
     if not (data.startswith(b"{") and data.endswith(b"}") and b'"model"' in data):
-        found = f"has {len(data)} bytes and" if len(data) < 100 else "is truncated or"
-        raise ConfigError(f'{file}: {found} is no JSON object with "model"')
+        problem = f"has {len(data)} bytes and" if len(data) < 100 else "is truncated or"
+        raise ConfigError(f'{file}: {problem} is no JSON object with "model"')
 
 
 def check_template(path: Path | None, given: str | None) -> None:
     """Raise ConfigError for a chat template that is not valid Jinja.
 
-    path: of the tokenizer; its templates are not used if one is given.
+    path: the tokenizer. given: a template that replaces the tokenizer's own.
     """
     where = "chat_template:" if given else f"{path}: the chat template"
     for text in [given] if given else _templates(path) if path and path.is_dir() else []:
@@ -51,15 +51,17 @@ def check_template(path: Path | None, given: str | None) -> None:
 
 
 def _templates(path: Path) -> list[Any]:
-    """Return the templates of a tokenizer: of its own file or, without one, in its settings."""
+    """Return the templates of a tokenizer, from its template file or else from its settings."""
     if (file := path / f"chat_template{TEMPLATE}").is_file():
         return [file.read_text()]
-    found = _settings(path).get("chat_template")
-    return [one.get("template") for one in found if isinstance(one, dict)] if isinstance(found, list) else [found]
+    templates = _settings(path).get("chat_template")
+    if not isinstance(templates, list):
+        return [templates]
+    return [entry.get("template") for entry in templates if isinstance(entry, dict)]
 
 
 def syntax_problem(template: str) -> str | None:
-    """Return why a chat template is not valid Jinja, None if it is."""
+    """Return why a chat template is not valid Jinja, or None if it is."""
     from jinja2 import Environment, TemplateSyntaxError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser

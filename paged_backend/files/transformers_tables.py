@@ -44,7 +44,11 @@ def quantization_methods() -> Collection[str]:
 
 def activations() -> Collection[str]:
     """Return the names of activation functions."""
-    values = (getattr(one, "value", None) for one in _statements("activations.py") if _target(one) == "ACT2CLS")
+    values = (
+        getattr(statement, "value", None)
+        for statement in _statements("activations.py")
+        if _target(statement) == "ACT2CLS"
+    )
     return [_text(key) for value in values if isinstance(value, ast.Dict) for key in value.keys]
 
 
@@ -52,14 +56,14 @@ def activations() -> Collection[str]:
 def _types(name: str) -> Collection[str]:
     """Return the types of a table of models. Those that share a configuration's class are all of the same kind."""
     classes, named = config_classes(), _table(name, _MODELS)
-    with_model = {classes.get(one) for one in named}
-    return named.keys() | {one for one, kind in classes.items() if kind in with_model}
+    with_model = {classes.get(model_type) for model_type in named}
+    return named.keys() | {model_type for model_type, kind in classes.items() if kind in with_model}
 
 
 @cache
 def _table(name: str, *files: str) -> Mapping[str, str]:
-    """Return the pairs of strings in the statements that assign to a name or update it. A value that is no string is
-    the empty one."""
+    """Return the pairs of strings in the statements that assign to a name or update it. A value that is not a string
+    becomes an empty one."""
     return dict(
         pair
         for file in files

@@ -39,7 +39,7 @@ except ImportError:  # llguidance is optional: only structured outputs need it
 
 log = logging.getLogger("paged_llm")
 
-WORKERS = 2  # more than one, so that a grammar that runs into the time limit does not block the next
+WORKERS = 2  # more than one: a grammar that runs into the time limit must not block the next
 
 # An output gets a new matcher on the engine's thread, if its grammar has been compiled within this CPU time.
 RENEWAL_SECONDS = 0.1
@@ -52,14 +52,14 @@ Key = tuple[str, str, str]
 class GrammarGuide:
     """The guide of one output, over an llguidance matcher.
 
-    Copies of a guide share the states of its lexer, whose masks are computed once, and their maximum. An output for
-    which none are left goes on with states of its own: others may have used them up.
+    Copies of a guide share the states of its lexer, whose masks are computed once, and the limit on their number. When
+    other outputs have used them up, an output continues with states of its own.
     """
 
     def __init__(self, create: Callable[[], Any], field: str, vocab_size: int, tokenizer_size: int) -> None:
         """Compute the first mask. `create` returns a new matcher. `tokenizer_size` is the number of tokens of the
         tokenizer and so the number of bits that llguidance fills."""
-        self.spent = False  # whether a copy has failed, so that later ones would fail as well
+        self.spent = False  # whether a copy has failed; later copies would fail as well
         began = time.thread_time()
         self._matcher = create()
         self._create = create if time.thread_time() - began < RENEWAL_SECONDS else None
@@ -76,7 +76,7 @@ class GrammarGuide:
         return len(self._tokens)
 
     def copy(self, field: str) -> GrammarGuide:
-        """Return a guide at the same position of another output, whose errors name `field`."""
+        """Return a guide for another output at the same position. Its errors name `field`."""
         other = copy(self)
         other._matcher, other._field, other._filled = self._matcher.deep_copy(), field, self._filled.copy()
         other._tokens, other._shared = self._tokens.copy(), self
@@ -217,7 +217,7 @@ class GrammarCompiler:
         """Call `callback` with `count` guides, each at the beginning of an output, or with a RequestError.
 
         On a cache hit the callback runs at once on the calling thread, otherwise later on a worker thread.
-        `still_wanted` is polled in the meantime: compilation ends as soon as no request waits for it, so that cancelled
+        `still_wanted` is polled in the meantime: compilation ends as soon as no request waits for it, so cancelled
         requests do not delay others.
         """
         key, waiter = (*structure.key, tenant), _Waiter(structure, count, callback, still_wanted)

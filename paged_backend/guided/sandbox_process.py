@@ -1,7 +1,7 @@
 """The sandbox process of `sandbox.py`.
 
-Its stack and memory limits are below the server's, so that a grammar that compiles here compiles there as well. It
-imports few modules so that it starts quickly.
+Its stack and memory limits are below the server's, so a grammar that compiles here compiles there as well. It imports
+few modules to start quickly.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _tokenizers(settings: GrammarSettings) -> Callable[[str], Any]:
     """Return a function from the kind of a structure to the tokenizer to compile it with.
 
     Only grammars can name tokens. They get a tokenizer with the model's vocabulary size and special tokens, which is
-    slow to create for a large vocabulary; all other kinds get one of single bytes.
+    slow to create for a large vocabulary; all other kinds get a tokenizer of single bytes.
     """
     plain = llguidance.LLTokenizer("byte")
     full = functools.cache(lambda: llguidance.LLTokenizer(llguidance.TokenizerWrapper(_SandboxTokenizer(settings))))

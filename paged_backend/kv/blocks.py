@@ -42,7 +42,7 @@ class Hit:
 
     num_blocks: int = 0  # full blocks
     tables: tuple[list[Location | None], ...] = ()  # by kind; None: a block that no later token reads
-    partial: tuple[Location, ...] = ()  # by kind: blocks whose first `partial_tokens` tokens match; empty: none
+    partial: tuple[Location, ...] = ()  # by kind: blocks whose first `partial_tokens` tokens match, or empty
     partial_tokens: int = 0
 
     @property
@@ -83,7 +83,7 @@ class BlockManager:
     ):
         """num_pages, num_host_pages: pages on the device, and on the host for evicted blocks and preempted requests.
         caching: whether prefixes are cached. states: slots for the states of recurrent layers, if the model has some.
-        keeps_scores: whether optional outputs of prompts are cached with them, which requires that they depend on the
+        keeps_scores: whether the optional outputs of prompts are cached with their blocks; they must depend on the
         tokens alone. listener: receives every content of the first kind that is cached or dropped."""
         self.layout = layout
         self.block_size: int = layout.block_size
@@ -121,20 +121,20 @@ class BlockManager:
         if not self.caching:
             return NO_HIT
         size, limit, entries = self.block_size, num_tokens - 1, sequence.chain.entries
-        found: list[list[Location | None]] = [[] for _ in self.layout.kinds]
+        tables: list[list[Location | None]] = [[] for _ in self.layout.kinds]
         count = limit // size
         for index in range(count):
-            if not self._extend_known(sequence, index) or not self._append_kept(entries[index], found):
+            if not self._extend_known(sequence, index) or not self._append_kept(entries[index], tables):
                 count = index
                 break
         while count and (missing := self._missing_block(entries, count)) is not None:
             count = missing
         for place in self._keeping:
-            del found[place][count:]
+            del tables[place][count:]
         for place, kind in self._dropping:
             needed = kind.needed(count, size)
-            found[place] = [self.locate(BlockKey(entries[at], place)) if at in needed else None for at in range(count)]
-        hit = Hit(count, tuple(found))
+            tables[place] = [self.locate(BlockKey(entries[at], place)) if at in needed else None for at in range(count)]
+        hit = Hit(count, tuple(tables))
         if self.states.pool:
             return hit  # a state can be continued from the end of a block only
         start = count * size
@@ -157,21 +157,22 @@ class BlockManager:
         key, ledger = sequence.key, self.ledger
         tables: list[list[int]] = []
         for located in hit.tables or [[] for _ in self.layout.kinds]:
-            tables.append(
-                [
-                    NULL if one is None else ledger.move_in(key, one.block) if one.on_host else one.block
-                    for one in located
-                ]
-            )
+            table: list[int] = []
+            for location in located:
+                if location is None:
+                    table.append(NULL)
+                else:
+                    table.append(ledger.move_in(key, location.block) if location.on_host else location.block)
+            tables.append(table)
         for table, (block, on_host) in zip(tables, hit.partial, strict=False):
             table.append(ledger.move_in(key, block, indexed=False) if on_host else ledger.copy(key, block))
         sequence.tables = tables
         sequence.computed = sequence.committed = hit.num_blocks * self.block_size + hit.partial_tokens
         self.states.adopt(sequence, hit.num_blocks)
         usage = sequence.usage
-        first = [one for one in (*(hit.tables[0] if hit.tables else ()), *hit.partial[:1]) if one]
-        moved = sum(one.on_host for one in first)
-        copied = sum(not one.on_host for one in hit.partial[:1])
+        first = [location for location in (*(hit.tables[0] if hit.tables else ()), *hit.partial[:1]) if location]
+        moved = sum(location.on_host for location in first)
+        copied = sum(not location.on_host for location in hit.partial[:1])
         usage.reused += len(first) - moved - copied
         usage.new += moved + copied
         usage.from_host += moved
@@ -212,7 +213,7 @@ class BlockManager:
     def invalidate(self, sequence: Sequence) -> None:
         """Remove the contents of a sequence's blocks from the prefix cache, on the host too. The sequence keeps its
         blocks."""
-        for block in [] if sequence.on_host else [one for table in sequence.tables for one in table if one != NULL]:
+        for block in [] if sequence.on_host else _blocks_of(sequence.tables):
             entry = self.pool.entry(block)
             if entry is not None:
                 self.pool.forget(block)
@@ -222,8 +223,7 @@ class BlockManager:
                     self.host.forget(on_host)
 
     def find_scores(self, sequence: Sequence, index: int) -> BlockScores | None:
-        """Return the scores of a sequence's full block `index`, if the device has it and they are
-        known."""
+        """Return the scores of a sequence's full block `index`, or None if the device does not have them."""
         known = self._extend_known(sequence, index)
         block = self.pool.find(sequence.chain.entries[index]) if known else None
         return None if block is None else self.pool.indexes[0].scores.get(block)
@@ -270,7 +270,7 @@ class BlockManager:
         return more
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Free the blocks after the one of token `num_tokens - 1`: those of rejected draft tokens."""
+        """Free the blocks after the first `num_tokens` tokens, which held rejected draft tokens."""
         while sequence.num_blocks > self.layout.blocks_for(num_tokens):
             for table in sequence.tables:
                 self.pool.free(table.pop())
@@ -281,7 +281,7 @@ class BlockManager:
         tokens as far as the parent has computed them."""
         assert not child.num_blocks
         child.tables = [list(table) for table in parent.tables]
-        for block in (block for table in child.tables for block in table if block != NULL):
+        for block in _blocks_of(child.tables):
             assert self.pool.is_used(block), "a fork of blocks that are not in use"
             self.pool.touch(block)
         child.computed, child.committed = parent.computed, parent.committed
@@ -298,13 +298,13 @@ class BlockManager:
         sequence.on_host = False
 
     def restart(self, sequence: Sequence) -> None:
-        """Free a sequence, so that its tokens are computed again."""
+        """Free all blocks of a sequence, whose tokens will be computed again."""
         self.free(sequence)
         sequence.computed = sequence.committed = 0
 
     def page_tables(self, kind: int, tables: np.ndarray) -> list[np.ndarray]:
         """Return block tables of a kind as tables of pages; see `PagePool.page_tables`."""
-        if self.layout.kinds[kind] == FULL:  # blocks are pages, and none is NULL
+        if self.layout.kinds[kind] == FULL:  # each block is one page, and no block is NULL
             return [tables]
         return self.pool.page_tables(kind, tables)
 
@@ -317,22 +317,23 @@ class BlockManager:
         total = 0
         for place, kind in enumerate(self.layout.kinds):
             if kind.keeps_all:
-                held = sum(one.num_blocks for one in sequences) - ((len(sequences) - 1) * shared if forked else 0)
+                held = sum(sequence.num_blocks for sequence in sequences)
+                held -= (len(sequences) - 1) * shared if forked else 0
             else:
-                held = len({block for one in sequences for block in self._held(one, place)})
+                held = len({block for sequence in sequences for block in self._held(sequence, place)})
             needed = self.layout.blocks_of_kind(kind, blocks, pending, shared)
             total += kind.pages * max(0, needed - held)
         return total
 
     def pages_to_admit(self, sequences: Items[Sequence], hit: Hit) -> int:
-        """Return how many pages must be available to admit a request with this hit, for the tokens that it has: its new
-        blocks, and cached blocks of the hit, but not the source of its partial block."""
+        """Return how many pages must be available to admit a request with this hit: pages for the new blocks of its
+        tokens, and for blocks of the hit that are only cached. The source of the partial block is not counted."""
         blocks, pending, shared = self._sizes(sequences)
         total = 0
         for place, kind in enumerate(self.layout.kinds):
             needed = self.layout.blocks_of_kind(kind, blocks, pending, shared)
-            if kind.keeps_all and hit.tables:  # the other kinds will need own blocks in place of those of the hit
-                here = [one.block for one in hit.tables[place] if one and not one.on_host]
+            if kind.keeps_all and hit.tables:  # in other kinds, new blocks will replace the hit's blocks
+                here = [location.block for location in hit.tables[place] if location and not location.on_host]
                 needed += sum(map(self.pool.is_cached, here)) - len(here)
             total += kind.pages * needed
         return total
@@ -340,21 +341,23 @@ class BlockManager:
     def pages_to_copy_partial(self, hit: Hit) -> int:
         """Return how many more pages must be available to copy the partial block of a hit: its source, if only cached,
         is locked meanwhile."""
-        sources = (one.block for one in hit.partial if not one.on_host)
+        sources = (location.block for location in hit.partial if not location.on_host)
         return sum(len(self.pool.pages_of(block)) for block in sources if self.pool.is_cached(block))
 
     def pages_to_swap_in(self, sequences: Items[Sequence], active: Items[Sequence]) -> int:
-        """Return how many pages must be available to swap a request in: one block for each on the host, blocks for its
-        further tokens, and a copy for each sequence that would write into a shared block. active: the sequences that
-        may compute."""
+        """Return how many pages must be available to swap a request in: for its blocks on the host, for blocks of its
+        further tokens, and for copies of shared blocks that a sequence would write into. active: the sequences that may
+        compute."""
         assert self.host
         sizes, size = self._sizes(sequences), self.block_size
         total = 0
         for place, kind in enumerate(self.layout.kinds):
-            held = {block for one in sequences for block in one.tables[place]} - {NULL}
-            more = sum(self.layout.blocks_for(len(one.tokens)) - one.num_blocks for one in active)
+            held = {block for sequence in sequences for block in sequence.tables[place]} - {NULL}
+            more = sum(self.layout.blocks_for(len(sequence.tokens)) - sequence.num_blocks for sequence in active)
             written = [
-                one.tables[place][one.computed // size] for one in active if one.computed < one.num_blocks * size
+                sequence.tables[place][sequence.computed // size]
+                for sequence in active
+                if sequence.computed < sequence.num_blocks * size
             ]
             copied = len(written) - len(set(written))
             if kind.keeps_all:
@@ -369,18 +372,18 @@ class BlockManager:
         """Move blocks and states of sequences to the host. False, with nothing changed, if it lacks room for all."""
         if self.host is None or not self.states.can_swap_out(sequences):
             return False
-        distinct = {block for one in sequences for table in one.tables for block in table} - {NULL}
+        distinct = {block for sequence in sequences for table in sequence.tables for block in table} - {NULL}
         if sum(len(self.pool.pages_of(block)) for block in distinct) > self.host.num_available:
             return False
         targets: dict[int, int] = {}
-        for one in sequences:
-            swapped = [[self._move_out(block, targets) for block in table] for table in one.tables]
-            one.tables, left = swapped, one.tables
+        for sequence in sequences:
+            swapped = [[self._move_out(block, targets) for block in table] for table in sequence.tables]
+            sequence.tables, left = swapped, sequence.tables
             for table in left:
                 self.pool.free_table(table)
         self.states.swap_out(sequences)
-        for one in sequences:
-            one.on_host = True
+        for sequence in sequences:
+            sequence.on_host = True
         return True
 
     def swap_in(self, sequences: Items[Sequence]) -> int:
@@ -388,7 +391,7 @@ class BlockManager:
         moved. Content that is still cached on the device is not. The device must have room for the rest."""
         host = self.host
         assert host
-        places = [block for one in sequences for table in one.tables for block in table if block != NULL]
+        places = [block for sequence in sequences for table in sequence.tables for block in table if block != NULL]
         targets: dict[int, int] = {}
         for block in dict.fromkeys(places):  # cached ones first: allocating below may evict
             entry = host.entry(block)
@@ -406,11 +409,12 @@ class BlockManager:
             self.pool.touch(targets[block])
         for target in targets.values():  # the references from above; the tables have theirs
             self.pool.free(target)
-        for one in sequences:
-            one.tables, left = [[targets.get(block, NULL) for block in table] for table in one.tables], one.tables
+        for sequence in sequences:
+            left = sequence.tables
+            sequence.tables = [[targets.get(block, NULL) for block in table] for table in left]
             for table in left:
                 host.free_table(table)
-            one.on_host = False
+            sequence.on_host = False
         self.states.swap_in(sequences)
         sequences[0].usage.new += moved
         sequences[0].usage.from_host += moved
@@ -454,8 +458,8 @@ class BlockManager:
         return allocated[0]
 
     def reserve(self, keys: Iterable[BlockKey]) -> dict[BlockKey, int]:
-        """Return new blocks of the device for those contents that are in neither pool, as many as there is room for.
-        The caller fills them, then calls `insert`."""
+        """Return new blocks of the device for the contents that neither pool has, as far as there is room. The caller
+        fills them, then calls `insert`."""
         reserved: dict[BlockKey, int] = {}
         for key in keys:
             if self.locate(key) is None:
@@ -472,10 +476,11 @@ class BlockManager:
         for block in reversed(reserved.values()):
             self.pool.free(block)
 
-    # --- all of it --------------------------------------------------------------------------------------------------
+    # --- clear and check --------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget all contents of the device, the latest first. No block of it is in use; the host keeps its own."""
+        """Drop all cached contents of the device, the latest first. No block of the device may be in use. The host
+        keeps its contents."""
         self.ledger.finish(self.ledger.take_moves_out(), done=False)
         self._unspilled.clear()
         self.pool.forget_all()
@@ -483,18 +488,18 @@ class BlockManager:
 
     def check(self, sequences: Collection[Sequence], pinned: Iterable[Items[int]] = ()) -> None:
         """Assert every invariant, given all sequences, and the block tables of sessions. For tests and idle moments."""
-        here = [table for one in sequences if not one.on_host for table in one.tables]
+        here = [table for sequence in sequences if not sequence.on_host for table in sequence.tables]
         self.pool.check([*here, *pinned])
         if self.host:
-            self.host.check(table for one in sequences if one.on_host for table in one.tables)
+            self.host.check(table for sequence in sequences if sequence.on_host for table in sequence.tables)
         for pool in (self.pool, self.host):
             for index in pool.indexes if pool else ():
                 index.check(self.contents)
         assert self._unspilled.keys() <= {block for index in self.pool.indexes for block in index.blocks}
-        for one in sequences:
-            assert all(len(first) == len(second) for first, second in pairwise(one.tables))
-            for place, table in enumerate(one.tables):
-                held = self._held(one, place)
+        for sequence in sequences:
+            assert all(len(first) == len(second) for first, second in pairwise(sequence.tables))
+            for place, table in enumerate(sequence.tables):
+                held = self._held(sequence, place)
                 assert NULL not in held, "a block that later tokens read is gone"
                 assert sum(block != NULL for block in table) == len(held), "a block that no later token reads is held"
         self.states.check(sequences)
@@ -513,19 +518,19 @@ class BlockManager:
             entries.append(entry)
         return True
 
-    def _append_kept(self, entry: Entry, found: list[list[Location | None]]) -> bool:
+    def _append_kept(self, entry: Entry, tables: list[list[Location | None]]) -> bool:
         """Append the blocks of a content in the kinds that keep all blocks. False if one is missing."""
         for kind in self._keeping:
             location = self.locate(BlockKey(entry, kind))
             if location is None:
                 return False
-            found[kind].append(location)
+            tables[kind].append(location)
         return True
 
     def _missing_block(self, entries: Items[Entry], count: int) -> int | None:
-        """Return a block among the first `count` that a hit of that length needs and that is not cached, in a kind that
-        does not keep all blocks, so that no hit beyond it is possible. A missing checkpoint of recurrent layers counts
-        as the last block. None if nothing is missing."""
+        """Return the index of a block that a hit of `count` blocks needs and that is not cached, or None. A hit has at
+        most that many blocks then. Kinds that keep all blocks are not searched. A missing checkpoint of recurrent
+        layers counts as the last block."""
         if self.states.pool and not self.states.has_checkpoint(entries[count - 1]):
             return count - 1
         for place, kind in self._dropping:
@@ -544,7 +549,7 @@ class BlockManager:
                 entry = pool.entry(block)
                 assert entry
                 others = [self.locate(BlockKey(entry, kind)) for kind in range(1, len(self.layout.kinds))]
-                partial = [one for one in (Location(block, pool is self.host), *others) if one]
+                partial = [location for location in (Location(block, pool is self.host), *others) if location]
                 if len(partial) == len(self.layout.kinds):
                     best = replace(hit, partial=tuple(partial), partial_tokens=length)
         return best
@@ -596,10 +601,10 @@ class BlockManager:
         return [table[at] for at in chain(self.layout.kinds[place].needed(full, size), range(full, len(table)))]
 
     def _sizes(self, sequences: Items[Sequence]) -> tuple[list[int], list[int], int]:
-        """Return the blocks of each sequence, the tokens of each that are not committed, and the leading blocks of the
-        prompt, which all share."""
-        blocks = [self.layout.blocks_for(len(one.tokens)) for one in sequences]
-        pending = [len(one.tokens) - one.committed for one in sequences]
+        """Return the number of blocks of each sequence, the number of its tokens that are not committed, and the number
+        of full prompt blocks, which all sequences share."""
+        blocks = [self.layout.blocks_for(len(sequence.tokens)) for sequence in sequences]
+        pending = [len(sequence.tokens) - sequence.committed for sequence in sequences]
         return blocks, pending, sequences[0].num_prompt // self.block_size
 
 
@@ -611,7 +616,7 @@ class Pins:
     """
 
     def __init__(self, blocks: BlockManager, limit: int):
-        """limit: maximum number of pinned pages; those of a block that several sessions pin count once."""
+        """limit: maximum number of pinned pages; a block that several sessions pin counts once."""
         self._blocks = blocks
         self._limit = limit
         self._pinned: OrderedDict[Hashable, list[list[int]]] = OrderedDict()
@@ -633,8 +638,8 @@ class Pins:
         return [table for tables in self._pinned.values() for table in tables]
 
     def pin_and_free(self, name: Hashable, sequence: Sequence) -> None:
-        """Pin the full blocks of a sequence that has ended for a session, in place of its former ones, and free the
-        others."""
+        """Pin the full blocks of an ended sequence for a session, in place of its former blocks, and free the other
+        blocks of the sequence."""
         blocks = self._blocks
         full = sequence.committed // blocks.block_size
         tables = [table[:full] for table in sequence.tables]

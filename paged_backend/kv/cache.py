@@ -82,7 +82,7 @@ class KVCache:
     one block table serves the whole model. The tensors of a layer without attention are empty."""
 
     layers: tuple[LayerCache, ...]  # layers in different pages of a block share their tensors
-    pages: tuple[int, ...] = ()  # of each layer, among the pages of the blocks of all kinds; empty: all in the first
+    pages: tuple[int, ...] = ()  # page of each layer, counted over the blocks of all kinds; empty: all in page 0
 
     @classmethod
     def allocate(
@@ -105,8 +105,8 @@ class KVCache:
             dtype: a quantized type, or the type of the model's keys and values.
             device: where to allocate it.
             pinned: whether to allocate host memory that a GPU can access directly.
-            places: see `CacheLayout`; by default all layers are in one page. With places a page is added, which stays
-                zero: the one that stands for NULL in block tables.
+            places: see `CacheLayout`; by default all layers are in one page. With places, one more page is allocated,
+                which stays zero and stands for NULL in block tables.
         """
         if places is not None:
             pages = tuple(page for page, _ in places)
@@ -122,10 +122,10 @@ class KVCache:
 
         shapes = [layer.tensors(num_blocks, block_size, dtype) for layer in layers]
         if not pinned:
-            pools = [[_zeros(*shape, device) for shape in of_layer] for of_layer in shapes]
+            pools = [[_zeros(*shape, device) for shape in layer_shapes] for layer_shapes in shapes]
             return cls(tuple(layer.cache(pool) for layer, pool in zip(layers, pools, strict=True)))
-        tensors = iter(pinned_tensors([shape for of_layer in shapes for shape in of_layer]))
-        parts = (tuple(islice(tensors, len(of_layer))) for of_layer in shapes)
+        tensors = iter(pinned_tensors([shape for layer_shapes in shapes for shape in layer_shapes]))
+        parts = (tuple(islice(tensors, len(layer_shapes))) for layer_shapes in shapes)
         return cls(tuple(layer.cache(part) for layer, part in zip(layers, parts, strict=True)))
 
     @property
@@ -164,8 +164,8 @@ class KVCache:
 
 
 def pinned_zeros(nbytes: int) -> Tensor:
-    """Return zeros in pinned memory. A pool is a single pinned allocation, because PyTorch rounds each up to a power of
-    two, and one per tensor could take twice the memory."""
+    """Return zeros in pinned memory. A pool is a single pinned allocation: PyTorch rounds each allocation up to a power
+    of two, so one per tensor could take twice the memory."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).zero_()
 
 
@@ -181,9 +181,9 @@ def pinned_tensors(shapes: Sequence[TensorShape]) -> list[Tensor]:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, because attention multiplies slots that were never written by a weight of 0, which NaN would
-    survive. On a CPU, NumPy's zeros come from calloc: the system provides memory later, in `populate_in_background` or
-    when a block is first used."""
+    """Return a tensor of zeros. Attention multiplies slots that were never written by a weight of 0, and NaN would
+    survive that. On a CPU, NumPy's zeros come from calloc: the system provides the memory later, in
+    `populate_in_background` or when a block is first used."""
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not nbytes:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -232,8 +232,8 @@ class StateCache:
 
         shapes = [
             TensorShape((num_slots, *part.shape), part.dtype)
-            for one in layers
-            for part in (one.conv, one.recurrent)
+            for layer in layers
+            for part in (layer.conv, layer.recurrent)
             if part
         ]
         tensors = iter(
@@ -241,7 +241,7 @@ class StateCache:
             if pinned
             else [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
         )
-        return cls(tuple(LayerState(next(tensors), next(tensors) if one.recurrent else None) for one in layers))
+        return cls(tuple(LayerState(next(tensors), next(tensors) if layer.recurrent else None) for layer in layers))
 
     @property
     def num_slots(self) -> int:
@@ -255,7 +255,7 @@ class StateCache:
         return tuple(part for part in parts if part is not None)
 
     def copy_slots(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy slots (source, destination) to others, as if all at once: to fork a sequence, or to keep its state at
+        """Copy slots, given as (source, destination), as if all at once. This forks a sequence, or keeps its state at
         this position."""
         copies = list(pairs)
         if not copies:
@@ -265,8 +265,8 @@ class StateCache:
             tensor[destinations] = tensor[sources]
 
     def copy_to(self, other: StateCache, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy slots (source, destination) to a cache of the same layers on another device. Returns before a GPU has
-        copied them; copies are made in order with other work of the current stream."""
+        """Copy slots, given as (source, destination), to a cache of the same layers on another device. Returns before a
+        GPU has copied them; copies are made in order with other work of the current stream."""
         for source, destination in pairs:
             for tensor, copy in zip(self.tensors, other.tensors, strict=True):
                 copy[destination].copy_(tensor[source], non_blocking=True)
@@ -287,7 +287,7 @@ def bytes_per_slot(layers: Sequence[StateShape]) -> int:
 
 
 def populate_in_background(cache: KVCache) -> threading.Thread:
-    """Start a thread that populates the pages of all blocks, those with the lowest numbers first, and return it.
+    """Start a thread that populates the pages of all blocks, lowest numbers first, and return it.
 
     Without it, the first write to a page waits until the system has cleared the page: a sixth of the time of a prefill
     (2 cores of an AMD EPYC, Zen 5, in a virtual machine). The thread has the lowest priority, and ends early when the

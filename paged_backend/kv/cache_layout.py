@@ -28,7 +28,7 @@ PADDING_LIMIT = 0.05
 
 
 class CacheSpec(NamedTuple):
-    """What a model with its draft model keeps of sequences."""
+    """What a model and its draft model store."""
 
     layers: tuple[LayerShape, ...]  # for each token
     states: tuple[StateShape, ...]  # for each sequence
@@ -41,10 +41,9 @@ class CacheLayout:
     """The places of all layers in the pool."""
 
     blocks: BlockLayout
-    shapes: tuple[LayerShape, ...]  # of the layers that a page has room for
-    places: tuple[
-        tuple[int, int], ...
-    ]  # for each layer, its page among those of the blocks of all kinds, and its tensors
+    shapes: tuple[LayerShape, ...]  # shapes of the layers that a page has room for
+    # For each layer: its page, counted over the blocks of all kinds, and the index of its tensors.
+    places: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, layers: Sequence[LayerShape], block_size: int, *, max_model_len: int, max_pending: int) -> CacheLayout:
@@ -54,7 +53,7 @@ class CacheLayout:
             layers: shapes and windows of all layers.
             block_size: tokens of a block.
             max_model_len: maximum tokens of a sequence. Windows this long count as full attention.
-            max_pending: maximum tokens of a sequence in the steps that may be planned and not committed.
+            max_pending: maximum tokens of a sequence in steps that are planned but not committed.
         """
         windowed = [index for index, layer in enumerate(layers) if layer.window and layer.window < max_model_len]
         if windowed and len({replace(layer, window=None) for layer in layers}) > 1:

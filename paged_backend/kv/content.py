@@ -245,7 +245,7 @@ class _Packed(NamedTuple):
 
 
 class BlockScores:
-    """The optional outputs of the prompt tokens of a cached block, so that later requests need not compute them again.
+    """The optional outputs of the prompt tokens of a cached block, which later requests then need not compute again.
 
     They are kept with blocks only if the engine computes the same logits for the same tokens in every batch. The first
     token of a block is scored from the logits of the position before the block:
@@ -269,16 +269,16 @@ class BlockScores:
 
     def values(self, requested: Requested) -> Values:
         """Return the values that a request needs, which these scores cover."""
-        found = {}
+        values = {}
         for name, top in requested.items():
             output = TOKEN_OUTPUTS[name]
-            found[name] = [output.narrowed(value, top) for value in output.unpack(self._packed[name].values)]
-        return found
+            values[name] = [output.narrowed(value, top) for value in output.unpack(self._packed[name].values)]
+        return values
 
     def merged(self, other: BlockScores | None) -> BlockScores:
         """Return scores that cover what either of the two covers."""
         if other is None:
             return self
         names = self._packed.keys() | other._packed.keys()
-        most = {name: [one._packed[name] for one in (self, other) if name in one._packed] for name in names}
-        return BlockScores({name: max(found, key=lambda one: one.num_top) for name, found in most.items()})
+        both = {name: [scores._packed[name] for scores in (self, other) if name in scores._packed] for name in names}
+        return BlockScores({name: max(packed, key=lambda values: values.num_top) for name, packed in both.items()})

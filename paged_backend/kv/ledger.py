@@ -1,6 +1,6 @@
 """The transfers of blocks: from the device to the host, back, and copies within the device.
 
-planned     move_out, move_in, copy            while a step is planned; `cancel` takes those of a request back
+planned     move_out, move_in, copy            while a step is planned; `cancel` takes a request's transfers back
 taken       take                               the step makes them before it computes
 finished    finish                             after the step
 
@@ -40,8 +40,8 @@ class Transfers(NamedTuple):
     copies: tuple[Transfer, ...] = ()  # within the device
 
     def without_entries(self) -> Transfers:
-        """Return the transfers as another rank needs them, which does not know contents."""
-        return Transfers(*(tuple(one._replace(entry=None) for one in part) for part in self))
+        """Return the transfers without contents, which only the rank that schedules knows."""
+        return Transfers(*(tuple(transfer._replace(entry=None) for transfer in part) for part in self))
 
 
 NO_TRANSFERS = Transfers()
@@ -51,7 +51,7 @@ class TransferLedger:
     """Plans the transfers of a device pool and its host pool, and keeps their blocks until they are finished."""
 
     def __init__(self, device: PagePool, host: PagePool | None):
-        self.num_moves_out = 0  # since the start, as the next two
+        self.num_moves_out = 0  # since the start, like the next two
         self.num_moves_in = 0
         self.num_copies = 0
         self._device = device
@@ -93,8 +93,8 @@ class TransferLedger:
         return target
 
     def move_in(self, request: int, block: int, *, indexed: bool = True) -> int:
-        """Move a block of the host, which the caller has locked, to a new block of the device, and return that.
-        indexed: whether it keeps its content; not if the request will write into it."""
+        """Plan to move a block of the host, which the caller has locked, to a new block of the device, and return the
+        new block. indexed: whether the new block keeps the content; False if the request will write into it."""
         device, host = self._device, self._host
         assert host
         target = device.claim(1, host.kind_of(block))[0]
@@ -106,7 +106,7 @@ class TransferLedger:
         return target
 
     def copy(self, request: int, block: int) -> int:
-        """Copy a block of the device, which the caller has locked, to a new block, and return that."""
+        """Plan to copy a block of the device, which the caller has locked, to a new block, and return the new block."""
         target = self._device.claim(1, self._device.kind_of(block))[0]
         copy = Transfer(block, target, None, _pairs(self._device, block, self._device, target))
         self._copies.setdefault(request, []).append(copy)
@@ -134,8 +134,8 @@ class TransferLedger:
         return Transfers(moves)
 
     def finish(self, transfers: Transfers, *, done: bool = True) -> None:
-        """Unlock the blocks of transfers. What was moved in is cached from now on, even if its request has ended; what
-        was not moved out is not cached any more. done: whether the transfers were made."""
+        """Unlock the blocks of transfers. Content that was moved in is cached from now on, even if its request has
+        ended. Content that was not moved out is dropped from the host. done: whether the transfers were made."""
         device, host = self._device, self._host
         for move in transfers.moves_out:
             assert host

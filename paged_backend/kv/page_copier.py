@@ -107,7 +107,7 @@ class PageCopier:
     done."""
 
     def __init__(self, kv: KVCache, host: KVCache | None = None, queues: Queues | None = None):
-        """queues: by default those of the pool's device."""
+        """queues: by default the queues of the pool's device."""
         self._queues = queues or (StreamQueues(kv.device) if kv.device.type == "cuda" else SynchronousTransfers())
         self._kv, self._host = kv, host
         self.update_addresses()
@@ -164,7 +164,7 @@ class PageCopier:
         self._swapping = []
 
     def finish(self) -> None:
-        """Block the host until the device has done all of its work, steps included. Raises the device's error: after
-        one that ends its context (a "sticky" error, such as an illegal address), every operation does."""
+        """Block the host until the device has done all of its work, steps included. Raises the device's error. After a
+        "sticky" error, such as an illegal address, every later operation raises it too."""
         self._queues.finish()
         self._arriving, self._swapping = [], []

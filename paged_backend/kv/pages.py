@@ -42,9 +42,9 @@ class PagePool:
         listener: Listener | None = None,
         medium: str = DEVICE,
     ):
-        """kinds: number of pages of a block of each kind. caching: whether contents are kept for the prefix cache.
-        on_evict: called with a cached block before its content is dropped. listener, medium: of the index of the first
-        kind."""
+        """kinds: number of pages of a block, by kind. caching: whether contents are kept for the prefix cache.
+        on_evict: called with a cached block before its content is dropped. listener, medium: passed to the first kind's
+        index."""
         assert num_pages >= 1, num_pages
         self.num_pages = num_pages
         self.caching = caching
@@ -58,7 +58,7 @@ class PagePool:
         self._num_cached = 0  # pages of cached blocks
         self._references = [0] * num_pages  # by block
         self._transfers: Counter[int] = Counter()  # references of unfinished transfers, part of _references
-        self._kinds = bytearray(num_pages)  # of each block
+        self._kinds = bytearray(num_pages)  # kind of each block
         # The pages of each block, with a last row for NULL: a page of zeros behind the pool, which is never written.
         self._pages = tuple(
             np.full((num_pages + 1, size), num_pages, dtype=np.int32) if size > 1 else None for size in kinds
@@ -66,17 +66,17 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages of no block."""
+        """The number of pages that belong to no block."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Pages of blocks that are not referenced but can still be found by their content."""
+        """The number of pages in blocks that are not referenced but can still be found by their content."""
         return self._num_cached
 
     @property
     def num_available(self) -> int:
-        """Pages that can be allocated: free ones and those of cached blocks."""
+        """The number of pages that can be allocated: free pages and pages of cached blocks."""
         return len(self._free) + self._num_cached
 
     @property
@@ -117,8 +117,8 @@ class PagePool:
             self.num_shared += 1
 
     def free(self, block: int) -> None:
-        """Drop a reference. When the last reference is dropped, a block with known content becomes cached, and the
-        pages of any other become free.
+        """Drop a reference. With its last reference, an indexed block becomes cached; the pages of any other block
+        become free.
 
         Raises:
             ValueError: the block is not in use.
@@ -211,7 +211,7 @@ class PagePool:
                 self._release(block)
 
     def forget_all(self) -> None:
-        """Remove all blocks from the index, those that were indexed last first."""
+        """Remove all blocks from the index, the last indexed first."""
         for index in self.indexes:
             for block in reversed(list(index.blocks)):
                 self.forget(block)
@@ -219,7 +219,7 @@ class PagePool:
     def map(self, pinned: Mapping[int, int] | None = None) -> str:
         """Return the pool map: one mark per page, in order of page numbers.
 
-        pinned: by block, how many sessions reference it. Takes milliseconds for 100,000 pages.
+        pinned: number of sessions that reference each block. Takes milliseconds for 100,000 pages.
         """
         counts = np.minimum(np.array(self._references), 255)
         marks = _MARK_OF_COUNT[counts]

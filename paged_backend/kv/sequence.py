@@ -11,7 +11,7 @@ from paged_backend.kv.content import Chain, Entry
 
 @dataclass(eq=False, slots=True)
 class BlockUsage:
-    """The numbers of blocks of the first kind of layer that a request used; the fields are those of `Usage`."""
+    """How many blocks of the first kind of layer a request used; see the fields `blocks_...` of `Usage`."""
 
     new: int = 0
     reused: int = 0
@@ -55,7 +55,7 @@ class Sequence:
         self.num_prompt = len(request.prompt_token_ids)
         self.tables: list[list[int]] = [[] for _ in range(num_kinds)]
         self.state_slot: int | None = None  # slot of the recurrent layers' states; None: the model has no such layers
-        self.on_host = False  # whether blocks and state are those of the host, while the request is swapped out
+        self.on_host = False  # whether its blocks and state are on the host, as the request is swapped out
         self.latest_checkpoint: Entry | None = None  # content before the latest checkpoint in the output
         self.computed = 0
         self.committed = 0
@@ -95,7 +95,7 @@ class Sequence:
 
     @property
     def needs_mask(self) -> bool:
-        """Whether its guide, if it has one, has not computed yet which tokens may come next."""
+        """True if its guide has yet to compute which tokens may come next."""
         guides = self.request.guides
         return bool(guides) and guides[self.index].seen < self.generated and self.tokens[-1] >= 0
 

@@ -30,7 +30,7 @@ from paged_backend.kv.sequence import Sequence
 
 
 def num_draft_slots(max_num_seqs: int, max_num_batched_tokens: int, max_draft_tokens: int) -> int:
-    """Return how many draft tokens a step may have, each of which needs a slot. max_draft_tokens: of a sequence."""
+    """Return how many draft tokens a step may have, each with a slot. max_draft_tokens: maximum per sequence."""
     return min(max_num_seqs * max_draft_tokens, max_num_batched_tokens)
 
 
@@ -51,18 +51,18 @@ class StateSlots:
         num_host_slots: int = 0,
         num_draft_slots: int = 0,
     ):
-        """num_slots: 0 for a model without recurrent layers, else at least `max_num_seqs + num_draft_slots`; the others
-        are for checkpoints. caching: whether prefixes are cached.
-        num_host_slots: slots of the host. num_draft_slots: slots that are reserved for draft tokens."""
+        """num_slots: 0 for a model without recurrent layers, else at least `max_num_seqs + num_draft_slots`; further
+        slots are for checkpoints. caching: whether prefixes are cached. num_host_slots: slots of the host.
+        num_draft_slots: slots that are reserved for draft tokens."""
         assert not num_slots or num_slots >= max_num_seqs + num_draft_slots
         self.pool = PagePool(num_slots, caching=caching) if num_slots else None  # None: no recurrent layers
         self.host = PagePool(num_host_slots) if num_host_slots else None
-        self.contents = Contents()  # those of the prefix cache
+        self.contents = Contents()  # the contents of the prefix cache
         self._max_num_seqs = max_num_seqs
         self._block_size = block_size
         self._caching = caching and num_slots > 0
         self._num_draft_slots = num_draft_slots
-        self._holders: Counter[int] = Counter()  # by slot, how many sequences have it
+        self._holders: Counter[int] = Counter()  # how many sequences have each slot
         self._drafts: set[int] = set()  # slots for draft tokens of the step in flight
         self._written: set[int] = set()  # slots of checkpoints whose copies are not finished
         self._moves_out: list[Transfer] = []  # for the next step
@@ -76,12 +76,12 @@ class StateSlots:
 
     @property
     def num_held(self) -> int:
-        """The number of slots of sequences."""
+        """The number of slots that sequences have."""
         return len(self._holders)
 
     @property
     def num_checkpoints(self) -> int:
-        """The number of checkpoints: of the prefix cache, and of sessions."""
+        """The number of checkpoints, of the prefix cache and of sessions."""
         kept = len(set(self._pinned.values()) - self._holders.keys()) if self._pinned else 0
         return self.pool.num_cached + kept if self.pool else 0
 
@@ -91,7 +91,7 @@ class StateSlots:
 
     @property
     def num_host_used(self) -> int:
-        """The number of slots of the host in use: of swapped-out sequences, and of moves that are not finished."""
+        """The number of slots of the host in use, by swapped-out sequences and by moves that are not finished."""
         return self.host.num_used if self.host else 0
 
     @property
@@ -122,7 +122,7 @@ class StateSlots:
 
     def release(self, sequence: Sequence) -> None:
         """Free the slot of a sequence, if it has one, on the device or on the host. At a block boundary, its state on
-        the device becomes a checkpoint. Moves to the slot that no step has made are dropped."""
+        the device becomes a checkpoint. Planned moves to the slot are dropped."""
         if sequence.on_host and sequence.state_slot is not None:
             assert self.host
             slot = sequence.state_slot
@@ -176,8 +176,8 @@ class StateSlots:
                 self.pool.free(copy.target)
 
     def take_draft_slots(self, count: int) -> tuple[int, ...]:
-        """Return slots for the states after each of `count` draft tokens, until `free_draft_slots`. There are enough
-        for a step. None without recurrent layers."""
+        """Return a slot for the state after each of `count` draft tokens; empty without recurrent layers. They are
+        reserved until `accept` or `free_draft_slots`."""
         if self.pool is None:
             return ()
         assert len(self._drafts) + count <= self._num_draft_slots, "more draft tokens than a step may have"
@@ -216,7 +216,7 @@ class StateSlots:
 
     def can_swap_out(self, sequences: Items[Sequence]) -> bool:
         """Return whether the states of sequences are on the device, and the host has room for them."""
-        slots = {one.state_slot for one in sequences if one.state_slot is not None}
+        slots = {sequence.state_slot for sequence in sequences if sequence.state_slot is not None}
         room = self.host.num_available if self.host else 0
         return len(slots) <= room and not any(map(self._is_arriving, slots))
 
@@ -276,7 +276,7 @@ class StateSlots:
                 self._forget(entry)
 
     def pin(self, name: Hashable, sequence: Sequence) -> None:
-        """Keep the checkpoint at the end of a sequence's full blocks for a session, in place of the one that it had."""
+        """Keep the checkpoint at the end of a sequence's full blocks for a session, in place of its former one."""
         self.unpin(name)
         full = sequence.committed // self._block_size
         if self.pool and self._caching and full:
@@ -292,7 +292,7 @@ class StateSlots:
             self.pool.free(slot)
 
     def clear(self) -> None:
-        """Forget all checkpoints, also those of sessions. No sequence has a slot."""
+        """Forget all checkpoints, including pinned ones. No sequence may have a slot."""
         for name in list(self._pinned):
             self.unpin(name)
         if self.pool:
@@ -301,7 +301,7 @@ class StateSlots:
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert every invariant. For tests and idle moments."""
         sequences = list(sequences)
-        slots = [(one.state_slot, one.on_host) for one in sequences if one.state_slot is not None]
+        slots = [(sequence.state_slot, sequence.on_host) for sequence in sequences if sequence.state_slot is not None]
         held = [slot for slot, on_host in slots if not on_host]
         assert Counter(held) == self._holders, "a state slot is held by other sequences"
         assert len(self._holders) <= self._max_num_seqs, "more state slots than sequences that may run"
@@ -310,13 +310,15 @@ class StateSlots:
         if self.pool:
             self.pool.check([held, list(self._written), list(self._drafts), self.pinned])
             assert self._num_spare >= 0, "not enough state slots for the sequences that may run"
-            for one in sequences:
-                assert not one.computed or one.state_slot is not None, "a sequence with computed tokens has no state"
+            for sequence in sequences:
+                assert not sequence.computed or sequence.state_slot is not None, (
+                    "a sequence with computed tokens has no state"
+                )
 
     @property
     def _num_spare(self) -> int:
         """The number of available slots that no sequence and no draft token will need. A sequence that shares a slot
-        with a session, or with another sequence, needs one of its own."""
+        with a session, or with another sequence, needs a slot of its own."""
         assert self.pool
         own = len(self._holders.keys() - set(self._pinned.values())) if self._pinned else len(self._holders)
         return self.pool.num_available - (self._max_num_seqs - own) - (self._num_draft_slots - len(self._drafts))
@@ -340,7 +342,7 @@ class StateSlots:
         self._hold(sequence, slot)
 
     def _drop(self, sequence: Sequence) -> None:
-        """Drop the slot of a sequence, and with its last holder the move to it that no step has made."""
+        """Drop the slot of a sequence. If no other sequence has it, also drop the planned move to it."""
         slot = sequence.state_slot
         assert self.pool and slot is not None
         sequence.state_slot = None

@@ -46,7 +46,9 @@ Ban = tuple[int, int, int, int]  # (row, token that it cannot sample, latest, co
 
 def prepare(sample_positions: Sequence[SamplePosition]) -> Constraints | None:
     """Collect the constraints of these tokens on the host. Returns None if no token has any."""
-    rows = [(row, *one) for row, one in enumerate(sample_positions) if one[0].request.constrains_logits]
+    rows = [
+        (row, seq, position) for row, (seq, position) in enumerate(sample_positions) if seq.request.constrains_logits
+    ]
     if not rows:
         return None
     bans = [(row, *ban) for row, sequence, position in rows for ban in _bans(sequence, position)]
@@ -96,15 +98,15 @@ def _bans(sequence: Sample, position: int) -> Iterator[tuple[int, int, int]]:
 
 def _excluded_tokens(rows: ConstrainedRows, bans: Sequence[Ban]) -> dict[int, list[int]]:
     """Return, by row with a guide, the tokens that other constraints exclude."""
-    found = {
+    excluded = {
         row: [token for token, value in zip(*sequence.request.biases, strict=True) if value == -math.inf]
         for row, sequence, _ in rows
         if sequence.request.guides
     }
-    for row, token, *_ in bans if found else ():
-        if row in found:
-            found[row].append(token)
-    return found
+    for row, token, *_ in bans if excluded else ():
+        if row in excluded:
+            excluded[row].append(token)
+    return excluded
 
 
 def _bias(rows: ConstrainedRows, bans: Sequence[Ban]) -> Bias | None:

@@ -27,7 +27,7 @@ def compute(logits: Tensor, tokens: Tensor, num_top: Sequence[int]) -> tuple[Ten
 
 def read(tensors: Sequence[Tensor], num_top: Sequence[int], num_tokens: int) -> Iterator[list[Fingerprint]]:
     """Yield the fingerprint of each row, once for each of its tokens."""
-    return ([one] * num_tokens for one in split_fingerprints(tensors[0].numpy().tobytes()))
+    return ([fingerprint] * num_tokens for fingerprint in split_fingerprints(tensors[0].numpy().tobytes()))
 
 
 def fingerprints(logits: Tensor) -> Tensor:  # [num_rows, 2] int64

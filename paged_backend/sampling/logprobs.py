@@ -22,23 +22,23 @@ ROWS_AT_A_TIME = 64  # on a GPU
 
 
 def compute(logits: Tensor, tokens: Tensor, num_top: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, log probabilities and ranks of each row's tokens, followed by those of its most likely tokens.
+    """Return ids, log probabilities and ranks of each row's tokens, followed by the same of its most likely tokens.
 
-    logits: [num_rows, vocab] of any float dtype. tokens: [num_rows, num_tokens] int64. num_top: most likely tokens by
-    row; all rows get as many as the highest of these numbers. The results are [num_rows, num_tokens + max(num_top)], of
+    logits: [num_rows, vocab] of any float dtype. tokens: [num_rows, num_tokens] int64. num_top: number of most likely
+    tokens, by row; all rows get the highest of these numbers. The results are [num_rows, num_tokens + max(num_top)], of
     int64, float32 and int64; rank 1 is the most likely token.
     """
     logits = logits.float()
     best = _top_tokens(logits, min(max(num_top), logits.shape[-1]))
     best_logits = logits.gather(-1, best)
-    found = torch.cat((tokens, best), -1)
+    all_tokens = torch.cat((tokens, best), -1)
     higher = [(logits > logits.gather(-1, column[:, None])).sum(-1) for column in tokens.unbind(-1)]
     # Every token above a top token is a top token itself.
     higher_than_best = (best_logits[:, None, :] > best_logits[:, :, None]).sum(-1)
     # A masked token has log probability -infinity, which JSON cannot represent.
-    log_probs = _log_softmax(logits).gather(-1, found).clamp(min=torch.finfo(torch.float32).min)
+    log_probs = _log_softmax(logits).gather(-1, all_tokens).clamp(min=torch.finfo(torch.float32).min)
     ranks = 1 + torch.cat((torch.stack(higher, -1), higher_than_best), -1)
-    return found, log_probs, ranks
+    return all_tokens, log_probs, ranks
 
 
 def read(tensors: Sequence[Tensor], num_top: Sequence[int], num_tokens: int) -> Iterator[list[Logprobs]]:
@@ -58,8 +58,8 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _top_tokens(logits: Tensor, count: int) -> Tensor:  # [num_rows, count] int64
-    """Return the most likely tokens of each row of logits [num_rows, vocab] float32, best first. Of tokens with the
-    same logit, which are common in 16 bits, the one with the lower id comes first, however many are returned."""
+    """Return the most likely tokens of each row of logits [num_rows, vocab] float32, best first. Among tokens with the
+    same logit, which are common in 16 bits, lower ids come first, however many are returned."""
     vocab = logits.shape[-1]
     if count == 0:
         return torch.zeros(len(logits), 0, dtype=torch.int64, device=logits.device)

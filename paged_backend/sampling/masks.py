@@ -1,7 +1,7 @@
 """Token bitmasks: one bit per vocabulary token, for the rows of a step whose request restricts its tokens.
 
 A guide computes the mask of one output from that output's tokens alone. Preemption, recomputation and the other
-requests of the batch do not affect it. The scheduler has had it computed (`MaskBudget`).
+requests of the batch do not affect it. The scheduler has it computed before the step (`MaskBudget`).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class TopTokens:
 
     def to_host(self) -> TopTokens:
         """Start a non-blocking copy to the host. Synchronize with the device before reading the result."""
-        return TopTokens(*(each.to("cpu", non_blocking=True) for each in (self.rows, self.tokens, self.log_probs)))
+        return TopTokens(*(tensor.to("cpu", non_blocking=True) for tensor in (self.rows, self.tokens, self.log_probs)))
 
 
 class Computation(NamedTuple):
@@ -88,13 +88,13 @@ class OutputValues:
 
 
 def request_rows(source: Source, requested: Sequence[Requested]) -> tuple[OutputRows, ...]:
-    """Return the rows of each output. requested: by sampled token or live beam."""
-    found: list[OutputRows] = []
+    """Return the rows of each output. requested: the requested outputs of each sampled token or live beam."""
+    output_rows: list[OutputRows] = []
     for name in dict.fromkeys(name for outputs in requested for name in outputs):
         rows = [row for row, outputs in enumerate(requested) if name in outputs]
         num_top = tuple(requested[row][name] for row in rows)
-        found.append(OutputRows(name, source, torch.tensor(rows), num_top, owners=tuple(rows)))
-    return tuple(found)
+        output_rows.append(OutputRows(name, source, torch.tensor(rows), num_top, owners=tuple(rows)))
+    return tuple(output_rows)
 
 
 def request_prompt_rows(
@@ -102,15 +102,15 @@ def request_prompt_rows(
 ) -> tuple[OutputRows, ...]:
     """Return the rows of each output, at most MAX_PROMPT_ROWS at a time.
 
-    All by scored position: the outputs that are requested, its chunk, its row [num_positions] int64 in the logits, and
-    the token after it.
+    Each argument has a value for each scored position. requested: its outputs. owners: its chunk. rows: [num_positions]
+    int64, its row in the logits. tokens: the token after it.
     """
-    found: list[OutputRows] = []
+    output_rows: list[OutputRows] = []
     for name in dict.fromkeys(name for outputs in requested for name in outputs):
         positions = [position for position, outputs in enumerate(requested) if name in outputs]
         for start in range(0, len(positions), MAX_PROMPT_ROWS):
             part = positions[start : start + MAX_PROMPT_ROWS]
-            found.append(
+            output_rows.append(
                 OutputRows(
                     name,
                     Source.PROMPT,
@@ -120,7 +120,7 @@ def request_prompt_rows(
                     tokens=torch.tensor([tokens[position] for position in part]),
                 )
             )
-    return tuple(found)
+    return tuple(output_rows)
 
 
 def compute_outputs(
@@ -135,17 +135,19 @@ def compute_outputs(
     logits: [num_sampled, vocab] of float32, bfloat16 or float16. tokens: [num_sampled] int64, the sampled tokens.
     beams: candidates of the live beams. prompt_logits: [num_sample_rows, vocab].
     """
-    found = []
-    for one in requested:
-        match one.source:
+    computed = []
+    for output in requested:
+        match output.source:
             case Source.SAMPLED:
-                scored, of = tokens[one.rows, None].clamp(min=0), logits[one.rows]
+                scored, row_logits = tokens[output.rows, None].clamp(min=0), logits[output.rows]
             case Source.BEAMS:
                 assert beams
-                scored, of = beams.tokens[one.rows], logits[beams.rows[one.rows]]
+                scored, row_logits = beams.tokens[output.rows], logits[beams.rows[output.rows]]
             case Source.PROMPT:
-                assert one.tokens is not None
-                scored, of = one.tokens[:, None], prompt_logits[one.rows]
-        tensors = COMPUTATIONS[one.name].compute(of, scored, one.num_top)
-        found.append(OutputValues(one.name, one.source, one.num_top, one.owners, scored.shape[-1], tensors))
-    return tuple(found)
+                assert output.tokens is not None
+                scored, row_logits = output.tokens[:, None], prompt_logits[output.rows]
+        tensors = COMPUTATIONS[output.name].compute(row_logits, scored, output.num_top)
+        computed.append(
+            OutputValues(output.name, output.source, output.num_top, output.owners, scored.shape[-1], tensors)
+        )
+    return tuple(computed)

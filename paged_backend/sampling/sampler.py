@@ -207,7 +207,9 @@ def _filters(params: Rows[SamplingParams]) -> SamplingFilters | None:
 
 
 def _penalties(sample_positions: Rows[SamplePosition]) -> Penalties | None:
-    rows = [(row, *one) for row, one in enumerate(sample_positions) if one[0].request.sampling.has_penalty]
+    rows = [
+        (row, seq, position) for row, (seq, position) in enumerate(sample_positions) if seq.request.sampling.has_penalty
+    ]
     if not rows:
         return None
     params = [seq.request.sampling for _, seq, _ in rows]

@@ -27,8 +27,8 @@ class _HeldAdapter:
 class AdapterSlots:
     """A fixed number of slots, each of which holds one adapter.
 
-    Adapters without running requests are evicted, the least recently used first. Adapters of equal content are one.
-    Owned by the scheduler; `resident` may be read from any thread.
+    Adapters without running requests are evicted, the least recently used first. Adapters with the same content share a
+    slot. Owned by the scheduler; `resident` may be read from any thread.
     """
 
     def __init__(self, count: int):

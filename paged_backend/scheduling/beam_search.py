@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ class Candidate(NamedTuple):
 
     token: int
     log_prob: float
-    values: Mapping[str, Any] = NOTHING  # of the requested optional outputs, by name
+    values: Mapping[str, Any] = NOTHING  # requested optional outputs, by name
 
 
 class Continuation(NamedTuple):
@@ -46,7 +47,7 @@ class Hypothesis:
     score: np.float32
     tokens: tuple[int, ...]
     finish: FinishReason
-    values: Values = field(default_factory=dict)  # of the requested optional outputs, one for each token
+    values: Values = field(default_factory=dict)  # requested optional outputs, a value for each token
 
 
 def num_candidates(sampling: SamplingParams, stop_ids: frozenset[int]) -> int:
@@ -69,18 +70,18 @@ class BeamSearch:
         self._sampling = sampling
         self._stop_ids = stop_ids
         self._scores = [np.float32(0)]  # cumulative log probabilities of live beams
-        self._values: list[Values] = [NOTHING]  # of the tokens of live beams
+        self._values: list[Values] = [NOTHING]  # optional outputs of live beams
         self.hypotheses: list[Hypothesis] = []  # ended outputs, best first
         self.num_agreed = 0  # number of tokens that `agree` has returned
 
     def advance(self, outputs: Row[Row[int]], rows: Row[Row[Candidate]]) -> list[Continuation]:
-        """Advance the search by one step, and return the live beams of the next one, best first; none if it has ended.
+        """Advance the search by one step, and return the next live beams, best first; empty if it has ended.
 
-        outputs: the tokens that each live beam has generated. rows: the candidates of each, most likely first.
+        outputs: the tokens that each live beam has generated. rows: the candidates of each beam, most likely first.
         """
         width, count = self._sampling.beam_width, len(outputs[0]) + 1
         limit = num_candidates(self._sampling, self._stop_ids)
-        found = [
+        ranked = [
             (
                 self._scores[beam] + np.float32(candidate.log_prob),
                 Continuation(beam, candidate.token),
@@ -90,13 +91,12 @@ class BeamSearch:
             for candidate in row[:limit]
             if candidate.log_prob > -math.inf  # -inf: the token is not allowed
         ]
-        found.sort(
-            key=lambda one: one[0], reverse=True
-        )  # a stable sort: among equal scores the earlier beam comes first, as mostly in topk
+        # A stable sort: among equal scores the earlier beam comes first, as mostly in topk.
+        ranked.sort(key=itemgetter(0), reverse=True)
         out_of_tokens = count >= self._sampling.max_tokens
         closed = self._full and self._sampling.early_stopping is True
         live = []
-        for rank, (score, continuation, candidate) in enumerate(found[:limit]):
+        for rank, (score, continuation, candidate) in enumerate(ranked[:limit]):
             tokens = (*outputs[continuation.beam], continuation.token)
             finish = self._finish(tokens, out_of_tokens)
             before = self._values[continuation.beam]
@@ -119,14 +119,14 @@ class BeamSearch:
             self._add(Hypothesis(normalized, tuple(tokens), FinishReason.TIMEOUT, values))
 
     def agree(self, outputs: Row[Row[int]]) -> tuple[int, ...]:
-        """Return the next tokens that all outputs have in common which may still be returned.
+        """Return the next tokens, as far as all outputs that may still be returned agree.
 
         outputs: the tokens that each live beam has generated.
         """
-        contenders = [*outputs, *(one.tokens for one in self.hypotheses[: self._sampling.n])]
+        contenders = [*outputs, *(hypothesis.tokens for hypothesis in self.hypotheses[: self._sampling.n])]
         first, end = contenders[0], self.num_agreed
         shortest = min(map(len, contenders))
-        while end < shortest and all(one[end] == first[end] for one in contenders):
+        while end < shortest and all(tokens[end] == first[end] for tokens in contenders):
             end += 1
         agreed = tuple(first[self.num_agreed : end])
         self.num_agreed = end
@@ -134,14 +134,14 @@ class BeamSearch:
 
     def agreed_values(self, count: int) -> Values:
         """Return the values of the `count` tokens that `agree` returned last."""
-        return {name: found[self.num_agreed - count : self.num_agreed] for name, found in self._values[0].items()}
+        return {name: values[self.num_agreed - count : self.num_agreed] for name, values in self._values[0].items()}
 
     @property
     def best(self) -> list[Hypothesis]:
         """The `n` outputs of a search that has ended. With a vocabulary of a few tokens there may be fewer; then the
         last one is repeated."""
-        found = self.hypotheses[: self._sampling.n]
-        return found + found[-1:] * (self._sampling.n - len(found))
+        best = self.hypotheses[: self._sampling.n]
+        return best + best[-1:] * (self._sampling.n - len(best))
 
     def _finish(self, tokens: Row[int], out_of_tokens: bool) -> FinishReason | None:
         """Return why an output ends, or None. If it ends by its text, the responder cuts the text and sets the
@@ -159,7 +159,7 @@ class BeamSearch:
 
     def _add(self, hypothesis: Hypothesis) -> None:
         self.hypotheses.append(hypothesis)
-        self.hypotheses.sort(key=lambda one: one.score, reverse=True)
+        self.hypotheses.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
         del self.hypotheses[self._sampling.beam_width :]
 
     def _is_done(self, count: int) -> bool:

@@ -1,10 +1,10 @@
 """Limits of a step: its prompt tokens, and the time for the masks of structured outputs.
 
-Prompt tokens are limited so that sequences that decode do not wait long for their next token. The time of a step
-depends on the machine, on what else runs there, and on the lengths of the contexts. It is therefore measured, not
+The number of prompt tokens is limited to keep decoding sequences from waiting long for their next token. The time of a
+step depends on the machine, on what else runs there, and on the lengths of the contexts. It is therefore measured, not
 computed: the next chunk is reduced in proportion if a step took too long, and enlarged if it took less than the target
-time. If decode alone takes a large part of the target time, the target is a multiple of it, so that prompts are not
-starved. While prompts arrive without a pause, a step without prompt tokens measures decode from time to time, because
+time. If decode alone takes a large part of the target time, the target is a multiple of it, which keeps prompts from
+starving. While prompts arrive without a pause, a step without prompt tokens measures decode from time to time, because
 more and more sequences decode.
 
 A mask costs microseconds in ordinary grammars, and tens of milliseconds in the worst. All masks of a step are computed
@@ -40,7 +40,7 @@ class PrefillBudget:
         decode_ratio: float = DECODE_RATIO,
     ):
         """step_seconds: target time of a step. seconds_per_token: initial estimate. max_tokens: limit of any step.
-        min_tokens: prompt tokens that a step may always have. decode_ratio: as `DECODE_RATIO`."""
+        min_tokens: prompt tokens that a step may always have. decode_ratio: see `DECODE_RATIO`."""
         self._step_seconds = step_seconds
         self._max_tokens = max_tokens
         self._min_tokens = min(min_tokens, max_tokens)
@@ -71,16 +71,16 @@ class PrefillBudget:
 
 
 class MaskBudget:
-    """Has the guides of sequences compute their next masks, while there is time. A sequence whose mask is not known
-    yet does not take part in the step.
+    """Computes the next masks of guided sequences, within a time limit. A sequence without its mask does not take part
+    in the step.
 
-    Sequences whose masks were cheap come first, so that only the expensive ones wait. These take turns, and at least
-    one mask is computed, so that all of them go on.
+    Sequences whose masks were cheap come first, so only the expensive ones wait. These take turns, and at least one
+    mask is computed, so all of them make progress.
     """
 
     def __init__(self, seconds: float = MASK_SECONDS, clock: Callable[[], float] = time.thread_time):
-        """seconds: limit, after which no other mask is begun. clock: returns seconds; by default those of the CPU, so
-        that a busy machine does not make grammars look expensive."""
+        """seconds: time limit, after which no further mask is begun. clock: returns seconds; by default CPU time,
+        because a busy machine does not make grammars more expensive."""
         self._seconds = seconds
         self._clock = clock
         self._left = seconds
@@ -92,7 +92,9 @@ class MaskBudget:
 
     def prepare(self, groups: Iterable[Group]) -> None:
         """Compute the masks that these requests need for their next tokens, as far as there is time."""
-        sequences = [one for group in groups if group.request.guides for one in group.sequences if one.needs_mask]
+        sequences = [
+            sequence for group in groups if group.request.guides for sequence in group.sequences if sequence.needs_mask
+        ]
         self._turn += 1
         for sequence in sorted(sequences, key=self._order(self._seconds / max(1, len(sequences)))):
             if self._left <= 0:
@@ -100,12 +102,12 @@ class MaskBudget:
             self._compute(sequence)
 
     def _order(self, share: float) -> Callable[[Sequence], tuple[int, int, int, float]]:
-        """Return the key that orders sequences: those whose masks took at most `share` seconds, new ones, the others;
-        each of these by priority, and then by how long they wait."""
+        """Return the sort key of sequences: those whose masks took at most `share` seconds, then new ones, then the
+        others; within each class by priority, then by how long they wait."""
 
-        def key(one: Sequence) -> tuple[int, int, int, float]:
-            rank = 1 if not one.mask_turn else 0 if one.mask_seconds <= share else 2
-            return rank, one.request.sampling.priority, one.mask_turn, one.mask_seconds
+        def key(sequence: Sequence) -> tuple[int, int, int, float]:
+            rank = 1 if not sequence.mask_turn else 0 if sequence.mask_seconds <= share else 2
+            return rank, sequence.request.sampling.priority, sequence.mask_turn, sequence.mask_seconds
 
         return key
 

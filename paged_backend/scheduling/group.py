@@ -128,7 +128,7 @@ class Group:
 
     @property
     def progress(self) -> Progress | None:
-        """What another engine needs to continue the request, next to the request; None: nothing was generated."""
+        """What another engine needs besides the request to continue it; None if nothing was generated."""
         outputs: list[tuple[int, ...] | None] = [None] * self.request.sampling.num_samples
         for sequence in self.sequences:
             outputs[sequence.index] = tuple(sequence.output)
@@ -170,7 +170,7 @@ class Group:
     @property
     def max_cacheable_tokens(self) -> int:
         """The number of the leader's tokens that may be looked up in the prefix cache: up to the first position whose
-        logits are still needed, since the cache has none."""
+        logits are still needed, since the cache holds no logits."""
         return self.num_scored + 1 if self.unscored(0, self.leader.num_prompt) else self.prefill_len
 
     @property

@@ -25,9 +25,9 @@ MAX_SCORED = 256  # prompt positions with log probabilities in a step: each need
 class Chunk:
     """Tokens `start` to `start + length` of a sequence, computed in one step: prefill, decode and speculation alike.
 
-    `sampled_sequences` are the sequences that sample a token after the chunk's last token: none in the middle of a
-    prompt or without output; the sequence itself in decode; all sequences of the group at the end of the prompt. If the
-    last tokens are draft tokens, one token is also sampled before each of them.
+    `sampled_sequences` are the sequences that sample a token after the chunk's last token: no sequence in the middle of
+    a prompt or without output; the sequence itself in decode; all sequences of the group at the end of the prompt. If
+    the last tokens are draft tokens, one token is also sampled before each of them.
     """
 
     sequence: Sequence
@@ -37,7 +37,7 @@ class Chunk:
     allocated: Allocation = NO_BLOCKS  # counted in the usage unless the sequence ends before the commit
     forks: tuple[Sequence, ...] = ()  # sequences that share the chunk's blocks once it is computed
     draft_tokens: tuple[int, ...] = ()
-    draft_slots: tuple[int, ...] = ()  # slots for the recurrent states after each draft token
+    draft_slots: tuple[int, ...] = ()  # slots for the recurrent state after each draft token
     scored: range = range(0)  # prompt positions whose next token gets log probabilities
     ends_request: bool = False  # whether the chunk ends the prompt of a request without output
 
@@ -58,7 +58,7 @@ class Chunk:
 
     def add_draft_tokens(self, tokens: list[int], num_new_blocks: int, state_slots: tuple[int, ...] = ()) -> None:
         """Add these draft tokens to the chunk, which verifies them. num_new_blocks: blocks allocated for them.
-        state_slots: slots for the recurrent states after each."""
+        state_slots: slots for the recurrent state after each draft token."""
         self.draft_tokens, self.draft_slots = tuple(tokens), state_slots
         self.length += len(tokens)
         if num_new_blocks:
@@ -89,8 +89,8 @@ class Plan:
     rows, decode first."""
 
     chunks: tuple[Chunk, ...] = ()
-    transfers: Transfers = NO_TRANSFERS  # of blocks
-    state_transfers: Transfers = NO_TRANSFERS  # of the states of recurrent layers
+    transfers: Transfers = NO_TRANSFERS  # transfers of blocks
+    state_transfers: Transfers = NO_TRANSFERS  # transfers of the states of recurrent layers
     admitted: tuple[int, ...] = ()  # keys of requests that are computed for the first time
     planned_at: float = 0.0  # time by the scheduler's clock
     prefill_tokens: int | None = None  # prompt tokens in a step that also decodes; None in a step without decode
@@ -123,7 +123,7 @@ class PlanBuilder:
         self.prefill_tokens: int | None = None
         self.chunks: list[Chunk] = []
         self.admitted: list[int] = []
-        self._has_traces = False  # whether any chunk is of a traced request
+        self._has_traces = False  # whether any chunk belongs to a traced request
         self._moved: list[TracedWork] = []
         self._has_prompt_outputs = False
 
@@ -193,18 +193,19 @@ class PlanBuilder:
 class StepResult:
     """The results of a step, by sampled sequence or by chunk.
 
-    Sampled sequences are those in `Chunk.sampled_sequences`, numbered from 0 over all chunks in the plan's order. A
-    sequence or chunk without a value is missing from the mapping.
+    The sequences in `Chunk.sampled_sequences` are numbered from 0 over all chunks, in the plan's order. A sequence or
+    chunk without a value is missing from the mapping.
     """
 
     tokens: Items[list[int]]  # per sequence: the sampled token; or accepted draft tokens, then the bonus token
-    values: Mapping[str, Mapping[int, list[Any]]] = field(default_factory=dict)  # by output, sequence: one per token
+    # By output and sequence: a value per token.
+    values: Mapping[str, Mapping[int, list[Any]]] = field(default_factory=dict)
     candidates: Mapping[int, list[Candidate]] = field(default_factory=dict)  # by sequence, for live beams
     errors: Mapping[int, RequestError] = field(default_factory=dict)  # by sequence: why it has no token
-    # By output and chunk: one value per scored position.
+    # By output and chunk: a value per scored position.
     prompt_values: Mapping[str, Mapping[int, list[Any]]] = field(default_factory=dict)
     hidden_states: Mapping[int, HiddenState] = field(default_factory=dict)  # by chunk, for embedding requests
-    prompt_errors: Mapping[int, RequestError] = field(default_factory=dict)  # by chunk: why one of the two is missing
+    prompt_errors: Mapping[int, RequestError] = field(default_factory=dict)  # by chunk: why it lacks prompt results
 
     @classmethod
     def of_tokens(cls, tokens: Iterable[int]) -> StepResult:
@@ -215,7 +216,7 @@ class StepResult:
 def accept_draft_tokens(sampled: Items[int], draft_tokens: Items[int]) -> list[int]:
     """Return the tokens that verification accepts: `sampled` up to and including the first that differs from its draft.
 
-    sampled: the token sampled before each draft token, and the one after the last (the bonus token).
+    sampled: the token sampled before each draft token, and the token after the last (the bonus token).
     """
     accepted = 0
     while accepted < len(draft_tokens) and sampled[accepted] == draft_tokens[accepted]:

@@ -53,8 +53,9 @@ class Scheduler:
 
     A step may be planned while the one before is in flight. Tokens that are still to be sampled then stand in the
     sequences as placeholders. If the sequence has ended meanwhile, one row is computed for nothing. No request is
-    preempted while a step is in flight: a request that does not fit waits for the commit. With several stages, as many
-    steps are in flight, each with its share of the sequences, and none is planned whose last token is a placeholder.
+    preempted while a step is in flight: a request that does not fit waits for the commit. With several pipeline stages,
+    as many steps are in flight, each with its share of the sequences; a sequence whose last token is a placeholder is
+    not planned.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Scheduler:
         if group.beams:  # beam outputs are not sequences: the search continues until all have ended
             group.beams.ended.add(index)
             return len(group.beams.ended) < group.request.sampling.n or self.abort(key)
-        sequence = next((one for one in group.sequences if one.index == index), None)
+        sequence = next((sequence for sequence in group.sequences if sequence.index == index), None)
         if sequence is None:
             return False
         self._finish(group, sequence)
@@ -185,7 +186,7 @@ class Scheduler:
         if group is None:
             return []
         assert group.beams
-        group.beams.search.cut([one.output for one in group.sequences])
+        group.beams.search.cut([sequence.output for sequence in group.sequences])
         self._abort(group)
         return _beam_outputs(group)
 
@@ -273,9 +274,9 @@ class Scheduler:
     def _split(self, *, in_flight: bool) -> tuple[list[tuple[Group, Sequence]], list[tuple[Group, Sequence]]]:
         """Return the sequences that decode and those that prefill, each in scheduling order.
 
-        Decode is planned first, so that a long prompt hardly delays running streams. Sequences for whose masks there is
-        no time are left out. In a pipeline, sequences with a placeholder wait for its token, and at most an equal share
-        of those that decode is returned for each stage.
+        Decode is planned first, so a long prompt hardly delays running streams. A sequence is left out if there is no
+        time for its mask. In a pipeline, a sequence with a placeholder waits for its token, and each stage gets at most
+        an equal share of the decoding sequences.
         """
         self._masks.renew()
         self._masks.prepare(self._running.values())
@@ -426,12 +427,12 @@ class Scheduler:
         """
         if self._has_slot(group):
             return []
-        users: dict[bytes, list[Group]] = {}
-        for one in self._running.values():  # iterates in scheduling order
-            if one.request.adapter:
-                users.setdefault(one.request.adapter.digest, []).append(one)
-        lower = (ones for ones in users.values() if ones[0].priority > group.priority)
-        return max(lower, key=lambda ones: (ones[0].priority, -len(ones), ones[0].scheduling_order), default=[])
+        by_adapter: dict[bytes, list[Group]] = {}
+        for running in self._running.values():  # iterates in scheduling order
+            if running.request.adapter:
+                by_adapter.setdefault(running.request.adapter.digest, []).append(running)
+        lower = (users for users in by_adapter.values() if users[0].priority > group.priority)
+        return max(lower, key=lambda users: (users[0].priority, -len(users), users[0].scheduling_order), default=[])
 
     def _room(self) -> _Room:
         running = self._running.values()
@@ -466,10 +467,11 @@ class Scheduler:
     def _would_fit(self, group: Group, room: _Room, demand: _Demand | None) -> bool:
         """Return whether a request would fit if all requests of lower priority were preempted and all sessions
         unpinned."""
-        lower = [one for one in self._running.values() if one.priority > group.priority]
-        if not lower or group.num_seqs > room.num_seqs + sum(one.num_seqs for one in lower):
+        lower = [other for other in self._running.values() if other.priority > group.priority]
+        if not lower or group.num_seqs > room.num_seqs + sum(other.num_seqs for other in lower):
             return False
-        tables = [table for one in lower for sequence in one.sequences for table in sequence.tables] + self.pins.tables
+        tables = [table for other in lower for sequence in other.sequences for table in sequence.tables]
+        tables += self.pins.tables
         reserved = room.reserved_pages - sum(map(self._missing_pages, lower))
         pool = self.blocks.pool
         return (demand or self._demand(group)).pages <= pool.num_available + pool.num_freed_by(tables) - reserved
@@ -513,8 +515,8 @@ class Scheduler:
         else:
             self._num_preempted -= 1
         if last and last.scheduling_order > group.scheduling_order:
-            ordered = sorted(self._running.values(), key=lambda one: one.scheduling_order)
-            self._running = {one.key: one for one in ordered}
+            ordered = sorted(self._running.values(), key=lambda running: running.scheduling_order)
+            self._running = {running.key: running for running in ordered}
 
     def _end_preemption(self, group: Group) -> None:
         now = self._clock()
@@ -528,7 +530,7 @@ class Scheduler:
         group.cached_tokens = group.leader.computed
         self._counters.queried_tokens += group.prefill_len
         self._counters.cached_tokens += group.cached_tokens
-        self._counters.host_tokens += size * sum(one is not None and one.on_host for one in first)
+        self._counters.host_tokens += size * sum(location is not None and location.on_host for location in first)
         if hit.partial and hit.partial[0].on_host:
             self._counters.host_tokens += hit.partial_tokens
 
@@ -536,7 +538,7 @@ class Scheduler:
 
     @property
     def _last_running(self) -> Group:
-        """The last running request in scheduling order: of those with the lowest priority, the one admitted last."""
+        """The last running request in scheduling order: the one admitted last among those with the lowest priority."""
         return next(reversed(self._running.values()))
 
     def _preempt(self, group: Group, step: PlanBuilder) -> None:
@@ -562,18 +564,18 @@ class Scheduler:
         """Return whether moving blocks and states to the host and back is cheaper than computing them again."""
         if self._preemption != "auto":
             return self._preemption == "swap"
-        states = {one.state_slot for one in group.sequences} - {None}
+        states = {sequence.state_slot for sequence in group.sequences} - {None}
         shared = group.leader.num_prompt * (len(group.sequences) - 1) if group.forked else 0
-        tokens = sum(one.computed for one in group.sequences) - shared
+        tokens = sum(sequence.computed for sequence in group.sequences) - shared
         moves = self._num_distinct_blocks(group) * self.costs.move + len(states) * self.costs.move_state
         return 2 * moves < tokens * self.costs.token
 
     def _num_distinct_blocks(self, group: Group) -> int:
         """Return the number of blocks of the first kind that a request holds."""
-        return len({block for one in group.sequences for block in one.tables[0]} - {NULL})
+        return len({block for sequence in group.sequences for block in sequence.tables[0]} - {NULL})
 
     def _restart(self, group: Group) -> None:
-        """Free all blocks of a request, so that its tokens are computed again."""
+        """Free all blocks of a request, whose tokens will be computed again."""
         for sequence in group.sequences:
             self.blocks.restart(sequence)
         group.num_stored_scores = 0
@@ -628,7 +630,7 @@ class Scheduler:
         lost = {move.target for move in plan.transfers.moves_out}
         lost_states = {move.target for move in plan.state_transfers.moves_out}
         for group in self._waiting:
-            if any(_is_lost(one, lost, lost_states) for one in group.sequences if one.on_host):
+            if any(_is_lost(sequence, lost, lost_states) for sequence in group.sequences if sequence.on_host):
                 self._restart(group)
         error = RequestError(ErrorCode.INTERNAL, message)
         keys = dict.fromkeys(chunk.sequence.key for chunk in plan.chunks)
@@ -641,13 +643,13 @@ class Scheduler:
     def _commit_sample(
         self, group: Group, sequence: Sequence, chunk: Chunk, result: StepResult, index: int
     ) -> TokenDelta:
-        """Commit the tokens of a sequence, with what was requested for each. index: of the sequence in the results."""
+        """Commit the tokens of a sequence with their optional outputs. index: number of the sequence in the results."""
         delta = self._append(group, sequence, result.tokens[index], chunk)
         count = len(delta.token_ids)
         if not result.values:
             return delta
-        found = {name: by_seq[index][:count] for name, by_seq in result.values.items() if index in by_seq}
-        return delta._replace(values=found)
+        values = {name: by_seq[index][:count] for name, by_seq in result.values.items() if index in by_seq}
+        return delta._replace(values=values)
 
     def _append(self, group: Group, sequence: Sequence, tokens: list[int], chunk: Chunk) -> TokenDelta:
         """Append the new tokens of a sequence, up to the one that ends the output."""
@@ -681,17 +683,18 @@ class Scheduler:
             return [self._fail(group, result.prompt_errors[index])]
         deltas: list[TokenDelta] = []
         if chunk.scored:
-            # If the leader ends, the next one computes the prompt again, while results of the former still arrive.
+            # If the leader ends, the next sequence computes the prompt again while results of the old leader still
+            # arrive.
             known = group.num_scored - chunk.scored.start
             assert known >= 0
-            for name, found in group.prompt_values.items():
-                found += result.prompt_values[name][index][known:]
+            for name, scores in group.prompt_values.items():
+                scores += result.prompt_values[name][index][known:]
         if group.num_scored:
             self._store_scores(group)
         if group.scores_prompt and not group.unscored(0, chunk.sequence.num_prompt):
             group.scores_prompt = False
-            values = {name: tuple(found) for name, found in group.prompt_values.items()}
-            deltas.append(TokenDelta(group.key, prompt_values=values))
+            prompt_values = {name: tuple(scores) for name, scores in group.prompt_values.items()}
+            deltas.append(TokenDelta(group.key, prompt_values=prompt_values))
         if chunk.ends_request and (chunk.forks or not chunk.sequence.ended):
             deltas += self._finish_without_output(group, result.hidden_states.get(index))
         return deltas
@@ -708,7 +711,7 @@ class Scheduler:
     # --- values of prompt tokens that are cached with blocks --------------------------------------------------------
 
     def _take_scores(self, group: Group) -> None:
-        """Continue a group's prompt scores with those of cached blocks, up to the first block that lacks some.
+        """Append the scores of cached blocks to a group's prompt scores, up to the first block that lacks some.
 
         They stay valid if the blocks are evicted before the group is admitted, since they depend on the tokens alone.
         """
@@ -725,34 +728,34 @@ class Scheduler:
             group.num_stored_scores = max(group.num_stored_scores, index + 1)
 
     def _store_scores(self, group: Group) -> None:
-        """Store the scores of those full blocks of the prompt that are cached and have none."""
+        """Store the scores of the prompt's full blocks that are cached without scores."""
         if not self.blocks.keeps_scores:
             return
         leader, size = group.leader, self.blocks.block_size
         end = min(leader.committed // size, self._num_scored_blocks(group))
         for index in range(group.num_stored_scores, end):
             tokens = slice(_first_score(index, size), (index + 1) * size - 1)
-            values = {name: found[tokens] for name, found in group.prompt_values.items()}
+            values = {name: scores[tokens] for name, scores in group.prompt_values.items()}
             self.blocks.add_scores(leader, index, BlockScores.of(group.request.prompt_outputs, values))
         group.num_stored_scores = max(group.num_stored_scores, end)
 
     def _num_scored_blocks(self, group: Group) -> int:
-        """Return how many blocks, from the first on, the group has all scores of."""
+        """Return how many leading blocks of the prompt have all of their scores."""
         return (group.num_scored + 1) // self.blocks.block_size
 
     # --- beam search ------------------------------------------------------------------------------------------------
 
     def _commit_beam(self, group: Group, sequence: Sequence, result: StepResult, index: int) -> list[TokenDelta]:
         """Store a live beam's candidates. Once every live beam has its own, advance the search: fork the beams that
-        continue in several ways, and drop those that do not continue. index: of the beam in the results."""
+        continue in several ways, and drop those that do not continue. index: number of the beam in the results."""
         beams, candidates = group.beams, result.candidates[index]
         assert beams
         beams.candidates[sequence.index] = candidates
         if len(beams.candidates) < len(group.sequences):
             return []
-        rows = [beams.candidates[one.index] for one in group.sequences]
+        rows = [beams.candidates[beam.index] for beam in group.sequences]
         beams.candidates.clear()
-        continuations = beams.search.advance([one.output for one in group.sequences], rows)
+        continuations = beams.search.advance([beam.output for beam in group.sequences], rows)
         self._branch(group, continuations)
         if continuations:
             return _agreed_outputs(group)
@@ -763,7 +766,8 @@ class Scheduler:
         """Replace the live beams by their continuations. The first continuation of a beam takes over its blocks, the
         others share them. Beams without continuations are freed."""
         parents, beams = group.sequences, []
-        for index in set(range(len(parents))) - {one.beam for one in continuations}:  # first: forks need their slots
+        # Freed first, because forks need their slots.
+        for index in set(range(len(parents))) - {continuation.beam for continuation in continuations}:
             self.blocks.free(parents[index])
         left = dict(enumerate(parents))
         for continuation in continuations:
@@ -825,13 +829,18 @@ class Scheduler:
 
     @property
     def empty_slots(self) -> int:
-        """Token slots in blocks in use that hold no token. Between steps these are the rest of each sequence's last
+        """The number of token slots in use without a token. Between steps these are the rest of each sequence's last
         block."""
-        last = {one.tables[0][-1]: one for one in self._sequences() if one.num_blocks and not one.on_host}
-        return sum(one.num_blocks * self.blocks.block_size - one.computed for one in last.values())
+        last = {
+            sequence.tables[0][-1]: sequence
+            for sequence in self._sequences()
+            if sequence.num_blocks and not sequence.on_host
+        }
+        return sum(sequence.num_blocks * self.blocks.block_size - sequence.computed for sequence in last.values())
 
     def clear_cache(self) -> None:
-        """Forget all contents of the pool and of the state slots, also of sessions. Called while no request is open."""
+        """Drop all cached contents of the pool and the state slots, including pinned ones. Called while no request is
+        open."""
         assert not self.has_work and not self._in_flight
         while self.pins.drop_oldest():
             pass
@@ -876,7 +885,7 @@ def _finish_reason(request: GenerateRequest, token: int, length: int) -> FinishR
 
 
 def _first_score(index: int, block_size: int) -> int:
-    """Return which score of a prompt is the first of a block. The first token of a prompt has none."""
+    """Return the index of a block's first score among the scores of its prompt, whose first token has none."""
     return max(0, index * block_size - 1)
 
 
@@ -889,7 +898,7 @@ def _agreed_outputs(group: Group) -> list[TokenDelta]:
     """Return the new tokens that all outputs of a beam search have in common, for each output."""
     assert group.beams
     search = group.beams.search
-    tokens = search.agree([one.output for one in group.sequences])
+    tokens = search.agree([sequence.output for sequence in group.sequences])
     if not tokens:
         return []
     values = search.agreed_values(len(tokens))
@@ -907,12 +916,12 @@ def _beam_outputs(group: Group) -> list[TokenDelta]:
     return [
         TokenDelta(
             group.key,
-            one.tokens[sent:],
-            one.finish,
+            hypothesis.tokens[sent:],
+            hypothesis.finish,
             sample=index,
             usage=group.usage,
-            values={name: values[sent:] for name, values in one.values.items()},
+            values={name: values[sent:] for name, values in hypothesis.values.items()},
         )
-        for index, one in enumerate(group.beams.search.best)
+        for index, hypothesis in enumerate(group.beams.search.best)
         if index not in group.beams.ended
     ]

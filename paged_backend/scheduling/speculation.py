@@ -47,13 +47,13 @@ class PromptLookup:
 def propose_placeholders(sequence: Sequence, limit: int) -> list[int]:
     """Return placeholders for draft tokens that a draft model makes on the device, in the step that verifies them.
 
-    Returns none for requests with penalties or bad words of several tokens, which depend on the preceding tokens.
+    Empty for requests with penalties or bad words of several tokens, which depend on the preceding tokens.
     """
     return [] if sequence.request.depends_on_output else [0] * limit
 
 
 def _find_last(searched: bytes, pattern: bytes, width: int) -> int | None:
-    """Return where the pattern last occurs before its end, in elements of `width` bytes; None if it does not."""
+    """Return where the pattern last occurs before its end, in elements of `width` bytes, or None."""
     end = len(searched) - 1
     while (start := searched.rfind(pattern, 0, end)) >= 0:
         if start % width == 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Counters that the parts of the scheduler increment. The fields are those of `SchedulerStats`."""
+    """Counters that the parts of the scheduler increment. The fields are named as in `SchedulerStats`."""
 
     recomputed: int = 0
     swapped: int = 0
@@ -77,7 +77,7 @@ class SchedulerStats:
         return replace(self, running=0, waiting=0, paused=0, context_requests=0, context_tokens=0)
 
     def plus(self, other: SchedulerStats) -> SchedulerStats:
-        """Return the statistics of two engines together. Durations and the block size are those of the first."""
+        """Return the statistics of two engines together. Durations and the block size are taken from the first."""
         total = {}
         for spec in fields(self):
             own, added = getattr(self, spec.name), getattr(other, spec.name)

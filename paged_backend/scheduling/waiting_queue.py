@@ -72,7 +72,7 @@ class WaitingQueue:
 
 
 class _Lines:
-    """One sorted line per priority and tenant, and one per priority for preempted requests."""
+    """A sorted line for each priority and tenant, and for each priority a line of preempted requests."""
 
     def __init__(self) -> None:
         self._lines: dict[_LineName, list[Group]] = {}
@@ -145,7 +145,7 @@ class Accounts:
     """The accounts of all tenants with open requests. Owned by the scheduler."""
 
     def __init__(self, *, by_tenant: bool):
-        """by_tenant: each `cache_salt` is a tenant; otherwise all requests belong to one."""
+        """by_tenant: whether each `cache_salt` is a tenant; otherwise all requests belong to the same tenant."""
         self.by_tenant = by_tenant
         self._levels: dict[int, _Level] = {}
 

@@ -42,8 +42,8 @@ must be whole is rounded down.
 LIMITS = """\
 The option `limits` is an object: `{"limits": {"max_tools": 8, "max_messages": 100}}`. On the command line set one limit
 with `-o limits.max_tools=8`, or several with `-o limits='{"max_tools": 8, "max_messages": 100}'`. Limits on the command
-line are merged with those of `model.json`. The name of a limit alone (`"max_tools": 8`) is an alias; setting a limit
-under both names in one place is an error. Errors of requests name the limit that they exceed."""
+line are merged with the limits in `model.json`. The name of a limit alone (`"max_tools": 8`) is an alias; setting a
+limit under both names in one place is an error. Errors of requests name the limit that they exceed."""
 KV_EVENTS = """\
 The option `kv_events_config` is an object with vLLM's fields. [Cache](../guides/cache.md#kv-cache-events)
 describes the events."""
@@ -74,9 +74,9 @@ Every input is optional, but a request needs exactly one of `text_input`, `messa
 or a control request. JSON inputs may have 8,388,608 characters (`limits.max_json_chars`). `[]` marks a tensor with any
 number of elements; other tensors have one."""
 OUTPUT_NOTES = """\
-Only `text_output` is always returned. With several samples (`n`), every output except `num_input_tokens` and those of
-the prompt has an element, or a run of elements, for each sample in order. A sample that has ended has empty text in
-later responses."""
+Only `text_output` is always returned. With several samples (`n`), every output except `num_input_tokens` and outputs
+about the prompt has an element, or a run of elements, for each sample in order. A sample that has ended has empty text
+in later responses."""
 PARAMETER_NOTES = """\
 Besides [sampling parameters](sampling_parameters.md), a request may have these parameters. Other names are rejected,
 except names of HTTP headers, which a server may be configured to forward."""
@@ -178,7 +178,7 @@ def _labels(family: Family) -> str:
     values = {name: [value] for name, value in family.labels.items()}
     if family.label:
         values[family.label] = list(family.series)
-    return "; ".join(f"`{name}`: {', '.join(f'`{value}`' for value in each)}" for name, each in values.items())
+    return "; ".join(f"`{name}`: {', '.join(f'`{value}`' for value in shown)}" for name, shown in values.items())
 
 
 def _sections(columns: Row, specs: Iterable[Field[Any]]) -> list[str]:

@@ -36,7 +36,7 @@ def check_messages(messages: Any, input_limits: InputLimits) -> list[Message]:
 
     A message may lack content only if it calls tools. Other keys are left to the chat template (`check_keys`).
     """
-    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise _invalid('messages: must be a JSON list of objects like {"role": "user", "content": "…"}')
     check_count(messages, input_limits)
     for index, message in enumerate(messages):
@@ -68,7 +68,7 @@ def _check_content(name: str, content: Any) -> None:
 
 
 def media_problem(part: Any) -> str | None:
-    """Return what is wrong with a content part that is an image, audio, a video or a file; None for all others."""
+    """Return what is wrong with a content part that is an image, audio, a video or a file; None for any other part."""
     if not isinstance(part, dict):
         return None
     kind = part.get("type", next(iter(part), None))  # a part may have the only field "image_url"

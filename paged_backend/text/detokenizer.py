@@ -141,10 +141,10 @@ class Detokenizer:
 
     def _find_stop(self, text: str) -> int | None:
         """Return the position at which the earliest stop string ends the text; None if there is none."""
-        found = [(text.find(stop), len(stop), stop) for stop in self._stop if stop in text]
-        if not found:
+        matches = [(text.find(stop), len(stop), stop) for stop in self._stop if stop in text]
+        if not matches:
             return None
-        start, length, self.matched_stop = min(found)
+        start, length, self.matched_stop = min(matches)
         return start + length if self._include_stop else start
 
     def _stop_prefix_length(self, text: str) -> int:

@@ -1,8 +1,8 @@
 """Keeps the text of special tokens that a client types, such as `<|im_end|>`, from becoming these tokens.
 
 Before messages are rendered, each such text is replaced by a mark, which no template writes. So the special tokens in
-the rendered prompt are the template's own. The texts between two of them that have marks get the typed text back, and
-are encoded by a tokenizer that knows no special tokens. Messages without such a text are encoded as usual.
+the rendered prompt are the template's own. A piece between two of them that contains marks gets the typed text back,
+and is encoded by a tokenizer that knows no special tokens. Messages without such a text are encoded as usual.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class TypedTokens:
         self._pattern = re.compile("|".join(map(re.escape, self._texts)) or "(?!)")
 
     def hide(self, value: Any) -> tuple[Any, Marks | None]:
-        """Return the value with marks in the place of special tokens, in all of its strings, and the marks; None if
-        there are none."""
+        """Return the value with a mark in place of each special token in its strings, and the marks; None instead of
+        the marks if there are none."""
         nonce = "".join(chr(_FIRST + secrets.randbelow(_LAST - _FIRST)) for _ in range(_NONCE_CHARS))
         marks, num_found = {text: f"{nonce}{chr(_FIRST + index)}" for index, text in enumerate(self._texts)}, 0
 
@@ -48,7 +48,7 @@ class Marks:
     """The marks in the values of one request."""
 
     nonce: str
-    texts: list[str]  # that of the special token whose mark ends with character _FIRST + index
+    texts: list[str]  # texts of special tokens; the mark of texts[i] ends with the character _FIRST + i
     pattern: re.Pattern[str]  # matches a special token
 
     def pieces(self, rendered: str) -> Iterator[tuple[str, bool]]:
@@ -71,11 +71,11 @@ class Marks:
 
 
 def _replace_strings(value: Any, replace: Callable[[str], str]) -> Any:
-    """Return a value of JSON with every string replaced, also names of objects."""
+    """Return a value of JSON with every string replaced, including the names in objects."""
     if isinstance(value, str):
         return replace(value)
     if isinstance(value, list):
-        return [_replace_strings(one, replace) for one in value]
+        return [_replace_strings(item, replace) for item in value]
     if isinstance(value, dict):
-        return {replace(name): _replace_strings(one, replace) for name, one in value.items()}
+        return {replace(name): _replace_strings(item, replace) for name, item in value.items()}
     return value

@@ -31,10 +31,10 @@ _LLMAPI_HEAD = """\
 def config(name: str) -> str:
     """Return the text of the model's config.pbtxt."""
     inputs = [
-        _tensor(tensor, one.data_type, one.dims, "" if one.required else "  optional: true")
-        for tensor, one in INPUTS[name].items()
+        _tensor(tensor, spec.data_type, spec.dims, "" if spec.required else "  optional: true")
+        for tensor, spec in INPUTS[name].items()
     ]
-    outputs = [_tensor(tensor, one.data_type, one.dims) for tensor, one in OUTPUTS[name].items()]
+    outputs = [_tensor(tensor, spec.data_type, spec.dims) for tensor, spec in OUTPUTS[name].items()]
     is_llmapi = name == LLMAPI
     head = _HEAD.format(
         name=name,

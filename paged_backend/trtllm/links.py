@@ -1,4 +1,4 @@
-"""Connections to the local sockets of the engine's model: one per instance of it."""
+"""Connections to the local sockets of the engine's model: one per instance."""
 
 from __future__ import annotations
 

@@ -42,10 +42,10 @@ class Job:
         """Send the responses of a row. The last one of the last row is final."""
         with self.lock:
             row.ended = row.ended or last
-            final = all(one.ended for one in self.rows)
-            for index, one in enumerate(outputs):
+            final = all(other.ended for other in self.rows)
+            for index, response in enumerate(outputs):
                 if not self.channel.closed:
-                    self.channel.send(one, final=final and index == len(outputs) - 1)
+                    self.channel.send(response, final=final and index == len(outputs) - 1)
 
     def fail(self, error: RequestError) -> None:
         """End the whole request. Does nothing if it has ended."""
@@ -94,7 +94,7 @@ class Relay:
     ):
         """pb_utils: the module that Triton gives its Python models.
         engine: the name of the model that generates.
-        interface: format of requests and responses; by default that of the model's name."""
+        interface: format of requests and responses; by default the format for the model's name."""
         self._pb_utils = pb_utils
         self._model = model
         self._interface = interface or create_interface(model, limits=limits)
@@ -198,7 +198,7 @@ class Relay:
         except Exception as error:
             log.exception("could not send a response")
             send_error(row.job, internal_error(error))
-        if row.job.channel.closed and any(one.id in self._rows for one in row.job.rows):
+        if row.job.channel.closed and any(other.id in self._rows for other in row.job.rows):
             self._wake.set()  # wakes the thread that cancels the other rows
 
     def _on_link_ended(self, link: Link) -> None:

@@ -105,7 +105,7 @@ def _row_request(row: Row, batch_index: int | None, limits: RelayLimits) -> RowR
 
 
 def _count(row: Row, parameters: dict[str, Any]) -> tuple[int, int]:
-    """Return the numbers of samples and of beams, one of which is 1."""
+    """Return the numbers of samples and of beams, of which at least one is 1."""
     beams = row.one("beam_width", 1)
     returned = row.one("num_return_sequences")
     if beams > 1:
@@ -161,7 +161,7 @@ def _stops(row: Row, parameters: dict[str, Any]) -> frozenset[bytes]:
         parameters["stop_words_token_ids"] = several
     if bad := _words_of_tokens(row, "bad_words_list"):
         parameters["bad_words_token_ids"] = bad
-    return frozenset(str(one).encode() for one in {None, *ids} - kept)
+    return frozenset(str(token).encode() for token in {None, *ids} - kept)
 
 
 def _words_of_tokens(row: Row, name: str) -> list[list[int]]:

@@ -48,7 +48,7 @@ def _outputs(
         values["text_output"] = response["text_output"][which.start : which.stop]
     if row_request.log_probs:
         values["cum_log_probs"] = [response["cumulative_logprob"][which.start : which.stop]]
-        values["output_log_probs"] = [_padded([_logprobs(bytes(response["logprobs"][one])) for one in which], 0.0)]
+        values["output_log_probs"] = [_padded([_logprobs(bytes(response["logprobs"][at])) for at in which], 0.0)]
     if row_request.batch_index is not None:
         values["batch_index"] = [[row_request.batch_index]]
     if sequence_index is not None:
@@ -72,10 +72,10 @@ def _lines(
     As in TensorRT-LLM, the token that ends an output is not part of it, unless it belongs to a stop word.
     """
     lines = []
-    for one in which:
-        begin = sum(counts[:one])
-        line = response["token_ids"][begin : begin + counts[one]].tolist()
-        if response["finish_reason"][one] == b"stop" and line and response["stop_reason"][one] in row_request.dropped:
+    for at in which:
+        begin = sum(counts[:at])
+        line = response["token_ids"][begin : begin + counts[at]].tolist()
+        if response["finish_reason"][at] == b"stop" and line and response["stop_reason"][at] in row_request.dropped:
             line.pop()
         lines.append([*row_request.prompt, *line])
     return lines

@@ -31,7 +31,7 @@ class Row:
         return plain(name, value.reshape(-1)[0])
 
     def all(self, name: str) -> list[Any]:
-        """Return all elements of a tensor; none if it is missing."""
+        """Return all elements of a tensor; empty if it is missing."""
         return [plain(name, value) for value in self.tensors.get(name, np.empty(0)).reshape(-1)]
 
     def words(self, name: str) -> list[str]:

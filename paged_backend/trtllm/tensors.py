@@ -49,7 +49,7 @@ def _is_single(value: np.ndarray) -> bool:
 
 
 def _is_hf(value: np.ndarray) -> bool:
-    return all(one in (b"", b"hf") for one in value.reshape(-1))
+    return all(text in (b"", b"hf") for text in value.reshape(-1))
 
 
 def _anything(value: np.ndarray) -> bool:

@@ -1,4 +1,4 @@
-"""vLLM as a contestant; see protocol.py. Its engine is stepped here, so that requests can be added when they arrive."""
+"""vLLM as a contestant; see protocol.py. Its engine is stepped here, to add requests when they arrive."""
 
 import time
 from typing import Any
@@ -9,7 +9,7 @@ engine: Any = None
 
 
 def load(**options: Any) -> dict[str, Any]:
-    """Load a model. The options are those of vLLM's EngineArgs."""
+    """Load a model. options: fields of vLLM's EngineArgs."""
     global engine
     from vllm import EngineArgs, LLMEngine, __version__
 

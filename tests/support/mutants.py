@@ -215,13 +215,13 @@ MUTANTS = {  # name: (file, source, replacement)
     "priorities are ignored": (GROUP, "        return self.request.sampling.priority\n", "        return 0\n"),
     "a request of equal priority is preempted": (
         SCHEDULER,
-        "one.priority > group.priority]",
-        "one.priority >= group.priority]",
+        "other.priority > group.priority]",
+        "other.priority >= group.priority]",
     ),
     "a slot user of equal priority is preempted": (
         SCHEDULER,
-        "if ones[0].priority > group.priority)",
-        "if ones[0].priority >= group.priority)",
+        "if users[0].priority > group.priority)",
+        "if users[0].priority >= group.priority)",
     ),
     "other requests than the slot users are preempted": (
         SCHEDULER,
@@ -437,7 +437,7 @@ MUTANTS = {  # name: (file, source, replacement)
     "hypotheses are not normalized": (BEAM_SEARCH, "length**self._sampling.length_penalty", "1"),
     "only live beams have to agree": (
         BEAM_SEARCH,
-        ", *(one.tokens for one in self.hypotheses[: self._sampling.n])",
+        ", *(hypothesis.tokens for hypothesis in self.hypotheses[: self._sampling.n])",
         "",
     ),
     "any continuation may become a hypothesis": (
@@ -480,7 +480,7 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "a prefix is shorter in the kinds that keep all blocks": (
         BLOCKS,
-        "            del found[place][count:]\n",
+        "            del tables[place][count:]\n",
         "            pass\n",
     ),
     "a block of another kind is found": (
@@ -530,8 +530,8 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "top tokens are lost when scores are merged": (
         CONTENT,
-        "max(found, key=lambda one: one.num_top)",
-        "found[0]",
+        "max(packed, key=lambda values: values.num_top)",
+        "packed[0]",
     ),
     "equally likely tokens are in another order": (
         TOKEN_OUTPUTS,

@@ -20,7 +20,7 @@ _FALSE_PREFIX = "no-"  # --no-enable-prefix-caching
 def split_engine_flags(
     argv: Sequence[str], own_flags: Collection[str], command: str = "serve"
 ) -> tuple[list[str], dict[str, object]]:
-    """Split the arguments of a command into those of the command itself, and engine options by name.
+    """Split the arguments of a command into its own arguments, and engine options by name.
 
     A flag of a boolean option has no value, or `true` or `false` as its value. Raises UsageError for an unknown flag,
     a repeated one, and one without its value.
@@ -50,7 +50,7 @@ def _parse(token: str, following: list[str], own_flags: Collection[str], command
     if name not in types and flag[2:].startswith(_FALSE_PREFIX) and types.get(positive) == "bool" and not equals:
         return positive, False
     if name not in types:
-        value = text or next((one for one in following[:1] if not one.startswith("--")), None)
+        value = text or next((argument for argument in following[:1] if not argument.startswith("--")), None)
         raise UsageError(_sampling_default(flag, value) or _unknown(flag, own_flags, types, command))
     if equals:
         return name, json_or_text(text)
@@ -64,13 +64,13 @@ def _parse(token: str, following: list[str], own_flags: Collection[str], command
 
 @cache
 def _option_types() -> dict[str, str]:
-    """Return the type annotation of each engine option; of limits and of vLLM's further options, "any"."""
+    """Return the type annotation of each engine option; "any" for limits and vLLM's further options."""
     from paged_backend.api import vllm_options
     from paged_backend.api.config import EngineConfig
     from paged_backend.api.option_parsing import LIMIT_NAMES
 
     known = dict.fromkeys((*vllm_options.UNSUPPORTED, *LIMIT_NAMES), "any")
-    known |= {option: "bool" for option, one in vllm_options.UNSUPPORTED.items() if False in one.accepted}
+    known |= {option: "bool" for option, spec in vllm_options.UNSUPPORTED.items() if False in spec.accepted}
     return known | {spec.name: str(spec.type) for spec in fields(EngineConfig)}
 
 

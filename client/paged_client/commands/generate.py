@@ -16,7 +16,7 @@ from paged_client.sync_client import DEFAULT_URLS
 from paged_client.types import PagedError
 
 PROBE_SECONDS = 10.0
-SHOW_SECONDS = 2.0  # for a server to name its model to --show-request, which also works without a server
+SHOW_SECONDS = 2.0  # time for a server to name its model to --show-request, which also works without a server
 _SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
 _NOT_SAMPLING = ("prompt", "messages", "request_id", "timeout")  # other arguments of Client.stream
 
@@ -100,7 +100,7 @@ def generate(args: argparse.Namespace) -> int:
 def _curl_command(args: argparse.Namespace, prompt: str, sampling: dict[str, Any]) -> str:
     """Return the request of `paged generate` as a curl command, for the HTTP port of the server.
 
-    Without --model the server is asked for it, or if it does not answer, it is the default name.
+    Without --model the server is asked for its model. If it does not answer, the default name is used.
     """
     try:
         body = http_body(prompt, stream=not args.no_stream, **{"max_tokens": AS_MANY_AS_FIT, **sampling})

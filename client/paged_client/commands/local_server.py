@@ -22,7 +22,7 @@ def run_command(
 ) -> Iterator[dict[str, Any]]:
     """Send a command to the socket of an engine, and yield the frames of its answer. Raises PagedError.
 
-    command: what it is called in a frame, and its argument. max_frame_bytes: maximum size of a frame of the answer.
+    command: its name in a frame, and its argument. max_frame_bytes: maximum size of a frame of the answer.
     """
     connection = Connection(local_socket.connect(name), max_frame_bytes)
     try:

@@ -16,7 +16,7 @@ from paged_client.session import UsageError
 
 
 class Gpu(NamedTuple):
-    """A GPU: GiB that programs can use, GB/s of its memory, and TFLOPS of dense matrices in 16 bits."""
+    """A GPU: memory that programs can use in GiB, memory bandwidth in GB/s, and TFLOPS of dense 16-bit matrices."""
 
     gib: float
     bandwidth: float

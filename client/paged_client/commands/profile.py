@@ -15,7 +15,7 @@ from paged_client.session import UsageError
 
 TRACE_BYTES = 1 << 30  # maximum size of a received profile
 SHOWN = 8  # functions of a thread, and threads of the server, in the tables
-THREADS = ("engine", "responder")  # those whose functions are shown; the trace has all
+THREADS = ("engine", "responder")  # threads whose functions are shown; the trace has all threads
 FUNCTIONS_BELOW = 0.005  # share of time below which a function is not shown
 
 
@@ -42,10 +42,10 @@ def profile(args: argparse.Namespace) -> int:
     _check_output(args.output)
     socket = min(find_sockets(args.model, args.url))
     print(f"recording for {args.seconds:g} s", file=sys.stderr)
-    found = _record(socket, args.seconds)
-    print("\n".join(report(found)))
+    recording = _record(socket, args.seconds)
+    print("\n".join(report(recording)))
     try:
-        args.output.write_text(json.dumps(found["trace"]))
+        args.output.write_text(json.dumps(recording["trace"]))
     except OSError as error:
         print(f"paged profile: --output {args.output}: {error.strerror}", file=sys.stderr)
         return EXIT_ERROR
@@ -54,7 +54,7 @@ def profile(args: argparse.Namespace) -> int:
 
 
 def _check_output(path: Path) -> None:
-    """Raise UsageError for a file that cannot be written. A file that does not exist is not left there."""
+    """Raise UsageError for a file that cannot be written. A file that did not exist is not left behind."""
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"--output {path}: must be a file in an existing directory")
     is_new = not path.exists()
@@ -68,13 +68,13 @@ def _check_output(path: Path) -> None:
 
 def _record(name: str, length: float) -> dict[str, Any]:
     """Return the server's profile. Raises PagedError."""
-    found: dict[str, Any] = next(run_command(name, {"profile": length}, TRACE_BYTES))["profile"]
-    return found
+    recording: dict[str, Any] = next(run_command(name, {"profile": length}, TRACE_BYTES))["profile"]
+    return recording
 
 
-def report(found: dict[str, Any]) -> list[str]:
+def report(recording: dict[str, Any]) -> list[str]:
     """Return the lines of the tables."""
-    steps, length = found["steps"], found["seconds"]
+    steps, length = recording["steps"], recording["seconds"]
     if not steps["count"]:
         lines = [f"no step in {length:.1f} s"]
     else:
@@ -90,12 +90,16 @@ def report(found: dict[str, Any]) -> list[str]:
             idle -= phase["share"]
         lines.append(f"{'outside of steps':24}{'':12}{max(0.0, idle):13.1%}")
     for thread in THREADS:
-        functions = [one for one in found["functions"] if one["thread"] == thread and one["share"] >= FUNCTIONS_BELOW]
+        functions = [
+            function
+            for function in recording["functions"]
+            if function["thread"] == thread and function["share"] >= FUNCTIONS_BELOW
+        ]
         if not functions:
             continue
         lines += ["", f"{'thread':24}{'of all time':>12}  function (sampled every 5 ms; waiting counts)"]
-        lines += [f"{thread:24}{one['share']:12.1%}  {one['function']}" for one in functions[:SHOWN]]
-    if found["server_threads"]:
+        lines += [f"{thread:24}{function['share']:12.1%}  {function['function']}" for function in functions[:SHOWN]]
+    if recording["server_threads"]:
         lines += ["", f"{'thread of tritonserver':24}{'of a core':>12}"]
-        lines += [f"{one['name'][:23]:24}{one['share']:12.1%}" for one in found["server_threads"][:SHOWN]]
+        lines += [f"{entry['name'][:23]:24}{entry['share']:12.1%}" for entry in recording["server_threads"][:SHOWN]]
     return lines

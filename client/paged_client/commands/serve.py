@@ -68,7 +68,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser, model: str) -> None:
-    """Add the arguments that `_model_options` reads. model: help of the model."""
+    """Add the arguments that `_model_options` reads. model: help text of the model."""
     add = parser.add_argument
     add("model", nargs="?", help=model)
     add(
@@ -100,7 +100,7 @@ def _model_options(
     named = options.pop("model", None)
     if args.model is not None and named is not None:
         raise UsageError("the model is given twice: it is MODEL or -o model=…")
-    model = next((one for one in (args.model, named, default) if one is not None), None)
+    model = next((name for name in (args.model, named, default) if name is not None), None)
     if model is None:
         raise UsageError("no model is given: it is MODEL or -o model=…")
     if not isinstance(model, str):
@@ -135,7 +135,7 @@ def serve(args: argparse.Namespace) -> int:
     from paged_client.serving import launch
     from paged_client.serving.supervisor import RestartPolicy
 
-    if engine_flag := next((one for one in args.rest if is_engine_flag(one)), None):
+    if engine_flag := next((argument for argument in args.rest if is_engine_flag(argument)), None):
         raise UsageError(f"{engine_flag}: is an engine option, not one of tritonserver; put it before the --")
     model = str(options.pop("model"))
     return launch.serve(

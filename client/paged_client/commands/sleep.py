@@ -34,30 +34,30 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def sleep(args: argparse.Namespace) -> int:
     for name in find_sockets(args.model, args.url):
-        found, reported = {}, 0
+        result, reported = {}, 0
         for frame in run_command(name, {"sleep": args.timeout}):
             if (count := frame.get("open")) and count != reported:
                 print(f"waiting for {count} open {'requests' if count > 1 else 'request'}", file=sys.stderr)
                 reported = count
             if "sleep" in frame:
-                found = frame["sleep"]
+                result = frame["sleep"]
                 break
-        print(_describe_sleep(args.model, found))
+        print(_describe_sleep(args.model, result))
     return 0
 
 
 def wake(args: argparse.Namespace) -> int:
     for name in find_sockets(args.model, args.url):
-        found = next(run_command(name, {"wake": True}))["wake"]
-        print(_describe_wake(args.model, found))
+        result = next(run_command(name, {"wake": True}))["wake"]
+        print(_describe_wake(args.model, result))
     return 0
 
 
-def _describe_sleep(model: str, found: dict[str, Any]) -> str:
-    if not found["changed"]:
+def _describe_sleep(model: str, result: dict[str, Any]) -> str:
+    if not result["changed"]:
         return f"{model} is asleep already"
-    memory = found["bytes"]
-    freed = f"{model} is asleep: freed {_gib(sum(memory.values()))} in {found['seconds']:.2f} s"
+    memory = result["bytes"]
+    freed = f"{model} is asleep: freed {_gib(sum(memory.values()))} in {result['seconds']:.2f} s"
     if not memory["weights"]:
         return f"{freed} (KV cache; the weights stay in memory, as the model runs on a CPU)"
     return (
@@ -66,10 +66,10 @@ def _describe_sleep(model: str, found: dict[str, Any]) -> str:
     )
 
 
-def _describe_wake(model: str, found: dict[str, Any]) -> str:
-    if not found["changed"]:
+def _describe_wake(model: str, result: dict[str, Any]) -> str:
+    if not result["changed"]:
         return f"{model} is awake already"
-    return f"{model} is awake: restored {_gib(sum(found['bytes'].values()))} in {found['seconds']:.2f} s"
+    return f"{model} is awake: restored {_gib(sum(result['bytes'].values()))} in {result['seconds']:.2f} s"
 
 
 def _gib(nbytes: int) -> str:

@@ -70,8 +70,8 @@ def perf_analyzer(args: argparse.Namespace) -> int:
     """Replace this process by the perf_analyzer of tritonclient, with the libraries that it needs."""
     from paged_client.serving import server_files
 
-    found = server_files.perf_analyzer()
-    if found is None:
+    analyzer = server_files.perf_analyzer()
+    if analyzer is None:
         raise UsageError("cannot run here: it needs glibc 2.34 and tritonclient with its grpc extra")
-    binary, environment = found
+    binary, environment = analyzer
     os.execve(binary, [str(binary), *args.rest], environment)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from paged_backend.api.errors import closest_match
 from paged_backend.api.parameter_names import OTHER_NAMES
 
-_SHOWN_CHARS = 60  # of a value in a hint
+_SHOWN_CHARS = 60  # maximum characters of a value in a hint
 Parsers = Mapping[str, argparse.ArgumentParser]
 
 
@@ -39,7 +39,7 @@ def unrecognized(argument: str, argv: Sequence[str], name: str, commands: Parser
 
 def misplaced(argv: Sequence[str], commands: Parsers) -> str:
     """Return the error for options before the command."""
-    command = next((one for one in argv if one in commands), "COMMAND")
+    command = next((argument for argument in argv if argument in commands), "COMMAND")
     return f"unknown option; options come after the command: paged {command} … {argv[0]} …"
 
 
@@ -56,7 +56,7 @@ def _sampling_hint(flag: str, value: str, options: Mapping[str, object]) -> str 
     from paged_client.sampling_values import NAMES
 
     given = flag.lstrip("-").replace("-", "_")
-    name = next((one for one in OTHER_NAMES.get(given, (given,)) if one in NAMES), None)
+    name = next((parameter for parameter in OTHER_NAMES.get(given, (given,)) if parameter in NAMES), None)
     if name is None:
         return None
     own = f"--{name.replace('_', '-')}"
@@ -67,7 +67,7 @@ def _sampling_hint(flag: str, value: str, options: Mapping[str, object]) -> str 
 
 
 def _other_command_hint(flag: str, commands: Parsers) -> str | None:
-    others = [name for name, one in commands.items() if flag in one._option_string_actions]
+    others = [name for name, command in commands.items() if flag in command._option_string_actions]
     return f"it is an option of {' and '.join(f'paged {name}' for name in others)}" if others else None
 
 

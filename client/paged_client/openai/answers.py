@@ -37,9 +37,9 @@ class ResponseBuilder(ABC):
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
-        for one in completions:
-            one = replace(self._shown(one), others=tuple(map(self._shown, one.others)))
-            choices += self._choices(len(choices), one)
+        for completion in completions:
+            completion = replace(self._shown(completion), others=tuple(map(self._shown, completion.others)))
+            choices += self._choices(len(choices), completion)
         body = self._body(self.whole_object, choices) | self._top_level_fields(completions[0])
         return body | {"usage": usage(completions)} | _digests(completions)
 
@@ -67,7 +67,7 @@ class ResponseBuilder(ABC):
             fields["prompt_token_ids"] = info.prompt_token_ids
         if self._prompt_logprobs is not None and info.prompt_logprobs is not None:
             known = logprobs.most_likely(info.prompt_logprobs, self._prompt_logprobs)
-            fields["prompt_logprobs"] = [logprobs.prompt_logprobs_by_id(one) for one in known]
+            fields["prompt_logprobs"] = [logprobs.prompt_logprobs_by_id(entries) for entries in known]
         return fields
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -75,7 +75,9 @@ class ResponseBuilder(ABC):
 
     def _choices(self, start: int, completion: Completion) -> list[dict[str, Any]]:
         """Return the choices of one prompt, numbered from `start`."""
-        return [self._whole_choice(start + index, one) for index, one in enumerate((completion, *completion.others))]
+        return [
+            self._whole_choice(start + index, sample) for index, sample in enumerate((completion, *completion.others))
+        ]
 
     def _top_level_fields(self, info: PromptInfo) -> dict[str, Any]:
         """Return further fields of the body."""
@@ -96,7 +98,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         self._echo_logprobs = request.logprobs if request.echo else None
 
     def _choices(self, start: int, completion: Completion) -> list[dict[str, Any]]:
-        choices = [one | self._prompt_fields(completion) for one in super()._choices(start, completion)]
+        choices = [choice | self._prompt_fields(completion) for choice in super()._choices(start, completion)]
         if self._echo_logprobs is not None:
             echoed = logprobs.echo_logprobs(completion, self._echo_logprobs, by_id=self._names_ids)
             for choice in choices:
@@ -121,7 +123,7 @@ class ChatResponseBuilder(ResponseBuilder):
         super().__init__(request, request_id)
         self._top_logprobs = request.top_logprobs or 0
         self._empty_content = None if use.forced else ""
-        echoed = [one.text for one in request.messages[-1:] if request.echo and one.role == "assistant"]
+        echoed = [message.text for message in request.messages[-1:] if request.echo and message.role == "assistant"]
         self._echoed = "".join(echoed)
         self._parsers: defaultdict[int, OutputParser] = defaultdict(use.make_parser)  # parsers by sample
         self._calling: set[int] = set()  # samples that have called a tool
@@ -195,16 +197,16 @@ def _choice(
 
 def _digests(completions: Sequence[Completion]) -> dict[str, Any]:
     """Return the digest of each choice, if the request asked for them."""
-    found = [digest for one in completions for digest in (one.receipt or {}).get("logits_digests", ())]
-    return {"logits_digests": found} if found else {}
+    digests = [digest for completion in completions for digest in (completion.receipt or {}).get("logits_digests", ())]
+    return {"logits_digests": digests} if digests else {}
 
 
 def usage(completions: Sequence[Completion]) -> dict[str, Any]:
-    output = sum(sample.num_output_tokens for one in completions for sample in (one, *one.others))
-    counts = _counts(sum(one.num_input_tokens for one in completions), output)
-    receipts = [one.receipt for one in completions if one.receipt]
+    output = sum(sample.num_output_tokens for completion in completions for sample in (completion, *completion.others))
+    counts = _counts(sum(completion.num_input_tokens for completion in completions), output)
+    receipts = [completion.receipt for completion in completions if completion.receipt]
     if receipts:
-        counts["prompt_tokens_details"] = {"cached_tokens": sum(one["cached_tokens"] for one in receipts)}
+        counts["prompt_tokens_details"] = {"cached_tokens": sum(receipt["cached_tokens"] for receipt in receipts)}
     return counts
 
 

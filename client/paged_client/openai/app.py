@@ -59,7 +59,7 @@ class Settings:
     Args:
         urls: gRPC endpoints of the servers; None is the default one.
         model: name of the served model at the start, which is also its name in the gateway.
-        is_model_fixed: whether the user has chosen the name; if not, it follows that of a restarted server.
+        is_model_fixed: whether the user has chosen the name; if not, it follows the name of a restarted server.
         template: chat template to apply in the gateway; None if the server applies the model's.
         api_keys: accepted API keys; if empty, no key is required.
         limits: limits of requests.
@@ -67,8 +67,8 @@ class Settings:
         access_log: called with a line for each request; None disables the log.
         retry_seconds: time for which a request without output is tried again while all servers fail.
         routing: how servers are chosen, one of routing.POLICIES.
-        index: knows what each server has cached; None: nobody does.
-        prefill: prefill servers; None: there are none.
+        index: knows what each server has cached, if given.
+        prefill: prefill servers, if there are some.
         allowed_origins: origins of web pages that may send requests; "*" is any.
         root_path: path prefix at which a proxy publishes the gateway, like "/llm". Requests may have it.
     """
@@ -163,7 +163,9 @@ class Gateway:
         builder: ResponseBuilder,
     ) -> Response:
         context, key = _trace_context(request), request.headers.get("X-Session-Id") or body.prompt_cache_key
-        engine_requests = [replace(one, sampling=one.sampling | context) for one in engine_requests]
+        engine_requests = [
+            replace(engine_request, sampling=engine_request.sampling | context) for engine_request in engine_requests
+        ]
         engine_requests = await with_routes(self._servers, engine_requests, key)
         try:
             return await self._answer(request, body, engine_requests, builder)
@@ -295,8 +297,8 @@ class Gateway:
             raise ApiError(401, "Authorization: must be 'Bearer' and a valid API key", code="invalid_api_key")
 
     async def _parse(self, request: Request, parse: Callable[[bytes], T]) -> T:
-        """Read and parse the body. A large one is parsed on a thread, so that other requests go on meanwhile, and one
-        after the other, because parsed messages take many times the memory of their text."""
+        """Read and parse the body. Large bodies are parsed on a thread, while other requests go on, and one after the
+        other, because parsed messages take many times the memory of their text."""
         body = await self._read(request)
         if len(body) <= SMALL_BYTES:
             return parse(body)

@@ -41,7 +41,7 @@ class ToolCall(StrictModel):
 class ChatMessage(StrictModel):
     place = "messages[]."
 
-    role: str  # one that the chat template knows
+    role: str  # a role that the chat template knows
     content: str | ListOf[TextPart] | None = None
     name: str | None = None  # name of the author, passed to the chat template
     tool_calls: ListOf[ToolCall] | None = None

@@ -40,7 +40,7 @@ class _ClassificationBody(PoolingBody[Classification]):
             "object": "list",
             "created": int(time.time()),
             "model": model,
-            "data": [{"index": index, **one} for index, one in enumerate(data)],
+            "data": [{"index": index, **item} for index, item in enumerate(data)],
             "usage": usage(results),
         }
 
@@ -63,10 +63,12 @@ class ClassifyRequest(_ClassificationBody):
         if self.messages is not None:
             return [{"messages": self.messages}]
         assert self.input is not None
-        return [{"input": one} for one in split_inputs(self.input)]
+        return [{"input": item} for item in split_inputs(self.input)]
 
     def response(self, results: Sequence[Classification], request_id: str, model: str) -> dict[str, Any]:
-        data = [{"label": one.label, "probs": list(one.probs), "num_classes": len(one.probs)} for one in results]
+        data = [
+            {"label": result.label, "probs": list(result.probs), "num_classes": len(result.probs)} for result in results
+        ]
         return self._list(f"classify-{request_id}", data, results, model)
 
 
@@ -85,8 +87,8 @@ class _PairBody(_ClassificationBody):
         try:
             return await super().ask(servers, arguments)
         except PagedError as error:  # without a template for pairs, the engine says that none would help
-            if found := _LABELS.search(error.message):
-                raise _several_labels(int(found[1])) from None
+            if match := _LABELS.search(error.message):
+                raise _several_labels(int(match[1])) from None
             raise
 
     def names(self, index: int) -> dict[str, str]:
@@ -99,7 +101,7 @@ _SCORE_FIELDS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "docume
 
 
 class ScoreRequest(_PairBody):
-    """One query, or as many as there are documents, under one of the pairs of names in _SCORE_FIELDS."""
+    """A query for all documents, or one for each, under one of the pairs of names in _SCORE_FIELDS."""
 
     text_1: str | ListOf[str] | None = None
     text_2: str | ListOf[str] | None = None
@@ -125,7 +127,7 @@ class ScoreRequest(_PairBody):
 
     @property
     def _given(self) -> tuple[str, ...]:
-        """The names of the fields that are given: those of the queries and of the documents, once they are checked."""
+        """The names of the given fields: once checked, the field of the queries and the field of the documents."""
         names = dict.fromkeys(name for pair in _SCORE_FIELDS for name in pair)
         return tuple(name for name in names if getattr(self, name) is not None)
 
@@ -148,7 +150,7 @@ class ScoreRequest(_PairBody):
         return list(zip(queries * (len(documents) if len(queries) == 1 else 1), documents, strict=True))
 
     def response(self, results: Sequence[Classification], request_id: str, model: str) -> dict[str, Any]:
-        data = [{"object": "score", "score": _score(one)} for one in results]
+        data = [{"object": "score", "score": _score(result)} for result in results]
         return self._list(f"score-{request_id}", data, results, model)
 
 
@@ -168,11 +170,11 @@ class RerankRequest(_PairBody):
     @classmethod
     def check_values(cls, values: Mapping[str, Any]) -> None:
         documents = values.get("documents")
-        for index, one in enumerate(documents if isinstance(documents, list) else ()):
-            is_object = isinstance(one, dict) and isinstance(one.get("text"), str)
-            if not isinstance(one, str) and not is_object:
+        for index, document in enumerate(documents if isinstance(documents, list) else ()):
+            is_object = isinstance(document, dict) and isinstance(document.get("text"), str)
+            if not isinstance(document, str) and not is_object:
                 field = f"documents[{index}]"
-                raise ApiError(400, f'{field}={shown(one)}: must be a string or {{"text": "..."}}', param=field)
+                raise ApiError(400, f'{field}={shown(document)}: must be a string or {{"text": "..."}}', param=field)
 
     def check(self) -> None:
         super().check()
@@ -189,10 +191,10 @@ class RerankRequest(_PairBody):
 
     @property
     def pairs(self) -> Sequence[tuple[str, str]]:
-        return [(self.query, one if isinstance(one, str) else one.text) for one in self.documents]
+        return [(self.query, document if isinstance(document, str) else document.text) for document in self.documents]
 
     def response(self, results: Sequence[Classification], request_id: str, model: str) -> dict[str, Any]:
-        ranked = sorted(enumerate(results), key=lambda one: _score(one[1]), reverse=True)
+        ranked = sorted(enumerate(results), key=lambda indexed: _score(indexed[1]), reverse=True)
         texts = [text for _, text in self.pairs]
         return {
             "id": f"rerank-{request_id}",
@@ -202,9 +204,9 @@ class RerankRequest(_PairBody):
                 {
                     "index": index,
                     **({} if self.return_documents is False else {"document": {"text": texts[index]}}),
-                    "relevance_score": _score(one),
+                    "relevance_score": _score(result),
                 }
-                for index, one in ranked[: self.top_n or None]
+                for index, result in ranked[: self.top_n or None]
             ],
         }
 

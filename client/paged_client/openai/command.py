@@ -83,7 +83,7 @@ def run(
         raise UsageError(str(error)) from None
     tool_format = FORMATS[tool_parser] if tool_parser != "auto" else detect_format(template.text if template else None)
     try:
-        found = find_models(urls or [DEFAULT_URLS["grpc"]])
+        served = find_models(urls or [DEFAULT_URLS["grpc"]])
     except ValueError as error:
         raise UsageError(f"--{error}") from None
     try:
@@ -102,7 +102,7 @@ def run(
             raise UsageError(f"--{error}") from None
     settings = Settings(
         urls=urls or (None,),
-        model=model or found or DEFAULT_MODEL,
+        model=model or served or DEFAULT_MODEL,
         is_model_fixed=model is not None,
         template=template,
         api_keys=all_keys,
@@ -187,7 +187,7 @@ class BackgroundGateway:
 def find_models(
     urls: Sequence[str], consequence: str = "requests for this server fail until this has changed"
 ) -> str | None:
-    """Return the name of the model on the first of these servers that can be reached; None without one.
+    """Return the name of the model on the first of these servers that can be reached, or None.
 
     Raises ValueError for an invalid URL. Writes a warning, with the consequence, for each server that cannot be reached
     or does not serve this engine.

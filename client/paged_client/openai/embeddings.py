@@ -21,7 +21,7 @@ class EmbeddingRequest(PoolingBody[Embedding]):
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
-        return [{"input": one} for one in split_inputs(self.input)]
+        return [{"input": item} for item in split_inputs(self.input)]
 
     async def ask(self, servers: Servers, arguments: Mapping[str, Any]) -> Embedding:
         return await servers.embed(dimensions=self.dimensions, **arguments)

@@ -1,6 +1,6 @@
 """Sends the engine requests of one HTTP request, which may have several prompts, and merges their outputs.
 
-All prompts are sent at once. Samples are numbered across prompts: first those of the first prompt, then the next.
+All prompts are sent at once. Samples are numbered across prompts: all samples of the first prompt come first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paged_client.types import Completion, Delta, PagedError
 async def with_routes(
     servers: Servers, requests: Sequence[EngineRequest], key: str | None = None
 ) -> list[EngineRequest]:
-    """Determine what the choice of a server depends on. key: replaces those of the requests."""
+    """Return the requests with what the choice of a server depends on. key: replaces the requests' own keys."""
 
     async def route(request: EngineRequest) -> Route:
         # All servers soon have the system prompts; only more than that is worth leaving the ring's choice for.
@@ -89,8 +89,8 @@ class MergedStream:
     @property
     def completions(self) -> list[Completion]:
         """The completions of all requests that did not fail, once the iteration has ended."""
-        found = [stream.completion for stream in self._streams]
-        return [one for one in found if one is not None]
+        completions = [stream.completion for stream in self._streams]
+        return [completion for completion in completions if completion is not None]
 
     def cancel(self) -> None:
         for stream in self._streams:

@@ -59,7 +59,7 @@ def from_engine(error: PagedError, names: Mapping[str, str]) -> ApiError:
     message, param = error.message, None
     field = _FIELD.match(message)
     if status == 400 and "lora_name" in names and ((field and field[0] == "lora_name") or message.startswith("LoRA ")):
-        # The client may not know what an adapter is, so that a server without adapters is no reason.
+        # The client may not know what an adapter is: that the server has none does not explain the error.
         return no_such_model(names["lora_name"], reason="" if LORA_NOT_ENABLED in message else message)
     if status == 400 and GENERATES_NO_TEXT in message:
         return ApiError(400, f"model: {GENERATES_NO_TEXT}; use /classify, /score or /rerank", param="model")

@@ -36,7 +36,8 @@ def bounded_protocol(max_connections: int, header_timeout: float) -> type[asynci
     """Return uvicorn's protocol with two limits, which it lacks. Connections beyond them are closed without an answer.
 
     Args:
-        max_connections: at a time. Each takes a file descriptor, and without free ones nothing else works either.
+        max_connections: maximum open connections. Each takes a file descriptor, and without free ones nothing else
+            works either.
         header_timeout: seconds within which the headers of a request must be complete.
     """
 

@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable
 from paged_client.openai.errors import ApiError
 from paged_client.types import PagedError, PoolMap
 
-AGE_SECONDS = 1.0  # for which an answer is kept
+AGE_SECONDS = 1.0  # time for which an answer is kept
 
 
 class Health:
     """Asks the servers at most once a second, however many clients ask, because the question needs no key.
 
     Args:
-        ask: returns a pool map. The engine loop itself answers this request, so that it must be running.
+        ask: returns a pool map. The engine loop itself answers this request, so it must be running.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[PoolMap]]) -> None:
@@ -25,7 +25,7 @@ class Health:
         self._until = 0.0  # time.monotonic() until which the answer is kept
 
     async def check(self) -> None:
-        """Raises ApiError if no server is ready, or all that are sleep."""
+        """Raise ApiError if no server is ready, or all ready servers sleep."""
         if self._asked is None or (self._asked.done() and time.monotonic() >= self._until):
             self._asked = asyncio.ensure_future(self._problem())
         if problem := await asyncio.shield(self._asked):  # a client that leaves does not end it for the others

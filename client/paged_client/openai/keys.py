@@ -34,10 +34,10 @@ def _lines(file: Path) -> list[str]:
 
 
 def _nonempty(source: str, keys: Sequence[str]) -> list[str]:
-    found = [key.strip() for key in keys if key.strip()]
-    if not found:
+    stripped = [key.strip() for key in keys if key.strip()]
+    if not stripped:
         raise ValueError(f"{source}: has no key")
-    return found
+    return stripped
 
 
 def is_authorized(authorization: str, keys: Sequence[str]) -> bool:

@@ -18,12 +18,12 @@ from paged_client.types import PagedError, PoolMap
 log = logging.getLogger("paged_client")
 
 MODEL = "model"  # Dynamo's indexer can have several; here all servers have the same
-RETRY_SECONDS = 1.0  # between two attempts to reach servers
+RETRY_SECONDS = 1.0  # time between two attempts to reach servers
 SILENT_SECONDS = 30.0  # time after which a server that has cached blocks should have sent events
 MIN_CACHED = 16  # blocks that it has then cached at least: there are no events of partly filled blocks
 _ENDPOINT = re.compile(r"tcp://\S+:\d+|ipc://\S+")
 
-Tokenize = Callable[[str, bool], Sequence[int]]  # of a text, and whether to add special tokens
+Tokenize = Callable[[str, bool], Sequence[int]]  # (text, whether to add special tokens) -> token ids
 
 
 class KvIndex:
@@ -46,12 +46,12 @@ class KvIndex:
             ) from None
         self._endpoints = [_parse(endpoint) for endpoint in endpoints]
         self._tokenize = tokenize
-        self._block_size = 0  # of the servers; 0: none has been reached
+        self._block_size = 0  # block size of the servers; 0: no server has been reached
         self._silent: dict[int, float] = {}  # servers of which no event is known, and when to look at them again
         self._service = SelectionService(indexer_threads=1)
 
     async def run(self, pool: Callable[[int], Awaitable[PoolMap]]) -> None:
-        """Subscribe to the events of each server, as soon as it can be reached. Warn if there are none.
+        """Subscribe to the events of each server, as soon as it can be reached. Warn if there are no events.
 
         Args:
             pool: asks a server, by its index, for its block pool. Raises PagedError if it does not answer.
@@ -113,7 +113,7 @@ class KvIndex:
         if num_cached < MIN_CACHED or server not in self._silent:
             return
         del self._silent[server]
-        # The snapshot is large, so that it is taken once for a server. The stub of the package lacks it.
+        # The snapshot is large, so it is taken once for a server. The stub of the package lacks it.
         snapshot = await self._service.indexer_snapshot()  # type: ignore[attr-defined]
         if all(event["worker_id"] != server for index in snapshot.values() for event in index["events"]):
             log.warning(

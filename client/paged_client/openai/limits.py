@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paged_client.openai.errors import ApiError
 
-SMALL_BYTES = 64 << 10  # of a body, which `max_open_requests` limits: large bodies of others do not keep it out
+SMALL_BYTES = 64 << 10  # size of a body that only `max_open_requests` limits: others' large bodies do not keep it out
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class GatewayLimits:
 
     max_open_requests: int = 4096  # concurrent requests of all clients
     max_request_bytes: int = 10 << 20  # size of a body
-    max_open_bytes: int = 512 << 20  # of the bodies of all open requests, without the first SMALL_BYTES of each
+    max_open_bytes: int = 512 << 20  # bytes of the bodies of all open requests, without the first SMALL_BYTES of each
     max_prompts: int = 128  # prompts of a completion request
     max_inputs: int = 2048  # inputs of a request for embeddings, classes, scores or a ranking
     body_timeout: float = 30.0  # seconds within which the headers of a request, and then its body, must be received

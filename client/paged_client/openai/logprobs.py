@@ -61,7 +61,7 @@ def chat_logprobs(tokens: Sequence[Logprobs], count: int) -> dict[str, Any]:
     """
     return {
         "content": [
-            {**_entry(entries[0]), "top_logprobs": [_entry(one) for one in _most_likely_first(entries)[:count]]}
+            {**_entry(entries[0]), "top_logprobs": [_entry(entry) for entry in _most_likely_first(entries)[:count]]}
             for entries in tokens
         ],
         "refusal": None,
@@ -73,12 +73,14 @@ def named_by_id(tokens: Sequence[Logprobs]) -> tuple[Logprobs, ...]:
 
     The texts of tokens need not be unique, nor valid UTF-8.
     """
-    return tuple(tuple(replace(one, decoded_token=f"token_id:{one.token_id}") for one in entries) for entries in tokens)
+    return tuple(
+        tuple(replace(entry, decoded_token=f"token_id:{entry.token_id}") for entry in entries) for entries in tokens
+    )
 
 
 def most_likely(tokens: Sequence[Logprobs | None], count: int) -> list[Logprobs | None]:
     """Return each prompt token, and the `count` most likely in its place."""
-    return [entries and (entries[0], *(one for one in entries[1:] if one.rank <= count)) for entries in tokens]
+    return [entries and (entries[0], *(entry for entry in entries[1:] if entry.rank <= count)) for entries in tokens]
 
 
 def prompt_logprobs_by_id(entries: Logprobs | None) -> dict[str, dict[str, Any]] | None:
@@ -86,21 +88,21 @@ def prompt_logprobs_by_id(entries: Logprobs | None) -> dict[str, dict[str, Any]]
     if entries is None:
         return None
     return {
-        str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.decoded_token}
-        for one in entries
+        str(entry.token_id): {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.decoded_token}
+        for entry in entries
     }
 
 
 def _by_text(entries: Logprobs) -> dict[str, float]:
-    """Return log probabilities by text. For tokens with the same text it is that of the most likely one."""
-    return {one.decoded_token: one.logprob for one in reversed(_most_likely_first(entries))}
+    """Return log probabilities by text. Of tokens with the same text, the most likely counts."""
+    return {entry.decoded_token: entry.logprob for entry in reversed(_most_likely_first(entries))}
 
 
 def _most_likely_first(entries: Logprobs) -> list[TokenLogprob]:
-    return sorted(entries, key=lambda one: -one.logprob)
+    return sorted(entries, key=lambda entry: -entry.logprob)
 
 
-def _entry(one: TokenLogprob) -> dict[str, Any]:
-    text = one.decoded_token
+def _entry(entry: TokenLogprob) -> dict[str, Any]:
+    text = entry.decoded_token
     has_bytes = REPLACEMENT_CHARACTER not in text
-    return {"token": text, "logprob": one.logprob, "bytes": list(text.encode()) if has_bytes else None}
+    return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode()) if has_bytes else None}

@@ -59,11 +59,13 @@ class Metrics:
 
     def count_tokens(self, route: str, completions: Sequence[Completion]) -> None:
         self.count_prompts(route, completions)
-        output = sum(sample.num_output_tokens for one in completions for sample in (one, *one.others))
+        output = sum(
+            sample.num_output_tokens for completion in completions for sample in (completion, *completion.others)
+        )
         self._tokens.labels(route, "output").inc(output)
 
     def count_prompts(self, route: str, results: Sequence[Completion | Embedding | Classification]) -> None:
-        self._tokens.labels(route, "prompt").inc(sum(one.num_input_tokens for one in results))
+        self._tokens.labels(route, "prompt").inc(sum(result.num_input_tokens for result in results))
         self._tokens.labels(route, "cached").inc(sum(map(_cached, results)))
 
     def open_stream(self) -> AbstractContextManager[None]:
@@ -79,8 +81,8 @@ def _seconds(name: str, description: str, registry: prometheus_client.CollectorR
     return prometheus_client.Histogram(name, description, ("route",), buckets=SECONDS, registry=registry)
 
 
-def _cached(one: Completion | Embedding | Classification) -> int:
-    return int(one.receipt["cached_tokens"]) if one.receipt else 0
+def _cached(result: Completion | Embedding | Classification) -> int:
+    return int(result.receipt["cached_tokens"]) if result.receipt else 0
 
 
 class RequestMetricsMiddleware:
@@ -115,7 +117,7 @@ class RequestMetricsMiddleware:
         finally:
             seconds = time.perf_counter() - started
             self._metrics.num_open -= is_limited
-            # Only known routes become labels, so that clients cannot create new ones.
+            # Only known routes become labels: clients must not create new ones.
             self._metrics.count(getattr(scope.get("route"), "path_format", "other"), status, first, seconds)
             if self._log:
                 self._log(_log_line(scope, status, seconds, request_id))

@@ -17,7 +17,7 @@ _LENGTH_AGE = 60.0  # seconds after which the context length is read again: a se
 
 
 class ServedModels:
-    """Describes the models of `servers`. The name of the first server's model is that of the model."""
+    """Describes the models of `servers`. The model has the name that it has at the first server."""
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
@@ -38,11 +38,11 @@ class ServedModels:
             )
         except PagedError as error:
             raise from_engine(error, {}) from None
-        names = [one.name for one in adapters if one.error is None]
+        names = [adapter.name for adapter in adapters if adapter.error is None]
         return [self._card(name, length) for name in (self._name, *names)]
 
     async def card(self, name: str) -> dict[str, Any]:
-        """Return one of `cards`. Raises ApiError for an unknown name."""
+        """Return the card with this name, as in `cards`. Raises ApiError for an unknown name."""
         cards = await self.cards()
         for card in cards:
             if card["id"] == name:
@@ -50,7 +50,7 @@ class ServedModels:
         raise no_such_model(name, [card["id"] for card in cards])
 
     async def with_names(self, error: ApiError) -> ApiError:
-        """Return the error. If it is that of an unknown model, its message lists the models."""
+        """Return the error. For an unknown model, its message lists the models."""
         if error.code != NO_SUCH_MODEL:
             return error
         try:

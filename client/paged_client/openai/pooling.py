@@ -69,7 +69,7 @@ class PoolingBody(SamplingFields, Body, Generic[ResultT]):
 
 def usage(results: Sequence[Embedding | Classification]) -> dict[str, int]:
     """Return the usage in a response body. There are no output tokens."""
-    tokens = sum(one.num_input_tokens for one in results)
+    tokens = sum(result.num_input_tokens for result in results)
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
@@ -90,7 +90,7 @@ async def ask_all(
             except PagedError as error:
                 raise _api_error(error, body.names(index), adapter) from None
 
-    return await gather_or_cancel(ask(*one) for one in enumerate(body.calls))
+    return await gather_or_cancel(ask(index, call) for index, call in enumerate(body.calls))
 
 
 def _api_error(error: PagedError, names: Mapping[str, str], adapter: str | None) -> ApiError:

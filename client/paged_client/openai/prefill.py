@@ -52,7 +52,7 @@ class PrefillServers:
     Args:
         settings: the servers, and which prompts to compute.
         model: name of the model there.
-        is_model_fixed: whether the user has chosen the name; if not, it follows that of a restarted server.
+        is_model_fixed: whether the user has chosen the name; if not, it follows the name of a restarted server.
         metrics: counts the prompts.
 
     Raises ValueError for an invalid URL.

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from typing import Any
 
 POLICIES = ("prefix", "round-robin")
-LEAST_LOADED = "least-loaded"  # policy for prefill servers: the one with the fewest open requests
+LEAST_LOADED = "least-loaded"  # policy for prefill servers: the server with the fewest open requests
 RING_POINTS = 128  # points of each server on the ring; the parts of servers differ by about 1 / sqrt(RING_POINTS)
 LOAD_FACTOR = 1.25  # open requests of a server, as a multiple of the mean, above which it is passed over ...
 LOAD_SLACK = 8  # ... if it has more than this above the mean: small differences cost less than an empty cache
@@ -48,7 +48,7 @@ def conversation_key(messages: Sequence[Mapping[str, Any]]) -> str:
 
     All turns have the same key, and conversations with the same system prompt are spread over the servers.
     """
-    first = next((index for index, one in enumerate(messages) if one.get("role") == "user"), len(messages) - 1)
+    first = next((index for index, message in enumerate(messages) if message.get("role") == "user"), len(messages) - 1)
     return json.dumps(list(messages[: first + 1]))[-MESSAGE_CHARS:]
 
 
@@ -65,12 +65,12 @@ class HashRing:
     def order(self, key: str) -> list[int]:
         """Return all servers in the order in which they follow the key on the ring."""
         place = bisect_left(self._points, (_hash(key), -1))
-        found: dict[int, None] = {}
+        servers: dict[int, None] = {}
         for index in range(len(self._points)):
-            found[self._points[(place + index) % len(self._points)][1]] = None
-            if len(found) == self._count:
+            servers[self._points[(place + index) % len(self._points)][1]] = None
+            if len(servers) == self._count:
                 break
-        return list(found)
+        return list(servers)
 
 
 class Router:
@@ -91,7 +91,7 @@ class Router:
         self._avoid_until = [-math.inf] * len(names)
 
     def order(self, route: Route | None) -> list[int]:
-        """Return the servers to try, the best first. None: any server."""
+        """Return the servers to try, the best first. route: None for any server."""
         count = len(self._num_open)
         if self._ring is None or route is None:
             first = next(self._turn) % count

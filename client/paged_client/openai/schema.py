@@ -307,7 +307,7 @@ def validate(kind: type[RequestT], values: dict[str, Any]) -> RequestT:
     """Return the request with these fields, as `parse` does. `values` is changed."""
     for name, ignored in kind.unsupported_fields.items():
         value = values.pop(name, None)
-        if not any(value is one or (type(value) is type(one) and value == one) for one in ignored):
+        if not any(value is neutral or (type(value) is type(neutral) and value == neutral) for neutral in ignored):
             instead = "model" if name == "lora_name" else replacement(name, kind.model_fields)
             hint = f"use {instead} instead" if instead else "leave it out"
             raise ApiError(400, f"{name}={shown(value)}: not supported; {hint}", param=name)

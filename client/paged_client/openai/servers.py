@@ -24,13 +24,13 @@ from paged_client.types import Adapter, Classification, Completion, Delta, Embed
 
 T = TypeVar("T")
 _FAILOVER_CODE = "UNAVAILABLE"  # the error class for which the next server is tried
-# Texts of other errors for which it is, because the server has failed, not the request: of the engine, and of
-# tritonserver, whose process for the engine has ended or hangs.
+# Texts of other errors for which the next server is tried, because the server has failed, not the request. They are the
+# engine's, and tritonserver's, whose process for the engine has ended or hangs.
 _FAILOVER_TEXTS = ("the engine died", "is not healthy")
 # Limits that errors of this class name. A server that is at the first has not failed, and no server exceeds the second.
 TENANT_LIMIT, OUTPUT_LIMIT = "(max_tenant_requests)", "max_response_mib"
 PAUSE_SECONDS = 0.5  # time after which servers that have all failed are tried again
-FIND_SECONDS = 3.0  # for a server to name its model
+FIND_SECONDS = 3.0  # time for a server to name its model
 
 
 class Servers:
@@ -39,10 +39,10 @@ class Servers:
     Args:
         urls: gRPC endpoints; None is the default one.
         model: name of the model.
-        is_fixed: whether the user has chosen the name, so that `find_names` does not change it.
+        is_fixed: whether the user has chosen the name; then `find_names` does not change it.
         retry_seconds: time for which a request is tried again while all servers fail; 0: each server is tried once.
         routing: one of routing.POLICIES, or LEAST_LOADED.
-        index: knows what each server has cached; None: nobody does.
+        index: knows what each server has cached, if given.
 
     Raises ValueError for an invalid URL.
     """
@@ -90,8 +90,8 @@ class Servers:
         """
         async with self._finding:
             if self._names == outdated and not self._is_fixed:
-                found = await asyncio.gather(*(asyncio.to_thread(_find, url) for url in self._urls))
-                self._names = tuple(new or old for new, old in zip(found, self._names, strict=True))
+                names = await asyncio.gather(*(asyncio.to_thread(_find, url) for url in self._urls))
+                self._names = tuple(new or old for new, old in zip(names, self._names, strict=True))
                 for index, name in enumerate(self._names):
                     if name != outdated[index]:
                         client = AsyncClient(self._urls[index], name)
@@ -124,7 +124,7 @@ class Servers:
         return await self._call(lambda client: client.classify(**keywords))
 
     async def pool_map(self, *, timeout: float) -> PoolMap:
-        """Return the block pool of the first server that answers and is awake. If all sleep, return one of theirs.
+        """Return the block pool of the first server that answers and is awake, or of one that sleeps if all do.
 
         All are asked once, at the same time.
         """
@@ -145,7 +145,7 @@ class Servers:
             await cancel_and_wait(*asked)
         if asleep is not None:
             return asleep
-        raise min(errors, key=_can_fail_over)  # one that says more than that a server cannot be reached
+        raise min(errors, key=_can_fail_over)  # an error that says more than that a server cannot be reached
 
     async def adapters(self, *, timeout: float) -> tuple[Adapter, ...]:
         """Return the adapters of one of the servers, each of which is asked once. All should have the same."""
@@ -198,7 +198,7 @@ class Attempts:
         return self._clients[self._server]
 
     async def advance(self, error: PagedError) -> bool:
-        """Go to the next server, after a pause if all have been tried. error: of the last attempt.
+        """Go to the next server, after a pause if all have been tried. error: the error of the last attempt.
 
         Return whether another server may run the request, and there is time for that.
         """

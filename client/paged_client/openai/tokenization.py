@@ -43,13 +43,13 @@ class DetokenizeRequest(Body):
 
 
 def sampling(request: EngineRequest) -> Sampling:
-    """Return the sampling parameters for a request whose prompt tokens are all that is wanted."""
+    """Return the sampling parameters for a request that only returns the tokens of its prompt."""
     given = {name: request.sampling[name] for name in _SAMPLING if name in request.sampling}
     return {**given, "max_tokens": 1, "return_token_ids": True}  # conversations cannot have 0
 
 
 def detokenize_sampling(adapter: str | None) -> Sampling:
-    """Return the sampling parameters for a request whose prompt text is all that is wanted."""
+    """Return the sampling parameters for a request that only returns the text of its prompt."""
     return {"max_tokens": 0, "echo": True, "skip_special_tokens": False} | ({"lora_name": adapter} if adapter else {})
 
 

@@ -17,7 +17,7 @@ class ToolUse(NamedTuple):
     """How a chat request uses tools."""
 
     prompt_tools: list[dict[str, Any]] | None  # passed to the chat template
-    schema: Schema | None  # JSON Schema of the whole output, if it has to be a call, or one or fit a response_format
+    schema: Schema | None  # JSON Schema of the whole output, if it has to be a call, or a call or a response_format
     make_parser: Callable[[], OutputParser]  # creates the parser of a sample
     forced: bool = False  # whether the output consists of calls only
 
@@ -79,13 +79,13 @@ def _call_schema(tool: Tool, place: str) -> Schema:
 
 def _either(*schemas: Schema) -> Schema:
     """Return the schema of what fits one of several schemas."""
-    return {"anyOf": [_rebase_refs(one, f"#/anyOf/{index}") for index, one in enumerate(schemas)]}
+    return {"anyOf": [_rebase_refs(schema, f"#/anyOf/{index}") for index, schema in enumerate(schemas)]}
 
 
 def _rebase_refs(schema: Any, place: str) -> Any:
     """Prefix the local references of a schema that is embedded at the JSON pointer `place` of another one."""
     if isinstance(schema, list):
-        return [_rebase_refs(one, place) for one in schema]
+        return [_rebase_refs(item, place) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {

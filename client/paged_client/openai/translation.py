@@ -87,7 +87,7 @@ async def from_chat(
     sampling.setdefault("max_tokens", None)  # no limit but the context length
     messages = [_message(message) for message in request.messages]
     num_new = _num_new_tokens(messages)
-    key, is_first_turn = conversation_key(messages), all(one["role"] != "assistant" for one in messages)
+    key, is_first_turn = conversation_key(messages), all(message["role"] != "assistant" for message in messages)
     if template is None:
         more = {"tools": use.prompt_tools, "chat_template_kwargs": request.template_variables}
         given = {name: value for name, value in more.items() if value}
@@ -99,7 +99,7 @@ async def from_chat(
 
 def _num_new_tokens(messages: list[dict[str, Any]]) -> int:
     """Return an estimate of the tokens of the messages after the last answer of the model. The server of the
-    conversation has computed those before it."""
+    conversation has computed the earlier messages."""
     count = 0
     for message in reversed(messages):
         if message["role"] == "assistant":

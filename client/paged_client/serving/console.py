@@ -41,10 +41,10 @@ class Phase(NamedTuple):
 
 def parse_progress(text: str) -> Phase | None:
     """Return the phase that a message of the logger `paged_llm.startup` reports; None for another message."""
-    found = PROGRESS.fullmatch(text)
-    if found is None or not int(found["total"]):
+    match = PROGRESS.fullmatch(text)
+    if match is None or not int(match["total"]):
         return None
-    return Phase(found["phase"], int(found["done"]), int(found["total"]), found["unit"])
+    return Phase(match["phase"], int(match["done"]), int(match["total"]), match["unit"])
 
 
 class Console:

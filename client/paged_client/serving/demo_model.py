@@ -62,7 +62,7 @@ def _set_defaults(directory: Path) -> None:
     try:
         defaults = json.loads(config.read_text()) if config.exists() else {}
         if not defaults.items() >= SAMPLING.items():
-            defaults.pop("_from_model_config", None)  # transformers would take the values for those of config.json
+            defaults.pop("_from_model_config", None)  # with it, transformers takes the values from config.json
             changed[config] = json.dumps(defaults | SAMPLING, indent=2) + "\n"
         if template.exists() and ORIGINAL_SYSTEM in (text := template.read_text()):
             changed[template] = text.replace(ORIGINAL_SYSTEM, SYSTEM)

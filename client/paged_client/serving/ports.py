@@ -23,7 +23,7 @@ def choose_ports(**wanted: int) -> list[int]:
             problems.append(f"{'='.join(same)}={port}: must differ")
     if problems:
         raise ValueError("; ".join(problems))
-    with contextlib.ExitStack() as stack:  # keeps all ports bound until all are chosen, so that they differ
+    with contextlib.ExitStack() as stack:  # keeps all ports bound until all are chosen: they must differ
         ports = []
         for name, port in wanted.items():
             listener = stack.enter_context(socket.socket())

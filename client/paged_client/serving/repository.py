@@ -16,14 +16,14 @@ from paged_client.serving import demo_model
 from paged_client.serving.server_files import MODEL_REPOSITORY, cache_directory, create_atomically
 
 MODELS = ("model", "speculative_model")  # options that name a model
-MODEL_NAME = "paged_llm"  # of the engine's model in the project's model repository
+MODEL_NAME = "paged_llm"  # name of the engine's model in the project's model repository
 _VALID_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def resolve_models(options: Mapping[str, object]) -> dict[str, object]:
     """Return engine options with `resolve_model` applied to the options that name a model."""
     models = {name: options.get(name) for name in MODELS}
-    resolved = {name: resolve_model(one, name) for name, one in models.items() if isinstance(one, str | Path)}
+    resolved = {name: resolve_model(value, name) for name, value in models.items() if isinstance(value, str | Path)}
     return {**options, **resolved}
 
 
@@ -60,7 +60,7 @@ def write_repository(
         multi_lora: file that lists LoRA adapters. The copy gets a link to it or, without one, to the list in `source`.
         engine_only: copy only the engine's model.
 
-    Raises ValueError if `source` has no such model, or another one that has the served name.
+    Raises ValueError if `source` has no such model, or another model that has the served name.
     """
     if not (source / MODEL_NAME).is_dir():
         raise ValueError(f"model repository {source}: has no {MODEL_NAME}/")
@@ -140,7 +140,8 @@ def check_options(options: Mapping[str, object]) -> None:
 
 
 def _check_files(options: Mapping[str, object]) -> None:
-    """Raise ConfigError for an option that names a model, but neither its files nor, possibly, one on the hub."""
+    """Raise ConfigError for an option that should name a model, but names neither files nor a possible model on the
+    hub."""
     for name in MODELS:
         given = options.get(name)
         if isinstance(given, str) and given != "demo":
@@ -150,8 +151,8 @@ def _check_files(options: Mapping[str, object]) -> None:
 
 
 def check_model(options: Mapping[str, object]) -> None:
-    """Raise ConfigError for options with which the server could not start on this machine, as far as it shows without
-    loading the model. The demo model is checked if it is there."""
+    """Raise ConfigError for options with which the server could not start on this machine, as far as can be seen
+    without loading the model. The demo model is checked if it is there."""
     _check_files(options)
     start_checks.check_start(_engine_config(_with_demo(options)))
 

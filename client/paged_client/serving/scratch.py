@@ -16,7 +16,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class Scratch:
-    """A folder that only this user can read, and a prefix for names in shared memory, both of one server.
+    """A folder that only this user can read, and a prefix for names in shared memory, both for one server.
 
     The folder is locked while this process lives. A folder without a lock is left from a process that was killed.
     """
@@ -54,10 +54,10 @@ def _shm_prefix(token: str) -> str:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    found = _NAME.fullmatch(folder.name)
-    if found and folder.lstat().st_uid == os.getuid():
+    match = _NAME.fullmatch(folder.name)
+    if match and folder.lstat().st_uid == os.getuid():
         lock = _locked(folder, wait=False)
-        _remove(folder, found[1])
+        _remove(folder, match[1])
         os.close(lock)
 
 

@@ -20,7 +20,7 @@ from paged_backend.utils.machine import user_cache_directory
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _IS_CHECKOUT = (_PACKAGE.parents[1] / "pyproject.toml").is_file()
-# A checkout has the package in client/. Of an installed package it is the directory that has the other packages too.
+# A checkout has the package in client/. An installed package is in a directory with other packages.
 REPOSITORY_ROOT = _PACKAGE.parents[1] if _IS_CHECKOUT else _PACKAGE.parent
 MODEL_REPOSITORY = (_PACKAGE / "model_repository").resolve()  # a link to the folder at the root of a checkout
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -42,7 +42,7 @@ class ServerFiles:
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """Return the command line of the server. A backend directory in `arguments` replaces the server's."""
-        own = self.backend_directory and not any(one.startswith(_BACKEND_DIRECTORY) for one in arguments)
+        own = self.backend_directory and not any(argument.startswith(_BACKEND_DIRECTORY) for argument in arguments)
         return [str(self.binary), *([f"{_BACKEND_DIRECTORY}={self.backend_directory}"] if own else []), *arguments]
 
 
@@ -57,7 +57,7 @@ def cache_directory() -> Path:
 
 
 def create_atomically(path: Path, make: Callable[[Path], object]) -> None:
-    """Create a file or directory that is complete as soon as it exists, also if other processes do the same.
+    """Create a file or directory that is complete as soon as it exists, even if other processes do the same.
 
     make: creates it at the path that it gets, in a temporary directory that it may use for other files too.
     """
@@ -84,8 +84,8 @@ def find_server() -> ServerFiles:
     Raises ServerNotFoundError if there is neither, or no libpython for the Python stub of the wheel.
     """
     search = [*os.environ.get("PATH", os.defpath).split(os.pathsep), "/opt/tritonserver/bin"]
-    found = (shutil.which("tritonserver", path=directory) for directory in search if directory)
-    installed = next((Path(one) for one in found if one and not _is_own_script(Path(one))), None)
+    candidates = (shutil.which("tritonserver", path=directory) for directory in search if directory)
+    installed = next((Path(path) for path in candidates if path and not _is_own_script(Path(path))), None)
     if installed:
         return ServerFiles(installed)
     wheel = _wheel()
@@ -247,8 +247,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"tritonserver: {files.binary}")
-    found = perf_analyzer()
-    print(f"perf_analyzer: {found[0] if found else 'cannot run here: it needs glibc 2.34 and tritonclient'}")
+    analyzer = perf_analyzer()
+    print(f"perf_analyzer: {analyzer[0] if analyzer else 'cannot run here: it needs glibc 2.34 and tritonclient'}")
     return 0
 
 

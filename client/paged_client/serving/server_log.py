@@ -18,12 +18,12 @@ from paged_client.serving.stubs import how_ended
 _DETAIL = re.compile(
     r'[+|\n]|I\d{4} [^\]]*\] ?\n| *\d+# 0x|(Current t|T)hread 0x|  File ".*", line \d+ in |  <no Pyth|Extension mod'
 )
-_TAIL_SEARCHED = 1000  # lines, among which the last messages are
+_TAIL_SEARCHED = 1000  # lines at the end that are searched for the last messages
 PROCESS_DIED = "the model did not load: its process has died while loading"
 
 
 def is_detail(line: str) -> bool:
-    """Return whether a line of the log is no message, but part of a table or of a dump of stacks."""
+    """Return whether a line of the log is not a message, but part of a table or of a stack dump."""
     return _DETAIL.match(line) is not None
 
 
@@ -40,7 +40,7 @@ class LogFile:
         self._size = self._file.tell()
 
     def write(self, line: bytes) -> None:
-        """Write a line. Raises OSError once if that is not possible, and drops the further ones."""
+        """Write a line. Raises OSError once if that is not possible, and drops all later lines."""
         if self._file is None:
             return
         try:
@@ -89,7 +89,7 @@ class ServerLog:
         self._file: LogFile | None = None
         self._lines: list[str] = []
         self._thread: threading.Thread | None = None
-        self.mark = secrets.token_hex(8)  # of the server's own lines about failures; for its environment
+        self.mark = secrets.token_hex(8)  # marks the server's own lines about failures; passed in its environment
         self.engine_failure: str | None = None  # why the engine answers no more requests
 
     def open(self) -> None:

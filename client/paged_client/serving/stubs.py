@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 STUB_NAME = "triton_python_b"  # triton_python_backend_stub, as the kernel shortens it
-DEAD_SECONDS = 5.0  # time for a server to notice that a process has died, which it does if the process has connected
+DEAD_SECONDS = 5.0  # time for a server to notice that a connected process has died
 
 
 def stubs(pid: int) -> list[int]:
@@ -29,7 +29,7 @@ def runs(pid: int) -> bool:
 
 
 def how_ended(code: int) -> str:
-    """Return how a process ended, for a message. code: its exit code; negative is the number of a signal."""
+    """Return how a process ended, for a message. code: its exit code; a negative code is the number of a signal."""
     if code >= 0:
         return f"exited with code {code}"
     cause = ", as when the machine or its container is out of memory" if -code == signal.SIGKILL else ""
@@ -53,9 +53,10 @@ class LoadingStubs:
         self._dead_since: dict[int, float] = {}
 
     def died(self) -> int | None:
-        """Return a process that the server has not noticed to be dead for DEAD_SECONDS; None if there is none."""
+        """Return a process that has been dead for DEAD_SECONDS without the server noticing, or None."""
         now = time.monotonic()
-        dead = [pid for pid in _children(self._server) if not runs(pid)]  # not by name: it may not have got its own yet
+        # Children are not found by name: a new process may not have its own name yet.
+        dead = [pid for pid in _children(self._server) if not runs(pid)]
         self._dead_since = {pid: self._dead_since.get(pid, now) for pid in dead}
         return next((pid for pid, since in self._dead_since.items() if now - since >= DEAD_SECONDS), None)
 

@@ -38,12 +38,12 @@ class RestartPolicy:
     failed_probes: int = 2  # failed probes in a row after which the server is restarted
     first_delay: float = 1.0
     longest_delay: float = 60.0
-    healthy: float = 60.0  # time after a server is ready; one that fails later is restarted after `first_delay`
+    healthy: float = 60.0  # time after which a ready server is healthy; if it fails later, `first_delay` applies
 
     def delay(self, failures: int) -> float:
-        """Return the delay before a restart. failures: number of servers in a row that failed before they were healthy
-        for long enough, with this one."""
-        doublings = min(failures - 1, 32)  # the largest float would not hold all of a long series
+        """Return the delay before a restart. failures: number of servers in a row, including this one, that failed
+        before they were healthy."""
+        doublings = min(failures - 1, 32)  # a long series would exceed the largest float
         return min(self.longest_delay, self.first_delay * 2**doublings)
 
 
@@ -62,7 +62,7 @@ class Failure:
 
 
 class Supervisor:
-    """Runs a server until it is stopped or fails; with a policy, one after the other until it is stopped.
+    """Runs a server until it is stopped or fails; with a policy, one server after the other until it is stopped.
 
     Args:
         create: returns a new server, given environment variables for it and whether to append to the log file.
@@ -90,7 +90,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._log_file = log_file
         self._counts: Counter[str] = Counter()
-        self.server: TritonServer | None = None  # the current one
+        self.server: TritonServer | None = None  # the current server
 
     def run(self) -> None:
         """Run servers until `stopping` is set.
@@ -143,7 +143,7 @@ class Supervisor:
         return failure and replace(failure, was_healthy=was_healthy)
 
     def _end_server(self, *, kill: bool) -> None:
-        """Stop the current server. kill: without waiting for its requests, which have failed or cannot end."""
+        """Stop the current server. kill: whether not to wait for its requests, which have failed or cannot end."""
         if self.server:
             if kill:
                 self.server.kill()

@@ -16,17 +16,17 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _SECCOMP_SET_MODE_FILTER, _SPEC_ALLOW = 1, 4
-_NUMBERS = {"x86_64": (91, 317), "aarch64": (52, 277)}  # of the system calls fchmod and seccomp
+_NUMBERS = {"x86_64": (91, 317), "aarch64": (52, 277)}  # numbers of the system calls fchmod and seccomp
 _LOAD, _JUMP_UNLESS, _RETURN = 0x20, 0x15, 0x06
 _DO_NOTHING, _ALLOW = 0x00050000, 0x7FFF0000
 _NUMBER, _SECOND_ARGUMENT = 0, 24  # offsets in what a filter reads
 _PUBLIC = 0o644
 OPEN_FILES = 65536
-ORPHAN_SECONDS = 60.0  # for a server whose launcher has died to end by itself
+ORPHAN_SECONDS = 60.0  # time for a server whose launcher has died to end by itself
 
 
 def keep_files_private() -> None:
-    """Give new files of this process, and of those that it starts, the mode 0600, also in shared memory.
+    """Give new files of this process and its children the mode 0600, also in shared memory.
 
     The Python backend undoes the umask for its shared memory, with which requests and responses can be read: it calls
     fchmod with 0644. A filter skips these calls. Where the kernel takes no filter, nothing is filtered.
@@ -42,13 +42,13 @@ def keep_files_private() -> None:
             (_RETURN, 0, 0, _DO_NOTHING),
             (_RETURN, 0, 0, _ALLOW),
         ]
-        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in program))
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
         described = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code)))
         libc = ctypes.CDLL(None)
         set_filter = (seccomp, _SECCOMP_SET_MODE_FILTER, _SPEC_ALLOW, described)
         if libc.syscall(*set_filter):  # without privileges, only a process that can never gain any may set a filter
             if os.path.exists("/proc/driver/nvidia") and not os.path.exists("/dev/nvidia-uvm"):
-                os.system("nvidia-modprobe -u -c 0")  # else CUDA does it, which will not be possible any more
+                os.system("nvidia-modprobe -u -c 0")  # otherwise CUDA does it later, when it is no longer possible
             libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
             libc.syscall(*set_filter)
 
@@ -84,7 +84,7 @@ def guard(launcher: int) -> None:
 
 
 def _watch(launcher: int, server: int) -> None:
-    """Be the guard. Arguments: pidfds."""
+    """Kill the server if it outlives its launcher. Arguments: pidfds."""
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # the launcher reads until every process has closed the output
         os.dup2(null, stream)
@@ -101,7 +101,7 @@ def _ended(processes: list[int], seconds: float | None) -> list[int]:
 def main() -> None:
     launcher, *command = sys.argv[1:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # also when the launcher dies of SIGKILL
-    if os.getppid() != int(launcher):  # it has died before
+    if os.getppid() != int(launcher):  # the launcher has died before
         sys.exit(1)
     guard(int(launcher))
     keep_files_private()

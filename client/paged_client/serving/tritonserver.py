@@ -279,7 +279,7 @@ def _get(address: str, path: str) -> tuple[int, str] | None:
 
 def server_environment(files: ServerFiles) -> dict[str, str]:
     """Return an environment in which the server's Python stub finds this interpreter, its packages and this project."""
-    environment = {name: value for name, value in os.environ.items() if name != keys.VARIABLE}  # of the gateway
+    environment = {name: value for name, value in os.environ.items() if name != keys.VARIABLE}  # the gateway's API keys
     packages = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     prepend(environment, "PYTHONPATH", [REPOSITORY_ROOT, REPOSITORY_ROOT / "kernels", *map(Path, sorted(packages))])
     prepend(environment, "LD_LIBRARY_PATH", list(files.library_path))

@@ -41,7 +41,7 @@ class BlockFormat:
     """Encodes and decodes the blocks of a model."""
 
     def __init__(self, layouts: Sequence[Sequence[Tensor]]):
-        """layouts: for each kind of layer, tensors with the shapes and types of those of a block."""
+        """layouts: for each kind of layer, tensors with the shapes and types of a block's tensors."""
         self._layouts = [[(tensor.shape, tensor.dtype) for tensor in layout] for layout in layouts]
         self.tensor_bytes = max(sum(tensor.nbytes for tensor in layout) for layout in layouts)
         self._max_bytes = MAX_HEADER_BYTES + MAX_PREFIX_BYTES + self.tensor_bytes

@@ -19,8 +19,8 @@ class StoreChain:
     """The stores behind the host pool. Safe to use from any thread, but `read` from one thread at a time."""
 
     def __init__(self, stores: Sequence[BlockStore], max_seconds: float, *, shared: RemoteStore | None = None):
-        """stores: of those of equal cost, earlier ones are preferred. max_seconds: cost per block above which a store
-        is not read. shared: the one of the stores that other servers read; None: there is none."""
+        """stores: the stores to use; of stores of equal cost, the first is preferred. max_seconds: cost per block above
+        which a store is not read. shared: the store that other servers read as well, if there is one."""
         self.shared = shared
         self._stores = list(stores)
         self._max_seconds = max_seconds

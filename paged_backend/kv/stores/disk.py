@@ -4,8 +4,8 @@
 
 `block_file.py` has the format. A file that does not read back exactly as it was written is never used: at the first
 such file, or any other disk error, the store is disabled and the server continues without it. A missing file is not an
-error but was evicted, since servers may share a directory. The budget covers the files of all fingerprints that were
-there at the start, and those that this server writes.
+error: another server may have evicted it from a shared directory. The budget covers all files that were there at the
+start, with any fingerprint, and all files that this server writes.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class DiskStore(BlockStore):
             return None
         path = self._directory / name
         try:
-            found = self._format.read(key, path)
+            tensors = self._format.read(key, path)
         except DiskStalled as error:  # keeps the file: deleting it would stall as well
             self._disable(f"{path}: {error}")
             return None
@@ -157,12 +157,12 @@ class DiskStore(BlockStore):
             if path.exists() or not self._directory.is_dir():
                 self._disable(f"{path}: {type(error).__name__}: {error}")
                 with contextlib.suppress(OSError):
-                    path.unlink()  # deletes it so that the next server does not read it again
+                    path.unlink()  # the next server must not read it again
             self._index.remove(name)
             return None
         with self._lock:
-            self._read += found is not None
-        return found
+            self._read += tensors is not None
+        return tensors
 
     def named_stats(self) -> dict[str, float]:
         """Return the statistics of the store, by the names of `SchedulerStats`."""
@@ -184,15 +184,15 @@ class DiskStore(BlockStore):
                 self._directory,
                 mode,
             )
-        found = []
+        files = []
         for path in self._directory.glob("*/*/*"):
             with contextlib.suppress(FileNotFoundError):  # another server may have evicted the file
                 name, status = path.relative_to(self._directory).as_posix(), path.stat()
                 if NAME.fullmatch(name):
-                    found.append((status.st_mtime_ns, name, status.st_size))
+                    files.append((status.st_mtime_ns, name, status.st_size))
                 elif path.suffix == PARTIAL and time.time() - status.st_mtime > PARTIAL_SECONDS:
                     path.unlink()
-        for _, name, size in sorted(found):
+        for _, name, size in sorted(files):
             self._index.add(name, size)
         self._evict(0)  # applies the budget, which may have been larger before
 

@@ -2,9 +2,9 @@
 
     paged:<fingerprint of model and layout>:<name of the secret>:<key of the block>    one value per block
 
-`block_file.py` has the format of the data. A value that does not read back as it was written is never used.
-At any error the store is disabled, as it is when a call takes too long; a thread of its own then tries the server again
-until a block can be written and read.
+`block_file.py` has the format of the data. A value that does not read back as it was written is never used. At any
+error, and when a call takes too long, the store is disabled; a thread of its own then tries the server again until a
+block can be written and read.
 
 A value is authenticated with HMAC-SHA256 if servers share a secret, since others can write to the server:
 
@@ -42,7 +42,7 @@ from paged_backend.utils.worker import CallTimeout, call_with_timeout
 log = logging.getLogger("paged_llm")
 
 RETRY_SECONDS = 1.0  # time after which a disabled store is tried again; doubles with every failure
-MAX_RETRY_SECONDS = 60.0  # maximum of it; a store that has worked for as long starts again with RETRY_SECONDS
+MAX_RETRY_SECONDS = 60.0  # maximum of that time; a store that has worked this long starts again with RETRY_SECONDS
 REFRESH_KEYS = 256  # keys whose time to live is renewed in one call
 PROBE_TTL = 60  # seconds after which a value that was written to try the server expires
 
@@ -61,9 +61,10 @@ class RedisClient:
     """A Redis server. Safe to use from any thread. A call that fails is not repeated."""
 
     def __init__(self, address: RedisAddress, password: str | None, timeout: float):
-        """Connect at the first call. password: instead of the address's. timeout: limit of a call in seconds.
+        """Prepare the client, which connects at the first call. password: replaces the password of the address.
+        timeout: limit of a call in seconds.
 
-        Raises ConfigError if the package redis is missing, or a certificate's file.
+        Raises ConfigError if the package redis or the file of a certificate is missing.
         """
         try:
             import redis
@@ -78,8 +79,8 @@ class RedisClient:
                 raise ConfigError(f"remote_cache_url: {name}={path}: is not a file")
         self.address = address
         self._timeout = timeout
-        # The limit of a socket applies to each packet, so it does not replace that of a call. It is longer, so that the
-        # limit of the call is the one that is reported.
+        # A socket's limit applies to each packet, so it does not replace the limit of a call. It is longer, so that
+        # errors name the limit of the call.
         self._client = redis.Redis(
             host=address.host,
             port=address.port,
@@ -94,12 +95,12 @@ class RedisClient:
         )
 
     def connect(self) -> None:
-        """Open a connection and log in. Raises StoreError, as every method."""
+        """Open a connection and log in. Like every method, raises StoreError."""
         self._call(self._client.ping, max(self._timeout, CONNECT_SECONDS))
 
     def get(self, keys: Sequence[bytes], max_bytes: int, ttl: int) -> list[bytes]:
-        """Return the first `max_bytes` bytes of each value, nothing if there is no such value. ttl: seconds after which
-        the values expire from now on."""
+        """Return the first `max_bytes` bytes of each value, empty for a key without a value. ttl: seconds from now
+        after which the values expire."""
 
         def read() -> list[bytes]:
             pipeline = self._client.pipeline(transaction=False)
@@ -115,7 +116,7 @@ class RedisClient:
         self._call(lambda: self._client.set(key, value, ex=ttl))
 
     def expire(self, keys: Sequence[bytes], ttl: int) -> list[bool]:
-        """Let values expire after `ttl` seconds from now on. Return for each whether there is one."""
+        """Let the values of these keys expire `ttl` seconds from now. Return for each key whether it has a value."""
 
         def renew() -> list[bool]:
             pipeline = self._client.pipeline(transaction=False)
@@ -141,12 +142,12 @@ class RedisClient:
         except CallTimeout as error:
             self.close()  # which ends the call
             raise StoreError(f"a call {error}") from None
-        except Exception as error:  # of redis, of the network, or of TLS
+        except Exception as error:  # an error of redis, the network or TLS
             raise StoreError(f"{type(error).__name__}: {_readable(str(error))}") from None
 
 
 def _readable(text: str) -> str:
-    """Return a text that the server may have chosen as one that can be logged."""
+    """Return text from the server in a form that is safe to log."""
     return textwrap.shorten(
         "".join(char if char.isprintable() else " " for char in text[: 2 * MAX_REASON_CHARS]),
         MAX_REASON_CHARS,
@@ -154,7 +155,7 @@ def _readable(text: str) -> str:
     )
 
 
-# Maximum number of keys. Values of this server above it are deleted like those above the budget.
+# Maximum number of known keys. Above it, values of this server are deleted, as above the budget.
 MAX_KNOWN_KEYS = 1 << 17
 
 
@@ -187,26 +188,26 @@ class KnownKeys:
         return known is not None and known.expires > time.monotonic()
 
     def evictable(self, nbytes: int) -> list[bytes]:
-        """Return the keys whose values have to be deleted before one of `nbytes` is written, least recently used first.
-        They stay known until they are removed, so that they count if the server does not delete them. Keys of other
-        servers that were not used for as long are forgotten."""
-        found: list[bytes] = []
+        """Return the least recently used keys whose values must be deleted to make room for a value of `nbytes`. They
+        stay known until they are removed, so they still count if the server does not delete them. Keys of other servers
+        that are just as old are forgotten."""
+        own: list[bytes] = []
         foreign: list[bytes] = []
         with self._lock:
             left, count = self._nbytes + nbytes, len(self._keys)
             for key, known in self._keys.items():
                 if left <= self._budget and count < MAX_KNOWN_KEYS:
                     break
-                (found if known.nbytes else foreign).append(key)
+                (own if known.nbytes else foreign).append(key)
                 left -= known.nbytes
                 count -= 1
             for key in foreign:
                 del self._keys[key]
-        return found
+        return own
 
     def add(self, key: bytes, nbytes: int = 0) -> None:
-        """Add a key as the most recently used. nbytes: size of the value if this server writes it; by default it has
-        been read, and is not added if there are MAX_KNOWN_KEYS."""
+        """Add a key as the most recently used. nbytes: size of the value if this server writes it. A key whose value
+        was only read is not added beyond MAX_KNOWN_KEYS."""
         with self._lock:
             before = self._keys.pop(key, None)
             if not (nbytes or before) and len(self._keys) >= MAX_KNOWN_KEYS:
@@ -223,7 +224,7 @@ class KnownKeys:
                     self._nbytes -= known.nbytes
 
     def expire(self) -> None:
-        """Assume nothing about the server any more, for example because it was restarted. The sizes still count."""
+        """Assume that the server has lost all values, for example because it was restarted. Their sizes still count."""
         with self._lock:
             for key, known in self._keys.items():
                 self._keys[key] = known._replace(expires=0.0)
@@ -247,18 +248,18 @@ class Seal:
 
     @property
     def name(self) -> str:
-        """A name of the secret, which servers with another secret do not have. It does not reveal the secret."""
+        """A name for the secret: other secrets have other names. It does not reveal the secret."""
         if self._secret is None:
             return "unauthenticated"
         return hmac.digest(self._secret, b"name of the secret", "sha256")[:8].hex()
 
     @property
     def extra_bytes(self) -> int:
-        """How much longer a value is than its data."""
+        """How many bytes a value is longer than its data."""
         return 0 if self._secret is None else CODE_BYTES
 
     def close(self, key: bytes, data: bytes) -> bytes:
-        """Return the value of data that is stored under a key."""
+        """Return the value that stores data under a key."""
         return data if self._secret is None else self._code(self._secret, key, data) + data
 
     def open(self, key: bytes, value: bytes) -> bytes:
@@ -303,14 +304,14 @@ class RemoteStore(BlockStore):
         ttl: int,
         secret: bytes | None = None,
     ):
-        """Try the server, and go on without it if it does not work.
+        """Try the server; if it does not work, start disabled.
 
         Args:
             client: the server; closed with the store.
-            fingerprint: of everything that keys and values depend on besides the tokens.
+            fingerprint: digest of everything besides the tokens that keys and values depend on.
             layouts: see `BlockFormat`.
             budget: maximum bytes of the values that this process has written.
-            ttl: seconds after its last use after which a block expires.
+            ttl: seconds after the last use of a block until it expires.
             secret: see `Seal`.
         """
         self._client = client
@@ -354,11 +355,11 @@ class RemoteStore(BlockStore):
         for start in range(0, len(known), REFRESH_KEYS):
             keys = known[start : start + REFRESH_KEYS]
             try:
-                found = self._client.expire(keys, self._ttl)
+                renewed = self._client.expire(keys, self._ttl)
             except StoreError as error:
                 self._disable(str(error))
                 return
-            for key, is_there in zip(keys, found, strict=True):
+            for key, is_there in zip(keys, renewed, strict=True):
                 self._keys.add(key) if is_there else self._keys.remove(key)
 
     def read(self, keys: Sequence[BlockKey]) -> list[list[Tensor]]:
@@ -408,7 +409,8 @@ class RemoteStore(BlockStore):
         return self._format.tensor_bytes + tokens + MAX_HEADER_BYTES + self._seal.extra_bytes
 
     def _decode(self, key: BlockKey, name: bytes, value: bytes) -> list[Tensor] | None:
-        """Return a block; None if there is no value, it is another block with the same key, or it is not valid."""
+        """Return the block in a value. None if there is no value, it is not valid, or it holds another block with the
+        same key."""
         if not value:
             self._keys.remove(name)
             return None
@@ -445,9 +447,9 @@ class RemoteStore(BlockStore):
         self._client.connect()
         key, value = self._namespace + b"probe:" + uuid.uuid4().hex.encode(), bytes(self._format.tensor_bytes)
         self._client.set(key, value, PROBE_TTL)
-        found = self._client.get([key], len(value), PROBE_TTL)
+        values = self._client.get([key], len(value), PROBE_TTL)
         self._client.delete([key])
-        if found != [value]:
+        if values != [value]:
             raise StoreError("does not return what was written")
 
     def _disable(self, reason: str) -> None:

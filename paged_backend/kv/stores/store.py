@@ -33,7 +33,7 @@ class ReadCost:
         return statistics.median(seconds) if seconds else 0.0
 
     def record(self, seconds: float, blocks: int) -> None:
-        """Record a read of `blocks` blocks, or a search for as many that found none; at least one."""
+        """Record a read of `blocks` blocks, or a search for that many that found none. blocks: at least 1."""
         self._seconds.append(seconds / blocks)
 
     def reset(self) -> None:
@@ -49,7 +49,7 @@ class BlockWriter:
     """Writes queued blocks one after the other on a thread of its own."""
 
     def __init__(self, name: str, write: Callable[[BlockKey, list[Tensor]], None]):
-        """Start the thread. name: of the thread. write: writes a block; must not raise."""
+        """Start the thread. name: name of the thread. write: writes a block; must not raise."""
         self._write = write
         self._lock = threading.Lock()
         self._dropped = 0
@@ -114,13 +114,13 @@ class BlockWriter:
 class BlockStore(ABC):
     """Keeps copies of cached blocks, which are addressed by their content. Safe to use from any thread.
 
-    Reads run on the caller's thread, writes on one of the store's. A store never raises an error of its medium: it is
-    disabled instead, and then has no block. It returns a block only if origin and all tokens of the prefix are those of
+    Reads run on the caller's thread, writes on the store's own thread. A store never raises an error of its medium: it
+    is disabled instead, and then has no block. It returns a block only if its origin and all tokens of its prefix match
     the requested key.
     """
 
     def __init__(self, name: str):
-        """Start the thread that writes. name: of the thread."""
+        """Start the thread that writes. name: name of the thread."""
         self.cost = ReadCost()
         self._up = True
         self._changed: Callable[[], object] = lambda: None
@@ -151,7 +151,7 @@ class BlockStore(ABC):
         return self._writer.call_when_written(callback)
 
     def on_change(self, changed: Callable[[], object]) -> None:
-        """Call `changed`, on any thread, when the store is disabled or enabled from now on."""
+        """From now on, call `changed`, on any thread, whenever the store is disabled or enabled."""
         self._changed = changed
 
     def settle(self, timeout: float) -> None:

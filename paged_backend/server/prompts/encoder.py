@@ -30,7 +30,7 @@ class Earlier(NamedTuple):
 
     tokens: Sequence[int] = ()
     messages: Sequence[bytes] = ()
-    num_chars: int = 0  # of the messages
+    num_chars: int = 0  # length of `messages`
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Prompt:
 
 
 class EncodedPrompt(NamedTuple):
-    """What the request needs of its prompt from now on."""
+    """What the request still needs of its prompt."""
 
-    tokens: list[int]  # with those of the session's earlier turns
+    tokens: list[int]  # including the session's earlier turns
     pooling: PoolingCall | None = None  # without its input
-    messages: str | None = None  # those of this turn of a session, as JSON
+    messages: str | None = None  # the messages of this turn as JSON, in a session
 
 
 def messages_text(messages: list[Message]) -> str:
@@ -72,7 +72,7 @@ class PromptEncoder:
     ):
         """max_chars: maximum length of a prompt text; None: the maximum for a prompt within max_model_len.
         template_timeout: seconds for rendering the chat template.
-        typed_tokens: whether special tokens that a client types into a conversation count as such, not as text."""
+        typed_tokens: whether the text of a special token in a conversation becomes that token."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._keeps_first = limits.embedding is not None and limits.embedding.keeps_first
@@ -138,15 +138,15 @@ class PromptEncoder:
         sequences: dict[tuple[int, ...], None] = {}
         for word in sampling.bad_words:
             bare = word.lstrip() or word
-            found = [tuple(self.encode_text(text)) for text in (bare, f" {bare}")]
-            if not all(found):
+            variants = [tuple(self.encode_text(text)) for text in (bare, f" {bare}")]
+            if not all(variants):
                 raise invalid_argument("bad_words", word, "has no tokens")
-            sequences |= dict.fromkeys(found)
+            sequences |= dict.fromkeys(variants)
         possible = (sequence for sequence in sequences if max(sequence) < self._limits.vocab_size)
         return (*possible, *sampling.bad_words_token_ids)
 
     def _encode_plain(self, call: Call, sampling: SamplingParams, earlier: list[int]) -> list[int]:
-        """Return the token ids of a prompt that is text or token ids, after the earlier ones."""
+        """Return the token ids of a prompt that is text or token ids, after the `earlier` ones."""
         if call.input_ids is not None:
             return earlier + self._check_token_ids(self._cut(call.input_ids, sampling), sampling)
         assert call.prompt is not None
@@ -155,11 +155,11 @@ class PromptEncoder:
         tokens = self._prompt_tokenizer.encode(call.prompt_field, call.prompt, special=special)
         kept = self._cut(tokens, sampling)
         if special and self._keeps_first and len(kept) < len(tokens) and tokens[-1] in self._tokenizer.all_special_ids:
-            kept[-1] = tokens[-1]  # what ends a sequence
+            kept[-1] = tokens[-1]  # the token that ends a sequence
         return earlier + kept
 
     def _encode_chat(self, call: Call, messages: list[Message]) -> list[int]:
-        """Return the token ids of a conversation. Special tokens are those of the chat template."""
+        """Return the token ids of a conversation. Only the chat template adds special tokens, not the tokenizer."""
         encode, field, marks = self._prompt_tokenizer.encode, call.prompt_field, None
         tools, variables = call.tools, call.template_variables
         if self._typed_tokens:
@@ -170,19 +170,19 @@ class PromptEncoder:
             return encode(field, text)
         pieces = list(marks.pieces(text))
         self.check_length(field, "".join(piece for piece, _ in pieces))
-        found = [encode(field, piece, literal=literal) for piece, literal in pieces]
-        return [token for tokens in found for token in tokens]
+        encoded = [encode(field, piece, literal=literal) for piece, literal in pieces]
+        return [token for tokens in encoded for token in tokens]
 
     def _cut(self, tokens: Tokens, sampling: SamplingParams) -> Tokens:
         """Return at most `truncate_prompt_tokens` of the tokens: the first ones for an encoder, otherwise the last."""
         if sampling.truncate_prompt_tokens is None:
             return tokens
-        # A token is left to generate if any is to be: the context length itself is more than a prompt can have.
+        # Leaves room for a token if any is to be generated: a prompt must be shorter than the context then.
         kept = min(sampling.truncate_prompt_tokens, self._limits.max_model_len - min(sampling.max_tokens, 1))
         return tokens[:kept] if self._keeps_first else tokens[-kept:]
 
     def _check_token_ids(self, ids: np.ndarray, sampling: SamplingParams) -> list[int]:
-        """Raise RequestError if there are too many token ids, or one is outside the vocabulary."""
+        """Return token ids as a list. Raises RequestError if there are too many, or one is outside the vocabulary."""
         check_prompt_length(len(ids), sampling.max_tokens, self._limits)
         last = self._limits.vocab_size - 1
         (wrong,) = np.nonzero((ids < 0) | (ids > last))

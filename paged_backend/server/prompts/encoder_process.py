@@ -22,7 +22,7 @@ from paged_backend.utils.child_process import end_process, start_module
 
 
 class PromptProcess:
-    """Encodes prompts in another process, one at a time. It starts with the first prompt, unless `start` was called,
+    """Encodes prompts in another process, one at a time. The process starts with the first prompt or with `start`,
     which takes about 2 seconds, and starts again if it has ended."""
 
     def __init__(self, encoder: PromptEncoder, seconds: float):
@@ -53,7 +53,7 @@ class PromptProcess:
             self.stop()
             raise self._failure(prompt, process.returncode) from None
         except BaseException:
-            self.stop()  # what is left in the pipes is the rest of a message
+            self.stop()  # the pipes may hold the rest of a message
             raise
         if isinstance(answer, RequestError):
             raise answer
@@ -92,7 +92,7 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
             answers.flush()
-            del prompt, answer  # the next one may be long in coming
+            del prompt, answer  # the next prompt may come much later
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Sessions: conversations that the server remembers between requests, identified by Triton's sequence ids.
 
 A turn sends only its new text. The text before it is kept here, as token ids or as messages; its KV cache blocks are
-pinned by the scheduler (scheduling/pins.py), and recomputed if they had to be evicted.
+pinned by the scheduler (`Pins` in kv/blocks.py), and recomputed if they had to be evicted.
 
 Messages are stored as JSON bytes and tokens as an array, so that their size is known: parsed messages may take 20 times
 as much memory.
@@ -43,7 +43,7 @@ class Session:
     num_chars: int = 0  # length of `messages`
     busy: bool = False  # whether a turn is in progress
     expires: float = 0.0
-    counted: int = 0  # bytes counted against the limit, with a turn in progress
+    counted: int = 0  # bytes counted against the limit, including a turn in progress
 
     @property
     def nbytes(self) -> int:
@@ -71,8 +71,8 @@ class Turn:
         return self.session.name
 
     def earlier(self, *, chat: bool) -> Earlier:
-        """Return the text before this turn's. Raises RequestError unless it consists of messages, too, for a `chat`, or
-        of token ids otherwise."""
+        """Return the text before this turn. chat: whether this turn has messages. Raises RequestError if the earlier
+        turns are of the other kind."""
         session = self.session
         if (session.tokens if chat else session.messages) is not None:
             begun = "text_input" if chat else "messages"
@@ -109,7 +109,7 @@ class Turn:
 class Sessions:
     """The sessions of one model instance. Thread-safe.
 
-    count: number of open sessions. next_expiry: the time when the next one expires; infinite if none will.
+    count: number of open sessions. next_expiry: when the next session expires; infinite if none will.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Sessions:
         self._max_sessions = max_sessions
         self._max_mib = max_mib
         self._max_per_tenant = max_per_tenant
-        self._counted = 0  # bytes of all sessions, with replaced ones that may be put back
+        self._counted = 0  # bytes of all sessions, including replaced ones that may be put back
         self._unpin = unpin
         self._clock = clock
         self._lock = threading.Lock()
@@ -156,7 +156,7 @@ class Sessions:
             if start:
                 if session is None:
                     self._check_tenant(name)
-                    if not self._make_room(name.salt, 1, self._room, lambda one: 1):
+                    if not self._make_room(name.salt, 1, self._room, lambda session: 1):
                         raise self._full(name, f"max_sessions={self._max_sessions} are open")
                 else:
                     self._unpin(name)  # sequence_start replaces an existing sequence, as in Triton
@@ -174,7 +174,7 @@ class Sessions:
     def _check_tenant(self, name: SessionName) -> None:
         """Raise RequestError if the tenant can have no further session."""
         limit = self._max_per_tenant
-        if limit and sum(one.salt == name.salt for one in self._sessions) >= limit:
+        if limit and sum(other.salt == name.salt for other in self._sessions) >= limit:
             raise self._full(name, f"max_tenant_sessions={limit} of this cache_salt are open")
 
     def _full(self, name: SessionName, reason: str) -> RequestError:
@@ -185,10 +185,10 @@ class Sessions:
         return self._max_sessions - len(self._sessions)
 
     def _make_room(self, salt: str, needed: int, room: Callable[[], int], size: Callable[[Session], int]) -> bool:
-        """Forget idle sessions of other tenants until `room()` is `needed`. Return whether it is.
+        """Forget idle sessions of other tenants until `room()` is at least `needed`. Return whether it is.
 
-        The next one is the oldest of the tenant that has the most, as long as that is more than `salt` gets.
-        size: what a session contributes.
+        The tenant that has the most loses its oldest session, as long as it has more than `salt` gets. size: what a
+        session contributes.
         """
         if room() >= needed:
             return True
@@ -218,7 +218,7 @@ class Sessions:
                 return
             more = nbytes - turn.session.counted
             salt, room = turn.name.salt, lambda: (self._max_mib << 20) - self._counted
-            if not self._make_room(salt, more, room, lambda one: one.counted):
+            if not self._make_room(salt, more, room, lambda session: session.counted):
                 raise RequestError(
                     ErrorCode.UNAVAILABLE,
                     f"sequence_id={turn.name.sequence_id!r}: its {nbytes} bytes are more than the other sessions leave"
@@ -275,4 +275,4 @@ class Sessions:
                 self.count, self.next_expiry = len(self._sessions), idle.expires if idle else math.inf
 
     def _first_idle(self) -> Session | None:
-        return next((one for one in self._sessions.values() if not one.busy), None)
+        return next((session for session in self._sessions.values() if not session.busy), None)

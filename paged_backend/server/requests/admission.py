@@ -4,7 +4,7 @@ A request is rejected, in this order: if the engine does not respond; if an inpu
 its session is busy; if the model is asleep (`ModelAsleep`); if the waiting queue is full (`max_queue_size`,
 `QueueFull`) or its tenant has too many open requests (`max_tenant_requests`); if its adapter is unknown, its text is
 too long, two parameters exclude each other, or its conversation is invalid. Its client gets the error; nothing is
-raised to the server. A tenant is a `cache_salt`; requests without one belong to one tenant.
+raised to the server. A tenant is a `cache_salt`; requests without one share a tenant.
 
 A long prompt is read and tokenized in the background (`LongPrompts`), and a grammar is compiled there: Triton passes
 requests on one thread, on which the next ones wait. The lock is held only to count a request and to open its stream.
@@ -94,7 +94,7 @@ class Admission:
         self._tracing = tracing
         self._replicas = replicas
         self._keys = itertools.count()
-        self._lock = threading.Lock()  # guards counting a request, from the check of the queue until it is in it
+        self._lock = threading.Lock()  # held from the check of the queue until the request is in it
         self._prompts = PromptEncoder(
             loaded.tokenizer,
             limits,
@@ -245,7 +245,7 @@ class Admission:
         """Give an announced request, whose stream is open, to a replica or to this process's engine, after its grammar
         is compiled. Never raises: a failure ends the request with an error.
 
-        here: not to a replica.
+        here: whether to keep it in this process.
         """
         try:
             if self._replicas and not here and self._replicas.place(request):

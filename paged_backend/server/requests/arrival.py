@@ -1,4 +1,4 @@
-"""A request between the admission checks and the queue: its prompt, and the stream that is built of it."""
+"""A request between the admission checks and the queue: its prompt, and the stream that is built from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encodes long prompts in the background, so that other requests are admitted meanwhile."""
+"""Encodes long prompts in the background, while other requests are admitted."""
 
 from __future__ import annotations
 

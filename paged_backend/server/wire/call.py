@@ -36,7 +36,7 @@ _HEADERS = frozenset(
     "accept authorization baggage connection cookie forwarded from host origin referer te traceparent tracestate"
     " upgrade via".split()
 )
-_POOLING: dict[str, type[PoolingCall]] = {one.field: one for one in (EmbeddingCall, ClassificationCall)}
+_POOLING: dict[str, type[PoolingCall]] = {call.field: call for call in (EmbeddingCall, ClassificationCall)}
 # Inputs that may be sent together with an embedding_request or a classification_request.
 _WITH_POOLING = frozenset(
     ("sampling_parameters", "stream", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens",
@@ -45,7 +45,7 @@ _WITH_POOLING = frozenset(
 
 
 class SequenceControl(NamedTuple):
-    """Which session a request is a turn of, in Triton's terms: its sequence id, and whether it starts or ends it."""
+    """The session of a request, in Triton's terms: its sequence id, and whether the request starts or ends it."""
 
     id: int | str
     start: bool
@@ -65,13 +65,13 @@ class Call:
     sampling: dict[str, Any]
     stream: bool
     echo: bool  # whether the prompt comes before the output
-    timeout_us: int  # 0: none
+    timeout_us: int  # 0: no timeout
     returns: frozenset[str] = frozenset()  # optional output tensors that the client asks for
     sequence: SequenceControl | None = None
     request_id: str = ""  # id chosen by the client; need not be unique
     input_ids: np.ndarray | None = None  # [num_tokens] int32: the prompt as token ids; nothing is added to them
     pooling_type: type[PoolingCall] | None = None  # for an embedding or a classification instead of text
-    pooling: PoolingCall | None = None  # its content
+    pooling: PoolingCall | None = None  # content of the embedding or classification request
     tools: list[dict[str, Any]] | None = None  # tools for the chat template; allowed with `messages` only
     template_variables: dict[str, Any] | None = None  # `chat_template_kwargs`; allowed with `messages` only
     trace_context: Mapping[str, str] = field(default_factory=dict)  # `traceparent` and `tracestate` of W3C
@@ -202,8 +202,8 @@ def _prompt(tensors: Tensors, *, may_omit: bool) -> tuple[str | None, np.ndarray
 
 
 def _unread_json(tensors: Tensors, input_limits: InputLimits, *, chat: bool) -> dict[str, bytes | str]:
-    """Return the JSON inputs that make a prompt, by name. Raises RequestError for one that needs messages."""
-    found: dict[str, bytes | str] = {}
+    """Return the JSON inputs that make a prompt, by name. Raises RequestError for an input that needs messages."""
+    unread: dict[str, bytes | str] = {}
     for name in ("messages", "tools", "chat_template_kwargs", *_POOLING):
         value = scalar(tensors, name)
         if value is None:
@@ -213,12 +213,12 @@ def _unread_json(tensors: Tensors, input_limits: InputLimits, *, chat: bool) -> 
         if len(value) > input_limits.max_json_chars:  # otherwise it is not decoded here: that takes milliseconds
             value = decode(name, value)
             input_limits.check("max_json_chars", name, len(value), "characters")
-        found[name] = value
-    return found
+        unread[name] = value
+    return unread
 
 
 def _pooling(tensors: Tensors, sequence: SequenceControl | None) -> type[PoolingCall] | None:
-    name = next((one for one in _POOLING if one in tensors), None)
+    name = next((field for field in _POOLING if field in tensors), None)
     if name is None:
         return None
     if beside := sorted(tensors.keys() - _WITH_POOLING - {name}):
@@ -240,7 +240,7 @@ def _sampling_parameters(tensors: Tensors, input_limits: InputLimits) -> dict[st
 
 
 def _check_salt(places: Mapping[str, Mapping[str, Any]], allowed: str | None) -> None:
-    """Raise RequestError for a `cache_salt` that is not in the allowed place, so that none overrides another."""
+    """Raise RequestError for a `cache_salt` that is not in the allowed place. No salt overrides another."""
     for place, values in places.items():
         if place != allowed and (salt := values.get("cache_salt")) is not None:
             must = {
@@ -253,7 +253,7 @@ def _check_salt(places: Mapping[str, Mapping[str, Any]], allowed: str | None) ->
 
 def _parameter_tensors(tensors: Tensors, sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling parameters that are tensors of their own."""
-    found: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for name in (LIST_PARAMETERS.keys() | SCALAR_PARAMETERS.keys()) & tensors.keys():
         if name in sampling:
             raise RequestError(
@@ -262,10 +262,10 @@ def _parameter_tensors(tensors: Tensors, sampling: Mapping[str, Any]) -> dict[st
         is_list = name in LIST_PARAMETERS
         values = tensors[name].reshape(-1).tolist() if is_list else [scalar(tensors, name)]
         values = [decode(name, value) if isinstance(value, bytes | str) else value for value in values]
-        found[name] = (
+        parameters[name] = (
             values if is_list else bool(values[0]) if SCALAR_PARAMETERS[name].data_type == "TYPE_BOOL" else values[0]
         )
-    return found
+    return parameters
 
 
 def _echo(tensors: Tensors, *, stream: bool, chat: bool, tokens: bool) -> bool:

@@ -59,7 +59,7 @@ class ServerChannel:
     has_own_defaults = False
 
     def __init__(self, pb_utils: Any, request: Any, error_text: Callable[[RequestError], str] = error_text):
-        """error_text: from an error to the text that the client gets."""
+        """error_text: returns the text of an error for the client."""
         self._pb_utils = pb_utils
         self._request = request
         self._sender = request.get_response_sender()

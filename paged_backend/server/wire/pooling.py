@@ -94,12 +94,12 @@ def check_input(field: str, value: Any) -> str | list[Any]:
 
 def pooling_params(field: str, values: Mapping[str, Any], known: tuple[str, ...]) -> Mapping[str, Any]:
     """Return the object `pooling_params` of the request in `field`. Raises RequestError for an unknown key in it."""
-    found = values.get("pooling_params")
-    found = {} if found is None else found
-    if not isinstance(found, dict):
-        raise invalid_argument(f"{field}.pooling_params", found, "must be a JSON object")
-    reject_unknown(f"{field}.pooling_params", found, known)
-    return found
+    params = values.get("pooling_params")
+    params = {} if params is None else params
+    if not isinstance(params, dict):
+        raise invalid_argument(f"{field}.pooling_params", params, "must be a JSON object")
+    reject_unknown(f"{field}.pooling_params", params, known)
+    return params
 
 
 EMBEDDING = "embedding_request"

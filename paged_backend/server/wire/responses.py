@@ -21,7 +21,7 @@ class SampleOutput(NamedTuple):
     finish_reason: str | None
     token_ids: Sequence[int]
     text_offsets: Sequence[int] = ()
-    values: Values = NOTHING  # of the requested optional outputs, one for each of `token_ids`
+    values: Values = NOTHING  # requested optional outputs, a value for each of `token_ids`
     cumulative_logprob: float = 0.0
     stop_reason: str | None = None
 
@@ -33,34 +33,34 @@ class Response(NamedTuple):
     samples: Sequence[SampleOutput]
     prompt_token_ids: Sequence[int]
     first: bool = True  # whether it is the request's first response
-    prompt_values: Values = NOTHING  # of optional outputs, one for each token of the prompt after the first
+    prompt_values: Values = NOTHING  # optional outputs, a value for each prompt token after the first
     prompt_text_offsets: Sequence[int] | None = None
-    token_text: Callable[[int], str] = str  # from a token id to its text
+    token_text: Callable[[int], str] = str  # returns the text of a token id
     receipt: Mapping[str, Any] | None = None
 
 
 def _prompt_logprobs(response: Response) -> list[bytes] | None:
-    found = response.prompt_values.get("logprobs")
-    return None if found is None else [_logprobs_json([None, *found], response.token_text)]
+    values = response.prompt_values.get("logprobs")
+    return None if values is None else [_logprobs_json([None, *values], response.token_text)]
 
 
-# The content of each output tensor. It has one element per sample, or one per token: those of the first sample, then
-# those of the next. None: the response does not have the tensor.
+# The content of each output tensor: an element per sample, or an element per token, sample by sample. None: the
+# response does not have the tensor.
 _WRITERS: Mapping[str, Callable[[Response], Sequence[Any] | None]] = {
-    "text_output": lambda response: [one.text.encode() for one in response.samples],
-    "finish_reason": lambda response: [str(one.finish_reason).encode() for one in response.samples],
-    "stop_reason": lambda response: [str(one.stop_reason).encode() for one in response.samples],
+    "text_output": lambda response: [sample.text.encode() for sample in response.samples],
+    "finish_reason": lambda response: [str(sample.finish_reason).encode() for sample in response.samples],
+    "stop_reason": lambda response: [str(sample.stop_reason).encode() for sample in response.samples],
     "num_input_tokens": lambda response: [len(response.prompt_token_ids)],
-    "num_output_tokens": lambda response: [len(one.token_ids) for one in response.samples],
-    "token_ids": lambda response: [token for one in response.samples for token in one.token_ids],
+    "num_output_tokens": lambda response: [len(sample.token_ids) for sample in response.samples],
+    "token_ids": lambda response: [token for sample in response.samples for token in sample.token_ids],
     "prompt_token_ids": lambda response: (
         response.prompt_token_ids if response.first and "token_ids" in response.returns else None
     ),
-    "text_offsets": lambda response: [offset for one in response.samples for offset in one.text_offsets],
+    "text_offsets": lambda response: [offset for sample in response.samples for offset in sample.text_offsets],
     "logprobs": lambda response: [
-        _logprobs_json(one.values.get("logprobs"), response.token_text) for one in response.samples
+        _logprobs_json(sample.values.get("logprobs"), response.token_text) for sample in response.samples
     ],
-    "cumulative_logprob": lambda response: [one.cumulative_logprob for one in response.samples],
+    "cumulative_logprob": lambda response: [sample.cumulative_logprob for sample in response.samples],
     "prompt_text_offsets": lambda response: response.prompt_text_offsets,
     "first_prompt_token": lambda response: (
         None  # it is the text that `prompt_logprobs` lacks
@@ -73,7 +73,7 @@ _WRITERS: Mapping[str, Callable[[Response], Sequence[Any] | None]] = {
 
 
 def write_response(response: Response) -> dict[str, np.ndarray]:
-    """Return the output tensors of a response: those that the client asked for."""
+    """Return the output tensors of a response that the client asked for."""
     values = {
         name: write(response) for name, write in _WRITERS.items() if name in response.returns or name not in RETURNED
     }
@@ -87,8 +87,8 @@ def write_response(response: Response) -> dict[str, np.ndarray]:
 def error_text(error: RequestError) -> str:
     """Return the text of an error for the client.
 
-    It starts with the prefix that clients of the vLLM backend look for, except for a cancellation, which has none there
-    either. NUL is escaped because the server would end the text at it.
+    It starts with the prefix that clients of the vLLM backend look for, except for a cancellation, which has no prefix
+    there either. NUL is escaped because the server would end the text at it.
     """
     text = str(error).replace("\0", "\\0")
     bare = error.verbatim or error.code is ErrorCode.CANCELLED
@@ -102,8 +102,8 @@ def _logprobs_json(tokens: Sequence[Logprobs | None] | None, token_text: Callabl
     entries_by_token = [
         entries
         and {
-            str(one.token): {"logprob": one.logprob, "rank": one.rank, "decoded_token": token_text(one.token)}
-            for one in entries
+            str(entry.token): {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": token_text(entry.token)}
+            for entry in entries
         }
         for entries in tokens
     ]

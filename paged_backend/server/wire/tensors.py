@@ -1,6 +1,6 @@
 """Input and output tensors of the model `paged_llm`: types, shapes and descriptions.
 
-Names, defaults and meanings are those of Triton's vLLM backend, plus conversations, token ids, text offsets, receipts,
+Names, defaults and meanings are as in Triton's vLLM backend, plus conversations, token ids, text offsets, receipts,
 embeddings and control requests. `make reference` writes the descriptions to docs/reference/request_tensors.md.
 
 In the frames of the local socket (utils/local_socket.py) tensors are JSON values.
@@ -149,7 +149,7 @@ OUTPUTS = {
     ),
     "num_input_tokens": TensorSpec("TYPE_UINT32", (1,), "Tokens of the prompt."),
     "num_output_tokens": TensorSpec("TYPE_UINT32", (-1,), "Tokens of this response."),
-    "token_ids": _int32s("Tokens of this response, those of one sample after those of another."),
+    "token_ids": _int32s("Tokens of this response, sample by sample."),
     "prompt_token_ids": _int32s("Tokens of the prompt, with the first response."),
     "text_offsets": _int32s(
         "For each of `token_ids`, the number of characters of its sample's text before it. A token inside a character"
@@ -195,7 +195,7 @@ OUTPUTS = {
 def write_tensors(tensors: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
     """Return tensors as JSON values. Bytes that are not valid UTF-8 become lone surrogates."""
     return {
-        name: [_text(one) for one in values.tolist()] if values.dtype == np.object_ else values.tolist()
+        name: [_text(value) for value in values.tolist()] if values.dtype == np.object_ else values.tolist()
         for name, values in tensors.items()
     }
 
@@ -207,14 +207,14 @@ def _text(value: bytes | str) -> str:
 def read_tensors(values: Any, specs: Mapping[str, TensorSpec]) -> dict[str, np.ndarray]:
     """Return one-dimensional tensors with the types of `specs`. Raises FrameError."""
     try:
-        return {name: _tensor(each, specs[name]) for name, each in values.items()}
+        return {name: _tensor(value, specs[name]) for name, value in values.items()}
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise FrameError(f"invalid tensors: {type(error).__name__}: {error}") from None
 
 
 def _tensor(values: list[Any], spec: TensorSpec) -> np.ndarray:
     if spec.data_type == "TYPE_STRING":
-        values = [one.encode(errors="surrogateescape") for one in values]
+        values = [value.encode(errors="surrogateescape") for value in values]
     tensor = np.array(values, NUMPY_TYPES[spec.data_type])
     if tensor.ndim != 1:
         raise FrameError(f"a tensor has {tensor.ndim} dimensions; must have 1")
