@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paged_kernels.launch import Device, Launch, LaunchTemplate, zeros
+from paged_kernels.launch import OPTIONS, Device, Launch, zeros
 from paged_kernels.launch_table import Tile, TuningKey, decode_tile, find_tile, power_of_two
 from paged_kernels.layer_cache import CacheLayout, LayerCache, as_bytes
 from paged_kernels.paging import Paging
@@ -174,11 +174,10 @@ def count_splits(programs: int, max_len: int, multiprocessors: int) -> int:
 # --- constants and arguments of the kernels ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LayerKey:
+class LayerKey(NamedTuple):
     """What the launches of a layer's attention depend on, besides the addresses of the step. See `paging.PlanKey`."""
 
-    planner: Callable[["LayerKey", Paging], "AttentionPlan"]
+    planner: Callable[[Any, Paging], "AttentionPlan"]  # from the key itself and the addresses of a step
     device: Device
     num_tokens: int
     num_heads: int
@@ -252,6 +251,26 @@ class Layer(NamedTuple):
     def HEAD_TILES(self) -> int:
         """Tiles of a group."""
         return -(-self.GROUP // self.HEADS)
+
+
+@dataclass(frozen=True)
+class LaunchTemplate:
+    """A launch without the arguments that change from layer to layer."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    constants: dict[str, Any]
+    varying: tuple[str, ...]
+
+    @classmethod
+    def of(cls, kernel: Any, grid: tuple[int, ...], named: dict[str, Any]) -> "LaunchTemplate":
+        """Create the template from arguments and compiler options by name, of which it takes those it has."""
+        constants = {name: named[name] for name in (*kernel.arg_names, *OPTIONS) if name in named}
+        return cls(kernel, grid, constants, tuple(name for name in kernel.arg_names if name not in named))
+
+    def launch(self, layer: dict[str, Any]) -> Launch:
+        """Return the launch for a layer with these arguments."""
+        return Launch(self.kernel, self.grid, {**self.constants, **{name: layer[name] for name in self.varying}})
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from paged_kernels.attention_kernels import (
     store_result,
     tile_rows,
 )
-from paged_kernels.attention_plan import AttentionPlan, Layer, LayerKey, count_splits, key_blocks
-from paged_kernels.launch import LaunchTemplate
+from paged_kernels.attention_plan import AttentionPlan, LaunchTemplate, Layer, LayerKey, count_splits, key_blocks
 from paged_kernels.launch_table import Tile, TuningKey, default_tile, power_of_two
 from paged_kernels.paging import Paging
 

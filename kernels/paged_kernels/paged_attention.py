@@ -10,10 +10,9 @@ import triton
 from torch import Tensor
 
 from paged_kernels import attention_plan, invariant_attention
-from paged_kernels.arguments import check_paged_attention
 from paged_kernels.attention_kernels import paged_attention_kernel, prefix_attention_kernel
-from paged_kernels.attention_plan import AttentionPlan, Layer, LayerKey, count_splits
-from paged_kernels.launch import Device, Launch, LaunchTemplate, device_of
+from paged_kernels.attention_plan import AttentionPlan, LaunchTemplate, Layer, LayerKey, count_splits
+from paged_kernels.launch import Device, Launch, device_of
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paging import Paging
 
@@ -97,9 +96,8 @@ def paged_attention(
     Query i of a sequence is at position context_len - query_len + i and sees the positions up to its own, or the
     newest `sliding_window` of them. A softcap c replaces a score s by c * tanh(s / c) (Gemma 2, arXiv:2408.00118). A
     sink is a logit per head that is only part of the softmax's denominator (arXiv:2309.17453). The softmax is computed
-    in fp32. Raises ValueError for a setting out of range.
+    in fp32.
     """
-    check_paged_attention(query, cache, sliding_window, softcap, sinks)
     query = query if query.stride(2) == 1 else query.contiguous()
     out = torch.empty((*query.shape[:2], cache.value_dim), dtype=query.dtype, device=query.device)
     for planned in plan_launch(
@@ -121,7 +119,6 @@ def paged_attention_reference(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `paged_attention` in fp32, one sequence at a time. The definition for tests; slow."""
-    check_paged_attention(query, cache, sliding_window, softcap, sinks)
     num_kv_heads, block_size = cache.keys.shape[1:3]
     group = query.shape[1] // num_kv_heads
     out = query.new_zeros(*query.shape[:2], cache.value_dim)

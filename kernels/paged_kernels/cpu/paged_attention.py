@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_kernels.arguments import check_paged_attention
 from paged_kernels.layer_cache import LayerCache, as_bytes, dequantize
 from paged_kernels.paging import Paging
 
@@ -189,7 +188,6 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `paged_kernels.paged_attention.paged_attention`. Padding rows get zeros."""
-    check_paged_attention(query, cache, sliding_window, softcap, sinks)
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = cache.keys.shape[1:3]
     group = num_heads // num_kv_heads
