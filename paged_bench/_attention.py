@@ -20,16 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_backend.execution.batch import shared_prefixes
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.kv.cache import KVCache, LayerShape
 from paged_bench._timing import Call, rotations
-from paged_kernels.cascade import read_ratio
 from paged_kernels.cpu import native
 from paged_kernels.cpu import paged_attention as in_pytorch
 from paged_kernels.layer_cache import LayerCache, dequantize
 from paged_kernels.ops import kv_write, paged_attention
-from paged_kernels.paging import Paging
+from paged_kernels.paging import Paging, find_prefix_groups, read_ratio
 
 CHECKED = 64  # queries per sequence whose output is compared with fp32, evenly spread
 OURS = "paged"
@@ -155,7 +153,7 @@ class AttentionInputs:
     def sharing(self, rotation: int) -> Paging:
         """Return the addresses of one copy with shared prefixes, as the engine finds them."""
         cell, paging = self.cell, self.paging(rotation)
-        shared = shared_prefixes(
+        shared = find_prefix_groups(
             self.tables[rotation].cpu().numpy(),
             self.lens.cpu().numpy(),
             np.full(cell.batch, cell.query),

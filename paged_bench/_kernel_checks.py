@@ -26,11 +26,14 @@ from paged_bench._attention import AttentionInputs, Cell, error
 from paged_bench._harness import Record, Records, count, first_line, not_measured
 from paged_kernels import ops
 from paged_kernels.block_copy import block_copy_reference
-from paged_kernels.block_pair import BlockPair
 from paged_kernels.kv_write import kv_write_reference, latent_kv_write_reference, rope_kv_write_reference
-from paged_kernels.layer_cache import FORMATS, LayerCache
-from paged_kernels.layer_ops import add_rms_norm_reference, swiglu_reference
-from paged_kernels.linear import few_rows_linear_reference, invariant_linear_reference
+from paged_kernels.layer_cache import FORMATS, BlockPair, LayerCache
+from paged_kernels.layer_ops import (
+    add_rms_norm_reference,
+    few_rows_linear_reference,
+    invariant_linear_reference,
+    swiglu_reference,
+)
 from paged_kernels.paging import Paging
 from paged_kernels.sampling import sample_reference
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata

@@ -33,8 +33,7 @@ from paged_bench._harness import (
 )
 from paged_bench._timing import Call, cache_bytes, rotations, timer
 from paged_kernels import ops
-from paged_kernels.block_pair import BlockPair
-from paged_kernels.layer_cache import LayerCache
+from paged_kernels.layer_cache import BlockPair, LayerCache
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}  # above the rounding error

@@ -27,7 +27,7 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly
 from paged_backend.execution.batch import pack
-from paged_backend.execution.forward import paged_logits
+from paged_backend.execution.runner import paged_logits
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan

@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paged_kernels import block_copy, kv_write, layer_ops, linear, paged_attention, sampling, step_inputs
+from paged_kernels import block_copy, kv_write, layer_ops, paged_attention, sampling, step_inputs
 from paged_kernels.launch import OPTIONS, Device, Launch
 from paged_kernels.launch_table import RowTuningKey, find_table
 from paged_kernels.layer_cache import FORMATS, LayerCache
@@ -242,12 +242,12 @@ def _launch(case: Case) -> Launch:
         out = tensor(case.length, case.outputs)
         weight = tensor(case.outputs * (2 if case.norm else 1), case.width)
         residual, norm = (row, tensor(case.width)) if case.norm else (None, None)
-        return linear.plan_few_rows_linear(
+        return layer_ops.plan_few_rows_linear(
             out, residual, row, residual, norm, 1e-5, weight, None, swiglu=case.norm, device=device
         )
     if case.kernel == "invariant_linear":
         out, weight = tensor(case.length, case.outputs), tensor(case.outputs, case.width)
-        return linear.plan_invariant_linear(out, row, weight, None, device=Device(case.chip, 132))
+        return layer_ops.plan_invariant_linear(out, row, weight, None, device=Device(case.chip, 132))
     if case.kernel == "swiglu":
         return layer_ops.plan_swiglu(row, tensor(case.length, 2 * case.width), device=device)
     if case.kernel == "block_copy":

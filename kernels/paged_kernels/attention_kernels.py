@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from paged_kernels.splits import is_last
+from paged_kernels.layer_ops import is_last
 
 
 class Rows(NamedTuple):

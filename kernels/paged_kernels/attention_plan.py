@@ -4,7 +4,7 @@ A plan depends only on what the host knows about a step, so the layers of a step
 come from `launch_table`, the number of splits from the batch and the device. Imports no triton.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paged_kernels.launch import Launch, LaunchTemplate, zeros
+from paged_kernels.launch import OPTIONS, Device, Launch, zeros
 from paged_kernels.launch_table import Tile, TuningKey, decode_tile, find_tile, power_of_two
-from paged_kernels.layer_cache import LayerCache, as_bytes
+from paged_kernels.layer_cache import CacheLayout, LayerCache, as_bytes
 from paged_kernels.paging import Paging
 
 MIN_SPLIT = 256  # minimum keys of a split; starting and merging a shorter one costs more than it saves
@@ -174,14 +174,46 @@ def count_splits(programs: int, max_len: int, multiprocessors: int) -> int:
 # --- constants and arguments of the kernels ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The parameters of attention in a layer, apart from its cache."""
+class LayerKey(NamedTuple):
+    """What the launches of a layer's attention depend on, besides the addresses of the step. See `paging.PlanKey`."""
 
-    scale: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
+    planner: Callable[[Any, Paging], "AttentionPlan"]  # from the key itself and the addresses of a step
+    device: Device
+    num_tokens: int
+    num_heads: int
+    head_dim: int  # of keys and queries
+    value_dim: int
+    num_kv_heads: int
+    dtype: torch.dtype  # of queries
+    query_strides: tuple[int, int]  # of tokens and heads
+    cache: CacheLayout
+    shares_memory: bool  # whether values are the first elements of keys
+    sliding_window: int | None
+    has_softcap: bool
+    has_sinks: bool
+
+    def plan(self, paging: Paging) -> "AttentionPlan":
+        """Return the plan of a step for layers with this key."""
+        return self.planner(self, paging)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def quantized(self) -> bool:
+        return self.cache.FORMAT is not None
+
+    def step_arguments(self, paging: Paging) -> dict[str, Any]:
+        """Return the arguments of the kernels that all layers with this key share."""
+        stride_q_token, stride_q_head = self.query_strides
+        return dict(
+            block_tables=paging.block_tables, context_lens=paging.context_lens, query_starts=paging.query_starts,
+            num_seqs=paging.num_seqs, stride_table=paging.block_tables.stride(0),
+            stride_o_token=self.num_heads * self.value_dim, stride_o_head=self.value_dim,
+            stride_q_token=stride_q_token, stride_q_head=stride_q_head, CACHE=self.cache,
+        )  # fmt: skip
 
 
 class Layer(NamedTuple):
@@ -202,19 +234,17 @@ class Layer(NamedTuple):
     PRECISION: str  # of products
 
     @classmethod
-    def of(cls, query: Tensor, cache: LayerCache, settings: Settings, heads: int) -> "Layer":
+    def of(cls, key: LayerKey, heads: int) -> "Layer":
         """Return the constants of a layer whose tiles take `heads` heads of a group."""
-        num_heads, head_dim = query.shape[1:]
-        block_d, block_r = key_blocks(head_dim)
+        block_d, block_r = key_blocks(key.head_dim)
         # Values that share the memory of the keys are in a tile of keys already, if they are within its first part.
-        shared = cache.shares_memory and cache.value_dim <= block_d
+        shared = key.shares_memory and key.value_dim <= block_d
         return cls(
-            NUM_HEADS=num_heads, GROUP=num_heads // cache.keys.shape[1], HEADS=heads,
-            HEAD_DIM=head_dim, VALUE_DIM=cache.value_dim, BLOCK_D=block_d, BLOCK_R=block_r,
-            BLOCK_V=block_d if shared else padded_head_dim(cache.value_dim), SHARED=shared,
-            HAS_WINDOW=settings.sliding_window is not None, HAS_SOFTCAP=settings.softcap is not None,
-            HAS_SINKS=settings.sinks is not None,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would drop 13 bits of fp32
+            NUM_HEADS=key.num_heads, GROUP=key.group, HEADS=heads,
+            HEAD_DIM=key.head_dim, VALUE_DIM=key.value_dim, BLOCK_D=block_d, BLOCK_R=block_r,
+            BLOCK_V=block_d if shared else padded_head_dim(key.value_dim), SHARED=shared,
+            HAS_WINDOW=key.sliding_window is not None, HAS_SOFTCAP=key.has_softcap, HAS_SINKS=key.has_sinks,
+            PRECISION="ieee" if key.dtype == torch.float32 else "tf32",  # tf32 would drop 13 bits of fp32
         )  # fmt: skip
 
     @property
@@ -223,45 +253,48 @@ class Layer(NamedTuple):
         return -(-self.GROUP // self.HEADS)
 
 
-def layout_of(query: Tensor, cache: LayerCache) -> tuple[Any, ...]:
-    """Return what the plan of a step depends on in the tensors of a layer."""
-    keys, values = cache.keys, cache.values
-    return (
-        query.shape, query.stride(), query.dtype, keys.shape, keys.dtype, keys.stride(), values.shape[3],
-        values.stride(), cache.shares_memory,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class LaunchTemplate:
+    """A launch without the arguments that change from layer to layer."""
 
+    kernel: Any
+    grid: tuple[int, ...]
+    constants: dict[str, Any]
+    varying: tuple[str, ...]
 
-def step_arguments(out: Tensor, query: Tensor, cache: LayerCache, paging: Paging) -> dict[str, Any]:
-    """Return the arguments that the layers of a step share, if their tensors have the same layouts."""
-    return dict(
-        block_tables=paging.block_tables, context_lens=paging.context_lens, query_starts=paging.query_starts,
-        num_seqs=paging.num_seqs, stride_table=paging.block_tables.stride(0),
-        stride_o_token=out.stride(0), stride_o_head=out.stride(1),
-        stride_q_token=query.stride(0), stride_q_head=query.stride(1), CACHE=cache.layout,
-    )  # fmt: skip
+    @classmethod
+    def of(cls, kernel: Any, grid: tuple[int, ...], named: dict[str, Any]) -> "LaunchTemplate":
+        """Create the template from arguments and compiler options by name, of which it takes those it has."""
+        constants = {name: named[name] for name in (*kernel.arg_names, *OPTIONS) if name in named}
+        return cls(kernel, grid, constants, tuple(name for name in kernel.arg_names if name not in named))
+
+    def launch(self, layer: dict[str, Any]) -> Launch:
+        """Return the launch for a layer with these arguments."""
+        return Launch(self.kernel, self.grid, {**self.constants, **{name: layer[name] for name in self.varying}})
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The launches of attention for all layers of a step with the same shapes."""
+    """The launches of attention for all layers of a step with the same `LayerKey`."""
 
     templates: list[LaunchTemplate]  # in order
     partial_rows: int = 0  # rows of partial results
     counters: int = 0  # counters of finished splits
 
-    def launches(self, out: Tensor, query: Tensor, cache: LayerCache, settings: Settings) -> list[Launch]:
+    def launches(
+        self, out: Tensor, query: Tensor, cache: LayerCache, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> list[Launch]:  # fmt: skip
         """Return the launches for a layer."""
         partials = logs = arrivals = None
         if self.partial_rows:
             partials, logs = partial_results(self.partial_rows, cache.value_dim, query.device)
         if self.counters:
             arrivals = zeros(self.counters, query.device)
-        scale, softcap = settings.scale, settings.softcap
         layer = dict(
             out=out, query=query, key_cache=as_bytes(cache.keys), value_cache=as_bytes(cache.values),
             key_scales=cache.key_scales, value_scales=cache.value_scales,
-            sinks=settings.sinks, window=settings.sliding_window or 0,
+            sinks=sinks, window=window or 0,
             scale=scale / softcap if softcap else scale * LOG2E, softcap=(softcap or 0.0) * LOG2E,
             partials=partials, logs=logs, arrivals=arrivals,
         )  # fmt: skip

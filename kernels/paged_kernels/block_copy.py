@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged_kernels.block_pair import BlockPair
 from paged_kernels.launch import Device, Launch, device_of
 from paged_kernels.launch_table import row_tile
+from paged_kernels.layer_cache import BlockPair
 
 
 @triton.jit(do_not_specialize=["num_moves"])

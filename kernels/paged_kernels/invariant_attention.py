@@ -16,7 +16,6 @@ fused multiply-add the arithmetic is what the code says, however the compiler ar
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from paged_kernels.attention_kernels import (
     Rows,
@@ -28,10 +27,8 @@ from paged_kernels.attention_kernels import (
     store_result,
     tile_rows,
 )
-from paged_kernels.attention_plan import AttentionPlan, Layer, Settings, count_splits, key_blocks, step_arguments
-from paged_kernels.launch import Device, LaunchTemplate
+from paged_kernels.attention_plan import AttentionPlan, LaunchTemplate, Layer, LayerKey, count_splits, key_blocks
 from paged_kernels.launch_table import Tile, TuningKey, default_tile, power_of_two
-from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paging import Paging
 
 PARTITION = 512  # keys; a multiple of every BLOCK_N
@@ -157,51 +154,47 @@ def add_partitions_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + o_offset[:, None] + d, result, mask=mask)
 
 
-def tile_of(query: Tensor, cache: LayerCache, device: Device) -> Tile:
+def tile_of(key: LayerKey) -> Tile:
     """Return the tile of a layer. Tables of tuned tiles do not affect it.
 
     It compiles with hardly any spilling although there are two accumulators, and fits into 99 KiB of shared memory.
     """
-    block_d = key_blocks(max(query.shape[2], cache.value_dim))[0]
-    quantized, itemsize = cache.format is not None, query.element_size()
-    if itemsize == 4 or block_d > 256 or device.chip.startswith("gfx"):
-        return default_tile(device.chip, TuningKey(block_d, itemsize, 16, quantized, 1))
+    block_d = key_blocks(max(key.head_dim, key.value_dim))[0]
+    chip, itemsize = key.device.chip, key.dtype.itemsize
+    if itemsize == 4 or block_d > 256 or chip.startswith("gfx"):
+        return default_tile(chip, TuningKey(block_d, itemsize, 16, key.quantized, 1))
     if block_d > 128:
         return Tile(32, 32, 8, 2)
-    if device.chip.startswith(SMALL_PRODUCTS):
-        return Tile(64, 32 if quantized else 64, 8, 2)
+    if chip.startswith(SMALL_PRODUCTS):
+        return Tile(64, 32 if key.quantized else 64, 8, 2)
     return Tile(64, 32, 4, 3)
 
 
-def plan(
-    out: Tensor, query: Tensor, cache: LayerCache, paging: Paging, settings: Settings, device: Device
-) -> AttentionPlan:  # fmt: skip
-    """Return the plan of a call."""
-    num_tokens, num_heads = query.shape[:2]
-    num_kv_heads = cache.keys.shape[1]
-    tile = tile_of(query, cache, device)
-    heads = min(num_heads // num_kv_heads, tile.block_m)
-    layer = Layer.of(query, cache, settings, heads)
+def plan(key: LayerKey, paging: Paging) -> AttentionPlan:
+    """Return the plan of a step for layers with this key."""
+    tile = tile_of(key)
+    heads = min(key.group, tile.block_m)
+    layer = Layer.of(key, heads)
     queries = tile.block_m // heads
-    num_tiles, head_programs = num_tokens // queries + paging.num_seqs, num_kv_heads * layer.HEAD_TILES
+    num_tiles, head_programs = key.num_tokens // queries + paging.num_seqs, key.num_kv_heads * layer.HEAD_TILES
     # A power of two, so that similar steps need the same memory, as the memory of each size is kept for later steps.
     slots = triton.cdiv(power_of_two(paging.max_context_len), PARTITION)
-    if settings.sliding_window is not None:
-        slots = min(slots, (settings.sliding_window + queries) // PARTITION + 2)
-    rows = slots * num_tokens * num_heads
+    if key.sliding_window is not None:
+        slots = min(slots, (key.sliding_window + queries) // PARTITION + 2)
+    rows = slots * key.num_tokens * key.num_heads
     splits = 1
-    if 4 * rows * (cache.value_dim + 1) <= MAX_WORKSPACE:
-        splits = count_splits(num_tiles * head_programs, paging.max_context_len, device.multiprocessors)
+    if 4 * rows * (key.value_dim + 1) <= MAX_WORKSPACE:
+        splits = count_splits(num_tiles * head_programs, paging.max_context_len, key.device.multiprocessors)
     named = dict(
-        **step_arguments(out, query, cache, paging), LAYER=layer, TILE=tile, num_tokens=num_tokens,
+        **key.step_arguments(paging), LAYER=layer, TILE=tile, num_tokens=key.num_tokens,
         num_tiles=num_tiles, num_splits=splits, slots=slots, PARTITION=PARTITION, PARTIAL=splits > 1,
         num_warps=tile.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
     templates = [LaunchTemplate.of(invariant_attention_kernel, (num_tiles, head_programs, splits), named)]
     if splits == 1:
         return AttentionPlan(templates)
-    block_v = power_of_two(cache.value_dim)
+    block_v = power_of_two(key.value_dim)
     block_rows = max(1, MERGED_ELEMENTS // block_v)
     named |= dict(BLOCK_V=block_v, ROWS=block_rows, UNROLLED=UNROLLED, num_warps=4)
-    grid = num_tokens, triton.cdiv(num_heads, block_rows)
+    grid = key.num_tokens, triton.cdiv(key.num_heads, block_rows)
     return AttentionPlan([*templates, LaunchTemplate.of(add_partitions_kernel, grid, named)], rows)

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_kernels import layer_cache
-from paged_kernels.arguments import check_kv_write, check_latent_kv_write, check_rope_kv_write
 from paged_kernels.launch import Device, Launch, device_of
 from paged_kernels.launch_table import power_of_two, row_tile
 from paged_kernels.layer_cache import LayerCache, as_bytes, quantize
@@ -136,7 +135,6 @@ def kv_write(
 
     value must be None, and is not written, if the values of the cache share the memory of its keys.
     """
-    check_kv_write(key, value, cache, slots)
     key = key if key.stride(2) == 1 else key.contiguous()
     value = value if value is None or value.stride(2) == 1 else value.contiguous()
     plan_kv_write(key, value, cache, slots, device=device_of(key.device)).run()
@@ -144,7 +142,6 @@ def kv_write(
 
 def kv_write_reference(key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
     """Write one token at a time. The definition of `kv_write` for tests; slow."""
-    check_kv_write(key, value, cache, slots)
     for token, slot in enumerate(slots.tolist()):
         for rows, (pool, scales) in zip((key, value), cache.pools, strict=True):
             if slot < 0 or rows is None:
@@ -293,10 +290,9 @@ def rope_kv_write(
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Rotate queries and keys, write keys and values as `kv_write` does, and return the rotated queries.
 
-    The rotation is computed in fp32 and rounded once; the norms round like `add_rms_norm`. Raises ValueError if
-    `head_dim` is odd.
+    The rotation is computed in fp32 and rounded once; the norms round like `add_rms_norm`. `head_dim`
+    is even.
     """
-    check_rope_kv_write(query, key, value, cos, sin, cache, slots, query_weight, key_weight)
     query, key, value, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, cos, sin))
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     plan_rope_kv_write(
@@ -455,14 +451,13 @@ def latent_kv_write(
 ) -> Tensor:  # [num_tokens, num_heads, rope]
     """Normalize latents, rotate shared keys, write both as `kv_write` does, and return the rotated part of queries.
 
-    The rotation is computed in fp32 and rounded once; the norm rounds like `add_rms_norm`. Raises ValueError if `rope`
-    is odd.
+    The rotation is computed in fp32 and rounded once; the norm rounds like `add_rms_norm`. `rope` is
+    even.
 
     Args:
         from_pairs: whether elements 2i and 2i + 1 are rotated together, rather than i and i + rope / 2.
         to_pairs: the same for the order of the result.
     """
-    check_latent_kv_write(query, latents, weight, cos, sin, cache, slots)
     query, latents, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, latents, cos, sin))
     out = query.new_empty(*query.shape[:2], cos.shape[1])
     plan_latent_kv_write(

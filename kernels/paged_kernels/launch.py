@@ -48,26 +48,6 @@ class Launch:
         return self.kernel[self.grid](**self.arguments)
 
 
-@dataclass(frozen=True)
-class LaunchTemplate:
-    """A launch without the arguments that change from layer to layer."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    constants: dict[str, Any]
-    varying: tuple[str, ...]
-
-    @classmethod
-    def of(cls, kernel: Any, grid: tuple[int, ...], named: dict[str, Any]) -> "LaunchTemplate":
-        """Create the template from arguments and compiler options by name, of which it takes those it has."""
-        constants = {name: named[name] for name in (*kernel.arg_names, *OPTIONS) if name in named}
-        return cls(kernel, grid, constants, tuple(name for name in kernel.arg_names if name not in named))
-
-    def launch(self, layer: dict[str, Any]) -> Launch:
-        """Return the launch for a layer with these arguments."""
-        return Launch(self.kernel, self.grid, {**self.constants, **{name: layer[name] for name in self.varying}})
-
-
 _handler: Callable[[Launch], None] | None = None  # takes all launches of the process
 
 

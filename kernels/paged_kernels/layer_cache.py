@@ -1,4 +1,6 @@
-"""The keys and values of one layer in the block pool, and their quantization to one byte per element.
+"""The keys and values of one layer in the block pool, their quantization to one byte per element, and pairs of caches.
+
+Imports no triton.
 
 A quantized pool stores, for each token and KV head, one-byte codes and one scale: element = code * scale. The largest
 element of a row gets the format's largest code, and every other element the nearest code (ties to even). The error of
@@ -6,6 +8,9 @@ an element is at most max|x| / 254 in int8, and in fp8 (e4m3) at most |x| / 16, 
 A row with an element that is not finite gets the scale NaN, so all attention over it is NaN.
 """
 
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -101,6 +106,41 @@ class LayerCache:
         if self.shares_memory:
             stored = (self.keys, self.key_scales)
         return tuple(as_bytes(tensor) for tensor in stored if tensor is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPair:
+    """The tensors of a source and of a target cache, paired by shape and type, with the block as first dimension.
+
+    The table of addresses is built once, since the tensors do not move.
+    """
+
+    sources: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+    table: Tensor  # [3, num_tensors] int64: addresses of the sources, addresses of the targets, bytes of a block
+    largest: int  # size of the largest block in bytes
+    aligned: int  # largest power of two, up to 16, that divides all addresses and block sizes
+
+    @classmethod
+    def of(cls, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> "BlockPair":
+        """Pair the tensors of two caches. The table is on the GPU if one of the caches is."""
+        pairs = list(zip(sources, targets, strict=True))
+        for source, target in pairs:
+            assert source.is_contiguous() and target.is_contiguous()
+            assert source.dtype == target.dtype and source.shape[1:] == target.shape[1:], (source.shape, target.shape)
+        numbers = [[one.data_ptr() for one in sources], [one.data_ptr() for one in targets]]
+        numbers.append([source[:1].nbytes for source, _ in pairs])
+        device = next((one.device for pair in pairs for one in pair if one.device.type != "cpu"), torch.device("cpu"))
+        return cls(
+            tuple(sources),
+            tuple(targets),
+            table=torch.tensor(numbers, dtype=torch.int64).to(device),
+            largest=max(numbers[2], default=0),
+            aligned=math.gcd(16, *itertools.chain(*numbers)),
+        )
+
+
+# --- quantization -----------------------------------------------------------------------------------------------------
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -10,32 +10,28 @@ import triton
 from torch import Tensor
 
 from paged_kernels import attention_plan, invariant_attention
-from paged_kernels.arguments import check_paged_attention
 from paged_kernels.attention_kernels import paged_attention_kernel, prefix_attention_kernel
-from paged_kernels.attention_plan import AttentionPlan, Layer, Settings, count_splits, layout_of, step_arguments
-from paged_kernels.launch import Device, Launch, LaunchTemplate, device_of
+from paged_kernels.attention_plan import AttentionPlan, LaunchTemplate, Layer, LayerKey, count_splits
+from paged_kernels.launch import Device, Launch, device_of
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paging import Paging
 
 
-def _plan(
-    out: Tensor, query: Tensor, cache: LayerCache, paging: Paging, settings: Settings, device: Device
-) -> AttentionPlan:  # fmt: skip
-    num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads, num_seqs = cache.keys.shape[1], paging.num_seqs
+def _plan(key: LayerKey, paging: Paging) -> AttentionPlan:
+    num_kv_heads, num_seqs, device = key.num_kv_heads, paging.num_seqs, key.device
     properties: dict[str, Any] = dict(
-        chip=device.chip, head_dim=max(head_dim, cache.value_dim), itemsize=query.element_size(),
-        group=num_heads // num_kv_heads, quantized=cache.format is not None,
+        chip=device.chip, head_dim=max(key.head_dim, key.value_dim), itemsize=key.dtype.itemsize, group=key.group,
+        quantized=key.quantized,
     )  # fmt: skip
     shape = attention_plan.launch_shape(
-        **properties, num_kv_heads=num_kv_heads, multiprocessors=device.multiprocessors, num_tokens=num_tokens,
+        **properties, num_kv_heads=num_kv_heads, multiprocessors=device.multiprocessors, num_tokens=key.num_tokens,
         max_query_len=paging.max_query_len,
     )  # fmt: skip
-    layer = Layer.of(query, cache, settings, shape.heads)
+    layer = Layer.of(key, shape.heads)
     head_programs = num_kv_heads * layer.HEAD_TILES
     large_tiles, most_small, num_warps = 0, num_seqs, shape.small.num_warps
     if shape.large:
-        large_tiles = num_tokens // (shape.large.block_m // shape.heads) + num_seqs
+        large_tiles = key.num_tokens // (shape.large.block_m // shape.heads) + num_seqs
         most_small, num_warps = num_seqs - 1, shape.large.num_warps
     splits = count_splits(most_small * head_programs, paging.max_context_len, device.multiprocessors)
 
@@ -51,7 +47,7 @@ def _plan(
     queries = min(paging.max_query_len, shape.small.block_m // shape.heads)  # most queries of a sequence that is split
 
     named = dict(
-        **step_arguments(out, query, cache, paging), LAYER=layer, SMALL=shape.small, LARGE=shape.large,
+        **key.step_arguments(paging), LAYER=layer, SMALL=shape.small, LARGE=shape.large,
         shared_lens=shared.lens if shared else None, large_tiles=large_tiles,
         num_splits=splits, prefix_splits=prefix_splits, slots=slots, queries=queries, num_warps=num_warps,
         PARTIAL=slots > 1, MIN_SPLIT=attention_plan.MIN_SPLIT, PREFIX_N=prefix.block_n if prefix else 1,
@@ -67,20 +63,21 @@ def _plan(
         templates.insert(0, LaunchTemplate.of(prefix_attention_kernel, prefix_grid, named))
     if slots == 1:
         return AttentionPlan(templates)
-    return AttentionPlan(templates, num_seqs * slots * queries * num_heads, num_seqs * head_programs)
+    return AttentionPlan(templates, num_seqs * slots * queries * key.num_heads, num_seqs * head_programs)
 
 
 def plan_launch(
     out: Tensor, query: Tensor, cache: LayerCache, paging: Paging, *,
     scale: float, sliding_window: int | None, softcap: float | None, sinks: Tensor | None, device: Device,
 ) -> list[Launch]:  # fmt: skip
-    """Return the launches of one call in order. The parts that the layers of a step share are computed for the first
-    layer."""
-    settings = Settings(scale, sliding_window, softcap, sinks)
-    key = (*layout_of(query, cache), sliding_window, softcap is not None, sinks is not None, cache.batch_invariant)
-    plan = invariant_attention.plan if cache.batch_invariant else _plan
-    found = paging.plan((key, device), lambda: plan(out, query, cache, paging, settings, device))
-    return found.launches(out, query, cache, settings)
+    """Return the launches of one call in order. `out` is contiguous."""
+    num_tokens, num_heads, head_dim = query.shape
+    key = LayerKey(
+        invariant_attention.plan if cache.batch_invariant else _plan,
+        device, num_tokens, num_heads, head_dim, cache.value_dim, cache.keys.shape[1], query.dtype,
+        query.stride()[:2], cache.layout, cache.shares_memory, sliding_window, softcap is not None, sinks is not None,
+    )  # fmt: skip
+    return paging.plan(key).launches(out, query, cache, scale, sliding_window, softcap, sinks)
 
 
 def paged_attention(
@@ -99,9 +96,8 @@ def paged_attention(
     Query i of a sequence is at position context_len - query_len + i and sees the positions up to its own, or the
     newest `sliding_window` of them. A softcap c replaces a score s by c * tanh(s / c) (Gemma 2, arXiv:2408.00118). A
     sink is a logit per head that is only part of the softmax's denominator (arXiv:2309.17453). The softmax is computed
-    in fp32. Raises ValueError for a setting out of range.
+    in fp32.
     """
-    check_paged_attention(query, cache, sliding_window, softcap, sinks)
     query = query if query.stride(2) == 1 else query.contiguous()
     out = torch.empty((*query.shape[:2], cache.value_dim), dtype=query.dtype, device=query.device)
     for planned in plan_launch(
@@ -123,7 +119,6 @@ def paged_attention_reference(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `paged_attention` in fp32, one sequence at a time. The definition for tests; slow."""
-    check_paged_attention(query, cache, sliding_window, softcap, sinks)
     num_kv_heads, block_size = cache.keys.shape[1:3]
     group = query.shape[1] // num_kv_heads
     out = query.new_zeros(*query.shape[:2], cache.value_dim)

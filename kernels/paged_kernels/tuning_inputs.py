@@ -169,7 +169,7 @@ def _sampling_problem(inputs: RowInputs) -> Problem:
 
 def _block_copy_problem(inputs: RowInputs) -> Problem:
     from paged_kernels import block_copy
-    from paged_kernels.block_pair import BlockPair
+    from paged_kernels.layer_cache import BlockPair
 
     shape = (2, COPY_TENSORS, inputs.rows, inputs.width)
     source, target = torch.randint(-128, 128, shape, dtype=torch.int8, device=inputs.torch_device)

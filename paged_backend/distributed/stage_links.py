@@ -26,13 +26,13 @@ from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.step_channel import content_of, frame_and_content
 
 TIMEOUT = timedelta(minutes=10)  # time for a step to pass through all stages
-STATES, RESULTS, MORE_RESULTS = range(3)  # tags; several frames may be awaited before the first content
+HIDDEN_STATES, RESULTS, MORE_RESULTS = range(3)  # tags; several frames may be awaited before the first content
 RESULT_FRAME = 1024  # bytes of a result's first message; the results of 16 sequences take 0.7 KB
 
 
 class StageLinks:
-    """The links of one rank with the stages beside its own. All ranks create them at the same time. `expect_states` may
-    be called by another thread than the other methods."""
+    """The links of one rank with the stages beside its own. All ranks create them at the same time.
+    `expect_hidden_states` may be called by another thread than the other methods."""
 
     def __init__(self, group: ProcessGroup, stages: int, hidden_size: int, dtype: torch.dtype, result: type):
         """hidden_size, dtype: size and type of the hidden states. result: the type of the results; see `Messages`."""
@@ -51,7 +51,7 @@ class StageLinks:
         """Whether this rank sends the results of a step to rank 0: the first rank of the last stage does."""
         return self._rank == self._last
 
-    def expect_states(self, num_tokens: int) -> Callable[[], Tensor] | None:
+    def expect_hidden_states(self, num_tokens: int) -> Callable[[], Tensor] | None:
         """Return a function that waits for the hidden states [num_tokens, hidden_size] of the previous stage; None in
         the first stage. Steps must be expected in the order in which they are launched."""
         if self._rank < self._width:
@@ -63,13 +63,12 @@ class StageLinks:
             torch.empty(num_tokens, self._hidden_size, dtype=self._dtype, device=self._device)
         )()
 
-    def send_states(self, states: Tensor) -> None:
+    def send_hidden_states(self, hidden_states: Tensor) -> None:
         """Send hidden states [num_tokens, hidden_size] to the next stage. Does not wait for the device or the other
         stage."""
-        states = states.contiguous()
-        on_host = self._device.type == "cpu"
-        work = dist.isend(states, self._rank + self._width, group=self._group if on_host else None, tag=STATES)
-        self._keep(work, states)
+        hidden_states = hidden_states.contiguous()
+        group = self._group if self._device.type == "cpu" else None
+        self._keep(dist.isend(hidden_states, self._rank + self._width, group=group, tag=HIDDEN_STATES), hidden_states)
 
     def send_results(self, message: Any) -> None:
         """Send the results of a step to rank 0. Does not wait for it."""
@@ -96,14 +95,14 @@ class StageLinks:
 
         return wait
 
-    def _receive(self, states: Tensor) -> Callable[[], Tensor]:
+    def _receive(self, hidden_states: Tensor) -> Callable[[], Tensor]:
         group = self._group if self._device.type == "cpu" else None
-        work = dist.irecv(states, self._rank - self._width, group=group, tag=STATES)
+        work = dist.irecv(hidden_states, self._rank - self._width, group=group, tag=HIDDEN_STATES)
         assert work is not None
 
         def wait() -> Tensor:
             work.wait()
-            return states
+            return hidden_states
 
         return wait
 

@@ -117,9 +117,9 @@ class FirstStage:
     def launch(self, packed: PackedBatch) -> PipelinedStep:
         """Compute this stage's part of a step. The other stages follow while this one goes on."""
         results = self._links.expect_results()
-        states = self._runner.launch(packed).states
-        assert states is not None
-        self._links.send_states(states)
+        hidden_states = self._runner.launch(packed).hidden_states
+        assert hidden_states is not None
+        self._links.send_hidden_states(hidden_states)
         return PipelinedStep(results)
 
 

@@ -213,7 +213,9 @@ class StageRunner:
             try:
                 while (message := steps.receive()) is not None:
                     is_step = isinstance(message, PackedBatch)
-                    received.put((message, self._links.expect_states(message.input_ids.shape[1]) if is_step else None))
+                    received.put(
+                        (message, self._links.expect_hidden_states(message.input_ids.shape[1]) if is_step else None)
+                    )
                 received.put((None, None))
             except Exception as error:
                 received.put((error, None))
@@ -229,8 +231,8 @@ class StageRunner:
         None in the first stage."""
         with self._stage.receiving(arriving() if arriving else None):
             launched = self._runner.launch(packed)
-        if launched.states is not None:
-            self._links.send_states(launched.states)
+        if launched.hidden_states is not None:
+            self._links.send_hidden_states(launched.hidden_states)
         elif self._links.sends_results:
             self._links.send_results(launched.on_host())
 

@@ -11,10 +11,8 @@ from paged_backend.api.block_layout import FULL
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.pools import Pools
 from paged_backend.execution.cpu_threads import CpuThreads
-from paged_backend.execution.drafter import Drafter
-from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, graph_shapes
-from paged_backend.execution.graphs import GraphCapture, graph_capture
-from paged_backend.execution.runner import Runner
+from paged_backend.execution.graphs import GraphCapture, GraphShape, draft_shapes, graph_capture, graph_shapes
+from paged_backend.execution.runner import Drafter, Runner
 from paged_backend.kv.cache import KVCache, StateCache, populate_in_background
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.models.decoder import FusedDecoder

@@ -25,8 +25,8 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.token_outputs import requested_outputs
 from paged_backend.engine.pools import Pools, PoolSizing
 from paged_backend.engine.runner_builder import build_runner, capture_graphs, graph_shapes_of
-from paged_backend.execution.batch import PackedBatch, PageTables, pack
-from paged_backend.execution.graph_shapes import GraphShape, draft_shapes, largest_shapes
+from paged_backend.execution.batch import PackedBatch, pack
+from paged_backend.execution.graphs import GraphShape, draft_shapes, largest_shapes
 from paged_backend.execution.runner import Runner
 from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.ledger import Transfer, Transfers
@@ -41,8 +41,8 @@ from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.utils.startup import Progress
 from paged_kernels import launch_table
 from paged_kernels.attention_plan import CHOICES, Choice, force
-from paged_kernels.cascade import MIN_SAVED_TOKENS
 from paged_kernels.compilation import compile_ahead
+from paged_kernels.paging import MIN_SAVED_TOKENS
 
 REPEATS = 3
 CONTEXTS = (256, 1024, 8192, 65536)  # context lengths of decode steps, which need memory for different splits
@@ -146,17 +146,19 @@ def run_warm_up_steps(config: EngineConfig, spec: ModelSpec, runner: Runner, adv
             stack.enter_context(distinct_layers(model))
         for step in warm_up_steps(config, spec.max_model_len, spec.vocab_size):
             for gqa_group in _gqa_groups(runner):
-                packed = pack(
-                    step.plan, block_size=config.block_size, gqa_group=gqa_group, page_tables=block_zero(runner)
-                )
+                packed = _pack(step.plan, config, runner, gqa_group)
                 with step.forced():
                     runner.launch(packed).result()
                 advance()
 
 
-def block_zero(runner: Runner) -> PageTables:
-    """Return page tables in which block 0, the only one of a step, has the first pages."""
-    return lambda kind, tables: [tables + np.int32(page) for page in range(runner.kv.pages_per_block)]
+def _pack(plan: Plan, config: EngineConfig, runner: Runner, gqa_group: int | None = None) -> PackedBatch:
+    """Pack a step that uses no block but block 0, which has the first pages."""
+
+    def page_tables(kind: int, tables: np.ndarray) -> list[np.ndarray]:
+        return [tables + np.int32(page) for page in range(runner.kv.pages_per_block)]
+
+    return pack(plan, block_size=config.block_size, gqa_group=gqa_group, page_tables=page_tables)
 
 
 class WarmUpStep(NamedTuple):
@@ -270,7 +272,7 @@ def measure_decode(config: EngineConfig, loaded: LoadedModel, runner: Runner) ->
     plan = next(warm_up_steps(config, loaded.spec.max_model_len, loaded.spec.vocab_size)).plan
 
     def step() -> None:
-        runner.launch(pack(plan, block_size=config.block_size, page_tables=block_zero(runner))).result()
+        runner.launch(_pack(plan, config, runner)).result()
 
     return _median_seconds(step, runner.kv.device)
 
@@ -278,23 +280,23 @@ def measure_decode(config: EngineConfig, loaded: LoadedModel, runner: Runner) ->
 def measure_costs(runner: Runner, seconds_per_token: float, num_host_blocks: int) -> Costs:
     """Measure the costs that decide between swapping and recomputing. Called before any request, as it overwrites the
     first blocks and the first state."""
-    move = copy = 0.0
     num_blocks = len(runner.kv.layers[0].keys)
-    count = min(MEASURED_BLOCKS, num_host_blocks, num_blocks)
-    if count:
-        moves = tuple(Transfer(block, block, pages=((block, block),)) for block in range(count))
-        swap = Plan(transfers=Transfers(moves, moves))
-        move = _median_seconds(lambda: runner.move(swap), runner.kv.device) / 2 / count
-    count = min(MEASURED_BLOCKS, num_blocks // 2)
-    if count:
-        copies = tuple(Transfer(block, count + block, pages=((block, count + block),)) for block in range(count))
-        step = Plan(transfers=Transfers(copies=copies))
-        copy = _median_seconds(lambda: runner.move(step), runner.kv.device) / count
-    move_state = 0.0
+
+    def transfers(count: int, shift: int = 0) -> tuple[Transfer, ...]:
+        """Return transfers of the first `count` blocks to the ones `shift` later."""
+        return tuple(Transfer(block, block + shift, pages=((block, block + shift),)) for block in range(count))
+
+    def seconds(plan: Plan) -> float:
+        return _median_seconds(lambda: runner.move(plan), runner.kv.device)
+
+    move = copy = move_state = 0.0
+    if count := min(MEASURED_BLOCKS, num_host_blocks, num_blocks):
+        move = seconds(Plan(transfers=Transfers(transfers(count), transfers(count)))) / 2 / count
+    if count := min(MEASURED_BLOCKS, num_blocks // 2):
+        copy = seconds(Plan(transfers=Transfers(copies=transfers(count, shift=count)))) / count
     if runner.host_states:
-        there_and_back = (Transfer(0, 0),)
-        swap = Plan(state_transfers=Transfers(there_and_back, there_and_back))
-        move_state = _median_seconds(lambda: runner.move(swap), runner.kv.device) / 2
+        state = (Transfer(0, 0),)
+        move_state = seconds(Plan(state_transfers=Transfers(state, state))) / 2
     return Costs(token=seconds_per_token, copy=copy, move=move, move_state=move_state)
 
 

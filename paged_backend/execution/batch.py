@@ -16,8 +16,7 @@ from paged_backend.models.state_rows import StateRows, state_rows
 from paged_backend.sampling.outputs import OutputRows, request_prompt_rows
 from paged_backend.sampling.sampler import SamplingBatch, prepare, resolve_tokens
 from paged_backend.scheduling.plan import Chunk, Plan
-from paged_kernels.cascade import find_prefix_groups
-from paged_kernels.paging import PageAddresses, Paging, SharedPrefixes
+from paged_kernels.paging import Paging, SharedPrefixes, find_prefix_groups
 
 # From block tables of a kind of layer [num_seqs, max_blocks] int32 to tables of the pages of these blocks.
 PageTables: TypeAlias = Callable[[int, np.ndarray], list[np.ndarray]]
@@ -60,18 +59,22 @@ class PackedBatch:
 
     input_ids: Tensor  # [1, num_tokens] int64; -1 - i is a placeholder for sample i of the previous step
     position_ids: Tensor  # [1, num_tokens] int64
-    paging: Paging
+    pagings: tuple[Paging, ...]  # one for each page of a block; they differ in slots and block tables only
     sample_rows: Tensor  # [num_samples] int64: the rows whose logits are needed, in order
-    logit_rows: Tensor | None  # [num_sampled] int64: row of the logits per sampled token; None: one each, in order
-    sampling: SamplingBatch
-    uses_previous_step: bool  # whether there are placeholders for tokens of the previous step
-    more_pages: tuple[PageAddresses, ...] = ()  # of the pages of a block after the first, which `paging` is of
+    logit_rows: Tensor | None = None  # [num_sampled] int64: row of the logits per token; None: one each, in order
+    sampling: SamplingBatch = SamplingBatch()  # noqa: RUF009 (it is immutable)
+    uses_previous_step: bool = False  # whether there are placeholders for tokens of the previous step
     checks: tuple[DraftCheck, ...] = ()
     drafting: Drafting | None = None  # None: no draft model proposes tokens
     hidden_rows: Tensor | None = None  # [num_hidden] int64: the rows whose hidden states are needed
     hidden_chunks: tuple[int, ...] = ()  # chunks of hidden_rows
     adapters: AdapterRows | None = None  # None: no row uses a LoRA adapter
     state_rows: StateRows | None = None  # None: the model has no recurrent layers
+
+    @property
+    def paging(self) -> Paging:
+        """The addresses in the first page of each block, and the lengths of the sequences."""
+        return self.pagings[0]
 
     @property
     def is_replayable(self) -> bool:
@@ -108,23 +111,11 @@ def pack(
     return PackedBatch(
         input_ids=torch.from_numpy(rows.tokens)[None],
         position_ids=torch.from_numpy(rows.positions)[None],
-        paging=Paging(
-            slots=torch.from_numpy(rows.slots[0]),
-            block_tables=torch.from_numpy(rows.tables[0]),
-            context_lens=torch.from_numpy(rows.context_lens.astype(np.int32)),
-            query_starts=torch.from_numpy(rows.query_starts.astype(np.int32)),
-            max_query_len=int(rows.lengths.max()),
-            max_context_len=int(rows.context_lens.max()),
-            shared=rows.shared,
-        ),
+        pagings=_pagings(rows),
         sample_rows=torch.from_numpy(sample_rows),
         logit_rows=None if logit_rows is None else torch.from_numpy(logit_rows),
         sampling=sampling,
         uses_previous_step=bool((rows.tokens < 0).any()),
-        more_pages=tuple(
-            PageAddresses(torch.from_numpy(slots), torch.from_numpy(tables))
-            for slots, tables in zip(rows.slots[1:], rows.tables[1:], strict=True)
-        ),
         checks=_checks(chunks, row_ends),
         drafting=_drafting(chunks, row_ends) if draft else None,
         hidden_rows=torch.tensor([row_ends[index] - 1 for index in hidden_chunks]) if hidden_chunks else None,
@@ -158,7 +149,7 @@ def _pack_rows(
     ends = np.fromiter((chunk.start + chunk.length for chunk in chunks), np.int64, len(chunks))
     tables, lengths, shared = _block_tables(chunks), ends - firsts, None
     if gqa_group is not None:
-        shared = shared_prefixes(tables[0], ends, lengths, block_size=block_size, group=gqa_group)
+        shared = find_prefix_groups(tables[0], ends, lengths, block_size=block_size, group=gqa_group)
     if shared is None:  # sharing prefixes requires one row per sequence, so no padding
         lengths = _padded_lengths(firsts, ends, uniform)
     starts = ends - lengths
@@ -172,6 +163,24 @@ def _pack_rows(
         written[is_padding] = -1
         slots.append(written)
     return _Rows(_tokens(chunks, starts.tolist()), positions, slots, pages, ends, lengths, query_starts, shared)
+
+
+def _pagings(rows: _Rows) -> tuple[Paging, ...]:
+    context_lens = torch.from_numpy(rows.context_lens.astype(np.int32))
+    query_starts = torch.from_numpy(rows.query_starts.astype(np.int32))
+    max_query_len, max_context_len = int(rows.lengths.max()), int(rows.context_lens.max())
+    return tuple(
+        Paging(
+            slots=torch.from_numpy(slots),
+            block_tables=torch.from_numpy(tables),
+            context_lens=context_lens,
+            query_starts=query_starts,
+            max_query_len=max_query_len,
+            max_context_len=max_context_len,
+            shared=rows.shared,
+        )
+        for slots, tables in zip(rows.slots, rows.tables, strict=True)
+    )
 
 
 def _sampling(plan: Plan, row_ends: list[int]) -> tuple[np.ndarray, np.ndarray | None, SamplingBatch]:
@@ -212,17 +221,6 @@ def _state_rows(chunks: tuple[Chunk, ...]) -> StateRows | None:
         *((chunk.start, chunk.length, chunk.draft_slots) for chunk in chunks), strict=True
     )
     return state_rows(slots, starts, lengths, draft_slots)
-
-
-def shared_prefixes(
-    tables: np.ndarray, context_lens: np.ndarray, query_lens: np.ndarray, *, block_size: int, group: int
-) -> SharedPrefixes | None:
-    """Return the result of `paged_kernels.cascade.find_prefix_groups` as host tensors."""
-    groups = find_prefix_groups(tables, context_lens, query_lens, block_size=block_size, group=group)
-    if groups is None:
-        return None
-    lens, members, starts = map(torch.from_numpy, (groups.lens, groups.members, groups.group_starts))
-    return SharedPrefixes(lens, members, starts, groups.max_len)
 
 
 def _sampled_rows(chunk: Chunk, end: int) -> list[tuple[int, int]]:

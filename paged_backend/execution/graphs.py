@@ -12,34 +12,121 @@ beams are sampled again from its logits.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from paged_backend.execution.batch import PackedBatch, UniformBatch, resolve_placeholders
-from paged_backend.execution.graph_shapes import GraphShape
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.sampling.sampler import SamplingBatch, pad_metadata, resolve_tokens
-from paged_kernels.cascade import MAX_GROUPS
 from paged_kernels.ops import sample, step_inputs
-from paged_kernels.paging import PageAddresses, Paging, SharedPrefixes
+from paged_kernels.paging import MAX_GROUPS, Paging, SharedPrefixes
 from paged_kernels.sampling_metadata import SamplingMetadata
 
 log = logging.getLogger("paged_llm")
+
+MAX_ROWS = 512  # maximum rows of a captured step; with more, the device takes longer than the host's launches
+# Number of rows at which computing takes as long as reading the weights (H200: 790 TFLOP/s / 4.3 TB/s).
+MEMORY_BOUND_ROWS = 192
+ROW_STEP = 32  # difference between the sizes of steps with draft tokens of many sequences
 
 NO_ROWS = torch.empty(0, dtype=torch.int32)
 NO_SHARED_PREFIXES = SharedPrefixes(NO_ROWS, NO_ROWS, torch.zeros(MAX_GROUPS + 1, dtype=torch.int32), 0)
 # Captures a function that returns logits, and returns a function that replays it into the same tensor.
 GraphCapture: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+class GraphShape(NamedTuple):
+    """The steps that one graph can run."""
+
+    seqs: int  # sequences, including padding
+    rows: int  # rows, including padding
+    queries: int  # maximum rows per sequence
+    shared: bool = False  # whether rows share prefixes
+
+    @property
+    def rows_per_seq(self) -> int:
+        """The rows of each padding sequence, except for the last ones."""
+        return self.rows // self.seqs
+
+    def fits(self, paging: Paging) -> bool:
+        """Return whether a step fits, with a padding sequence for every padding row. Attention may return NaN for a
+        row that belongs to no sequence."""
+        rows, seqs = self.rows - len(paging.slots), self.seqs - paging.num_seqs
+        same_kind = paging.max_query_len <= self.queries and (paging.shared is not None) == self.shared
+        return same_kind and 0 <= rows <= seqs * self.rows_per_seq
+
+
+def capture_batch_sizes(max_num_seqs: int) -> list[int]:
+    """Return the decode batch sizes to capture. They are dense enough that padding costs little, but few enough to
+    limit memory and start-up time."""
+    steps = [1, 2, 4, *range(8, 256, 8), *range(256, MAX_ROWS + 1, 16)]
+    largest = min(max_num_seqs, steps[-1])
+    return [*(size for size in steps if size < largest), largest]
+
+
+def graph_shapes(
+    max_num_seqs: int, max_num_batched_tokens: int, *, queries: int = 1, shared: bool = False
+) -> list[GraphShape]:
+    """Return the shapes to capture, the largest first, so that the others fit into its memory.
+
+    queries: maximum rows per sequence, which is 1 plus the number of draft tokens. shared: also capture shapes for
+    steps with shared prefixes.
+
+    Besides decode steps there are two kinds of steps with draft tokens. With few sequences, every sequence is padded to
+    `queries` rows (`batch.UniformBatch`): extra rows are free as long as reading the weights takes longer, and
+    attention is partitioned for the actual number of sequences. With many sequences, often only some have draft tokens.
+    Then rows cost time, so sequences are not padded and a shape allows up to one sequence per row; attention has enough
+    work for any partition. The second kind also runs the steps that cannot be padded to the first.
+    """
+    decode = [GraphShape(size, size, 1) for size in capture_batch_sizes(max_num_seqs)]
+    few, many = [], []
+    if queries > 1:
+        few = [
+            GraphShape(shape.seqs, shape.seqs * queries, queries)
+            for shape in decode
+            if shape.seqs * queries <= MEMORY_BOUND_ROWS
+        ]
+        most = min(MAX_ROWS, max_num_seqs * queries, max_num_batched_tokens)
+        many = [GraphShape(size, size, queries) for size in range(ROW_STEP, most + ROW_STEP, ROW_STEP)]
+    sharing = [
+        shape._replace(shared=True)
+        for sort in (decode, many)
+        for shape in sort
+        if shared and (shape.rows & (shape.rows - 1) == 0 or shape is sort[-1])
+    ]
+    return _largest_first([*decode, *few, *many, *sharing])
+
+
+def draft_shapes(shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    """Return the shapes that a draft model runs by itself: one token per sequence."""
+    return [shape for shape in shapes if shape.queries == 1 and not shape.shared]
+
+
+def largest_shapes(shapes: Sequence[GraphShape], count: int) -> list[GraphShape]:
+    """Return the `count` largest shapes of each kind. Shapes of one kind differ only in size."""
+    sorts: dict[tuple[object, ...], list[GraphShape]] = {}
+    for shape in _largest_first(shapes):
+        sorts.setdefault((shape.queries, shape.shared, shape.rows_per_seq), []).append(shape)
+    return _largest_first([shape for sort in sorts.values() for shape in sort[:count]])
+
+
+def _largest_first(shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    return sorted(shapes, key=lambda shape: (shape.rows, shape), reverse=True)
+
+
+# --- inputs and results of a captured step ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +151,6 @@ class _StaticInputs:
         paging = batch.paging
         rows, seqs, shared = len(paging.slots), paging.num_seqs, paging.shared
         more_rows, more_seqs = (0, shape.rows - rows), (0, shape.seqs - seqs)
-        pages = PageAddresses(paging.slots, paging.block_tables), *batch.more_pages
         if shared:
             shared = replace(shared, lens=pad(shared.lens, more_seqs), members=pad(shared.members, more_seqs))
         starts = paging.query_starts
@@ -72,13 +158,13 @@ class _StaticInputs:
         return cls(
             pad(batch.input_ids, more_rows),
             pad(batch.position_ids, more_rows),
-            tuple(pad(page.slots, more_rows, value=-1) for page in pages),
+            tuple(pad(of_page.slots, more_rows, value=-1) for of_page in batch.pagings),
             pad(paging.context_lens, more_seqs),
             torch.cat((starts, ends.clamp(max=shape.rows))),
             shared,
             sampling,
             starts.new_full((1,), paging.block_tables.shape[1]),
-            torch.cat([pad(page.tables, (0, 0, *more_seqs)) for page in pages]).flatten(),
+            torch.cat([pad(of_page.block_tables, (0, 0, *more_seqs)) for of_page in batch.pagings]).flatten(),
         )
 
     @classmethod
@@ -88,9 +174,7 @@ class _StaticInputs:
         shared = NO_SHARED_PREFIXES if shape.shared else None
         paging = Paging(ids[0], none[:, None], none, NO_ROWS.new_zeros(1), 1, 0, shared)
         sampling = pad_metadata(None, shape.rows, device=ids.device) if samples else None
-        more_pages = (PageAddresses(ids[0], none[:, None]),) * (num_pages - 1)
-        batch = PackedBatch(ids, ids, paging, ids[0], None, SamplingBatch(), False, more_pages)
-        padded = cls.padded(batch, shape, sampling)
+        padded = cls.padded(PackedBatch(ids, ids, (paging,) * num_pages, sample_rows=ids[0]), shape, sampling)
         return replace(padded, block_tables=NO_ROWS)
 
 
@@ -115,6 +199,9 @@ class ForwardOutput:
     hidden: Tensor | None = None  # [num_hidden, hidden_size] float32, for hidden_rows of the batch
     tokens: Tensor | None = None  # [num_samples] int64: sampled tokens, if the graph has sampled them
     replayed: bool = False  # whether it came from a captured graph
+
+
+# --- capture and replay -----------------------------------------------------------------------------------------------
 
 
 class Graphs:
@@ -185,16 +272,6 @@ class Graphs:
         block_size, max_context_len, broadcast_tokens = self._block_size, self._max_context_len, self._broadcast_tokens
 
         def run() -> Tensor:
-            shared = inputs.shared and replace(inputs.shared, max_len=max_context_len)
-            paging = Paging(
-                inputs.slots[0],
-                of_page[0],
-                inputs.context_lens,
-                inputs.query_starts,
-                shape.queries,
-                max_context_len,
-                shared,
-            )
             context_lens = inputs.context_lens
             if num_pages > 1:
                 context_lens = context_lens.repeat(num_pages)
@@ -207,9 +284,20 @@ class Graphs:
                 context_lens,
                 block_size=block_size,
             )
-            more = tuple(itertools.starmap(PageAddresses, zip(inputs.slots[1:], of_page[1:], strict=True)))
-            batch = PackedBatch(ids, inputs.position_ids, paging, all_rows, None, SamplingBatch(), False, more)
-            logits = forward(batch)
+            shared = inputs.shared and replace(inputs.shared, max_len=max_context_len)
+            pagings = tuple(
+                Paging(
+                    slots,
+                    block_tables,
+                    inputs.context_lens,
+                    inputs.query_starts,
+                    shape.queries,
+                    max_context_len,
+                    shared,
+                )
+                for slots, block_tables in zip(inputs.slots, of_page, strict=True)
+            )
+            logits = forward(PackedBatch(ids, inputs.position_ids, pagings, sample_rows=all_rows))
             if metadata:
                 broadcast_tokens(sample(logits, metadata, out=sampled))
             return logits

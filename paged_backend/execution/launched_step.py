@@ -34,15 +34,30 @@ class LaunchedStep:
     hidden: Tensor | None  # [num_hidden, hidden_size] float32, for embedding requests
     hidden_chunks: tuple[int, ...]  # chunks of the rows of `hidden`
     failed_rows: tuple[tuple[int, str], ...]  # (row, reason) of samples that are not used
-    arrived: torch.cuda.Event | None
+    arrived: torch.cuda.Event | None = None  # reached when the results are on the host; None: they are there
     replayed: bool = False  # whether a captured graph ran the forward pass
-    states: Tensor | None = None  # [num_tokens, hidden_size], on the device: of a stage before the last
+    hidden_states: Tensor | None = None  # [num_tokens, hidden_size], on the device: output of a stage before the last
 
     @classmethod
-    def of_states(cls, states: Tensor) -> LaunchedStep:
+    def of_hidden_states(cls, hidden_states: Tensor) -> LaunchedStep:
         """Return the step of a stage before the last, which samples nothing."""
         none = torch.zeros(0, dtype=torch.int64)
-        return cls(none, None, (), (), None, None, (), (), None, states=states)
+        return cls(none, None, (), (), None, None, (), (), hidden_states=hidden_states)
+
+    def to_host(self) -> LaunchedStep:
+        """Start copies of the results from a GPU to the host, and return the step with them."""
+        step = replace(
+            self,
+            tokens=self.tokens.to("cpu", non_blocking=True),
+            beams=self.beams and self.beams.to_host(),
+            outputs=tuple(values.to_host() for values in self.outputs),
+            draft_ids=None if self.draft_ids is None else self.draft_ids.to("cpu", non_blocking=True),
+            hidden=None if self.hidden is None else self.hidden.to("cpu", non_blocking=True),
+            arrived=torch.cuda.Event(),
+        )
+        assert step.arrived is not None
+        step.arrived.record()
+        return step
 
     def on_host(self) -> LaunchedStep:
         """Wait for the device, and return the step without what belongs to it."""
@@ -134,8 +149,8 @@ class LaunchedStep:
     def _hidden_states(self) -> dict[int, HiddenState]:
         if self.hidden is None:
             return {}
-        states = (array("f", row.tobytes()) for row in self.hidden.numpy())
-        return dict(zip(self.hidden_chunks, states, strict=True))
+        rows = (array("f", row.tobytes()) for row in self.hidden.numpy())
+        return dict(zip(self.hidden_chunks, rows, strict=True))
 
 
 def _not_finite() -> RequestError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -12,17 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paged_backend.execution.batch import PackedBatch, UniformBatch
+from paged_backend.execution.batch import Drafting, PackedBatch, UniformBatch
 from paged_backend.execution.cpu_threads import CpuThreads
-from paged_backend.execution.drafter import Drafter, propose
-from paged_backend.execution.forward import paged_hidden_states, paged_logits
-from paged_backend.execution.graph_shapes import GraphShape, draft_shapes
-from paged_backend.execution.graphs import ForwardOutput, GraphCapture, Graphs
+from paged_backend.execution.graphs import ForwardOutput, GraphCapture, Graphs, GraphShape, draft_shapes
 from paged_backend.execution.launched_step import LaunchedStep
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.kv.cache import KVCache, StateCache
 from paged_backend.kv.ledger import Transfers
 from paged_backend.kv.page_copier import PageCopier
+from paged_backend.models.attention import AttentionMeta
 from paged_backend.models.hidden_states import record_hidden_states
 from paged_backend.models.lora import Lora
 from paged_backend.models.pipeline import Stage
@@ -30,6 +28,7 @@ from paged_backend.sampling.outputs import compute_outputs
 from paged_backend.sampling.sampler import SamplingBatch, sample, top_tokens
 from paged_backend.scheduling.plan import Plan, StepResult
 from paged_kernels.layer_cache import LayerCache
+from paged_kernels.paging import Paging
 
 log = logging.getLogger("paged_llm")
 
@@ -193,42 +192,30 @@ class Runner:
         if self._threads:
             self._threads.start_step()
         step = self._run(packed)
-        if not self._is_last:
-            if self._threads:
-                self._threads.end_step()
-            return LaunchedStep.of_states(step.logits)
-        logits = step.logits if step.logit_rows is None else step.logits[step.logit_rows]
-        sampling = step.sampling
-        tokens = step.tokens if step.tokens is not None else self._sample(logits, sampling)
-        beams = top_tokens(logits, sampling)
-        outputs = compute_outputs(sampling.outputs, logits, tokens, beams, step.logits)
-        arrived, draft_ids, hidden = None, step.draft_ids, step.hidden
-        if not tokens.is_cuda:
-            tokens = tokens.clone()  # the next step overwrites them
-        else:
-            tokens = tokens.to("cpu", non_blocking=True)
-            draft_ids = draft_ids.to("cpu", non_blocking=True) if draft_ids is not None else None
-            hidden = hidden.to("cpu", non_blocking=True) if hidden is not None else None
-            beams = beams and beams.to_host()
-            outputs = tuple(one.to_host() for one in outputs)
-            arrived = torch.cuda.Event()
-            arrived.record()
+        launched = self._finish(packed, step) if self._is_last else LaunchedStep.of_hidden_states(step.logits)
         if self._threads:
             self._threads.end_step()
-        constraints = packed.sampling.constraints
-        failed_rows = constraints.mask.failed_rows if constraints and constraints.mask else ()
-        return LaunchedStep(
-            tokens,
-            beams,
-            outputs,
-            packed.checks,
-            draft_ids,
-            hidden,
-            packed.hidden_chunks,
-            failed_rows,
-            arrived,
-            step.replayed,
+        return launched
+
+    def _finish(self, packed: PackedBatch, step: ForwardOutput) -> LaunchedStep:
+        """Enqueue sampling from the logits of a step, and the copy of the results to the host."""
+        logits = step.logits if step.logit_rows is None else step.logits[step.logit_rows]
+        sampling, constraints = step.sampling, packed.sampling.constraints
+        tokens = step.tokens if step.tokens is not None else self._sample(logits, sampling)
+        beams = top_tokens(logits, sampling)
+        launched = LaunchedStep(
+            tokens=tokens,
+            beams=beams,
+            outputs=compute_outputs(sampling.outputs, logits, tokens, beams, step.logits),
+            checks=packed.checks,
+            draft_ids=step.draft_ids,
+            hidden=step.hidden,
+            hidden_chunks=packed.hidden_chunks,
+            failed_rows=constraints.mask.failed_rows if constraints and constraints.mask else (),
+            replayed=step.replayed,
         )
+        # On a CPU, tokens are copied because the next step overwrites them.
+        return launched.to_host() if tokens.is_cuda else replace(launched, tokens=tokens.clone())
 
     def _sample(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
         """Return the sampled tokens [num_sampled] int64, which are also kept for the next step."""
@@ -255,9 +242,9 @@ class Runner:
             return replace(graphs.replay(shape, batch, NO_UPLOAD), draft_ids=draft_ids)
         if batch.hidden_rows is None or not self._is_last:
             return ForwardOutput(self._forward(batch), batch.logit_rows, batch.sampling, draft_ids)
-        with record_hidden_states(self.model) as states:
+        with record_hidden_states(self.model) as recorded:
             logits = self._forward(batch)
-        hidden = states[-1][0, batch.hidden_rows].float()
+        hidden = recorded[-1][0, batch.hidden_rows].float()
         return ForwardOutput(logits, batch.logit_rows, batch.sampling, draft_ids, hidden)
 
     def _forward(self, batch: PackedBatch) -> Tensor:
@@ -292,3 +279,93 @@ def _gqa_group(model: PreTrainedModel, device: torch.device, cache: LayerCache) 
     if cache.shares_memory:  # all heads attend to the latents
         return heads
     return heads // (getattr(config, "num_key_value_heads", None) or heads)
+
+
+# --- forward passes over a packed batch -------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def paged_logits(model: PreTrainedModel, batch: PackedBatch, kv: KVCache, states: StateCache | None = None) -> Tensor:
+    """Run one forward pass over a packed batch and return the logits [num_samples, vocab] of the rows that sample.
+    states: those of the recurrent layers, if the model has any."""
+    logits = model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        logits_to_keep=batch.sample_rows,
+        paged=AttentionMeta(batch.pagings, kv, batch.state_rows, states),
+    ).logits[0]
+    # A model without the parameter logits_to_keep projects every row.
+    return logits if len(logits) == len(batch.sample_rows) else logits[batch.sample_rows]
+
+
+@torch.inference_mode()
+def paged_hidden_states(model: PreTrainedModel, batch: PackedBatch, kv: KVCache) -> Tensor:
+    """Run one forward pass of a stage before the last over a packed batch. Returns the hidden states [num_tokens,
+    hidden_size] for the next stage."""
+    output = model.base_model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        paged=AttentionMeta(batch.pagings, kv),
+    )
+    hidden_states: Tensor = output.last_hidden_state[0]
+    return hidden_states
+
+
+# --- draft models -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Drafter:
+    """A draft model that proposes tokens on the device; the model verifies them in the same step.
+
+    Its layers follow the model's in the KV cache, so that a block that is copied, swapped or hit in the prefix cache
+    carries the draft model's keys and values as well. In each step it first runs over its own proposals, one token per
+    sequence at a time, then over the whole batch. It samples with the random numbers that the model will use, so both
+    choose the same token if their probabilities agree.
+    """
+
+    model: PreTrainedModel
+    kv: KVCache
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """Return the draft model's logits [num_samples, vocab] of a batch."""
+        return paged_logits(self.model, batch, self.kv)
+
+    def update_kv(self, batch: PackedBatch) -> None:
+        """Compute the draft model's keys and values of a batch, with or without draft tokens in it."""
+        self.forward(replace(batch, sample_rows=batch.sample_rows[:0]))
+
+
+def propose(batch: PackedBatch, drafting: Drafting, forward: Callable[[PackedBatch], Tensor]) -> PackedBatch:
+    """Return the batch with its draft tokens filled in. forward: a function like `Drafter.forward`."""
+    ids = batch.input_ids.clone()
+    for number in range(len(drafting.counts)):
+        _propose_round(ids, batch, drafting, number, forward)
+    return replace(batch, input_ids=ids)
+
+
+def _propose_round(
+    ids: Tensor, batch: PackedBatch, drafting: Drafting, number: int, forward: Callable[[PackedBatch], Tensor]
+) -> None:
+    count = drafting.counts[number]
+    rows, seqs = drafting.rows[:count] + number, drafting.seqs[:count]
+    positions = batch.position_ids[:, rows]
+    context_lens = positions[0].int() + 1
+    query_starts = torch.arange(count + 1, dtype=torch.int32, device=ids.device)
+    pagings = tuple(
+        Paging(
+            slots=paging.slots[rows],
+            block_tables=paging.block_tables[seqs],
+            context_lens=context_lens,
+            query_starts=query_starts,
+            max_query_len=1,
+            max_context_len=paging.max_context_len,
+        )
+        for paging in batch.pagings
+    )
+    all_rows, sampling = query_starts[:-1].long(), drafting.sampling[number]
+    logits = forward(PackedBatch(ids[:, rows], positions, pagings, sample_rows=all_rows, sampling=sampling))
+    # Sampling gives -1 for logits that are not finite. Any token is fine there, because the model verifies it.
+    ids[0, rows + 1] = sample(logits, sampling).clamp(min=0)

@@ -93,15 +93,22 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to every tensor of a dataclass and of the dataclasses and tuples in it, always in one order."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if type(tree) is tuple:
-        return tuple(map_tensors(part, change) for part in tree)
-    if not is_dataclass(tree):
-        return tree
-    changed = {field.name: map_tensors(getattr(tree, field.name), change) for field in fields(tree)}
-    return replace(tree, **changed)  # type: ignore[type-var]
+    """Apply `change` to every tensor of a dataclass and of the dataclasses and tuples in it, always in one order. A
+    tensor that occurs several times is changed once, and shared by the result as well."""
+    changed: dict[int, Tensor] = {}
+
+    def visit(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            if id(part) not in changed:
+                changed[id(part)] = change(part)
+            return changed[id(part)]
+        if type(part) is tuple:
+            return tuple(map(visit, part))
+        if not is_dataclass(part):
+            return part
+        return replace(part, **{field.name: visit(getattr(part, field.name)) for field in fields(part)})  # type: ignore[type-var]
+
+    return visit(tree)
 
 
 def _ends(tensors: list[Tensor]) -> list[int]:

@@ -22,7 +22,7 @@ import torch
 from paged_backend.kv.cache import KVCache
 from paged_backend.kv.ledger import Transfer, Transfers, page_pairs
 from paged_kernels import ops
-from paged_kernels.block_pair import BlockPair
+from paged_kernels.layer_cache import BlockPair
 
 SWAP_PROGRAMS = 16  # GPU programs per swap: more do not increase PCIe throughput and take SMs from the step
 

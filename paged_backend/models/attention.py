@@ -8,8 +8,7 @@ and call `attend_pages`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from paged_backend.kv.cache import KVCache, StateCache
 from paged_backend.models.state_rows import StateRows
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.ops import kv_write, paged_attention
-from paged_kernels.paging import PageAddresses, Paging
+from paged_kernels.paging import Paging
 
 ATTENTION = "paged_llm"  # name of `attend` in the registry of transformers
 
@@ -40,20 +39,14 @@ class AttentionMeta:
     """The slots and block tables of a step's packed tokens, and the cache they refer to. For models with recurrent
     layers also the state slots, and the states."""
 
-    paging: Paging  # of the first page of each block
+    pagings: tuple[Paging, ...]  # one for each page of a block
     kv: KVCache
-    more_pages: tuple[PageAddresses, ...] = ()  # of the other pages
     state_rows: StateRows | None = None
     states: StateCache | None = None
 
     def paging_of(self, layer: int) -> Paging:
         """Return the slots and block tables of the page that holds a layer."""
-        return self._pagings[self.kv.page_of(layer)]
-
-    @cached_property
-    def _pagings(self) -> tuple[Paging, ...]:
-        others = (replace(self.paging, slots=page.slots, block_tables=page.tables) for page in self.more_pages)
-        return (self.paging, *others)
+        return self.pagings[self.kv.page_of(layer)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -222,9 +222,9 @@ class FusedDecoder:
         embedded = self.module.embed_tokens(input_ids)
         angles = self.angles(embedded, position_ids)
         states = HiddenStates(embedded[0], None)
-        if self.native and not paged.more_pages:  # the kernel reads one block table for all layers
+        if self.native and len(paged.pagings) == 1:  # the kernel reads one block table for all layers
             caches = paged.kv.layers[: len(self.layers)]  # those of a draft model follow
-            states = HiddenStates(self.native(states.output, *angles, caches, paged.paging), None)
+            states = HiddenStates(self.native(states.output, *angles, caches, paged.pagings[0]), None)
         else:
             for layer in self.layers[: len(self.module.layers)]:  # warm-up leaves layers out (distinct_layers.py)
                 states = layer(states, angles, paged)

@@ -101,7 +101,7 @@ class Encoder(nn.Module):
 
     def forward(self, input_ids: Tensor, logits_to_keep: Tensor, paged: AttentionMeta, **unused: Any) -> CausalLMOutput:
         """Compute the embeddings of a packed batch. Hooks of `base_model` get them."""
-        self.base_model(input_ids, paged.paging.query_starts[1:].tolist())
+        self.base_model(input_ids, paged.pagings[0].query_starts[1:].tolist())
         return CausalLMOutput(logits=torch.zeros(1, len(logits_to_keep), 1, device=input_ids.device))
 
 

@@ -62,6 +62,41 @@ class Chunks:
     expanded: tuple[Expanded, ...]
 
 
+@dataclass(frozen=True)
+class ChunksKey:
+    """What `Chunks` depend on, besides the addresses of the step. See `paging.PlanKey`."""
+
+    min_rows: int  # rows of a chunk from which it is expanded
+    block_size: int
+
+    def plan(self, paging: Paging) -> Chunks:
+        """Choose the form of attention of each chunk of a step. Waits for the device, which has the lengths."""
+        starts, context_lens = paging.query_starts.tolist(), paging.context_lens.tolist()
+        lengths = [end - start for start, end in pairwise(starts)]
+        is_expanded = [
+            length >= self.min_rows and length <= context_len <= MAX_EXPANDED_CONTEXT
+            for length, context_len in zip(lengths, context_lens, strict=True)
+        ]
+        expanded = tuple(
+            _expanded_chunk(paging, seq, starts[seq], lengths[seq], context_lens[seq], self.block_size)
+            for seq, expand in enumerate(is_expanded)
+            if expand
+        )
+        if not expanded:
+            return Chunks(paging, ())
+        others = [seq for seq, expand in enumerate(is_expanded) if not expand and lengths[seq] and context_lens[seq]]
+        if not others:
+            return Chunks(None, expanded)
+        hidden = torch.tensor(is_expanded, device=paging.context_lens.device)
+        absorbed = replace(
+            paging,
+            context_lens=paging.context_lens.masked_fill(hidden, 0),
+            max_query_len=max(lengths[seq] for seq in others),
+            max_context_len=max(context_lens[seq] for seq in others),
+        )
+        return Chunks(absorbed, expanded)
+
+
 class LatentAttention:
     """The attention of one module over latents."""
 
@@ -105,8 +140,7 @@ class LatentAttention:
         """
         if self._min_rows is None or paging.max_query_len < self._min_rows:
             return self._absorbed(query, cache, paging, spec)
-        block_size, min_rows = cache.keys.shape[2], self._min_rows
-        chunks = paging.plan(("latent", min_rows, block_size), lambda: split_chunks(paging, block_size, min_rows))
+        chunks = paging.plan(ChunksKey(self._min_rows, block_size=cache.keys.shape[2]))
         if chunks.absorbed is not None:
             out = self._absorbed(query, cache, chunks.absorbed, spec)
         else:
@@ -160,34 +194,6 @@ class HeadProduct:
         """Multiply rows [num_heads, num_rows, in_features]: [num_heads, num_rows, out_features]."""
         starts = torch.arange(len(x) + 1) * x.shape[1]
         return self._multiply(x.flatten(0, 1), starts).unflatten(0, x.shape[:2])
-
-
-def split_chunks(paging: Paging, block_size: int, min_rows: int) -> Chunks:
-    """Choose the form of attention of each chunk of a step. Waits for the device, which has the lengths."""
-    starts, context_lens = paging.query_starts.tolist(), paging.context_lens.tolist()
-    lengths = [end - start for start, end in pairwise(starts)]
-    is_expanded = [
-        length >= min_rows and length <= context_len <= MAX_EXPANDED_CONTEXT
-        for length, context_len in zip(lengths, context_lens, strict=True)
-    ]
-    expanded = tuple(
-        _expanded_chunk(paging, seq, starts[seq], lengths[seq], context_lens[seq], block_size)
-        for seq, expand in enumerate(is_expanded)
-        if expand
-    )
-    if not expanded:
-        return Chunks(paging, ())
-    others = [seq for seq, expand in enumerate(is_expanded) if not expand and lengths[seq] and context_lens[seq]]
-    if not others:
-        return Chunks(None, expanded)
-    hidden = torch.tensor(is_expanded, device=paging.context_lens.device)
-    absorbed = replace(
-        paging,
-        context_lens=paging.context_lens.masked_fill(hidden, 0),
-        max_query_len=max(lengths[seq] for seq in others),
-        max_context_len=max(context_lens[seq] for seq in others),
-    )
-    return Chunks(absorbed, expanded)
 
 
 def _expanded_chunk(

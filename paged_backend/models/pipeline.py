@@ -46,8 +46,8 @@ class StageInput(nn.Module):
 class StageOutput(nn.Module):
     """Takes the place of the final norm in a stage before the last: returns the hidden states after its layers."""
 
-    def forward(self, states: Tensor) -> Tensor:  # [1, num_tokens, hidden_size]
-        return states
+    def forward(self, hidden_states: Tensor) -> Tensor:  # [1, num_tokens, hidden_size]
+        return hidden_states
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,13 +68,13 @@ class Stage:
         return cls(source if isinstance(source, StageInput) else None, is_last)
 
     @contextmanager
-    def receiving(self, states: Tensor | None) -> Iterator[None]:
+    def receiving(self, hidden_states: Tensor | None) -> Iterator[None]:
         """Make the model compute from these hidden states [num_tokens, hidden_size] inside the context; None: from its
         input ids."""
-        if self.input is None or states is None:
+        if self.input is None or hidden_states is None:
             yield
             return
-        self.input.received = states
+        self.input.received = hidden_states
         try:
             yield
         finally:

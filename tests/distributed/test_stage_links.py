@@ -30,16 +30,16 @@ def run_rank(rank, port, found):
     links = StageLinks(group, RANKS, HIDDEN, torch.float32, Result)
     if rank == 0:
         waits = [links.expect_results() for _ in STEPS]  # all steps are in flight before any result is read
-        assert links.expect_states(1) is None
+        assert links.expect_hidden_states(1) is None
         for tokens in STEPS:
-            links.send_states(states(tokens))
+            links.send_hidden_states(states(tokens))
         found.put([wait() for wait in waits])
     else:
-        for wait, result in zip([links.expect_states(tokens) for tokens in STEPS], RESULTS, strict=True):
+        for wait, result in zip([links.expect_hidden_states(tokens) for tokens in STEPS], RESULTS, strict=True):
             if links.sends_results:
                 links.send_results(Result(result, wait().sum().item()))
             else:
-                links.send_states(wait() + 1)
+                links.send_hidden_states(wait() + 1)
     assert group.all_gather([rank]) == [[0], [1], [2]]  # all have sent everything
     group.leave()
 

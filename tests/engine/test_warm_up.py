@@ -16,7 +16,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine import warm_up
-from paged_backend.execution import graph_shapes
+from paged_backend.execution import graphs
 from paged_backend.execution.batch import pack
 from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
@@ -73,7 +73,7 @@ def test_graph_memory_is_predicted(monkeypatch, max_num_seqs, num_drafts, drafts
     predicted = warm_up.graph_bytes(config, None, runner)
     memory.capture(config, None, runner, warm_up.graph_shapes_of(config, runner))
     assert predicted == memory.captured
-    shapes = graph_shapes.graph_shapes(max_num_seqs, 512, queries=1 + num_drafts, shared=shares_prefixes)
+    shapes = graphs.graph_shapes(max_num_seqs, 512, queries=1 + num_drafts, shared=shares_prefixes)
     assert warm_up.graph_shapes_of(config, runner) == shapes
 
 

@@ -9,7 +9,7 @@ from paged_backend.execution.batch import UniformBatch, pack, resolve_placeholde
 from paged_backend.sampling.outputs import Source
 from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
-from paged_kernels import cascade
+from paged_kernels import paging
 from tests.support.scheduler_stress import request, scheduler
 
 
@@ -61,7 +61,7 @@ def test_placeholders_are_replaced_by_tokens_of_the_previous_step():
 @pytest.mark.parametrize("prompt", [300, 200])
 def test_draft_of_one_sequence_keeps_shared_prefix_of_the_others(prompt, monkeypatch):
     """Sequences without draft tokens are padded only if they share no prefix: sharing needs one row per sequence."""
-    monkeypatch.setattr(cascade, "MIN_SAVED_TOKENS", 256)
+    monkeypatch.setattr(paging, "MIN_SAVED_TOKENS", 256)
     chunks = []
     for key, drafts in enumerate([(1, 2, 3), (), (), ()]):
         sampling = SamplingParams(max_tokens=9)
@@ -70,7 +70,7 @@ def test_draft_of_one_sequence_keeps_shared_prefix_of_the_others(prompt, monkeyp
         sequence.tokens.extend(drafts)
         chunks.append(Chunk(sequence, prompt - 1, 1 + len(drafts), (sequence,), draft_tokens=drafts))
     packed = pack(Plan(tuple(chunks)), block_size=16, gqa_group=4, uniform=UniformBatch(queries=4, seqs=8))
-    if prompt > cascade.MIN_SHARED_TOKENS:
+    if prompt > paging.MIN_SHARED_TOKENS:
         assert packed.paging.shared.lens.tolist() == [0, 288, 288, 288]
         assert packed.paging.query_starts.tolist() == [0, 4, 5, 6, 7]
     else:

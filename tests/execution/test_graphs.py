@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paged_backend.engine import core, runner_builder
-from paged_backend.execution import drafter, graph_shapes, graphs, runner
+from paged_backend.execution import graphs, runner
 from paged_backend.models import few_rows
-from paged_kernels import cascade
+from paged_kernels import paging
 from tests.support.families import FAMILIES
 from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
 from tests.support.pairwise import mostly_nightly
@@ -50,7 +51,7 @@ def plain(tiny, prompts):
 def test_replayed_steps_give_the_same_tokens_as_eager(tiny, prompts, plain, capture, max_num_seqs):
     with running(tiny_assembly(tiny[0], max_num_seqs=max_num_seqs)) as engine:
         assert engine.generate(prompts, **SAMPLING) == plain
-    assert set(capture.replays) <= set(graph_shapes.capture_batch_sizes(max_num_seqs))
+    assert set(capture.replays) <= set(graphs.capture_batch_sizes(max_num_seqs))
     assert capture.replays
 
 
@@ -132,9 +133,9 @@ def test_shared_prefixes_are_passed_to_attention(tiny, capture, monkeypatch, cap
         engine.generate(prompts[:1], **options)
         expected = engine.generate(prompts, **options)
     monkeypatch.setattr(runner, "_gqa_group", lambda *args, **rest: 2)
-    monkeypatch.setattr(cascade, "MIN_SHARED_TOKENS", 8)
-    monkeypatch.setattr(cascade, "MIN_SAVED_TOKENS", 8)
-    monkeypatch.setattr(graph_shapes, "MEMORY_BOUND_ROWS", 4)
+    monkeypatch.setattr(paging, "MIN_SHARED_TOKENS", 8)
+    monkeypatch.setattr(paging, "MIN_SAVED_TOKENS", 8)
+    monkeypatch.setattr(graphs, "MEMORY_BOUND_ROWS", 4)
     forward, seen = runner.Runner._forward, []
 
     def check(paging):
@@ -264,7 +265,7 @@ def checked(capture, monkeypatch):
     """Check that the forward passes of every step, replayed or not, write the slots of the step's own tokens and no
     others, and that every padding row belongs to a sequence. Returns the sizes of the steps so far, in rows and
     sequences."""
-    pack, forward, draft_forward = core.pack, runner.Runner._forward, drafter.Drafter.forward
+    pack, forward, draft_forward = core.pack, runner.Runner._forward, runner.Drafter.forward
     own, seen = set(), []
 
     def spied_pack(plan, *, block_size, **options):
@@ -304,7 +305,7 @@ def checked(capture, monkeypatch):
 
     monkeypatch.setattr(core, "pack", spied_pack)
     monkeypatch.setattr(runner.Runner, "_forward", spied)
-    monkeypatch.setattr(drafter.Drafter, "forward", spied_draft)
+    monkeypatch.setattr(runner.Drafter, "forward", spied_draft)
     return seen
 
 
@@ -320,7 +321,7 @@ def test_replayed_verification_of_drafts_gives_the_same_tokens(
     tiny, draft, longer, undrafted, capture, checked, monkeypatch, proposer, sizes
 ):
     memory_bound_rows, blocks = sizes
-    monkeypatch.setattr(graph_shapes, "MEMORY_BOUND_ROWS", memory_bound_rows)
+    monkeypatch.setattr(graphs, "MEMORY_BOUND_ROWS", memory_bound_rows)
     model = {"lookup": None, "itself": str(tiny[0]), "draft": str(draft)}[proposer]
     options = {"num_speculative_tokens": 4, "speculative_model": model, "prompt_lookup_min": 1}
     with running(tiny_assembly(tiny[0], num_gpu_blocks_override=blocks, **options)) as engine:
@@ -389,3 +390,32 @@ def test_a_decode_step_is_one_copy_one_graph_and_one_copy_back(options):
             expected = 6 if int(size) <= few_rows.ROWS[-1] else 9
         assert sum(more.values()) == 2 * expected, size
         assert len(operations) - sum(more.values()) <= 9, size
+
+
+# --- shapes
+
+
+@pytest.mark.parametrize("queries", [1, 2, 5, 33])
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 64), (8, 16), (64, 512), (512, 4096)])
+def test_graph_shapes_cover_every_step_up_to_their_bounds(max_num_seqs, budget, queries):
+    """Ordered from the largest, and each with enough padding sequences for its padding rows."""
+    shapes = graphs.graph_shapes(max_num_seqs, budget, queries=queries)
+    assert [shape.rows for shape in shapes] == sorted((shape.rows for shape in shapes), reverse=True)
+    assert len(set(shapes)) == len(shapes)
+    held = SimpleNamespace(shared=None)
+    for held.num_seqs in range(1, max_num_seqs + 1):
+        for held.max_query_len in {1, queries}:
+            rows = range(held.num_seqs, held.num_seqs * held.max_query_len + 1)
+            for held.slots in map(range, rows[:: max(1, len(rows) // 7)]):
+                if len(held.slots) <= min(budget, graphs.MAX_ROWS):
+                    assert any(shape.fits(held) for shape in shapes), held
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 8, 64, 100, 256, 1000])
+def test_batch_sizes_end_with_the_largest_and_limit_padding(most):
+    sizes = graphs.capture_batch_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(most, 512)
+    for count in range(1, sizes[-1] + 1):
+        size = next(size for size in sizes if size >= count)
+        assert size - count < max(8, count / 8 if count > 8 else 4)

@@ -1,4 +1,4 @@
-"""Steps are launched without reading a value on the host: on the meta device, reading one raises."""
+"""Steps of a runner, forward passes over packed batches, and draft models."""
 
 import pytest
 import torch
@@ -8,10 +8,9 @@ from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.token_outputs import requested_outputs
-from paged_backend.execution import graph_shapes
+from paged_backend.execution import graphs
 from paged_backend.execution.batch import pack
-from paged_backend.execution.drafter import Drafter
-from paged_backend.execution.runner import Runner
+from paged_backend.execution.runner import Drafter, Runner, paged_logits, propose
 from paged_backend.execution.upload import map_tensors
 from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.cache import KVCache, LayerShape
@@ -24,6 +23,7 @@ from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.speculation import propose_placeholders
 from paged_kernels import ops
 from paged_kernels.cpu import pytorch
+from tests.support.in_process import tiny_assembly
 
 META = torch.device("meta")
 SAMPLINGS = [
@@ -35,6 +35,11 @@ SAMPLINGS = [
     {"beam_width": 2, "min_tokens": 2},
     {"logprobs": 3, "n": 2},
 ]
+PROMPTS = [list(range(5, 15)), [7, 8, 9]]
+VOCAB = 50
+
+
+# --- steps do not synchronize: on the meta device, reading a value raises
 
 
 @pytest.fixture
@@ -112,7 +117,7 @@ def test_drafting_and_verification_do_not_synchronize(model, captured):
         return lambda: replays.append(len(logits)) or logits
 
     if captured:
-        shapes = graph_shapes.graph_shapes(8, 64, queries=4)
+        shapes = graphs.graph_shapes(8, 64, queries=4)
         runner.capture_graphs(capture, shapes, block_size=4, max_blocks=16, max_context_len=64)
     scheduler = Scheduler(
         BlockManager(32, BlockLayout(4), caching=True),
@@ -135,3 +140,96 @@ def test_drafting_and_verification_do_not_synchronize(model, captured):
 def test_reading_a_meta_value_raises():
     with pytest.raises(Exception, match="meta"):
         torch.empty(1, device=META).item()
+
+
+# --- forward passes: the logits are those of the model itself
+
+
+@pytest.fixture(scope="module")
+def assembly(tiny):
+    return tiny_assembly(tiny[0], device="cpu")
+
+
+def test_logits_of_sampled_rows_match_the_model(tiny, assembly):
+    """A chunk that ends inside a prompt has none."""
+    scheduler, model = assembly.scheduler, assembly.loaded.model
+    for key, prompt in enumerate(PROMPTS):
+        scheduler.add(GenerateRequest(key, tuple(prompt), SamplingParams(max_tokens=2), 0, frozenset()))
+    tokens = [[*prompt] for prompt in PROMPTS]
+    for _ in range(2):  # the prompts, then one token each
+        plan = scheduler.schedule()
+        logits = paged_logits(model, pack(plan, block_size=4), assembly.runner.kv)
+        with torch.inference_mode():
+            expected = torch.stack([tiny[1](torch.tensor([one])).logits[0, -1] for one in tokens])
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        sampled = [3, 4]
+        scheduler.commit(plan, StepResult.of_tokens(sampled))
+        for one, token in zip(tokens, sampled, strict=True):
+            one.append(token)
+
+
+def test_model_that_projects_every_row_gives_the_same_logits(assembly, monkeypatch):
+    scheduler, model = assembly.scheduler, assembly.loaded.model
+    scheduler.add(GenerateRequest(9, tuple(PROMPTS[0]), SamplingParams(max_tokens=1), 0, frozenset()))
+    plan = scheduler.schedule()
+    batch = pack(plan, block_size=4)
+    expected = paged_logits(model, batch, assembly.runner.kv)
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda *args, logits_to_keep, **rest: forward(*args, **rest))
+    torch.testing.assert_close(paged_logits(model, batch, assembly.runner.kv), expected)
+    assert len(expected) == 1
+    scheduler.commit(plan, StepResult.of_tokens([3]))
+
+
+# --- draft models: each round proposes one token per sequence, from the tokens proposed before
+
+
+def drafted_batch(max_tokens):
+    """Return the first decode step of requests with so many tokens, whose last tokens are 10, 20 and so on."""
+    scheduler = Scheduler(
+        BlockManager(32, BlockLayout(4)), max_num_seqs=8, max_num_batched_tokens=64, proposer=propose_placeholders,
+        max_draft_tokens=3,
+    )  # fmt: skip
+    for key, count in enumerate(max_tokens):
+        scheduler.add(
+            GenerateRequest(key, (1, 2, 3, 4), SamplingParams(max_tokens=count, temperature=0), 0, frozenset())
+        )
+    plan = scheduler.schedule()
+    scheduler.commit(plan, StepResult.of_tokens(10 * (key + 1) for key in range(len(max_tokens))))
+    return pack(scheduler.schedule(), block_size=4, draft=True)
+
+
+def count_up(seen):
+    """Return a draft model that continues each token with the next number, and records its batches."""
+
+    def forward(batch):
+        seen.append(batch)
+        return torch.nn.functional.one_hot(batch.input_ids[0] + 1, VOCAB).float()
+
+    return forward
+
+
+def test_each_round_continues_the_tokens_of_the_one_before():
+    """The third sequence has room for one draft token only."""
+    batch = drafted_batch([9, 9, 3])
+    seen = []
+    ids = propose(batch, batch.drafting, count_up(seen)).input_ids
+    assert ids.tolist() == [[10, 11, 12, 13, 20, 21, 22, 23, 30, 31]]
+    assert [one.input_ids.tolist() for one in seen] == [[[10, 20, 30]], [[11, 21]], [[12, 22]]]
+    assert [one.paging.context_lens.tolist() for one in seen] == [[5, 5, 5], [6, 6], [7, 7]]
+
+
+def test_rounds_write_to_the_blocks_of_their_sequences():
+    batch = drafted_batch([9, 9])
+    seen = []
+    propose(batch, batch.drafting, count_up(seen))
+    for number, one in enumerate(seen):
+        assert torch.equal(one.paging.slots, batch.paging.slots.reshape(2, 4)[:, number])
+        assert torch.equal(one.paging.block_tables, batch.paging.block_tables)
+
+
+def test_logits_that_are_not_finite_propose_a_valid_token():
+    """The model verifies it in any case."""
+    batch = drafted_batch([9])
+    ids = propose(batch, batch.drafting, lambda one: torch.full((1, VOCAB), float("nan"))).input_ids
+    assert ids.tolist() == [[10, 0, 0, 0]]

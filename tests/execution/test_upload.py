@@ -31,6 +31,14 @@ def test_tensors_are_mapped_in_order_and_other_values_stay():
     assert (mapped.first.tolist(), mapped.inner.name, mapped.more[0]) == ([1, 2, 3], "inner", None)
 
 
+def test_a_tensor_that_occurs_twice_is_uploaded_once():
+    lens = torch.arange(4)
+    twice = Tree(torch.ones(2), Inner(lens), (lens,))
+    assert DeviceUpload.size_of(twice) == DeviceUpload.size_of(Inner(lens)) + ALIGNMENT
+    views = DeviceUpload.views(twice, torch.zeros(DeviceUpload.size_of(twice), dtype=torch.uint8))
+    assert views.inner.values is views.more[0]
+
+
 def test_views_read_what_was_uploaded():
     made = tree()
     memory = torch.zeros(DeviceUpload.size_of(made), dtype=torch.uint8)

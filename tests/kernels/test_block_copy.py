@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from paged_kernels.block_copy import block_copy, block_copy_reference
-from paged_kernels.block_pair import BlockPair
 from paged_kernels.cpu.pytorch import block_copy as block_copy_cpu
 from paged_kernels.launch_table import DEFAULT_ROW_TILES
+from paged_kernels.layer_cache import BlockPair
 
 MOVES = [(3, 0), (1, 5), (4, 2)]
 SHAPES = {  # shapes of a block, by alignment
@@ -74,3 +74,22 @@ def test_copies_to_and_from_pinned_host_memory(out):
     check(block_copy, pair, expected, MOVES)
     torch.cuda.synchronize()
     assert all(map(torch.equal, pair.targets, expected.targets))
+
+
+# --- the table from which a kernel copies blocks
+
+
+def test_table_has_the_addresses_and_block_sizes_of_all_tensors():
+    sources = torch.zeros(3, 4, 8), torch.zeros(3, 5, dtype=torch.int8)
+    targets = torch.zeros(7, 4, 8), torch.zeros(7, 5, dtype=torch.int8)
+    pair = BlockPair.of(sources, targets)
+    addresses = [[one.data_ptr() for one in tensors] for tensors in (sources, targets)]
+    assert pair.table.tolist() == [*addresses, [4 * 8 * 4, 5]]
+    assert pair.largest == 128
+
+
+@pytest.mark.parametrize(("block_bytes", "aligned"), [(64, 16), (48, 16), (24, 8), (12, 4), (6, 2), (5, 1)])
+def test_alignment_divides_every_block_of_every_tensor(block_bytes, aligned):
+    """A kernel copies so many bytes at once."""
+    tensors = torch.zeros(4, 64, dtype=torch.int8), torch.zeros(4, block_bytes, dtype=torch.int8)
+    assert BlockPair.of(tensors, tensors).aligned == aligned

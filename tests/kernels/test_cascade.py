@@ -5,13 +5,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from paged_kernels import attention_plan, cascade
+from paged_kernels import attention_plan
 from paged_kernels import paged_attention as module
-from paged_kernels.cascade import find_prefix_groups, read_ratio
 from paged_kernels.cpu.paged_attention import paged_attention as attend_cpu
 from paged_kernels.launch import Device
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference, plan_launch
-from paged_kernels.paging import Paging, SharedPrefixes
+from paged_kernels.paging import Paging, SharedPrefixes, find_prefix_groups, read_ratio
 from tests.support.attention_cases import BATCHES, Case, make_inputs, replace_paging
 
 # (query_len, context_len, group or None): the rows of a group share SHARED[group] tokens, in whole blocks of 16
@@ -157,7 +156,7 @@ def tables_of(shared: dict[tuple[int, ...], int], num_seqs: int, columns: int = 
     return tables
 
 
-def found_groups(groups: cascade.PrefixGroups) -> dict[tuple[int, ...], int]:
+def found_groups(groups: SharedPrefixes) -> dict[tuple[int, ...], int]:
     spans = zip(groups.group_starts[:-1], groups.group_starts[1:], strict=True)
     members = [tuple(sorted(groups.members[a:b].tolist())) for a, b in spans if b > a]
     for rows in members:
@@ -223,8 +222,7 @@ def test_group_shapes_depend_on_the_number_of_rows_only():
     two = find(tables_of({tuple(range(0, 64, 2)): 1040, tuple(range(1, 64, 2)): 2048}, 64), 2500)
     for name in ("lens", "members", "group_starts"):
         assert getattr(one, name).shape == getattr(two, name).shape
-        assert getattr(one, name).dtype == np.int32
-    SharedPrefixes(*(torch.from_numpy(x) for x in (one.lens, one.members, one.group_starts)), one.max_len)
+        assert getattr(one, name).dtype == torch.int32
 
 
 def test_groups_that_save_most_are_kept_if_there_are_too_many():

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from paged_kernels import linear as module
+from paged_kernels import layer_ops as module
 from paged_kernels.cpu import pytorch
 from paged_kernels.launch import Device
-from paged_kernels.linear import few_rows_linear, few_rows_linear_reference
+from paged_kernels.layer_ops import few_rows_linear, few_rows_linear_reference
 from tests.support.layer_cases import name, normal
 from tests.support.pairwise import pairwise
 

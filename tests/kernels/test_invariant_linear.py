@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from paged_kernels import linear as module
+from paged_kernels import layer_ops as module
 from paged_kernels.cpu import pytorch
 from paged_kernels.launch import Device
-from paged_kernels.linear import invariant_linear, invariant_linear_reference, tile_of
+from paged_kernels.layer_ops import invariant_linear, invariant_linear_reference, tile_of
 from tests.support.fixed_order_dot import create_dot
 from tests.support.layer_cases import normal
 

@@ -7,7 +7,7 @@ import transformers as hf
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import pack
-from paged_backend.execution.forward import paged_logits
+from paged_backend.execution.runner import paged_logits
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.kv.cache import KVCache, LayerShape
 from paged_backend.models import fusion

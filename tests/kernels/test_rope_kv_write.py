@@ -103,6 +103,5 @@ def test_odd_head_dim_is_rejected():
     arguments, _ = rotation(2, 1, 2, 4, dtype=torch.float32, device="cpu", format=None, norm=False, joint=False)
     odd = [x[..., :1] for x in arguments[:5]]
     cache = make_cache(torch.zeros((16, 2, 1, 4, 1)), None, strided=False)
-    for implementation in (rope_kv_write, rope_kv_write_cpu, native.rope_kv_write):
-        with pytest.raises(ValueError, match="head_dim=1: must be even"):
-            implementation(*odd, cache, arguments[6])
+    with pytest.raises(ValueError, match="head_dim=1: must be even"):
+        ops.rope_kv_write(*odd, cache, arguments[6])

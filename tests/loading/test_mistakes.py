@@ -75,14 +75,16 @@ MISTAKES = {  # by name: families in which it shows, and what makes it
     "slot": (
         ("llama", "qwen2"),
         lambda patch: change_decode(
-            patch, lambda batch: replace(batch, paging=replace(batch.paging, slots=batch.paging.slots.flip(0)))
+            patch, lambda batch: replace(batch, pagings=(replace(batch.paging, slots=batch.paging.slots.flip(0)),))
         ),
     ),
     "block table": (
         ("llama", "gpt_oss"),
         lambda patch: change_decode(
             patch,
-            lambda batch: replace(batch, paging=replace(batch.paging, block_tables=batch.paging.block_tables.flip(0))),
+            lambda batch: replace(
+                batch, pagings=(replace(batch.paging, block_tables=batch.paging.block_tables.flip(0)),)
+            ),
         ),
     ),
     "rotation": (

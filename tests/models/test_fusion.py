@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from paged_backend.execution.batch import pack
-from paged_backend.execution.forward import paged_logits
+from paged_backend.execution.runner import paged_logits
 from paged_backend.loading import verification
 from paged_backend.models import few_rows, fusion, linear
 from paged_backend.models.attention import AttentionSpec, UnsupportedModel

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import pack
-from paged_backend.execution.forward import paged_logits
+from paged_backend.execution.runner import paged_logits
 from paged_backend.kv.cache import KVCache, StateCache
 from paged_backend.kv.sequence import Sequence
 from paged_backend.loading.verification import verify_model

@@ -15,13 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paged_kernels.arguments import (
-    check_add_rms_norm,
-    check_kv_write,
-    check_paged_attention,
-    check_rope_kv_write,
-    check_swiglu,
-)
 from paged_kernels.cpu.build import (
     COMMON,
     LEVELS,
@@ -209,7 +202,6 @@ def paged_attention(
 
     Raises RuntimeError if a sequence has more queries than context, or a block outside the pool.
     """
-    check_paged_attention(query, cache, sliding_window, softcap, sinks)
     same_size = cache.value_dim == query.shape[2]
     out = _like(query) if same_size else query.new_empty(*query.shape[:2], cache.value_dim)
     _operator("paged_attention")(
@@ -223,7 +215,6 @@ def paged_attention(
 
 def kv_write(key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor, *, level: str | None = None) -> None:
     """Compute `paged_kernels.kv_write.kv_write`."""
-    check_kv_write(key, value, cache, slots)
     _operator("kv_write")(
         _dense(key), None if value is None else _dense(value),
         cache.keys, cache.values, cache.key_scales, cache.value_scales, slots.contiguous(), _index(level),
@@ -245,7 +236,6 @@ def rope_kv_write(
     level: str | None = None,
 ) -> Tensor:
     """Compute `paged_kernels.kv_write.rope_kv_write`."""
-    check_rope_kv_write(query, key, value, cos, sin, cache, slots, query_weight, key_weight)
     out = _like(query)
     _operator("rope_kv_write")(
         out, _dense(query), _dense(key), _dense(value), _dense(cos), _dense(sin.to(cos.dtype)),
@@ -259,7 +249,6 @@ def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, level: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `paged_kernels.layer_ops.add_rms_norm`."""
-    check_add_rms_norm(x, residual, weight)
     residual = None if residual is None else _dense(residual)
     normed, total = _operator("add_rms_norm")(_dense(x), residual, weight.contiguous(), eps, _index(level))
     return normed, x if residual is None else total
@@ -267,7 +256,6 @@ def add_rms_norm(
 
 def swiglu(gate_up: Tensor, *, level: str | None = None) -> Tensor:
     """Compute `paged_kernels.layer_ops.swiglu`."""
-    check_swiglu(gate_up)
     out: Tensor = _operator("swiglu")(_dense(gate_up), _index(level))
     return out
 

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_kernels.arguments import check_paged_attention
 from paged_kernels.layer_cache import LayerCache, as_bytes, dequantize
 from paged_kernels.paging import Paging
 
@@ -87,8 +86,8 @@ def _groups(spans: list[Span], block_bytes: int) -> Iterator[list[Span]]:
         yield group
 
 
-def _call(spans: list[Span], paging: Paging, shape: torch.Size, scratch: list[Tensor], window: int | None) -> Call:
-    _, num_kv_heads, block_size, _ = shape
+def _call(spans: list[Span], paging: Paging, key: "LayerKey", scratch: list[Tensor]) -> Call:
+    num_kv_heads, block_size, window = key.num_kv_heads, key.block_size, key.window
     width = max(span.num_blocks for span in spans)
     blocks = torch.zeros((len(spans), width), dtype=torch.int64)
     for i, span in enumerate(spans):
@@ -115,24 +114,25 @@ def _call(spans: list[Span], paging: Paging, shape: torch.Size, scratch: list[Te
     )
 
 
-def _plan(
-    paging: Paging, shape: torch.Size, value_dim: int, dtype: torch.dtype, window: int | None
-) -> list[Call]:  # fmt: skip
-    """Return the step's calls for layers with keys of this shape, values and queries of this type, and this window.
+@dataclass(frozen=True)
+class LayerKey:
+    """What the calls of a layer depend on, besides the addresses of the step. See `paging.PlanKey`."""
 
-    They are built for the first such layer of a step. value_dim: elements of a value that are stored apart from keys.
-    """
-    _, num_kv_heads, block_size, head_dim = shape
-    key = (num_kv_heads, block_size, head_dim, value_dim, dtype, window)
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    value_dim: int  # elements of a value that are stored apart from keys
+    dtype: torch.dtype  # of queries
+    window: int | None
 
-    def make() -> list[Call]:
-        block_bytes = num_kv_heads * block_size * (head_dim + value_dim) * dtype.itemsize
-        groups = list(_groups(list(_spans(paging, block_size, window)), block_bytes))
-        pages = max((len(g) * g[0].num_blocks * num_kv_heads for g in groups), default=0)
-        scratch = [torch.empty((pages, block_size * size), dtype=dtype) for size in (head_dim, value_dim)]
-        return [_call(group, paging, shape, scratch, window) for group in groups]
-
-    return paging.plan(key, make)
+    def plan(self, paging: Paging) -> list[Call]:
+        """Return the calls of a step for layers with this key."""
+        block_bytes = self.num_kv_heads * self.block_size * (self.head_dim + self.value_dim) * self.dtype.itemsize
+        groups = list(_groups(list(_spans(paging, self.block_size, self.window)), block_bytes))
+        pages = max((len(g) * g[0].num_blocks * self.num_kv_heads for g in groups), default=0)
+        sizes = self.head_dim, self.value_dim
+        scratch = [torch.empty((pages, self.block_size * size), dtype=self.dtype) for size in sizes]
+        return [_call(group, paging, self, scratch) for group in groups]
 
 
 def _gather(pool: Tensor, scales: Tensor | None, call: Call, into: Tensor) -> Tensor:
@@ -188,13 +188,12 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `paged_kernels.paged_attention.paged_attention`. Padding rows get zeros."""
-    check_paged_attention(query, cache, sliding_window, softcap, sinks)
     num_heads, head_dim = query.shape[1:]
-    num_kv_heads = cache.keys.shape[1]
+    num_kv_heads, block_size = cache.keys.shape[1:3]
     group = num_heads // num_kv_heads
     value_dim, stored = cache.value_dim, 0 if cache.shares_memory else cache.value_dim
     out = torch.zeros((*query.shape[:2], value_dim), dtype=query.dtype)
-    for call in _plan(paging, cache.keys.shape, stored, query.dtype, sliding_window):
+    for call in paging.plan(LayerKey(num_kv_heads, block_size, head_dim, stored, query.dtype, sliding_window)):
         keys = _gather(cache.keys, cache.key_scales, call, call.keys)
         if cache.shares_memory:
             values = keys[..., :value_dim]

@@ -4,23 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_kernels.arguments import (
-    check_add_rms_norm,
-    check_few_rows_linear,
-    check_invariant_linear,
-    check_kv_write,
-    check_latent_kv_write,
-    check_rope_kv_write,
-    check_swiglu,
-)
-from paged_kernels.block_pair import BlockPair
 from paged_kernels.cpu import native
-from paged_kernels.layer_cache import LayerCache, quantize
+from paged_kernels.layer_cache import BlockPair, LayerCache, quantize
 
 
 def kv_write(key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
     """Compute `paged_kernels.kv_write.kv_write`."""
-    check_kv_write(key, value, cache, slots)
     if len(slots) and int(slots.min()) < 0:
         written = slots >= 0
         key, value, slots = key[written], None if value is None else value[written], slots[written]
@@ -48,7 +37,6 @@ def rope_kv_write(
     eps: float = 0.0,
 ) -> Tensor:
     """Compute `paged_kernels.kv_write.rope_kv_write`."""
-    check_rope_kv_write(query, key, value, cos, sin, cache, slots, query_weight, key_weight)
     if query_weight is not None and key_weight is not None:
         query, key = rms_norm(query, query_weight, eps), rms_norm(key, key_weight, eps)
     cos, sin = cos.float()[:, None], sin.float()[:, None]
@@ -78,7 +66,6 @@ def latent_kv_write(
     to_pairs: bool,
 ) -> Tensor:
     """Compute `paged_kernels.kv_write.latent_kv_write`. The norm and the write are C++ if it was compiled."""
-    check_latent_kv_write(query, latents, weight, cos, sin, cache, slots)
     compiled = bool(native.levels())
     norm, write = (native.add_rms_norm, native.kv_write) if compiled else (add_rms_norm, kv_write)
     rank, rope = len(weight), cos.shape[1]
@@ -100,14 +87,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute `paged_kernels.layer_ops.add_rms_norm`."""
-    check_add_rms_norm(x, residual, weight)
     total = x if residual is None else x + residual
     return rms_norm(total, weight, eps), total
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Compute `paged_kernels.layer_ops.swiglu`."""
-    check_swiglu(gate_up)
     return _gate(gate_up)
 
 
@@ -126,16 +111,14 @@ def few_rows_linear(
     eps: float = 0.0,
     swiglu: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `paged_kernels.linear.few_rows_linear`."""
-    check_few_rows_linear(x, weight, bias, residual, norm, swiglu=swiglu)
+    """Compute `paged_kernels.layer_ops.few_rows_linear`."""
     total = x if residual is None else x + residual
     y = F.linear(total if norm is None else rms_norm(total, norm, eps), weight, bias)
     return _gate(y) if swiglu else y, total
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `paged_kernels.linear.invariant_linear`, one row at a time."""
-    check_invariant_linear(x, weight, bias)
+    """Compute `paged_kernels.layer_ops.invariant_linear`, one row at a time."""
     out = x.new_empty(len(x), len(weight))
     for row, result in zip(x, out, strict=True):
         result.copy_(F.linear(row, weight, bias))

@@ -120,15 +120,15 @@ def test_layers_of_a_step_share_one_plan():
 
 
 def test_window_gathers_only_its_own_blocks():
-    paging, num_blocks = make_paging(((1, 4000), (1, 3000)), 16)
-    calls = cpu._plan(paging, torch.Size((num_blocks, 1, 16, 8)), 8, torch.float32, window=64)
+    paging, _ = make_paging(((1, 4000), (1, 3000)), 16)
+    calls = paging.plan(cpu.LayerKey(1, 16, 8, 8, torch.float32, window=64))
     assert sum(call.keys.shape[0] * call.keys.shape[2] for call in calls) <= 2 * (64 + 2 * 16)
 
 
 def test_decode_rows_of_different_length_are_not_padded_to_the_longest():
     context_lens = [30, 8000, 500, 40, 7900, 35, 510]
-    paging, num_blocks = make_paging(tuple((1, n) for n in context_lens), 16)
-    calls = cpu._plan(paging, torch.Size((num_blocks, 3, 16, 64)), 64, torch.float32, window=None)
+    paging, _ = make_paging(tuple((1, n) for n in context_lens), 16)
+    calls = paging.plan(cpu.LayerKey(3, 16, 64, 64, torch.float32, window=None))
     gathered = sum(call.keys.shape[0] * call.keys.shape[2] for call in calls)
     assert gathered <= 1.2 * sum(context_lens)
     assert len(calls) < len(context_lens)

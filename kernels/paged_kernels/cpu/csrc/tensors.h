@@ -1,5 +1,5 @@
 // Conversions of tensors to the plain data that tasks take. The callers in Python document the arguments of operators and
-// check them (`paged_kernels.arguments`).
+// check them (`paged_kernels.ops`).
 #pragma once
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
