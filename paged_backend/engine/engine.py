@@ -24,6 +24,7 @@ from paged_backend.execution.runner import StepRunner
 from paged_backend.kv.stores.chain import StoreChain
 from paged_backend.loading.adapters import AdapterRegistry
 from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.stats import Stats
 
 log = logging.getLogger("paged_llm")
 
@@ -98,6 +99,11 @@ class Engine:
     def busy_seconds(self) -> float:
         """Seconds since the current iteration of the engine's thread began; 0 between iterations."""
         return self._core.busy_seconds
+
+    @property
+    def stats(self) -> Stats:
+        """The statistics. Called on the engine's thread, or before it is started."""
+        return self._core.stats
 
     @property
     def waiting(self) -> int:

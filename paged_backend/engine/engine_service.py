@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -23,7 +23,7 @@ from paged_backend.engine.engine import Engine
 from paged_backend.engine.moved_blocks import BlockRun, read_blocks
 from paged_backend.engine.outputs import Emit, EngineDied, EngineOutput, StepOutput
 from paged_backend.engine.request_frames import read_request, write_delta
-from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.scheduling.stats import Stats
 from paged_backend.utils.local_socket import FrameError, pack
 
 log = logging.getLogger("paged_llm")
@@ -221,7 +221,7 @@ class EngineSession:
         entered: Sequence[int],
         started_at: float,
         finished_at: float,
-        stats: SchedulerStats | None = None,
+        stats: Stats | None = None,
     ) -> list[int]:
         """Queue outputs, on the engine's thread. Return the keys of the requests that have ended."""
         written, ended = [], []
@@ -241,7 +241,7 @@ class EngineSession:
                     self._remove(delta.key)
                     ended.append(delta.key)
         times = {"started_at": float(started_at), "finished_at": float(finished_at)}
-        found = {"stats": asdict(stats)} if stats else {}
+        found = {"stats": vars(stats)} if stats else {}
         self._frames.put({"step": {"deltas": written, "entered": ids} | times | found})
         return ended
 

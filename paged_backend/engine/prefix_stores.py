@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -43,7 +43,6 @@ from paged_backend.kv.stores.disk import DiskStore
 from paged_backend.kv.stores.remote import RedisClient, RemoteStore
 from paged_backend.kv.stores.store import BlockStore
 from paged_backend.scheduling.plan import Plan
-from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.utils.machine import use_single_thread
 from paged_backend.utils.worker import BackgroundWorker
 
@@ -239,9 +238,10 @@ class PrefixStores:
         self._stores.close(deadline - time.monotonic())
         self._fetcher.stop(deadline - time.monotonic())
 
-    def add_stats(self, stats: SchedulerStats) -> SchedulerStats:
-        """Return the statistics with those of the stores added."""
-        return replace(stats, **self._stores.named_stats())  # type: ignore[arg-type]  # names are checked at run time
+    @property
+    def stats(self) -> dict[str, float]:
+        """The statistics of the stores, by name."""
+        return self._stores.stats
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from paged_backend.engine.engine_service import EngineService
 from paged_backend.engine.fingerprint import fingerprint
 from paged_backend.engine.router import Router
 from paged_backend.guided.compiler import GrammarCompiler
-from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.scheduling.stats import Stats
 from paged_backend.server.connections.listener import Listener
 from paged_backend.server.connections.migration import Description, Migration, Successors
 from paged_backend.server.connections.replicas import Replicas
@@ -138,7 +138,7 @@ class Service:
         metrics.set("max_requests", limits.max_num_seqs, "max")
         for reason, count in restarts.read().items():
             metrics.count("restarts", count, reason)
-        metrics.record(assembly.scheduler.stats)
+        metrics.record(self._engine.stats)
         metrics.update()
 
     def _listen(self, config: EngineConfig, labels: dict[str, str], instance: str | None) -> None:
@@ -175,9 +175,9 @@ class Service:
         return self._listener.name if self._listener else None
 
     @property
-    def stats(self) -> SchedulerStats:
+    def stats(self) -> Stats:
         """The statistics of the engine, before it has run a request."""
-        return self._assembly.scheduler.stats
+        return self._engine.stats
 
     @property
     def ready(self) -> bool:

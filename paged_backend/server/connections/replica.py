@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from paged_backend.api.config import EngineConfig
@@ -46,7 +45,7 @@ def main(text: str) -> None:
     except ConfigError as error:
         print(json.dumps({"error": str(error)}), file=answers, flush=True)
         sys.exit(1)
-    print(json.dumps({"socket": service.socket_name, "stats": asdict(service.stats)}), file=answers, flush=True)
+    print(json.dumps({"socket": service.socket_name, "stats": vars(service.stats)}), file=answers, flush=True)
     sys.stdin.read()
     service.stop()
     os._exit(0)  # the interpreter's own shutdown takes a second
