@@ -76,6 +76,7 @@ class GenerateRequest:
     trace: RequestTrace | None = field(default=None, compare=False)  # None: not traced
     progress: Progress | None = None  # None: no other engine has generated anything for it
     stays: bool = False  # whether it is not moved, because another engine has rejected it
+    announcement: object = field(default=None, compare=False, repr=False)  # see `Engine.announce`
 
     @cached_property
     def prompt_outputs(self) -> Requested:

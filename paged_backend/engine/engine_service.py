@@ -118,8 +118,8 @@ class EngineService:
         self._sessions.add(session)
         session.add(request_id, request)
         self._served[request.key] = session
-        self._engine.announce(request.key, admitted_elsewhere=True)
-        self._submit(request)
+        announcement = self._engine.announce(request.key, admitted_elsewhere=True)
+        self._submit(replace(request, announcement=announcement))
 
     def store(self, run: BlockRun) -> None:
         """Put blocks into the prefix cache. Blocks while too many of them wait to be stored."""

@@ -237,9 +237,9 @@ class Admission:
         stream = self._builder.build(arrival, prompt)
         with self._lock:
             self._check_capacity(arrival.sampling)
-            self._engine.announce(stream.request.key)
+            announcement = self._engine.announce(arrival.key)
             self._responder.open(stream)
-        self.submit(stream.request)
+        self.submit(replace(stream.request, announcement=announcement))
 
     def submit(self, request: GenerateRequest, *, here: bool = False) -> None:
         """Give an announced request, whose stream is open, to a replica or to this process's engine, after its grammar

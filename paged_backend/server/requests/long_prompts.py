@@ -6,10 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from paged_backend.api.errors import RequestError, internal_error
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.trace import recorded
+from paged_backend.engine.core import Announcement
 from paged_backend.engine.engine import Engine
 from paged_backend.server.prompts.encoder import EncodedPrompt, Prompt, PromptEncoder
 from paged_backend.server.prompts.encoder_process import PromptProcess
@@ -63,14 +65,14 @@ class LongPrompts:
     def submit(self, arrival: Arrival) -> None:
         """Open the request's stream and encode its prompt later. The caller holds the admission lock."""
         stream = self._builder.build_untokenized(arrival)
-        self._engine.announce(stream.request.key)
+        announcement = self._engine.announce(arrival.key)
         self._responder.open(stream)
         self._engine.emit_stats()
         self.pending.append(stream)
         if arrival.num_chars > LONG_CHARS:
-            self._long_worker.submit(self._encode, arrival, stream, self._process.encode)
+            self._long_worker.submit(self._encode, arrival, announcement, stream, self._process.encode)
         else:
-            self._worker.submit(self._encode, arrival, stream, self._prompts.encode)
+            self._worker.submit(self._encode, arrival, announcement, stream, self._prompts.encode)
 
     def stop(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -78,7 +80,13 @@ class LongPrompts:
             worker.stop(deadline - time.monotonic())
         self._process.stop()
 
-    def _encode(self, arrival: Arrival, opened: Stream, encode: Callable[[Prompt], EncodedPrompt]) -> None:
+    def _encode(
+        self,
+        arrival: Arrival,
+        announcement: Announcement,
+        opened: Stream,
+        encode: Callable[[Prompt], EncodedPrompt],
+    ) -> None:
         tokenized: Stream | None = None
         error: RequestError | None = None
         try:
@@ -97,4 +105,4 @@ class LongPrompts:
             self._engine.reject(arrival.key, error)
         elif tokenized:
             self._responder.set_prompt(opened, tokenized)
-            self._submit(tokenized.request)
+            self._submit(replace(tokenized.request, announcement=announcement))
