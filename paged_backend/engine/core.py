@@ -215,7 +215,7 @@ class EngineCore:
         self._runner = runner
         self._emit = emit
         self._stores = prefix_stores
-        self._transfers = prefix_stores.transfers if prefix_stores else None
+        self._handovers = prefix_stores.handovers if prefix_stores else None
         self._cache_events = cache_events
         self._memory = memory
         self._copier = blocks
@@ -329,8 +329,8 @@ class EngineCore:
         while len(steps) > keep or (steps and isinstance(steps[-1].launched, Exception)):
             step = steps.popleft()
             deltas, report = self._commit(step)
-            if self._transfers:
-                deltas = self._transfers.hold(deltas)
+            if self._handovers:
+                deltas = self._handovers.hold(deltas)
             self.emit_step(deltas, step.plan, report)
 
     def _commit(self, step: InFlightStep) -> tuple[Sequence[TokenDelta], StepReport | None]:
@@ -365,7 +365,7 @@ class EngineCore:
 
     def _fail_lost_scheduled(self) -> None:
         """Fail open requests that the scheduler has lost. This happens only after a bug."""
-        here = self.scheduler.num_open + (self._transfers.num_waiting if self._transfers else 0)
+        here = self.scheduler.num_open + (self._handovers.num_waiting if self._handovers else 0)
         if self.requests.count(Phase.WAITING, Phase.RUNNING) <= here:
             return
         for key in self.requests.keys(Phase.WAITING, Phase.RUNNING):
@@ -445,8 +445,8 @@ class EngineCore:
             except MemoryShortage as error:
                 self.emit_step([TokenDelta(request.key, error=RequestError(ErrorCode.UNAVAILABLE, str(error)))])
                 return False
-        if self._transfers and request.sampling.prefill_only:
-            self._transfers.open(request)
+        if self._handovers and request.sampling.prefill_only:
+            self._handovers.open(request)
         self.scheduler.add(request)
         return True
 
@@ -478,8 +478,8 @@ class EngineCore:
         if not self.requests.remove(key):
             self.on_unknown(key, control)
             return False
-        if self._transfers:
-            self._transfers.drop(key)
+        if self._handovers:
+            self._handovers.drop(key)
         control(self.scheduler)
         return True
 
@@ -492,12 +492,12 @@ class EngineCore:
 
     def end_prefill(self, key: int) -> None:
         """End a `prefill_only` request, whose blocks are stored or cannot be."""
-        assert self._transfers
-        self.emit_step(self._transfers.take_end(key))
+        assert self._handovers
+        self.emit_step(self._handovers.take_end(key))
 
     def _has(self, key: int) -> bool:
         """Return whether the scheduler has a request, or it waits until its blocks are stored."""
-        return self.scheduler.has_request(key) or (self._transfers is not None and key in self._transfers)
+        return self.scheduler.has_request(key) or (self._handovers is not None and key in self._handovers)
 
     # --- changes: blocks and memory ---------------------------------------------------------------------------------
 

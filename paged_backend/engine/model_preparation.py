@@ -129,7 +129,7 @@ def pool_sizes(config: EngineConfig, cache: CacheSpec, device: torch.device, res
         without_memory = blocks_without_memory(config, cache.max_model_len)
         blocks = config.num_gpu_blocks_override or without_memory
         return PoolSizes(layout, blocks, without_memory if host_slots else 0, host_slots)
-    num_blocks = kv_cache.num_blocks(
+    num_blocks = kv_cache.num_pages(
         config, layout.shapes, kv_dtype, device, reserved, states=states, pages=layout.blocks.pages
     )
     host_states = host_slots * bytes_per_slot(cache.states)

@@ -57,7 +57,7 @@ def build_runner(
     def cache(num_blocks: int, device: torch.device, *, pinned: bool = False) -> KVCache:
         return KVCache.allocate(
             layout.shapes,
-            num_blocks=num_blocks,
+            num_pages=num_blocks,
             block_size=config.block_size,
             dtype=loaded.spec.kv_dtype,
             device=device,

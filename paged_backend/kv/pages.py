@@ -65,11 +65,6 @@ class PagePool:
         )
 
     @property
-    def num_free(self) -> int:
-        """Pages of no block."""
-        return len(self._free)
-
-    @property
     def num_cached(self) -> int:
         """Pages of blocks that are not referenced but can still be found by their content."""
         return self._num_cached

@@ -49,6 +49,7 @@ class Service:
         listing: Path | None = None,
         *,
         instance: str | None = None,
+        is_replica: bool = False,
     ):
         """Load the model and start serving.
 
@@ -57,6 +58,7 @@ class Service:
         listing: the file that lists LoRA adapters.
         instance: Triton's name of this instance. If Triton loads the model again, open requests move to the new
             instance of this name. None: requests are not moved.
+        is_replica: whether it runs only requests that another process sends over the local socket.
         """
         self._pb_utils = pb_utils
         self._stall_timeout, self._stop_timeout = config.stall_timeout, config.stop_timeout
@@ -71,7 +73,7 @@ class Service:
             self._load(config, labels, listing)
             self._responder.start()
             self._engine.start()
-            self._listen(config, labels, instance)
+            self._listen(config, labels, instance, is_replica)
         except BaseException:
             if self._replicas:
                 self._replicas.stop()
@@ -141,12 +143,13 @@ class Service:
         metrics.record(self._engine.stats)
         metrics.update()
 
-    def _listen(self, config: EngineConfig, labels: dict[str, str], instance: str | None) -> None:
+    def _listen(self, config: EngineConfig, labels: dict[str, str], instance: str | None, is_replica: bool) -> None:
         """Open the socket for the models of trtllm/ and for other instances; without it the model still serves its own
         clients."""
         limits, model, description = self._assembly.limits, labels["model"], None
-        if instance is not None:
+        if instance is not None or is_replica:
             self._engine_service.start(self._engine, partial(self._admission.submit, here=True), self._check)
+        if instance is not None:
             digest = fingerprint(config, self._assembly.loaded, limits)
             description = Description(f"{labels.get('version')}/{instance}", time.monotonic_ns(), digest)
         try:

@@ -39,7 +39,7 @@ def main(text: str) -> None:
             lean_import.import_transformers()
         from paged_backend.server.service import Service
 
-        service = Service(config, None, labels, Path(listing) if listing else None, instance=name)
+        service = Service(config, None, labels, Path(listing) if listing else None, is_replica=True)
         if service.socket_name is None:
             raise ConfigError("its local socket could not be opened")
     except ConfigError as error:
