@@ -17,17 +17,16 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.engine.assembly import assemble
 from paged_backend.engine.engine_service import EngineService
-from paged_backend.engine.fingerprint import fingerprint
 from paged_backend.engine.router import Router
 from paged_backend.guided.compiler import GrammarCompiler
 from paged_backend.scheduling.stats import Stats
+from paged_backend.server.admission import Admission
 from paged_backend.server.connections.listener import Listener
-from paged_backend.server.connections.migration import Description, Migration, Successors
+from paged_backend.server.connections.migration import Description, Migration, Successors, fingerprint
 from paged_backend.server.connections.replicas import Replicas
 from paged_backend.server.metrics.metrics import Metrics
 from paged_backend.server.profiler import Profiler
 from paged_backend.server.prompts.sessions import Sessions
-from paged_backend.server.requests.admission import Admission
 from paged_backend.server.streams.responder import Inbox, Responder
 from paged_backend.server.streams.tracing import Tracing
 from paged_backend.server.wire.channel import Channel, ServerChannel

@@ -4,7 +4,7 @@ from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.limits import EngineLimits
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.server.prompts.encoder import EncodedPrompt, PromptEncoder
-from paged_backend.server.requests.arrival import Arrival
+from paged_backend.server.streams.stream import Arrival
 from tests.support.in_process import WAIT
 from tests.support.streams import TOKENIZER
 

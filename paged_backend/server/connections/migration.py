@@ -13,6 +13,7 @@ request have the same meaning there.
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import struct
@@ -23,13 +24,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
+from paged_backend.api.config import EngineConfig
+from paged_backend.api.limits import EngineLimits
 from paged_backend.api.request import GenerateRequest
+from paged_backend.api.token_outputs import TOKEN_OUTPUTS
 from paged_backend.engine.engine_service import EngineService
 from paged_backend.engine.moved_blocks import BlockRun
 from paged_backend.engine.remote_engine import RemoteEngine
+from paged_backend.engine.request_frames import FRAMES_VERSION
 from paged_backend.engine.router import Router
+from paged_backend.kv.stores.block_file import BlockSource
+from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.server.streams.responder import Responder
 from paged_backend.utils import local_socket
 from paged_backend.utils.local_socket import Connection, FrameError, pack
@@ -175,6 +183,23 @@ class Description:
         if not isinstance(value, Mapping) or not all(type(value.get(name)) is kind for name, kind in kinds.items()):
             raise FrameError("invalid description of an instance")
         return cls(**{name: value[name] for name in kinds})
+
+
+def fingerprint(config: EngineConfig, loaded: LoadedModel, limits: EngineLimits) -> str:
+    """Return a digest of the content of the model's files, data types, quantization, device and vocabulary.
+
+    A draft model is not part of it: it does not change tokens.
+    """
+    spec = loaded.spec
+    source = BlockSource(config, limits.layout, [loaded.path], spec.dtype, spec.kv_dtype, loaded.model.device)
+    facts = {
+        "source": source.fingerprint,
+        "vocabulary": [spec.vocab_size, len(loaded.tokenizer), sorted(spec.eos_ids)],
+        "tokenizer": config.tokenizer,
+        "frames": FRAMES_VERSION,
+        "outputs": sorted(TOKEN_OUTPUTS),
+    }
+    return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 _NONE = Description("", 0, "")  # of an instance that does not describe itself, such as one of an earlier version

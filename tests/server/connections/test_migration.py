@@ -1,19 +1,23 @@
 """Requests move to the instance that replaces theirs, and their streams continue."""
 
 import json
+import shutil
 import threading
 import time
 from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer
 
+from paged_backend.api.config import EngineConfig
 from paged_backend.execution.runner import Runner
 from paged_backend.server.connections import migration
 from paged_backend.server.connections.listener import Listener
-from paged_backend.server.connections.migration import MAX_ATTEMPTS, Description, Successors
+from paged_backend.server.connections.migration import MAX_ATTEMPTS, Description, Successors, fingerprint
 from paged_backend.utils import local_socket
 from paged_backend.utils.local_socket import Connection, FrameError, pack
 from tests.support.callers import serving
+from tests.support.in_process import TINY, tiny_assembly
 from tests.support.service_calls import SingleCaller, counted
 from tests.support.waiting import until
 
@@ -305,3 +309,36 @@ def test_an_instance_describes_itself_if_asked_to(listen):
         found = next(frames)
         assert found.pop("id") == 3
         assert found == answer if isinstance(answer, dict) else found["error"]["code"] == "INVALID_ARGUMENT"
+
+
+def fingerprint_of(directory, **options):
+    config = EngineConfig.from_options({"model": str(directory)} | TINY | options)
+    assembly = tiny_assembly(directory, **options)
+    return fingerprint(config, assembly.loaded, assembly.limits)
+
+
+def test_fingerprint_depends_on_what_changes_tokens(tiny, tmp_path):
+    shutil.copytree(tiny[0], tmp_path, dirs_exist_ok=True)
+    same = fingerprint_of(tmp_path)
+    assert same == fingerprint_of(tmp_path, num_gpu_blocks_override=80, max_num_seqs=4, enable_prefix_caching=False)
+    assert same != fingerprint_of(tmp_path, dtype="bfloat16")
+    assert same != fingerprint_of(tmp_path, block_size=8)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"@")
+    assert same != fingerprint_of(tmp_path)
+
+
+def test_fingerprint_depends_on_the_tokenizer_and_its_vocabulary(tiny, tmp_path):
+    shutil.copytree(tiny[0], tmp_path, dirs_exist_ok=True)
+    same = fingerprint_of(tiny[0], tokenizer=str(tmp_path))
+    assert same != fingerprint_of(tiny[0])
+    file = tmp_path / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_tokens(["another"])
+    tokenizer.save(str(file))
+    assert same != fingerprint_of(tiny[0], tokenizer=str(tmp_path))
+
+
+@pytest.mark.parametrize("options", [{"quantized_activations": "none"}])
+def test_fingerprint_depends_on_rounding(tiny, options):
+    assert fingerprint_of(tiny[0]) != fingerprint_of(tiny[0], **options)
