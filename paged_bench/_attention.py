@@ -112,7 +112,7 @@ class AttentionInputs:
         self.width = -(-cell.context // cell.block_size)
         shape = LayerShape(cell.kv_heads, cell.head_dim)
         blocks = self.count * cell.batch * self.width
-        kv = KVCache.allocate([shape], num_blocks=blocks, block_size=cell.block_size, dtype=cell.pool, device=device)
+        kv = KVCache.allocate([shape], num_pages=blocks, block_size=cell.block_size, dtype=cell.pool, device=device)
         (self.cache,) = kv.layers
         tables = torch.randperm(blocks, generator=generator).to(torch.int32)
         tables = tables.view(self.count, cell.batch, self.width)

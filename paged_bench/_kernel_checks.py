@@ -138,7 +138,7 @@ def invariant_attention(dtype: torch.dtype) -> Check:
         length, first, spans = 3000, 2000, ((2999, 1), (2000, 300), (2500, 1), (2047, 2), (2700, 64))
         blocks = -(-length // BLOCK)
         (cache,) = KVCache.allocate(
-            [replace(SHAPE, batch_invariant=True)], num_blocks=blocks, block_size=BLOCK, dtype=dtype, device=device
+            [replace(SHAPE, batch_invariant=True)], num_pages=blocks, block_size=BLOCK, dtype=dtype, device=device
         ).layers
         table = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).to(device)
         positions = torch.arange(length, device=device)
@@ -198,7 +198,7 @@ def sample(filtered: bool) -> Check:
 
 def block_copy(device: torch.device) -> tuple[float, float]:
     found, expected = (
-        KVCache.allocate([SHAPE] * 2, num_blocks=8, block_size=BLOCK, dtype=torch.bfloat16, device=device)
+        KVCache.allocate([SHAPE] * 2, num_pages=8, block_size=BLOCK, dtype=torch.bfloat16, device=device)
         for _ in range(2)
     )
     for tensor, other in zip(found.tensors, expected.tensors, strict=True):
@@ -224,7 +224,7 @@ def _slots(device: torch.device) -> Tensor:
 
 
 def _cache(dtype: torch.dtype, device: torch.device) -> LayerCache:
-    return KVCache.allocate([SHAPE], num_blocks=4, block_size=BLOCK, dtype=dtype, device=device).layers[0]
+    return KVCache.allocate([SHAPE], num_pages=4, block_size=BLOCK, dtype=dtype, device=device).layers[0]
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

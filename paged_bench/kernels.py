@@ -238,7 +238,7 @@ def _rows(tokens: int) -> int:
 def block_copy(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Call, int, int]:
     """Copy blocks as copy-on-write does: whole blocks in all layers, here four."""
     copies = max(1, tokens // BLOCK)
-    kv = KVCache.allocate([SHAPE] * 4, num_blocks=4 * copies, block_size=BLOCK, dtype=dtype, device=device)
+    kv = KVCache.allocate([SHAPE] * 4, num_pages=4 * copies, block_size=BLOCK, dtype=dtype, device=device)
     pair = BlockPair.of(kv.tensors, kv.tensors)
     order = torch.randperm(4 * copies, generator=torch.Generator().manual_seed(0))
     moves = order[: 2 * copies].view(2, copies).T.contiguous().to(device)
@@ -251,7 +251,7 @@ def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tens
 
 def _pool(slots: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
     blocks = -(-slots // BLOCK)
-    kv = KVCache.allocate([SHAPE], num_blocks=blocks, block_size=BLOCK, dtype=dtype, device=device)
+    kv = KVCache.allocate([SHAPE], num_pages=blocks, block_size=BLOCK, dtype=dtype, device=device)
     return kv.layers[0]
 
 

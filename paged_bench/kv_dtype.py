@@ -134,7 +134,7 @@ def attention(assembly: Assembly, dtype: torch.dtype, rounds: int) -> list[Recor
     def timed(name: str) -> Callable[[], float]:
         kv_dtype = pick_kv_dtype(name, dtype)
         pool = KVCache.allocate(
-            [shape], num_blocks=DECODING * width, block_size=BLOCK_SIZE, dtype=kv_dtype, device=device
+            [shape], num_pages=DECODING * width, block_size=BLOCK_SIZE, dtype=kv_dtype, device=device
         )
         (cache,) = pool.layers
         kv_write(key, value, cache, paging.slots)
@@ -148,7 +148,7 @@ def attention(assembly: Assembly, dtype: torch.dtype, rounds: int) -> list[Recor
 def measure(args: Namespace) -> Iterator[Record]:
     assembly = load({"model": resolve_model(args.model), "dtype": "float32", "num_gpu_blocks_override": 64})
     spec, limits = assembly.loaded.spec, assembly.limits
-    longest = min(limits.max_model_len, limits.num_blocks * limits.block_size)
+    longest = min(limits.max_model_len, limits.num_pages * limits.block_size)
     if args.length > longest:
         raise InvalidArgument(
             f"argument --length: {args.length}: must be at most {longest}, as long as a sequence can be"
@@ -158,9 +158,7 @@ def measure(args: Namespace) -> Iterator[Record]:
     models = {
         name: (
             assembly,
-            KVCache.allocate(
-                spec.layers, num_blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype, device=assembly.device
-            ),
+            KVCache.allocate(spec.layers, num_pages=blocks, block_size=BLOCK_SIZE, dtype=dtype, device=assembly.device),
         )
         for name, dtype in types.items()
     }

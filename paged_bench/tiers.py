@@ -15,12 +15,11 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from paged_backend.engine.assembly import Assembly
-from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.scheduling.stats import Stats
 from paged_bench._engine import RunningEngine, greedy, load
 from paged_bench._harness import (
     Bars,
@@ -53,7 +52,7 @@ class TieredEngine(RunningEngine):
             pass
         return time.perf_counter() - began
 
-    def wait_for(self, condition: Callable[[SchedulerStats], bool]) -> None:
+    def wait_for(self, condition: Callable[[Stats], bool]) -> None:
         """Wait until a condition of the statistics holds after a step."""
         while not condition(self.next_step().stats):
             pass
@@ -68,10 +67,10 @@ class TieredEngine(RunningEngine):
             time.sleep(0.01)
 
     @property
-    def stats(self) -> SchedulerStats:
+    def stats(self) -> Stats:
         """The current statistics of the tiers."""
         assert self.assembly.stores
-        return replace(self.assembly.scheduler.stats, **self.assembly.stores.named_stats())  # type: ignore[arg-type]
+        return Stats(**self.assembly.stores.stats)
 
 
 @contextmanager

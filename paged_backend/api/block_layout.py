@@ -98,6 +98,12 @@ class BlockLayout:
         """Return how many blocks `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
+    def needed(self, num_blocks: int) -> list[tuple[int, int]]:
+        """Return (index, kind) of the blocks that are read after a sequence's first `num_blocks`, the first index
+        first."""
+        kinds = enumerate(self.kinds)
+        return sorted((index, place) for place, kind in kinds for index in kind.needed(num_blocks, self.block_size))
+
     def pages_for(self, lengths: Sequence[int], pending: Sequence[int], shared: int) -> int:
         """Return the pages that a request needs at most for all of its samples.
 

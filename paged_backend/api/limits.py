@@ -139,7 +139,7 @@ class EngineLimits:
 
     max_model_len: int
     vocab_size: int
-    num_blocks: int  # total blocks of the pool, or pages if the layout divides blocks into several
+    num_pages: int  # of the pool; blocks, unless the layout divides them into several pages
     layout: BlockLayout
     max_num_seqs: int
     embedding: EmbeddingSpec | None = None  # None: the model has no embeddings

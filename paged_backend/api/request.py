@@ -76,6 +76,7 @@ class GenerateRequest:
     trace: RequestTrace | None = field(default=None, compare=False)  # None: not traced
     progress: Progress | None = None  # None: no other engine has generated anything for it
     stays: bool = False  # whether it is not moved, because another engine has rejected it
+    announcement: object = field(default=None, compare=False, repr=False)  # see `Engine.announce`
 
     @cached_property
     def prompt_outputs(self) -> Requested:
@@ -184,22 +185,22 @@ def fit_max_tokens(prompt: int, sampling: SamplingParams, limits: EngineLimits) 
         raise invalid_argument("max_tokens", output, f"must be 1..{room} after a prompt of {prompt} tokens"
                       f" (max_model_len is {limits.max_model_len})")  # fmt: skip
     at_once = max_blocks_needed(prompt, 1, count, limits.layout)
-    if at_once > limits.num_blocks:
+    if at_once > limits.num_pages:
         raise invalid_argument("prompt_tokens", prompt, f"needs {at_once} blocks of the KV cache, which has"
-                      f" {limits.num_blocks}")  # fmt: skip
+                      f" {limits.num_pages}")  # fmt: skip
     if output == UNBOUNDED_MAX_TOKENS:
         default = limits.sampling_defaults.max_tokens or UNBOUNDED_MAX_TOKENS
         sampling = replace(sampling, max_tokens=min(room, max_output_tokens(prompt, count, limits), default))
         sampling.check_min_tokens()
         return sampling
     needed = max_blocks_needed(prompt, output, count, limits.layout)
-    if needed > limits.num_blocks:
+    if needed > limits.num_pages:
         kind = "samples" if sampling.beam_width == 1 else "beams"
         of = f" of {count} {kind}" if count > 1 else ""
         raise invalid_argument(
             "max_tokens",
             output,
-            f"prompt and output{of} need {needed} blocks of the KV cache, which has {limits.num_blocks}",
+            f"prompt and output{of} need {needed} blocks of the KV cache, which has {limits.num_pages}",
         )
     return sampling
 
@@ -226,7 +227,7 @@ def max_output_tokens(prompt: int, n: int, limits: EngineLimits) -> int:
     """Return the longest output, within the context, for which `max_blocks_needed` is at most the number of blocks."""
     outputs = range(1, limits.max_model_len - prompt + 1)
     return bisect_right(
-        outputs, limits.num_blocks, key=lambda output: max_blocks_needed(prompt, output, n, limits.layout)
+        outputs, limits.num_pages, key=lambda output: max_blocks_needed(prompt, output, n, limits.layout)
     )
 
 

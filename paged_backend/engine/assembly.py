@@ -241,7 +241,7 @@ def _limits(config: EngineConfig, loaded: LoadedModel, blocks: BlockManager) -> 
     return EngineLimits(
         max_model_len=loaded.spec.max_model_len,
         vocab_size=loaded.spec.vocab_size,
-        num_blocks=blocks.num_pages,
+        num_pages=blocks.num_pages,
         layout=blocks.layout,
         max_num_seqs=config.max_num_seqs,
         embedding=loaded.spec.embedding,

@@ -37,7 +37,7 @@ from paged_backend.execution.batch import pack
 from paged_backend.execution.runner import PendingStep, RunnerDied, StepRunner
 from paged_backend.scheduling.plan import Plan, StepResult
 from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.scheduling.stats import Stats
 from paged_kernels.compilation import after_ready
 
 log = logging.getLogger("paged_llm")
@@ -129,6 +129,19 @@ class OpenRequests:
             return [key for key, phase in self._phases.items() if phase in phases]
 
 
+class Announcement:
+    """A request on its way to the engine's thread. Whoever has to deliver or reject the request holds its announcement.
+    If nobody holds it any longer, the request is lost, and fails. This happens only after a bug."""
+
+    def __init__(self, core: EngineCore, key: int):
+        self._core = core
+        self._key = key
+
+    def __del__(self) -> None:
+        if self._core.requests.phase(self._key) in PENDING:
+            self._core.post(self._core.fail_lost_announced, self._key)
+
+
 class Commit(Enum):
     """Whether steps in flight are committed before a change."""
 
@@ -202,7 +215,7 @@ class EngineCore:
         self._runner = runner
         self._emit = emit
         self._stores = prefix_stores
-        self._transfers = prefix_stores.transfers if prefix_stores else None
+        self._handovers = prefix_stores.handovers if prefix_stores else None
         self._cache_events = cache_events
         self._memory = memory
         self._copier = blocks
@@ -291,7 +304,7 @@ class EngineCore:
             self.emit_step()
         if plan is None:  # the next plan may need the results of the oldest step
             self._commit_steps(keep=max(0, len(self._in_flight) - 1))
-        self._fail_lost()
+        self._fail_lost_scheduled()
 
     def _launch(self, plan: Plan) -> PendingStep | Exception:
         runner = self._runner
@@ -316,8 +329,8 @@ class EngineCore:
         while len(steps) > keep or (steps and isinstance(steps[-1].launched, Exception)):
             step = steps.popleft()
             deltas, report = self._commit(step)
-            if self._transfers:
-                deltas = self._transfers.hold(deltas)
+            if self._handovers:
+                deltas = self._handovers.hold(deltas)
             self.emit_step(deltas, step.plan, report)
 
     def _commit(self, step: InFlightStep) -> tuple[Sequence[TokenDelta], StepReport | None]:
@@ -350,16 +363,24 @@ class EngineCore:
         self._in_flight.clear()
         return [delta for plan in plans for delta in self.scheduler.fail(plan, message)]
 
-    def _fail_lost(self) -> None:
+    def _fail_lost_scheduled(self) -> None:
         """Fail open requests that the scheduler has lost. This happens only after a bug."""
-        here = self.scheduler.num_open + (self._transfers.num_waiting if self._transfers else 0)
+        here = self.scheduler.num_open + (self._handovers.num_waiting if self._handovers else 0)
         if self.requests.count(Phase.WAITING, Phase.RUNNING) <= here:
             return
         for key in self.requests.keys(Phase.WAITING, Phase.RUNNING):
             if not self._has(key):
-                log.error("request %d: the engine has lost it", key)
-                reason = "the engine has lost the request; send it again"
-                self.emit_step([TokenDelta(key, error=RequestError(ErrorCode.INTERNAL, reason))])
+                self._fail_lost(key)
+
+    def fail_lost_announced(self, key: int) -> None:
+        """Fail an announced request that was lost before it was delivered."""
+        if self.requests.phase(key) in PENDING:
+            self._fail_lost(key)
+
+    def _fail_lost(self, key: int) -> None:
+        log.error("request %d: the engine has lost it", key)
+        reason = "the engine has lost the request; send it again"
+        self.emit_step([TokenDelta(key, error=RequestError(ErrorCode.INTERNAL, reason))])
 
     # --- outputs ----------------------------------------------------------------------------------------------------
 
@@ -375,25 +396,25 @@ class EngineCore:
                 self.requests.remove(delta.key)
         now = time.monotonic()
         if plan is None:
-            self._emit(StepOutput(deltas, self.stats(), now))
+            self._emit(StepOutput(deltas, self.stats, now))
         else:
-            self._emit(StepOutput(deltas, self.stats(), now, plan.planned_at, plan.admitted, report))
+            self._emit(StepOutput(deltas, self.stats, now, plan.planned_at, plan.admitted, report))
 
-    def stats(self) -> SchedulerStats:
-        """Return the statistics of the scheduler, the stores and the kernels."""
-        stats = self.scheduler.stats
-        if self._asleep and not self._wakes_on_demand:
-            stats = replace(stats, sleeping=True)
-        if after_ready.count:
-            stats = replace(stats, compilations=after_ready.count)
-        if pending := self.requests.count(*PENDING):  # they wait for a grammar, an adapter or blocks of a store
-            stats = replace(stats, waiting=stats.waiting + pending)
-        return stats if self._stores is None else self._stores.add_stats(stats)
+    @property
+    def stats(self) -> Stats:
+        """The statistics of the scheduler, the stores and the kernels."""
+        scheduled = self.scheduler.stats
+        return scheduled.having(
+            waiting=scheduled.waiting + self.requests.count(*PENDING),  # those for a grammar, an adapter, a store
+            sleeping=self._asleep and not self._wakes_on_demand,
+            compilations=after_ready.count,  # kernels compiled since the model was ready
+            **(self._stores.stats if self._stores else {}),
+        )
 
     def _emit_pool_map(self) -> None:
         began = time.monotonic()
         self._pool_map_requested = False
-        self._emit(PoolMap.of(self.scheduler, self.stats()))
+        self._emit(PoolMap.of(self.scheduler, self.stats))
         now = time.monotonic()
         self._next_map = now + (now - began) / MAP_SHARE
 
@@ -424,8 +445,8 @@ class EngineCore:
             except MemoryShortage as error:
                 self.emit_step([TokenDelta(request.key, error=RequestError(ErrorCode.UNAVAILABLE, str(error)))])
                 return False
-        if self._transfers and request.sampling.prefill_only:
-            self._transfers.open(request)
+        if self._handovers and request.sampling.prefill_only:
+            self._handovers.open(request)
         self.scheduler.add(request)
         return True
 
@@ -457,8 +478,8 @@ class EngineCore:
         if not self.requests.remove(key):
             self.on_unknown(key, control)
             return False
-        if self._transfers:
-            self._transfers.drop(key)
+        if self._handovers:
+            self._handovers.drop(key)
         control(self.scheduler)
         return True
 
@@ -471,12 +492,12 @@ class EngineCore:
 
     def end_prefill(self, key: int) -> None:
         """End a `prefill_only` request, whose blocks are stored or cannot be."""
-        assert self._transfers
-        self.emit_step(self._transfers.take_end(key))
+        assert self._handovers
+        self.emit_step(self._handovers.take_end(key))
 
     def _has(self, key: int) -> bool:
         """Return whether the scheduler has a request, or it waits until its blocks are stored."""
-        return self.scheduler.has_request(key) or (self._transfers is not None and key in self._transfers)
+        return self.scheduler.has_request(key) or (self._handovers is not None and key in self._handovers)
 
     # --- changes: blocks and memory ---------------------------------------------------------------------------------
 

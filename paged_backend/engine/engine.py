@@ -15,7 +15,7 @@ from dataclasses import replace
 from paged_backend.api.errors import CannotContinue, ErrorCode, RequestError
 from paged_backend.api.request import GenerateRequest
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
-from paged_backend.engine.core import PENDING, Commit, Control, EngineCore, Phase, SleepingMemory
+from paged_backend.engine.core import PENDING, Announcement, Commit, Control, EngineCore, Phase, SleepingMemory
 from paged_backend.engine.moved_blocks import BlockCopier, BlockRun
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.prefix_stores import PrefetchedBlocks, PrefixStores
@@ -24,6 +24,7 @@ from paged_backend.execution.runner import StepRunner
 from paged_backend.kv.stores.chain import StoreChain
 from paged_backend.loading.adapters import AdapterRegistry
 from paged_backend.scheduling.scheduler import Scheduler
+from paged_backend.scheduling.stats import Stats
 
 log = logging.getLogger("paged_llm")
 
@@ -100,6 +101,11 @@ class Engine:
         return self._core.busy_seconds
 
     @property
+    def stats(self) -> Stats:
+        """The statistics. Called on the engine's thread, or before it is started."""
+        return self._core.stats
+
+    @property
     def waiting(self) -> int:
         """The number of unfinished requests that no step has computed yet. A request whose end was asked for does not
         count, nor one that another process admitted."""
@@ -114,15 +120,16 @@ class Engine:
 
     def submit(self, request: GenerateRequest) -> None:
         """Announce and deliver a request."""
-        self.announce(request.key)
-        self.deliver(request)
+        self.deliver(replace(request, announcement=self.announce(request.key)))
 
-    def announce(self, key: int, *, admitted_elsewhere: bool = False) -> None:
-        """Register a request that will be delivered or rejected later. It can be aborted from now on.
+    def announce(self, key: int, *, admitted_elsewhere: bool = False) -> Announcement:
+        """Register a request that will be delivered or rejected later. It can be aborted from now on. The caller holds
+        the result until then, or lets the request hold it; without it the request fails.
 
         admitted_elsewhere: by another process, so that it does not count as `waiting`.
         """
         self._core.requests.add(key, Phase.ARRIVING if admitted_elsewhere else Phase.ANNOUNCED)
+        return Announcement(self._core, key)
 
     def is_pending(self, key: int) -> bool:
         """Return whether an announced request has neither reached the scheduler nor been ended."""

@@ -1,7 +1,7 @@
 """Runs requests of other processes in this engine; the other side is `RemoteEngine`, which documents the frames.
 
-local socket -- generate, control --> EngineSession --> Engine
-local socket <-- step, returned ----- EngineSession <-- EngineService.emit --> outputs of own requests
+local socket -- generate, control --> RemoteClient --> Engine
+local socket <-- step, returned ----- RemoteClient <-- EngineService.emit --> outputs of own requests
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -23,7 +23,7 @@ from paged_backend.engine.engine import Engine
 from paged_backend.engine.moved_blocks import BlockRun, read_blocks
 from paged_backend.engine.outputs import Emit, EngineDied, EngineOutput, StepOutput
 from paged_backend.engine.request_frames import read_request, write_delta
-from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.scheduling.stats import Stats
 from paged_backend.utils.local_socket import FrameError, pack
 
 log = logging.getLogger("paged_llm")
@@ -31,7 +31,7 @@ log = logging.getLogger("paged_llm")
 FIRST_KEY = -(2**62)  # keys of requests of other processes; they are in front of own requests that wait
 MAX_UNSTORED_BYTES = 64 << 20  # of received blocks, above which a connection waits for the engine to store some
 STORE_SECONDS = 2.0  # the longest that it waits, so that the sender does not give up
-FLUSH_SECONDS = 5.0  # time to send what is queued before a session ends
+FLUSH_SECONDS = 5.0  # time to send what is queued before a connection is closed
 
 
 @dataclass(eq=False)
@@ -56,8 +56,8 @@ class EngineService:
         self._unstored: list[BlockRun] = []  # guarded by the lock
         self._lock = threading.Lock()
         self._keys = itertools.count(FIRST_KEY)
-        self._served: dict[int, EngineSession] = {}  # by key
-        self._sessions: set[EngineSession] = set()  # connections that have sent a request
+        self._served: dict[int, RemoteClient] = {}  # by key
+        self._clients: set[RemoteClient] = set()  # those that have sent a request
 
     def start(
         self,
@@ -82,44 +82,42 @@ class EngineService:
 
     def emit(self, output: EngineOutput) -> None:
         """Pass outputs on, on the engine's thread: to other processes, and to `emit` of the constructor."""
-        if self._sessions and isinstance(output, StepOutput):
+        if self._clients and isinstance(output, StepOutput):
             output = self._emit_served(output)
         elif self._served and isinstance(output, EngineDied):
             error = RequestError(ErrorCode.UNAVAILABLE, output.reason)
-            for key, session in list(self._served.items()):
-                session.send_step([TokenDelta(key, error=error)], [], 0.0, 0.0)
+            for key, client in list(self._served.items()):
+                client.send_step([TokenDelta(key, error=error)], [], 0.0, 0.0)
                 self._served.pop(key, None)
         self._emit_own(output)
 
-    def forget(self, session: EngineSession) -> None:
-        """Send nothing more to a session, whose connection has ended."""
-        self._sessions.discard(session)
+    def forget(self, client: RemoteClient) -> None:
+        """Send nothing more to a client: its connection has ended."""
+        self._clients.discard(client)
 
     def give_back(self, key: int) -> None:
         """Tell the process that a request, which the engine no longer has, may continue elsewhere."""
-        if session := self._served.pop(key, None):
-            session.give_back(key)
+        if client := self._served.pop(key, None):
+            client.give_back(key)
 
-    def open_session(
-        self, send: Callable[[bytes], None], end: Callable[[], None], max_frame_bytes: int
-    ) -> EngineSession:
-        """Return the session of a connection.
+    def connect(self, send: Callable[[bytes], None], end: Callable[[], None], max_frame_bytes: int) -> RemoteClient:
+        """Return the client at the other end of a connection.
 
         send: sends a frame, or does nothing if the connection has ended; may block. end: closes the connection.
         """
-        return EngineSession(self, send, end, max_frame_bytes)
+        return RemoteClient(self, send, end, max_frame_bytes)
 
-    def accept(self, session: EngineSession, request_id: int, values: Any) -> None:
+    def accept(self, client: RemoteClient, request_id: int, values: Any) -> None:
         """Run a request. Raises FrameError, or RequestError if the engine cannot run it."""
         if not self._engine or not self._submit:
             raise RequestError(ErrorCode.UNAVAILABLE, "the engine accepts no requests of other processes")
         request = read_request(values, next(self._keys), self._limits, self._tokenizer)
         self._check(request)
-        self._sessions.add(session)
-        session.add(request_id, request)
-        self._served[request.key] = session
-        self._engine.announce(request.key, admitted_elsewhere=True)
-        self._submit(request)
+        self._clients.add(client)
+        client.add(request_id, request)
+        self._served[request.key] = client
+        announcement = self._engine.announce(request.key, admitted_elsewhere=True)
+        self._submit(replace(request, announcement=announcement))
 
     def store(self, run: BlockRun) -> None:
         """Put blocks into the prefix cache. Blocks while too many of them wait to be stored."""
@@ -155,27 +153,27 @@ class EngineService:
     def _emit_served(self, output: StepOutput) -> StepOutput:
         """Send the outputs of served requests, and return the output without them."""
         served = self._served
-        by_session: dict[EngineSession, tuple[list[TokenDelta], list[int]]] = {}
+        by_client: dict[RemoteClient, tuple[list[TokenDelta], list[int]]] = {}
         for key in output.entered:
-            if session := served.get(key):
-                by_session.setdefault(session, ([], []))[1].append(key)
+            if client := served.get(key):
+                by_client.setdefault(client, ([], []))[1].append(key)
         own = []
         for delta in output.deltas:
-            session = served.get(delta.key)
-            if session:
-                by_session.setdefault(session, ([], []))[0].append(delta)
+            client = served.get(delta.key)
+            if client:
+                by_client.setdefault(client, ([], []))[0].append(delta)
             else:
                 own.append(delta)
-        for session in list(self._sessions):
-            deltas, entered = by_session.get(session, ((), ()))
-            for key in session.send_step(deltas, entered, output.started_at, output.finished_at, output.stats):
+        for client in list(self._clients):
+            deltas, entered = by_client.get(client, ((), ()))
+            for key in client.send_step(deltas, entered, output.started_at, output.finished_at, output.stats):
                 served.pop(key, None)
         return replace(output, deltas=tuple(own)) if len(own) < len(output.deltas) else output
 
 
-class EngineSession:
-    """The requests of one connection. The lock guards them: frames come on the connection's thread, outputs on the
-    engine's."""
+class RemoteClient:
+    """Another process, and its requests that run here. The lock guards them: frames come on the connection's thread,
+    outputs on the engine's."""
 
     def __init__(
         self, service: EngineService, send: Callable[[bytes], None], end: Callable[[], None], max_frame_bytes: int
@@ -192,7 +190,7 @@ class EngineSession:
 
     @property
     def num_open(self) -> int:
-        """The number of open requests of the connection."""
+        """The number of its open requests."""
         return len(self._requests)
 
     def handle(self, request_id: int, frame: Mapping[str, Any]) -> bool:
@@ -221,7 +219,7 @@ class EngineSession:
         entered: Sequence[int],
         started_at: float,
         finished_at: float,
-        stats: SchedulerStats | None = None,
+        stats: Stats | None = None,
     ) -> list[int]:
         """Queue outputs, on the engine's thread. Return the keys of the requests that have ended."""
         written, ended = [], []
@@ -241,7 +239,7 @@ class EngineSession:
                     self._remove(delta.key)
                     ended.append(delta.key)
         times = {"started_at": float(started_at), "finished_at": float(finished_at)}
-        found = {"stats": asdict(stats)} if stats else {}
+        found = {"stats": vars(stats)} if stats else {}
         self._frames.put({"step": {"deltas": written, "entered": ids} | times | found})
         return ended
 
@@ -290,7 +288,7 @@ class EngineSession:
     def _start_sender(self) -> None:
         with self._lock:  # it has started when `flush` sees it
             if self._sender is None:
-                self._sender = threading.Thread(target=self._send_all, name="engine session", daemon=True)
+                self._sender = threading.Thread(target=self._send_all, name="remote client", daemon=True)
                 self._sender.start()
 
     def _control(self, request_id: int, control: Any, sample: Any) -> None:

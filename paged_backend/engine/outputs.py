@@ -11,7 +11,7 @@ from typing import TypeAlias
 from paged_backend.api.request import TokenDelta
 from paged_backend.kv.pages import CACHED, FREE, PINNED
 from paged_backend.scheduling.scheduler import Scheduler
-from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.scheduling.stats import Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The new tokens of one engine iteration, and the scheduler statistics after it."""
+    """The new tokens of one engine iteration, and the statistics after it."""
 
     deltas: tuple[TokenDelta, ...]
-    stats: SchedulerStats
+    stats: Stats
     finished_at: float  # time.monotonic() when the tokens were on the host
     started_at: float = 0.0  # time.monotonic() when the step was scheduled
     entered: tuple[int, ...] = ()  # keys of the requests that this step scheduled for the first time
@@ -56,11 +56,11 @@ class PoolMap:
     taken_at: float  # time.time()
     states: str  # one character per block, see PagePool.map
     tokens: int  # tokens in blocks that sequences use; a shared block counts once
-    stats: SchedulerStats
+    stats: Stats
     state_slots: str = ""  # one character per slot for states of recurrent layers; a checkpoint is like a cached block
 
     @classmethod
-    def of(cls, scheduler: Scheduler, stats: SchedulerStats) -> PoolMap:
+    def of(cls, scheduler: Scheduler, stats: Stats) -> PoolMap:
         """Return the map of the scheduler's pool."""
         pool, slots = scheduler.blocks.pool, scheduler.blocks.states
         states = pool.map(scheduler.pins.counts)
@@ -69,7 +69,7 @@ class PoolMap:
             held = len({block for sequence in sequences for block in sequence.tables[0]})
         else:
             held = len(states) - sum(map(states.count, (FREE, CACHED, PINNED)))
-        tokens = held * stats.block_size - scheduler.empty_slots
+        tokens = held * scheduler.blocks.block_size - scheduler.empty_slots
         return cls(time.time(), states, tokens, stats, slots.pool.map(Counter(slots.pinned)) if slots.pool else "")
 
 

@@ -2,9 +2,9 @@
 writes cached blocks.
 
 store -- prefetch (own thread) --> blocks in memory -- store (engine's thread) --> host pool --> device pool
-device pool -- swap-out, spill while idle, or transfer (engine's thread) --> host pool --> stores (a thread of each)
+device pool -- swap-out, spill while idle, or handover (engine's thread) --> host pool --> stores (a thread of each)
 
-A transfer hands the blocks of a `prefill_only` request's prompt to the shared store while they are computed. The
+A handover passes the blocks of a `prefill_only` request's prompt to the shared store while they are computed. The
 request ends when its last block is there.
 """
 
@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -43,17 +43,16 @@ from paged_backend.kv.stores.disk import DiskStore
 from paged_backend.kv.stores.remote import RedisClient, RemoteStore
 from paged_backend.kv.stores.store import BlockStore
 from paged_backend.scheduling.plan import Plan
-from paged_backend.scheduling.stats import SchedulerStats
 from paged_backend.utils.machine import use_single_thread
 from paged_backend.utils.worker import BackgroundWorker
 
 log = logging.getLogger("paged_llm")
 
 SPILL_BLOCKS = 4  # blocks copied at a time while the engine is idle; a new request waits for these at most
-TRANSFER_SECONDS = 0.002  # the same, while a request waits for its blocks to be written
+HANDOVER_SECONDS = 0.002  # the same, while a request waits for its blocks to be written
 STORE_SECONDS = 0.1  # maximum time that the prefetch thread waits for the engine to store what it has read
 SPILL_SECONDS = 0.05  # time between two attempts while a store's write queue is full
-TRANSFER_BLOCKS = 32  # blocks that a step moves to the host: those of 512 tokens, a step's default
+HANDOVER_BLOCKS = 32  # blocks that a step moves to the host: those of 512 tokens, a step's default
 
 
 @dataclass(frozen=True)
@@ -72,14 +71,14 @@ class PrefixStores:
 
     def __init__(self, stores: StoreChain, blocks: BlockManager, runner: StepRunner, stored: Callable[[int], object]):
         """Start the prefetch thread. blocks: the block manager of the device pool and a host pool. stored: see
-        `PrefillTransfers`."""
+        `Handovers`."""
         assert blocks.host and runner.host
         self._stores = stores
         self._blocks = blocks
         self._host_blocks = blocks.host
         self._host_cache = runner.host
         self._runner = runner
-        self.transfers = PrefillTransfers(stores, blocks, runner.host, stored) if stores.shared else None
+        self.handovers = Handovers(stores, blocks, runner.host, stored) if stores.shared else None
         self._fetcher = BackgroundWorker("fetch", use_single_thread)
         self._all_spilled = False  # whether every cached block is in the stores or cannot be written there
 
@@ -109,7 +108,9 @@ class PrefixStores:
                 deliver(found)
                 found.stored.wait(STORE_SECONDS)  # so that this thread does not slow down the engine's
             if request.sampling.prefill_only and self._stores.shared:
-                self._stores.shared.refresh(self._keys_to_transfer(request))
+                entries = list(self._entries(request))
+                needed = self._blocks.layout.needed(len(entries))
+                self._stores.shared.refresh([BlockKey(entries[index], place) for index, place in needed])
         except Exception:  # computes the request without them
             log.exception("request %d: could not read its prefix from a store", request.key)
         done(request)
@@ -146,15 +147,6 @@ class PrefixStores:
             if kind.keeps_all and read < len(missing):
                 count = missing[read]
 
-    def _keys_to_transfer(self, request: GenerateRequest) -> list[BlockKey]:
-        """Return the blocks that another server needs to continue after the prompt."""
-        entries = list(self._entries(request))
-        return [
-            BlockKey(entries[index], place)
-            for place, kind in enumerate(self._blocks.layout.kinds)
-            for index in kind.needed(len(entries), self._blocks.block_size)
-        ]
-
     def _entries(self, request: GenerateRequest) -> Iterator[Entry]:
         """Yield the contents of the prompt's full blocks."""
         size, tokens = self._blocks.block_size, request.prompt_token_ids
@@ -183,13 +175,13 @@ class PrefixStores:
         for move in transfers.moves_out:
             if move.entry:
                 key = BlockKey(move.entry, self._host_blocks.kind_of(move.target))
-                staged = self.transfers is not None and self.transfers.stages(key)
+                staged = self.handovers is not None and self.handovers.stages(key)
                 if not staged and self._stores.should_write(key):
                     self._stores.put(key, self._host_cache.read_block([target for _, target in move.pages]))
 
     def hand_over(self) -> None:
         """Hand the next blocks of `prefill_only` requests to the shared store. Called between two steps."""
-        if self.transfers and self.transfers.hand_over():
+        if self.handovers and self.handovers.hand_over():
             self.mark_changed()
 
     def mark_changed(self) -> None:
@@ -204,8 +196,8 @@ class PrefixStores:
     @property
     def poll_timeout(self) -> float | None:
         """Seconds that an idle engine may wait for a message before it calls `spill`; None: no limit."""
-        if self.transfers and self.transfers.needs_hand_over:
-            return 0 if self._stores.free_queue_slots else TRANSFER_SECONDS
+        if self.handovers and self.handovers.needs_hand_over:
+            return 0 if self._stores.free_queue_slots else HANDOVER_SECONDS
         if self._all_spilled:
             return None
         return 0 if self._stores.free_queue_slots and self._blocks.has_unspilled else SPILL_SECONDS
@@ -239,21 +231,22 @@ class PrefixStores:
         self._stores.close(deadline - time.monotonic())
         self._fetcher.stop(deadline - time.monotonic())
 
-    def add_stats(self, stats: SchedulerStats) -> SchedulerStats:
-        """Return the statistics with those of the stores added."""
-        return replace(stats, **self._stores.named_stats())  # type: ignore[arg-type]  # names are checked at run time
+    @property
+    def stats(self) -> dict[str, float]:
+        """The statistics of the stores, by name."""
+        return self._stores.stats
 
 
 @dataclass(eq=False)
-class _Transfer:
-    """The transfer of one request's prompt."""
+class _Handover:
+    """The handover of one request's prompt."""
 
     request: GenerateRequest
     wanted: deque[tuple[int, int]]  # (index, kind) of the blocks to stage: full ones of the prompt; none if lost
     entries: list[Entry] = field(default_factory=list)  # contents of the first blocks, as far as they were needed
     keys: list[tuple[int, BlockKey]] = field(default_factory=list)  # (index, block): those that were staged
     staged: deque[BlockKey] = field(default_factory=deque)  # those that the stores have not got yet
-    end: TokenDelta | None = None  # the end of the request, which waits for the transfer
+    end: TokenDelta | None = None  # the end of the request, which waits for the handover
     waits_for_store: bool = False  # whether the store has got everything
 
     @property
@@ -278,10 +271,10 @@ class _Transfer:
         return BlockKey(self.entries[index], kind)
 
 
-class PrefillTransfers:
-    """The open transfers. Belongs to the engine's thread.
+class Handovers:
+    """The open handovers. Belongs to the engine's thread.
 
-    A block that neither pool has any more, or that the store does not take, ends its transfer early. The request then
+    A block that neither pool has any more, or that the store does not take, ends its handover early. The request then
     ends as usual, and its usage says how many tokens are stored.
     """
 
@@ -294,14 +287,14 @@ class PrefillTransfers:
         self._host = blocks.host
         self._host_cache = host_cache
         self._stored = stored
-        self._open: dict[int, _Transfer] = {}
+        self._open: dict[int, _Handover] = {}
 
     def __contains__(self, key: int) -> bool:
         return key in self._open
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that are computed and wait for their transfers."""
+        """The number of requests that are computed and wait for their handovers."""
         return sum(one.end is not None for one in self._open.values())
 
     @property
@@ -310,26 +303,23 @@ class PrefillTransfers:
         return any(one.needs_hand_over for one in self._open.values())
 
     def open(self, request: GenerateRequest) -> None:
-        """Begin the transfer of a request that is about to be computed."""
-        size = self._blocks.block_size
-        count = len(request.prompt_token_ids) // size
-        needed = [kind.needed(count, size) for kind in self._blocks.layout.kinds]
-        wanted = ((index, kind) for index in range(count) for kind, some in enumerate(needed) if index in some)
-        self._open[request.key] = _Transfer(request, deque(wanted))
+        """Begin the handover of a request that is about to be computed."""
+        count = len(request.prompt_token_ids) // self._blocks.block_size
+        self._open[request.key] = _Handover(request, deque(self._blocks.layout.needed(count)))
 
     def drop(self, key: int) -> bool:
-        """End the transfer of a request that has ended early. Return whether there was one."""
+        """End the handover of a request that has ended early. Return whether there was one."""
         return self._open.pop(key, None) is not None
 
     def hold(self, deltas: Iterable[TokenDelta]) -> list[TokenDelta]:
-        """Return the deltas without the ends of requests whose transfers are open; `take_end` returns those."""
+        """Return the deltas without the ends of requests whose handovers are open; `take_end` returns those."""
         passed = []
         for delta in deltas:
-            transfer = self._open.get(delta.key)
-            if transfer is None:
+            handover = self._open.get(delta.key)
+            if handover is None:
                 passed.append(delta)
             elif delta.finish:
-                transfer.end = delta
+                handover.end = delta
             else:
                 passed.append(delta)
                 if delta.error:
@@ -337,52 +327,52 @@ class PrefillTransfers:
         return passed
 
     def stages(self, key: BlockKey) -> bool:
-        """Return whether a block is moved to the host for a transfer, so that `hand_over` puts it into the stores."""
-        return any(key in transfer.staged for transfer in self._open.values())
+        """Return whether a block is moved to the host for a handover, so that `hand_over` puts it into the stores."""
+        return any(key in handover.staged for handover in self._open.values())
 
     def hand_over(self) -> bool:
         """Put staged blocks that are in the host pool into the stores, and stage the next ones, at most
-        TRANSFER_BLOCKS of each. Called between two steps. Return whether the next step has to move blocks."""
+        HANDOVER_BLOCKS of each. Called between two steps. Return whether the next step has to move blocks."""
         num_moves, slots = self._blocks.ledger.num_moves_out, self._stores.free_queue_slots
-        for transfer in self._open.values():
-            while slots and transfer.staged and self._put(transfer.staged[0]):
-                transfer.staged.popleft()
+        for handover in self._open.values():
+            while slots and handover.staged and self._put(handover.staged[0]):
+                handover.staged.popleft()
                 slots -= 1
-        room = TRANSFER_BLOCKS - sum(len(transfer.staged) for transfer in self._open.values())
-        for transfer in self._open.values():
-            while room > 0 and transfer.wanted and self._stage_next(transfer):
+        room = HANDOVER_BLOCKS - sum(len(handover.staged) for handover in self._open.values())
+        for handover in self._open.values():
+            while room > 0 and handover.wanted and self._stage_next(handover):
                 room -= 1
-            if transfer.needs_hand_over and transfer.is_handed_over:
-                stored = partial(self._stored, transfer.request.key)
-                transfer.waits_for_store = self._store.call_when_written(stored)
+            if handover.needs_hand_over and handover.is_handed_over:
+                stored = partial(self._stored, handover.request.key)
+                handover.waits_for_store = self._store.call_when_written(stored)
         return self._blocks.ledger.num_moves_out > num_moves
 
     def take_end(self, key: int) -> list[TokenDelta]:
         """Return the end of a request whose blocks are written, or could not be. Empty if it has ended early."""
-        transfer = self._open.pop(key, None)
-        if transfer is None:
+        handover = self._open.pop(key, None)
+        if handover is None:
             return []
-        assert transfer.end
-        usage = transfer.end.usage
+        assert handover.end
+        usage = handover.end.usage
         if usage:
-            lost = (index for index, key in transfer.keys if not self._store.has(key))
-            num_blocks = next(lost, transfer.keys[-1][0] + 1 if transfer.keys else 0)
+            lost = (index for index, key in handover.keys if not self._store.has(key))
+            num_blocks = next(lost, handover.keys[-1][0] + 1 if handover.keys else 0)
             usage = usage._replace(stored_tokens=num_blocks * self._blocks.block_size)
-        return [transfer.end._replace(usage=usage)]
+        return [handover.end._replace(usage=usage)]
 
-    def _stage_next(self, transfer: _Transfer) -> bool:
+    def _stage_next(self, handover: _Handover) -> bool:
         """Make sure that the next block is in the host pool after the next step, unless the store has it. Return False
         if it is not computed yet, or lost."""
-        key = transfer.next_key(self._blocks.contents, self._blocks.block_size)
+        key = handover.next_key(self._blocks.contents, self._blocks.block_size)
         if key and self._store.up:
             is_stored = self._store.has(key)
             if is_stored or self._blocks.copy_to_host(key) is not None:
-                transfer.keys.append((transfer.wanted.popleft()[0], key))
+                handover.keys.append((handover.wanted.popleft()[0], key))
                 if not is_stored:
-                    transfer.staged.append(key)
+                    handover.staged.append(key)
                 return True
-        if transfer.end and not any(one.staged for one in self._open.values()):  # none of them frees room on the host
-            transfer.wanted.clear()
+        if handover.end and not any(one.staged for one in self._open.values()):  # none of them frees room on the host
+            handover.wanted.clear()
         return False
 
     def _put(self, key: BlockKey) -> bool:

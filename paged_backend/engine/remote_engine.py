@@ -8,7 +8,7 @@ Frames to the engine:   {"id": 7, "generate": {...}}, see request_frames.py
                         it; with "acknowledge": true in it if the sender waits until they are stored
                         {"id": 7, "control": "abort"}, "end_all", "expire", or "end" with "sample": 0
 Frames from the engine: {"step": {"deltas": [...], "entered": [ids], "started_at": ..., "finished_at": ...,
-                        "stats": {...}}}, the last of which are those of the scheduler
+                        "stats": {...}}}, the last of which are those of the engine
                         {"id": 7, "stored": true}: the blocks with this id are stored, or cannot be
                         {"id": 7, "returned": "moved"}: it runs the request no longer, another one may
                         {"id": 7, "returned": "rejected", "text": ...}: it cannot run the request
@@ -29,7 +29,7 @@ from paged_backend.api.request import GenerateRequest, Progress, TokenDelta, Usa
 from paged_backend.engine.moved_blocks import BlockRun
 from paged_backend.engine.outputs import Emit, RemoteOutput
 from paged_backend.engine.request_frames import read_delta, write_request
-from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.scheduling.stats import Stats
 from paged_backend.utils.local_socket import Connection, FrameError, pack
 
 log = logging.getLogger("paged_llm")
@@ -105,7 +105,7 @@ class RemoteEngine:
         connection: Connection,
         emit: Emit,
         owner: RequestOwner,
-        stats: SchedulerStats | None = None,
+        stats: Stats | None = None,
         title: str = "the instance that the request was moved to",
         on_end: Callable[[], None] = lambda: None,
     ):
@@ -290,15 +290,11 @@ class RemoteEngine:
                 self._owner.on_returned(self, one.current(), None)
 
 
-def read_stats(values: Any) -> SchedulerStats:
+def read_stats(values: Any) -> Stats:
     """Return statistics that another process sent. Raises FrameError."""
-    try:
-        stats = SchedulerStats(**values)
-    except TypeError as error:
-        raise FrameError(f"stats: {error}") from None
-    if not all(isinstance(value, int | float) for value in values.values()):
-        raise FrameError("stats: must be numbers")
-    return stats
+    if not (isinstance(values, dict) and all(isinstance(value, int | float) for value in values.values())):
+        raise FrameError("stats: must be numbers by name")
+    return Stats(**values)
 
 
 class FrameSender:

@@ -35,7 +35,7 @@ def build_runner(
     def cache(num_pages: int, device: torch.device, *, pinned: bool = False) -> KVCache:
         return KVCache.allocate(
             layout.shapes,
-            num_blocks=num_pages,
+            num_pages=num_pages,
             block_size=layout.blocks.block_size,
             dtype=loaded.spec.kv_dtype,
             device=device,

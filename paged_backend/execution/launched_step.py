@@ -116,8 +116,8 @@ class LaunchedStep:
         """Return the values of sampled tokens, by output and sequence."""
         found: dict[str, dict[int, list[Any]]] = {}
         for output in self.outputs:
-            if output.source is Source.SAMPLED:
-                by_seq = found.setdefault(output.name, {})
+            if output.of.source is Source.SAMPLED:
+                by_seq = found.setdefault(output.of.name, {})
                 for row, (value,) in output.by_row():
                     values = by_seq.setdefault(seq_of_row[row], [])
                     if len(values) < len(tokens[seq_of_row[row]]):  # excludes rows after a rejected draft token
@@ -129,10 +129,10 @@ class LaunchedStep:
         num_candidates = beams.tokens.shape[-1]
         values: list[list[dict[str, Any]]] = [[{} for _ in range(num_candidates)] for _ in range(len(beams.rows))]
         for output in self.outputs:
-            if output.source is Source.BEAMS:
+            if output.of.source is Source.BEAMS:
                 for beam, by_token in output.by_row():
                     for candidate, value in zip(values[beam], by_token, strict=True):
-                        candidate[output.name] = value
+                        candidate[output.of.name] = value
         columns = zip(beams.rows.tolist(), beams.tokens.tolist(), beams.log_probs.tolist(), values, strict=True)
         return {seq_of_row[row]: list(map(Candidate, *candidates)) for row, *candidates in columns}
 
@@ -140,8 +140,8 @@ class LaunchedStep:
         """Return the values of scored prompt tokens, by output and chunk."""
         found: dict[str, dict[int, list[Any]]] = {}
         for output in self.outputs:
-            if output.source is Source.PROMPT:
-                by_chunk = found.setdefault(output.name, {})
+            if output.of.source is Source.PROMPT:
+                by_chunk = found.setdefault(output.of.name, {})
                 for chunk, (value,) in output.by_row():
                     by_chunk.setdefault(chunk, []).append(value)
         return found

@@ -11,7 +11,6 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -28,6 +27,7 @@ from paged_backend.api.limits import InputLimits
 from paged_backend.api.structures import Structure
 from paged_backend.guided.sandbox import CompileCancelled, GrammarError, GrammarSandbox
 from paged_backend.sampling.masks import BITS
+from paged_backend.utils.lru import LruIndex
 
 try:
     from paged_backend.guided import grammar
@@ -140,8 +140,7 @@ class _ResultCache:
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[Key, _CacheEntry] = OrderedDict()  # least recently used first
-        self._nbytes = 0
+        self._entries: LruIndex[Key, _CacheEntry] = LruIndex()  # by the size of the text
 
     def get(self, key: Key) -> GrammarGuide | GrammarError | None:
         """Return the guide or GrammarError of a structure, or None if it is not cached, expired or spent."""
@@ -150,24 +149,18 @@ class _ResultCache:
             return None
         spent = isinstance(entry.result, GrammarGuide) and entry.result.spent
         if spent or time.monotonic() >= entry.expires_at:
-            self._evict(key)
+            self._entries.remove(key)
             return None
-        self._entries.move_to_end(key)
+        self._entries.touch(key)
         return entry.result
 
     def store(self, key: Key, result: GrammarGuide | GrammarError) -> None:
         """Cache a guide, or a GrammarError for its `cache_seconds`."""
         seconds = result.cache_seconds if isinstance(result, GrammarError) else math.inf
-        if not seconds:
-            return
-        self._entries[key] = _CacheEntry(result, time.monotonic() + seconds)
-        self._nbytes += len(key[1])
-        while len(self._entries) > self._max_entries or self._nbytes > self._max_bytes:
-            self._evict(next(iter(self._entries)))
-
-    def _evict(self, key: Key) -> None:
-        del self._entries[key]
-        self._nbytes -= len(key[1])
+        if seconds:
+            self._entries.put(key, _CacheEntry(result, time.monotonic() + seconds), len(key[1]))
+            for oldest in self._entries.excess(self._max_bytes, self._max_entries):
+                self._entries.remove(oldest)
 
 
 class GrammarCompiler:

@@ -110,6 +110,26 @@ class BlockManager:
         """Pages of the device in use."""
         return self.pool.num_used
 
+    @property
+    def stats(self) -> dict[str, float]:
+        """The statistics of the blocks and of the states, by name. Counters count since the start."""
+        pool, host, ledger = self.pool, self.host, self.ledger
+        return {
+            "block_size": self.block_size,
+            "blocks_total": pool.num_pages,
+            "blocks_used": pool.num_used,
+            "blocks_cached": pool.num_cached,
+            "blocks_shared": pool.num_shared,
+            "evictions": pool.num_evictions,  # cached blocks whose content was dropped for another request
+            "host_total": host.num_pages if host else 0,
+            "host_used": host.num_used if host else 0,  # by preempted requests
+            "host_cached": host.num_cached if host else 0,
+            "copies": ledger.num_copies,  # on write
+            "moves_out": ledger.num_moves_out,  # blocks moved to the host
+            "moves_in": ledger.num_moves_in,  # blocks moved back
+            **self.states.stats,
+        }
+
     # --- the prefix cache -------------------------------------------------------------------------------------------
 
     def match(self, sequence: Sequence, num_tokens: int) -> Hit:

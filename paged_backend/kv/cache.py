@@ -57,9 +57,9 @@ class LayerShape:
     window: int | None = None  # tokens that a query sees; None: all
     batch_invariant: bool = False  # whether a GPU computes the attention of each query by itself
 
-    def tensors(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[TensorShape]:
+    def tensors(self, num_pages: int, block_size: int, dtype: torch.dtype) -> list[TensorShape]:
         """Return shapes and types of the tensors of a pool, in the order of `LayerCache.tensors`."""
-        slots = (num_blocks, self.num_kv_heads, block_size)
+        slots = (num_pages, self.num_kv_heads, block_size)
         sizes = [self.head_dim] if self.latent else [self.head_dim, self.value_dim or self.head_dim]
         stored = [TensorShape((*slots, size), dtype) for size in sizes]
         return stored + ([TensorShape(slots, SCALE)] * len(sizes) if dtype in FORMATS else [])
@@ -89,7 +89,7 @@ class KVCache:
         cls,
         layers: Sequence[LayerShape],
         *,
-        num_blocks: int,
+        num_pages: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -100,7 +100,6 @@ class KVCache:
 
         Args:
             layers: shapes of the layers in a page.
-            num_blocks: number of pages.
             block_size: tokens of a page.
             dtype: a quantized type, or the type of the model's keys and values.
             device: where to allocate it.
@@ -112,7 +111,7 @@ class KVCache:
             pages = tuple(page for page, _ in places)
             cache = cls.allocate(
                 layers,
-                num_blocks=num_blocks + 1,
+                num_pages=num_pages + 1,
                 block_size=block_size,
                 dtype=dtype,
                 device=device,
@@ -120,7 +119,7 @@ class KVCache:
             )
             return cls(tuple(cache.layers[index] for _, index in places), pages)
 
-        shapes = [layer.tensors(num_blocks, block_size, dtype) for layer in layers]
+        shapes = [layer.tensors(num_pages, block_size, dtype) for layer in layers]
         if not pinned:
             pools = [[_zeros(*shape, device) for shape in layer_shapes] for layer_shapes in shapes]
             return cls(tuple(layer.cache(pool) for layer, pool in zip(layers, pools, strict=True)))

@@ -65,11 +65,6 @@ class PagePool:
         )
 
     @property
-    def num_free(self) -> int:
-        """The number of pages that belong to no block."""
-        return len(self._free)
-
-    @property
     def num_cached(self) -> int:
         """The number of pages in blocks that are not referenced but can still be found by their content."""
         return self._num_cached

@@ -71,10 +71,6 @@ class StateSlots:
         self._pinned: dict[Hashable, int] = {}  # slots of checkpoints, by session
 
     @property
-    def num_slots(self) -> int:
-        return self.pool.num_pages if self.pool else 0
-
-    @property
     def num_held(self) -> int:
         """The number of slots that sequences have."""
         return len(self._holders)
@@ -86,13 +82,20 @@ class StateSlots:
         return self.pool.num_cached + kept if self.pool else 0
 
     @property
-    def num_host_slots(self) -> int:
-        return self.host.num_pages if self.host else 0
-
-    @property
     def num_host_used(self) -> int:
         """The number of slots of the host in use, by swapped-out sequences and by moves that are not finished."""
         return self.host.num_used if self.host else 0
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """The statistics of the slots, by name."""
+        return {
+            "state_slots_total": self.pool.num_pages if self.pool else 0,
+            "state_slots_used": self.num_held,
+            "state_checkpoints": self.num_checkpoints,
+            "host_state_slots_total": self.host.num_pages if self.host else 0,
+            "host_state_slots_used": self.num_host_used,
+        }
 
     @property
     def pinned(self) -> list[int]:

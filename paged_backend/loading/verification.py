@@ -567,7 +567,7 @@ def _paged_logits_of(
     """Return logits by (prompt, position): prompts in chunks of up to `most` tokens, then one decode. By default the
     long prompt takes two chunks, with the short one beside the first."""
     width = -(-len(prompts[0]) // block_size)
-    kv = KVCache.allocate(layers, num_blocks=2 * width + 1, block_size=block_size, dtype=dtype, device=model.device)
+    kv = KVCache.allocate(layers, num_pages=2 * width + 1, block_size=block_size, dtype=dtype, device=model.device)
     long, short = (_greedy_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))
     long.tables, short.tables = [list(range(2 * width, 0, -2))], [list(range(1, 2 * width, 2))]
     states = None

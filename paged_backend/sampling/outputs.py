@@ -70,10 +70,7 @@ class OutputRows:
 class OutputValues:
     """The values of an output, as tensors."""
 
-    name: str
-    source: Source
-    num_top: tuple[int, ...]
-    owners: tuple[int, ...]
+    of: OutputRows
     num_tokens: int  # per row
     tensors: tuple[Tensor, ...]
 
@@ -83,8 +80,8 @@ class OutputValues:
 
     def by_row(self) -> Iterator[tuple[int, list[Any]]]:
         """Yield the owner of each row with the values of its tokens."""
-        values = COMPUTATIONS[self.name].read(self.tensors, self.num_top, self.num_tokens)
-        return zip(self.owners, values, strict=True)
+        values = COMPUTATIONS[self.of.name].read(self.tensors, self.of.num_top, self.num_tokens)
+        return zip(self.of.owners, values, strict=True)
 
 
 def request_rows(source: Source, requested: Sequence[Requested]) -> tuple[OutputRows, ...]:
@@ -147,7 +144,5 @@ def compute_outputs(
                 assert output.tokens is not None
                 scored, row_logits = output.tokens[:, None], prompt_logits[output.rows]
         tensors = COMPUTATIONS[output.name].compute(row_logits, scored, output.num_top)
-        computed.append(
-            OutputValues(output.name, output.source, output.num_top, output.owners, scored.shape[-1], tensors)
-        )
+        computed.append(OutputValues(output, scored.shape[-1], tensors))
     return tuple(computed)

@@ -28,7 +28,7 @@ from paged_backend.scheduling.budgets import MaskBudget, PrefillBudget
 from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Costs, Plan, PlanBuilder, StepResult
 from paged_backend.scheduling.speculation import Proposer
-from paged_backend.scheduling.stats import SchedulerCounters, SchedulerStats
+from paged_backend.scheduling.stats import SchedulerCounters, Stats
 from paged_backend.scheduling.waiting_queue import Accounts, WaitingQueue
 
 
@@ -110,7 +110,7 @@ class Scheduler:
         self._in_flight = 0  # plans that were neither committed nor failed
         self._blocked = False  # whether a request waits for a commit
         self._committed_at = 0.0  # time of the last commit
-        self._prefill = (0, 0)  # requests that prefilled in the last step, and their tokens
+        self._prefill = (0, 0)  # requests that prefilled in the last step, and their prompt tokens
         self._counters = SchedulerCounters()
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -787,44 +787,20 @@ class Scheduler:
     # --- statistics and checks --------------------------------------------------------------------------------------
 
     @property
-    def stats(self) -> SchedulerStats:
-        pool, host, ledger, states = self.blocks.pool, self.blocks.host, self.blocks.ledger, self._states
-        counters = self._counters
-        prefill = self._prefill if self._running else (0, 0)
-        return SchedulerStats(
+    def stats(self) -> Stats:
+        """The statistics of the scheduler and of its blocks."""
+        context_requests, context_tokens = self._prefill if self._running else (0, 0)
+        return Stats(
             running=len(self._running),
             waiting=len(self._waiting),
-            blocks_total=pool.num_pages,
-            blocks_used=pool.num_used,
-            blocks_cached=pool.num_cached,
-            blocks_shared=pool.num_shared,
-            blocks_pinned=self.pins.num_pages,
-            block_size=self.blocks.block_size,
-            host_total=host.num_pages if host else 0,
-            host_cached=host.num_cached if host else 0,
-            host_used=host.num_used if host else 0,
-            recomputed=counters.recomputed,
-            swapped=counters.swapped,
-            queried_tokens=counters.queried_tokens,
-            cached_tokens=counters.cached_tokens,
-            host_tokens=counters.host_tokens,
-            evictions=pool.num_evictions,
-            copies=ledger.num_copies,
-            moves_out=ledger.num_moves_out,
-            moves_in=ledger.num_moves_in,
-            draft_tokens=counters.draft_tokens,
-            accepted_tokens=counters.accepted_tokens,
             paused=self._num_preempted,
-            steps=counters.steps,
-            context_requests=prefill[0],
-            context_tokens=prefill[1],
-            state_slots_total=states.num_slots,
-            state_slots_used=states.num_held,
-            state_checkpoints=states.num_checkpoints,
-            host_state_slots_total=states.num_host_slots,
-            host_state_slots_used=states.num_host_used,
+            context_requests=context_requests,
+            context_tokens=context_tokens,
+            blocks_pinned=self.pins.num_pages,
             compute_seconds=self.costs.token * self.blocks.block_size,
             host_seconds=self.costs.move,
+            **vars(self._counters),
+            **self.blocks.stats,
         )
 
     @property

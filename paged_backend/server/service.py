@@ -20,14 +20,14 @@ from paged_backend.engine.engine_service import EngineService
 from paged_backend.engine.fingerprint import fingerprint
 from paged_backend.engine.router import Router
 from paged_backend.guided.compiler import GrammarCompiler
-from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.scheduling.stats import Stats
+from paged_backend.server.admission import Admission
 from paged_backend.server.connections.listener import Listener
 from paged_backend.server.connections.migration import Description, Migration, Successors
 from paged_backend.server.connections.replicas import Replicas
 from paged_backend.server.metrics.metrics import Metrics
 from paged_backend.server.profiler import Profiler
 from paged_backend.server.prompts.sessions import Sessions
-from paged_backend.server.requests.admission import Admission
 from paged_backend.server.streams.responder import Inbox, Responder
 from paged_backend.server.streams.tracing import Tracing
 from paged_backend.server.wire.channel import Channel, ServerChannel
@@ -49,6 +49,7 @@ class Service:
         listing: Path | None = None,
         *,
         instance: str | None = None,
+        is_replica: bool = False,
     ):
         """Load the model and start serving.
 
@@ -57,6 +58,7 @@ class Service:
         listing: the file that lists LoRA adapters.
         instance: Triton's name of this instance. If Triton loads the model again, open requests move to the new
             instance of this name. None: requests are not moved.
+        is_replica: whether it runs only requests that another process sends over the local socket.
         """
         self._pb_utils = pb_utils
         self._stall_timeout, self._stop_timeout = config.stall_timeout, config.stop_timeout
@@ -71,7 +73,7 @@ class Service:
             self._load(config, labels, listing)
             self._responder.start()
             self._engine.start()
-            self._listen(config, labels, instance)
+            self._listen(config, labels, instance, is_replica)
         except BaseException:
             if self._replicas:
                 self._replicas.stop()
@@ -138,15 +140,16 @@ class Service:
         metrics.set("max_requests", limits.max_num_seqs, "max")
         for reason, count in restarts.read().items():
             metrics.count("restarts", count, reason)
-        metrics.record(assembly.scheduler.stats)
+        metrics.record(self._engine.stats)
         metrics.update()
 
-    def _listen(self, config: EngineConfig, labels: dict[str, str], instance: str | None) -> None:
+    def _listen(self, config: EngineConfig, labels: dict[str, str], instance: str | None, is_replica: bool) -> None:
         """Open the socket for the models of trtllm/ and for other instances; without it the model still serves its own
         clients."""
         limits, model, description = self._assembly.limits, labels["model"], None
-        if instance is not None:
+        if instance is not None or is_replica:
             self._engine_service.start(self._engine, partial(self._admission.submit, here=True), self._check)
+        if instance is not None:
             digest = fingerprint(config, self._assembly.loaded, limits)
             description = Description(f"{labels.get('version')}/{instance}", time.monotonic_ns(), digest)
         try:
@@ -175,9 +178,9 @@ class Service:
         return self._listener.name if self._listener else None
 
     @property
-    def stats(self) -> SchedulerStats:
+    def stats(self) -> Stats:
         """The statistics of the engine, before it has run a request."""
-        return self._assembly.scheduler.stats
+        return self._engine.stats
 
     @property
     def ready(self) -> bool:

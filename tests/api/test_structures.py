@@ -7,7 +7,7 @@ from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.limits import EngineLimits, InputLimits
 from paged_backend.api.sampling_params import SamplingParams
 
-LIMITS = EngineLimits(max_model_len=64, vocab_size=320, num_blocks=8, layout=BlockLayout(16), max_num_seqs=4)
+LIMITS = EngineLimits(max_model_len=64, vocab_size=320, num_pages=8, layout=BlockLayout(16), max_num_seqs=4)
 
 
 def parse(**values):

@@ -1,5 +1,6 @@
 """The engine: what its callers see of its thread."""
 
+from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -67,9 +68,8 @@ def test_engine_emits_one_pool_map_for_concurrent_callers(tiny):
 def test_request_that_is_ended_no_longer_counts_as_waiting(tiny):
     """The number of waiting requests falls before the engine's thread has seen the end."""
     engine = tiny_assembly(tiny[0]).engine(lambda output: None)
-    for key in range(4):
-        engine.announce(key)
-    assert engine.waiting == 4
+    announcements = [engine.announce(key) for key in range(4)]
+    assert engine.waiting == len(announcements) == 4
     engine.abort(0)
     engine.end_all(1)
     engine.reject(2, RequestError(ErrorCode.INTERNAL, "no grammar"))
@@ -91,12 +91,13 @@ def test_error_of_another_thread_ends_the_engine(tiny):
 
 def test_announced_request_counts_as_waiting_until_it_is_rejected(started):
     engine, _, outputs = started()
-    engine.announce(1)
+    announcement = engine.announce(1)
     engine.emit_stats()
     assert outputs.get(timeout=WAIT).stats.waiting == 1 and engine.is_pending(1)
     error = RequestError(ErrorCode.INVALID_ARGUMENT, "no")
     engine.reject(1, error)
     engine.reject(1, error)
+    del announcement
     output = outputs.get(timeout=WAIT)
     assert [(delta.key, delta.error) for delta in output.deltas] == [(1, error)]
     assert (output.stats.waiting, engine.num_open) == (0, 0)
@@ -108,19 +109,32 @@ def test_announced_request_counts_as_waiting_until_it_is_rejected(started):
                                  lambda engine: engine.end_all(1)], ids=["abort", "end", "end_all"])  # fmt: skip
 def test_request_that_is_ended_before_it_is_delivered_does_not_run(started, end):
     engine, scheduler, _ = started()
-    engine.announce(1)
+    announcement = engine.announce(1)
     end(engine)
     until(lambda: not engine.num_open, "the end of the request")
-    engine.deliver(request(1))
+    engine.deliver(replace(request(1), announcement=announcement))
     engine.submit(request(2))
     assert scheduler.added.get(timeout=WAIT).key == 2
 
 
 def test_withdrawn_request_is_left_to_others(started):
     engine, _, _ = started()
-    engine.announce(1)
+    announcement = engine.announce(1)
     assert engine.withdraw(1) and not engine.withdraw(1)
+    del announcement
     assert (engine.waiting, engine.num_open) == (0, 0)
+
+
+def test_announced_request_that_nobody_delivers_fails(started):
+    """The thread that prepared it has raised an unexpected error."""
+    engine, _, outputs = started()
+    announcement = engine.announce(1)
+    assert engine.is_pending(1)
+    del announcement
+    output = outputs.get(timeout=WAIT)
+    assert [delta.key for delta in output.deltas] == [1]
+    assert "INTERNAL: the engine has lost the request" in str(output.deltas[0].error)
+    assert not engine.num_open
 
 
 def test_request_is_added_with_its_adapter(started):

@@ -27,7 +27,6 @@ def test_pool_map_has_the_slots_of_states():
     assert sorted(pool.state_slots) == [*"...1cp"]
     stats = pool.stats
     assert (stats.state_slots_total, stats.state_slots_used, stats.state_checkpoints) == (6, 1, 2)
-    assert stats.state_slots_free == 3
 
 
 def test_pool_map_of_running_scheduler():

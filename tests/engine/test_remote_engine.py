@@ -94,7 +94,7 @@ def test_outputs_are_those_of_a_local_engine(assembly):
 
 def test_request_that_cannot_run_is_returned(assembly):
     with connected(assembly) as (client, _):
-        client.limits = replace(assembly.limits, max_model_len=10_000, num_blocks=10_000)
+        client.limits = replace(assembly.limits, max_model_len=10_000, num_pages=10_000)
         client.submit(1, max_tokens=5000)
         request, rejected = client.owner.returned.get(timeout=WAIT)
         assert request.key == 1 and "max_tokens" in rejected
@@ -207,20 +207,20 @@ def test_requests_of_other_processes_do_not_count_as_waiting(assembly):
 
 def test_a_connection_may_end_while_its_first_request_arrives(assembly, monkeypatch):
     _near, far = pair()
-    session = EngineService(assembly.limits, assembly.loaded.tokenizer, print).open_session(far.send, far.close, 1000)
+    remote = EngineService(assembly.limits, assembly.loaded.tokenizer, print).connect(far.send, far.close, 1000)
     start, begins, may_start = threading.Thread.start, threading.Event(), threading.Event()
 
     def start_late(thread):
-        if thread.name == "engine session":
+        if thread.name == "remote client":
             begins.set()
             may_start.wait(WAIT)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_late)
     with ThreadPoolExecutor(2) as pool:
-        request = pool.submit(session.handle, 1, {"generate": {}})
+        request = pool.submit(remote.handle, 1, {"generate": {}})
         assert begins.wait(WAIT)
-        ends = pool.submit(session.flush)
+        ends = pool.submit(remote.flush)
         wait([ends], timeout=0.2)  # it waits for the thread that starts, or has failed by now
         may_start.set()
         ends.result()
@@ -231,14 +231,14 @@ def test_frame_of_the_client_with_an_invalid_value_is_an_error(assembly):
     near, far = pair()
     service = EngineService(assembly.limits, assembly.loaded.tokenizer, print)
     engine = assembly.engine(service.emit)
-    session = service.open_session(far.send, far.close, far.max_frame_bytes)
-    session.handle(1, {"generate": {}})
+    remote = service.connect(far.send, far.close, far.max_frame_bytes)
+    remote.handle(1, {"generate": {}})
     assert next(near.frames())["returned"] == "rejected"  # it accepts no requests
     service.start(engine, engine.deliver)
     with pytest.raises(FrameError):
-        session.handle(1, {"generate": {}})
-    session.handle(5, {"control": "abort"})  # it has ended
-    assert not session.handle(5, {"request": {}})
+        remote.handle(1, {"generate": {}})
+    remote.handle(5, {"control": "abort"})  # it has ended
+    assert not remote.handle(5, {"request": {}})
     request = {
         "prompt": PROMPT,
         "sampling": {"max_tokens": 5},
@@ -247,9 +247,9 @@ def test_frame_of_the_client_with_an_invalid_value_is_an_error(assembly):
         "bad_words": [],
         "token_outputs": {},
     }
-    session.handle(2, {"generate": request | {"returns_usage": False}})
+    remote.handle(2, {"generate": request | {"returns_usage": False}})
     for frame in ({"generate": request}, {"control": "pause"}, {"control": "end", "sample": "0"}):
         with pytest.raises(FrameError):
-            session.handle(2, frame)
-    session.close()
+            remote.handle(2, frame)
+    remote.close()
     assert service.num_open == 0

@@ -25,7 +25,7 @@ from paged_backend.utils.local_socket import FrameError
 from tests.support.in_process import byte_tokenizer
 
 LIMITS = EngineLimits(
-    max_model_len=200, vocab_size=320, num_blocks=64, layout=BlockLayout(4), max_num_seqs=8,
+    max_model_len=200, vocab_size=320, num_pages=64, layout=BlockLayout(4), max_num_seqs=8,
     sampling_defaults=SamplingDefaults({"temperature": 0.3, "top_k": 7}),
 )  # fmt: skip
 TOKENIZER = byte_tokenizer()
@@ -89,7 +89,7 @@ def test_progress_is_sent():
 
 @pytest.mark.parametrize(
     ("limits", "field"),
-    [({"max_model_len": 20}, "max_tokens"), ({"num_blocks": 2}, "max_tokens"), ({"vocab_size": 100}, "allowed")],
+    [({"max_model_len": 20}, "max_tokens"), ({"num_pages": 2}, "max_tokens"), ({"vocab_size": 100}, "allowed")],
 )
 def test_request_that_this_engine_cannot_run_is_rejected(limits, field):
     sampling = {"max_tokens": 30} | ({"allowed_token_ids": [150]} if field == "allowed" else {})

@@ -35,8 +35,7 @@ CASES = {
 
 class Front(Router):
     def submit(self, request):
-        self.own.announce(request.key)
-        self.deliver(request)
+        self.deliver(replace(request, announcement=self.own.announce(request.key)))
 
 
 def release(front, successor, assembly):

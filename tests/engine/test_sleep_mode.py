@@ -173,15 +173,16 @@ def test_after_the_timeout_nothing_is_changed(held, alone):
     engine, gate = held
     mode = engine.engine.sleep_mode
     key = engine.submit(PROMPT, max_tokens=MAX_TOKENS)
-    engine.engine.announce(99)
+    announcements = [engine.engine.announce(99)]
     gate.wait()
-    engine.engine.announce(100)
+    announcements.append(engine.engine.announce(100))
     gate.open()
     engine.engine.abort(99)
+    assert engine.wait(key)[0].tokens == alone
+    until(lambda: engine.engine.num_open == 1, "the end of the aborted request")
     with pytest.raises(RequestError, match=r"DEADLINE_EXCEEDED: requests are still open after 0\.3 s: 1; nothing was"):
         mode.sleep(0.3)
     assert mode.problem is None
-    assert engine.wait(key)[0].tokens == alone
     engine.engine.abort(100)
     assert ask(engine) == (alone, 48, 0)
 
@@ -190,10 +191,11 @@ def test_a_command_that_ends_ends_the_wait(awake, alone):
     def gone(open_requests):
         raise BrokenPipeError("the command has ended")
 
-    awake.engine.announce(99)
+    announcement = awake.engine.announce(99)
     with pytest.raises(BrokenPipeError):
         awake.engine.sleep_mode.sleep(WAIT, gone)
     awake.engine.abort(99)
+    del announcement
     assert awake.engine.sleep_mode.problem is None
     assert ask(awake)[0] == alone
 

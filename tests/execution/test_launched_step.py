@@ -7,7 +7,7 @@ from paged_backend.api.errors import ErrorCode
 from paged_backend.execution.batch import DraftCheck
 from paged_backend.execution.launched_step import LaunchedStep
 from paged_backend.sampling import logprobs
-from paged_backend.sampling.outputs import OutputValues, Source
+from paged_backend.sampling.outputs import OutputRows, OutputValues, Source
 
 LOGITS = torch.tensor([[0.0, 1.0, 2.0]])
 
@@ -22,7 +22,7 @@ def scored(source, owners, tokens):
     """Return the log probabilities of one token per row."""
     counts = (0,) * len(owners)
     tensors = logprobs.compute(LOGITS.expand(len(owners), -1), torch.tensor(tokens)[:, None], counts)
-    return OutputValues("logprobs", source, counts, owners, 1, tensors)
+    return OutputValues(OutputRows("logprobs", source, torch.tensor(owners), counts, owners), 1, tensors)
 
 
 def test_each_row_is_a_sequence_without_draft_tokens():
@@ -55,8 +55,10 @@ def test_log_probabilities_of_rejected_draft_tokens_are_dropped():
 
 def test_fingerprints_of_rejected_draft_tokens_are_dropped():
     values = torch.arange(5)[:, None].expand(-1, 2).contiguous()
-    sampled = OutputValues("fingerprints", Source.SAMPLED, (0,) * 4, (0, 1, 2, 3), 1, (values[:4],))
-    prompt = OutputValues("fingerprints", Source.PROMPT, (0,), (4,), 1, (values[4:],))
+    sampled, prompt = (
+        OutputValues(OutputRows("fingerprints", source, torch.tensor(owners), (0,) * len(owners), owners), 1, (found,))
+        for source, owners, found in ((Source.SAMPLED, (0, 1, 2, 3), values[:4]), (Source.PROMPT, (4,), values[4:]))
+    )
     result = launched([5, 1, 2, 0], checks=(DraftCheck(1, 1, (1, 0)),), outputs=(sampled, prompt)).result()
     names = [row.numpy().tobytes() for row in values]
     assert result.tokens == [[5], [1, 2]]

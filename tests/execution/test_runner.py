@@ -82,7 +82,7 @@ def drawn(plan):
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids="+".join)
 @pytest.mark.usefixtures("kernels_without_values")
 def test_launch_does_not_synchronize(model, sampling):
-    kv = KVCache.allocate([LayerShape(2, 8)] * 2, num_blocks=32, block_size=4, dtype=torch.float32, device=META)
+    kv = KVCache.allocate([LayerShape(2, 8)] * 2, num_pages=32, block_size=4, dtype=torch.float32, device=META)
     runner = Runner(model, kv, max_sampled=8)
     runner._upload = lambda tree, head=None: map_tensors(tree, lambda tensor: tensor.to(META))
     scheduler = Scheduler(BlockManager(32, BlockLayout(4), caching=True), max_num_seqs=8, max_num_batched_tokens=8)
@@ -107,7 +107,7 @@ def test_launch_does_not_synchronize(model, sampling):
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.usefixtures("kernels_without_values")
 def test_drafting_and_verification_do_not_synchronize(model, captured):
-    kv = KVCache.allocate([LayerShape(2, 8)] * 4, num_blocks=32, block_size=4, dtype=torch.float32, device=META)
+    kv = KVCache.allocate([LayerShape(2, 8)] * 4, num_pages=32, block_size=4, dtype=torch.float32, device=META)
     runner = Runner(model, kv, max_sampled=64, drafter=Drafter(model, kv.layer_range(2, 4)))
     runner._upload = lambda tree, head=None: map_tensors(tree, lambda tensor: tensor.to(META))
     replays = []

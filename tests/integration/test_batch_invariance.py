@@ -180,7 +180,7 @@ def test_tier_changes_no_bit(tier, family_of, alone, tmp_path):
         for reads in (False, True):
             with running(family_of("qwen3").assembly(**INVARIANT | options)) as engine:
                 assert run(engine, [UNSCORED, *OTHERS])[0] == alone[id(UNSCORED)]
-                found = engine.engine._core.stats()
+                found = engine.engine.stats
                 assert bool(getattr(found, f"{tier}_read")) == reads
 
 

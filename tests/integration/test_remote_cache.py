@@ -1,7 +1,6 @@
 """Two engines that share a Redis server: one reuses the blocks of the other, and no failure changes a token."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -46,7 +45,7 @@ def ask(assembly, prompt=PROMPT, **sampling):
     with running(assembly) as engine:
         tokens = engine.generate([prompt], max_tokens=MAX_TOKENS, **sampling)[0]
         stats = engine.history[-1].stats
-    return tokens, replace(stats, **assembly.stores.named_stats())
+    return tokens, stats.having(**assembly.stores.stats)
 
 
 @pytest.mark.usefixtures("async_scheduling")
@@ -128,7 +127,7 @@ def test_failing_store_changes_no_token(assembly, server, alone, failure):
         other = random.Random(0).choices(range(256), k=50)
         assert engine.generate([PROMPT], max_tokens=MAX_TOKENS) == [alone]
         engine.generate([other], max_tokens=MAX_TOKENS)
-        until(lambda: made.stores.named_stats()["remote_disabled"])
+        until(lambda: made.stores.stats["remote_disabled"])
         assert engine.generate([PROMPT], max_tokens=MAX_TOKENS) == [alone]
         if failure == "killed":
             server.start()

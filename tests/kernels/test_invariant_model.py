@@ -49,7 +49,7 @@ class Steps:
         shape = LayerShape(COMMON["num_key_value_heads"], 16, batch_invariant=True)
         self.model = model
         self.kv = KVCache.allocate(
-            [shape] * LAYERS, num_blocks=30, block_size=BLOCK_SIZE, dtype=kv_dtype, device=model.device
+            [shape] * LAYERS, num_pages=30, block_size=BLOCK_SIZE, dtype=kv_dtype, device=model.device
         )
         self.sequences = [
             Group(GenerateRequest(key, tuple(ids), SamplingParams(), 0, frozenset())).leader

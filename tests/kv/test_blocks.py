@@ -84,7 +84,7 @@ def test_without_caching_nothing_is_a_hit():
     blocks = manager(8, caching=False)
     blocks.free(cached(blocks, range(8)))
     assert blocks.match(sequence(blocks, range(8)), 8) is NO_HIT
-    assert blocks.pool.num_free == 8
+    assert (blocks.pool.num_used, blocks.pool.num_cached) == (0, 0)
 
 
 def test_a_hit_leaves_a_token_to_compute():
@@ -266,7 +266,7 @@ def test_restart_begins_with_the_first_token():
 def test_blocks_of_a_freed_sequence_are_cached_but_not_the_last():
     blocks = manager(8)
     blocks.free(cached(blocks, range(10)))
-    assert (blocks.pool.num_cached, blocks.pool.num_free) == (2, 6)
+    assert (blocks.pool.num_cached, blocks.pool.num_used) == (2, 0)
 
 
 @pytest.mark.parametrize("kinds", [(FULL,), (FULL, WindowKind(1, window=100))])
@@ -279,7 +279,7 @@ def test_invalidated_contents_are_found_nowhere(kinds):
     assert known(blocks, range(8)) == 0
     assert blocks.host.num_cached == 0 and not blocks.has_unspilled
     blocks.free(one)
-    assert blocks.pool.num_free == 16
+    assert (blocks.pool.num_used, blocks.pool.num_cached) == (0, 0)
 
 
 def test_clear_forgets_the_device_only():
@@ -287,7 +287,7 @@ def test_clear_forgets_the_device_only():
     blocks.free(cached(blocks, range(8)))
     blocks.ledger.finish(blocks.spill(lambda key: True, 9))
     blocks.clear()
-    assert (blocks.pool.num_free, blocks.host.num_cached, blocks.has_unspilled) == (8, 2, False)
+    assert (blocks.pool.num_cached, blocks.host.num_cached, blocks.has_unspilled) == (0, 2, False)
 
 
 def test_reserved_blocks_are_cached_once_they_are_filled():

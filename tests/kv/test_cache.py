@@ -120,7 +120,7 @@ def test_pinned_pool_is_one_allocation(monkeypatch, dtype):
     sizes = []
     monkeypatch.setattr(kv_cache, "pinned_zeros", lambda n: sizes.append(n) or torch.zeros(n, dtype=torch.uint8))
     layers = [LayerShape(2, 8), LayerShape(1, 16), LayerShape(3, 12, 4), LayerShape(1, 12, 8, latent=True)]
-    options = dict(num_blocks=3, block_size=4, dtype=dtype, device=torch.device("cpu"))
+    options = dict(num_pages=3, block_size=4, dtype=dtype, device=torch.device("cpu"))
     pool, plain = KVCache.allocate(layers, pinned=True, **options), KVCache.allocate(layers, **options)
     assert sizes == [3 * kv_cache.bytes_per_block(layers, 4, dtype)]
     assert [(tensor.shape, tensor.dtype) for tensor in pool.tensors] == [
@@ -138,7 +138,7 @@ def test_latents_of_deepseek_v3_take_a_seventieth_of_keys_and_values():
     expanded, latent = LayerShape(128, 192, 128), LayerShape(1, 576, 512, latent=True)
     sizes = [kv_cache.bytes_per_block([layer], 1, torch.bfloat16) for layer in (expanded, latent)]
     assert sizes == [2 * 128 * (192 + 128), 2 * 576]
-    pool = KVCache.allocate([latent], num_blocks=3, block_size=4, dtype=torch.bfloat16, device=torch.device("cpu"))
+    pool = KVCache.allocate([latent], num_pages=3, block_size=4, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert sum(tensor.nbytes for tensor in pool.tensors) == 3 * 4 * sizes[1]
     assert pool.layers[0].values.data_ptr() == pool.layers[0].keys.data_ptr()
 
@@ -147,7 +147,7 @@ def test_latents_of_deepseek_v3_take_a_seventieth_of_keys_and_values():
 def test_every_pool_tensor_can_be_copied_by_block(dtype):
     """On a CPU PyTorch has no such operations for fp8."""
     shape = LayerShape(num_kv_heads=2, head_dim=8)
-    pool = KVCache.allocate([shape] * 2, num_blocks=3, block_size=4, dtype=dtype, device=torch.device("cpu"))
+    pool = KVCache.allocate([shape] * 2, num_pages=3, block_size=4, dtype=dtype, device=torch.device("cpu"))
     for layer in pool.layers:
         for part, scales in layer.pools:
             part.copy_(torch.randn(part.shape).to(dtype))
@@ -186,9 +186,9 @@ def test_model_degraded_by_8_bit_kv_cache_is_rejected(tiny, monkeypatch, kv_cach
 
 def test_layer_without_attention_takes_no_memory_and_keeps_its_index():
     layers, cpu = [LayerShape(2, 8), NO_ATTENTION, LayerShape(1, 4)], torch.device("cpu")
-    pool = KVCache.allocate(layers, num_blocks=3, block_size=4, dtype=torch.int8, device=cpu)
+    pool = KVCache.allocate(layers, num_pages=3, block_size=4, dtype=torch.int8, device=cpu)
     assert [layer.keys.shape[1] for layer in pool.layers] == [2, 0, 1]
     assert len(pool.tensors) == 8
     assert sum(tensor.nbytes for tensor in pool.tensors) == 3 * kv_cache.bytes_per_block(layers, 4, torch.int8)
-    without = KVCache.allocate([NO_ATTENTION], num_blocks=3, block_size=4, dtype=torch.float32, device=cpu)
+    without = KVCache.allocate([NO_ATTENTION], num_pages=3, block_size=4, dtype=torch.float32, device=cpu)
     assert without.tensors == () and without.device == cpu

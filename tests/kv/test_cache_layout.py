@@ -51,7 +51,7 @@ def windowed_cache():
     layout = layout_of(WINDOW, FULL, WINDOW)
     return KVCache.allocate(
         layout.shapes,
-        num_blocks=7,
+        num_pages=7,
         block_size=16,
         dtype=torch.float32,
         device=torch.device("cpu"),

@@ -26,7 +26,7 @@ def test_evicted_blocks_of_all_kinds_come_back():
     blocks.free(cached(blocks, range(24)))
     moves = evict(blocks)
     assert [sum(len(move.pages) == kind.pages for move in moves) for kind in KINDS[:2]] == [12, 6]
-    assert blocks.host.num_cached == 6 * (1 + 2 + 1) and blocks.pool.num_free == 60
+    assert blocks.host.num_cached == 6 * (1 + 2 + 1) and blocks.pool.num_used == blocks.pool.num_cached == 0
     one = sequence(blocks, range(25))
     hit = blocks.match(one, 25)
     assert hit.num_blocks == 6 and all(location.on_host for location in hit.locations)
@@ -73,7 +73,7 @@ def test_contents_of_a_failed_move_are_not_found(done):
     back = blocks.ledger.take()
     blocks.ledger.finish(back, done=False)
     blocks.free(one)
-    assert blocks.pool.num_free == 8  # what failed to move in is not cached
+    assert blocks.pool.num_used == blocks.pool.num_cached == 0  # what failed to move in is not cached
     assert blocks.host.num_cached == 2 * done
 
 
@@ -353,6 +353,6 @@ def test_moves_that_no_step_has_done_are_dropped():
     blocks.pool.free_table(taken)
     sched.clear_cache()
     assert blocks.ledger.take() == NO_TRANSFERS
-    assert blocks.host.num_free == 16 and blocks.pool.num_free == 8
+    assert all(pool.num_used == pool.num_cached == 0 for pool in (blocks.host, blocks.pool))
     assert not blocks.has_unspilled
     sched.check()

@@ -21,7 +21,7 @@ OUTS, INS, COPIES = copies((1, 3), (2, 0)), copies((1, 4)), copies((0, 5))
 
 
 def make_cache(num_blocks: int, dtype: torch.dtype = torch.float32) -> KVCache:
-    return KVCache.allocate(SHAPES, num_blocks=num_blocks, block_size=4, dtype=dtype, device=torch.device("cpu"))
+    return KVCache.allocate(SHAPES, num_pages=num_blocks, block_size=4, dtype=dtype, device=torch.device("cpu"))
 
 
 def write(cache: KVCache, block: int, number: int) -> None:

@@ -22,7 +22,7 @@ def new_cache():
     """A cache of 8 MiB per tensor, of which no page is resident."""
     layer = LayerShape(num_kv_heads=4, head_dim=64)
     return KVCache.allocate(
-        [layer] * 2, num_blocks=1024, block_size=16, dtype=torch.bfloat16, device=torch.device("cpu")
+        [layer] * 2, num_pages=1024, block_size=16, dtype=torch.bfloat16, device=torch.device("cpu")
     )
 
 

@@ -14,7 +14,7 @@ def test_request_hits_blocks_of_finished_request():
     store = ShadowStore(sched, 5)
     prompt = list(range(18))
     finish(sched, store, request(0, prompt))
-    assert (sched.blocks.pool.num_free, sched.blocks.pool.num_cached) == (27, 5)
+    assert (sched.blocks.pool.num_used, sched.blocks.pool.num_cached) == (0, 5)
     sched.add(request(1, prompt))
     plan = sched.schedule()
     # Hits four full blocks, and one token of the fifth, which holds tokens 16 to 19. The last token is computed.
@@ -78,7 +78,7 @@ def test_prefix_caching_disabled_caches_nothing():
     finish(sched, store, request(0, range(20)), request(1, range(20)))
     finish(sched, store, request(2, range(20)))
     assert sched.stats.cached_tokens == 0
-    assert sched.blocks.pool.num_free == sched.blocks.num_pages
+    assert sched.blocks.pool.num_used == sched.blocks.pool.num_cached == 0
 
 
 def test_eviction_is_lru_and_tail_first():

@@ -4,7 +4,6 @@ import ast
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -356,8 +355,8 @@ def test_stats_describe_last_step():
 
 
 def test_statistics_of_two_engines_are_added():
-    one = replace(scheduler(num_blocks=8).stats, running=1, waiting=2, compute_seconds=0.5, remote_up=True)
-    other = replace(scheduler(num_blocks=4).stats, running=3, compute_seconds=0.1, steps=7)
+    one = scheduler(num_blocks=8).stats.having(running=1, waiting=2, compute_seconds=0.5, remote_up=True)
+    other = scheduler(num_blocks=4).stats.having(running=3, compute_seconds=0.1, steps=7, remote_up=False)
     both = one.plus(other)
     assert (both.running, both.waiting, both.steps, both.blocks_total) == (4, 2, 7, 12)
     assert (both.block_size, both.compute_seconds) == (one.block_size, 0.5)

@@ -30,7 +30,7 @@ class PackedSteps:
         self.model, self.rng = model, rng
         num_blocks = num_seqs * MAX_BLOCKS
         self.kv = KVCache.allocate(
-            layers, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=model.dtype, device=model.device
+            layers, num_pages=num_blocks, block_size=BLOCK_SIZE, dtype=model.dtype, device=model.device
         )
         self.states = StateCache.allocate(state_shapes(model), num_slots=num_seqs, device=model.device)
         for tensor in self.states.tensors:

@@ -4,11 +4,11 @@ from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.limits import EngineLimits
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.server.prompts.encoder import EncodedPrompt, PromptEncoder
-from paged_backend.server.requests.arrival import Arrival
+from paged_backend.server.streams.stream import Arrival
 from tests.support.in_process import WAIT
 from tests.support.streams import TOKENIZER
 
-LIMITS = EngineLimits(max_model_len=64, vocab_size=320, num_blocks=256, layout=BlockLayout(4), max_num_seqs=8)
+LIMITS = EngineLimits(max_model_len=64, vocab_size=320, num_pages=256, layout=BlockLayout(4), max_num_seqs=8)
 
 
 def encoder(limits=LIMITS, max_chars=None, **options):

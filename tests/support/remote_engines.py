@@ -33,7 +33,7 @@ class Peer:
         self.service = EngineService(assembly.limits, assembly.loaded.tokenizer, self.own.put)
         self.engine = assembly.engine(self.service.emit)
         self.service.start(self.engine, self.engine.deliver)
-        self.session = self.service.open_session(self._send, connection.close, connection.max_frame_bytes)
+        self.client = self.service.connect(self._send, connection.close, connection.max_frame_bytes)
         self.connection = connection
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -43,8 +43,8 @@ class Peer:
 
     def _read(self):
         for frame in self.connection.frames():
-            assert self.session.handle(frame["id"], frame)
-        self.session.close()
+            assert self.client.handle(frame["id"], frame)
+        self.client.close()
 
 
 def pair():

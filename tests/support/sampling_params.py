@@ -7,7 +7,7 @@ from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.limits import EngineLimits
 from paged_backend.api.sampling_params import SamplingParams
 
-LIMITS = EngineLimits(max_model_len=8192, vocab_size=1000, num_blocks=256, layout=BlockLayout(16), max_num_seqs=64)
+LIMITS = EngineLimits(max_model_len=8192, vocab_size=1000, num_pages=256, layout=BlockLayout(16), max_num_seqs=64)
 
 
 def rejection(**values):

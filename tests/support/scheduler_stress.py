@@ -443,14 +443,14 @@ class StressTest:
         if self.rnd.random() < 0.5:
             self.sched.clear_cache()
             self.sched.check()
-            assert blocks.pool.num_free == self.num_blocks
+            assert blocks.pool.num_used == blocks.pool.num_cached == 0
             assert blocks.host is None or blocks.host.num_used == 0
             return
         while self.sched.pins.drop_oldest():
             self.sched.check()
         assert blocks.num_used == 0
         empty(blocks)
-        assert blocks.pool.num_free == self.num_blocks
+        assert blocks.pool.num_used == blocks.pool.num_cached == 0
         blocks.ledger.finish(blocks.ledger.take())  # moves for a next step
         assert blocks.host is None or blocks.host.num_used == 0
 

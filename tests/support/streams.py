@@ -2,15 +2,17 @@
 
 import json
 import threading
-from dataclasses import fields, replace
+from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.request import GenerateRequest, TokenDelta
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.token_outputs import TokenLogprob
 from paged_backend.engine.outputs import PoolMap, StepOutput
-from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.kv.blocks import BlockManager
+from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.server.streams.stream import Sample, Stream
 from paged_backend.server.wire.call import Call
 from paged_backend.server.wire.channel import ServerChannel
@@ -52,11 +54,9 @@ class Client:
         self.got.put((text, error and error.text, flags == 1))
 
 
-NOTHING = dict.fromkeys((spec.name for spec in fields(SchedulerStats)), 0)
-
-
-STATS = SchedulerStats(**NOTHING | {"running": 1, "blocks_total": 4, "blocks_used": 2, "blocks_cached": 1,
-                                    "blocks_shared": 1, "block_size": 16, "cached_tokens": 5})  # fmt: skip
+STATS = Scheduler(BlockManager(4, BlockLayout(16)), max_num_seqs=4, max_num_batched_tokens=16).stats.having(
+    running=1, blocks_used=2, blocks_cached=1, blocks_shared=1, cached_tokens=5, compilations=0, sleeping=False
+)
 
 
 POOL = PoolMap(12.5, "12c.", 20, STATS)

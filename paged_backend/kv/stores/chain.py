@@ -76,9 +76,10 @@ class StoreChain:
         for store in self._stores:
             store.close(None if deadline is None else deadline - time.monotonic())
 
-    def named_stats(self) -> dict[str, float]:
-        """Return the statistics of all stores, by the names of `SchedulerStats`."""
-        return {name: value for store in self._stores for name, value in store.named_stats().items()}
+    @property
+    def stats(self) -> dict[str, float]:
+        """The statistics of all stores, by name."""
+        return {name: value for store in self._stores for name, value in store.stats.items()}
 
     def _read_next(self, keys: Sequence[BlockKey]) -> list[list[Tensor]]:
         """Return the first blocks of the cheapest store that has any."""

@@ -18,9 +18,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -28,78 +26,13 @@ from torch import Tensor
 from paged_backend.kv.content import BlockKey
 from paged_backend.kv.stores.block_file import BlockFormat, DiskStalled
 from paged_backend.kv.stores.store import BlockStore
+from paged_backend.utils.lru import LruIndex
 
 log = logging.getLogger("paged_llm")
 
 SUFFIX, PARTIAL = ".safetensors", ".part"
 PARTIAL_SECONDS = 3600  # a partial file older than this is stale
 NAME = re.compile(rf"[0-9a-f]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}(-\d+)?{re.escape(SUFFIX)}")
-
-
-@dataclass(frozen=True)
-class DiskStats:
-    """Statistics of a disk store."""
-
-    up: bool
-    blocks: int  # blocks on disk with this fingerprint
-    nbytes: int  # bytes on disk with any fingerprint
-    read: int  # blocks read since the start
-    written: int  # blocks written since the start
-    dropped: int  # blocks not written because the queue was full
-
-
-class FileIndex:
-    """The block files in the directory with their sizes, least recently used first. Safe to use from any thread."""
-
-    def __init__(self, fingerprint: str):
-        self._fingerprint = fingerprint
-        self._lock = threading.RLock()
-        self._files: OrderedDict[str, int] = OrderedDict()
-        self._nbytes = 0
-        self._matching = 0
-
-    def __contains__(self, name: str) -> bool:
-        with self._lock:
-            return name in self._files
-
-    @property
-    def totals(self) -> tuple[int, int]:
-        """The number of files of this fingerprint, and the bytes of all files."""
-        with self._lock:
-            return self._matching, self._nbytes
-
-    def touch(self, name: str) -> bool:
-        """Make a file the most recently used. Return whether it is in the index."""
-        with self._lock:
-            if name not in self._files:
-                return False
-            self._files.move_to_end(name)
-            return True
-
-    def add(self, name: str, nbytes: int) -> None:
-        """Add a file as the most recently used."""
-        self.remove(name)
-        with self._lock:
-            self._files[name] = nbytes
-            self._nbytes += nbytes
-            self._matching += name.startswith(self._fingerprint)
-
-    def remove(self, name: str) -> None:
-        """Remove a file, if it is in the index."""
-        with self._lock:
-            nbytes = self._files.pop(name, None)
-            if nbytes is not None:
-                self._nbytes -= nbytes
-                self._matching -= name.startswith(self._fingerprint)
-
-    def pop_over(self, budget: int) -> str | None:
-        """Remove and return the least recently used file if the files take more than `budget` bytes."""
-        with self._lock:
-            if self._nbytes <= budget:
-                return None
-            oldest = next(iter(self._files))
-            self.remove(oldest)
-            return oldest
 
 
 class DiskStore(BlockStore):
@@ -111,9 +44,9 @@ class DiskStore(BlockStore):
         self._fingerprint = fingerprint
         self._budget = budget
         self._format = BlockFormat(layouts)
-        self._index = FileIndex(fingerprint)
         self._lock = threading.Lock()
-        self._read = self._written = 0
+        self._files: LruIndex[str, None] = LruIndex()  # with any fingerprint; changed with the lock
+        self._num_blocks = self._read = self._written = 0
         super().__init__("disk")
         try:
             self._scan()
@@ -121,15 +54,19 @@ class DiskStore(BlockStore):
             self._disable(f"cannot be used: {error}")
 
     @property
-    def stats(self) -> DiskStats:
-        """The statistics so far."""
-        blocks, nbytes = self._index.totals
-        with self._lock:
-            return DiskStats(self._up, blocks, nbytes, self._read, self._written, self._writer.dropped)
+    def stats(self) -> dict[str, float]:
+        """The statistics of the store, by name. Counters count since the start."""
+        return {
+            "disk_up": self._up,
+            "disk_blocks": self._num_blocks,  # with this fingerprint
+            "disk_read": self._read,  # blocks
+            "disk_written": self._written,
+            "disk_seconds": self.cost.seconds_per_block,
+        }
 
     def should_write(self, key: BlockKey) -> bool:
         """Return whether the store is in use and has no file with the block's key."""
-        return self._up and self._name(key) not in self._index
+        return self._up and self._name(key) not in self._files
 
     def read(self, keys: Sequence[BlockKey]) -> list[list[Tensor]]:
         """Return the tensors of the first of `keys`, up to the first one that is not on disk or cannot be read."""
@@ -145,8 +82,9 @@ class DiskStore(BlockStore):
     def get(self, key: BlockKey) -> list[Tensor] | None:
         """Return a block's tensors; None if it is not on disk or could not be read."""
         name = self._name(key)
-        if not (self._up and self._index.touch(name)):
-            return None
+        with self._lock:
+            if not (self._up and self._files.touch(name)):
+                return None
         path = self._directory / name
         try:
             tensors = self._format.read(key, path)
@@ -157,23 +95,12 @@ class DiskStore(BlockStore):
             if path.exists() or not self._directory.is_dir():
                 self._disable(f"{path}: {type(error).__name__}: {error}")
                 with contextlib.suppress(OSError):
-                    path.unlink()  # the next server must not read it again
-            self._index.remove(name)
+                    path.unlink()  # deletes it so that the next server does not read it again
+            self._forget(name)
             return None
         with self._lock:
             self._read += tensors is not None
         return tensors
-
-    def named_stats(self) -> dict[str, float]:
-        """Return the statistics of the store, by the names of `SchedulerStats`."""
-        own = self.stats
-        return {
-            "disk_up": own.up,
-            "disk_blocks": own.blocks,
-            "disk_read": own.read,
-            "disk_written": own.written,
-            "disk_seconds": self.cost.seconds_per_block,
-        }
 
     def _scan(self) -> None:
         """Index the files of earlier servers, and remove stale partial files."""
@@ -193,7 +120,7 @@ class DiskStore(BlockStore):
                 elif path.suffix == PARTIAL and time.time() - status.st_mtime > PARTIAL_SECONDS:
                     path.unlink()
         for _, name, size in sorted(files):
-            self._index.add(name, size)
+            self._remember(name, size)
         self._evict(0)  # applies the budget, which may have been larger before
 
     def _name(self, key: BlockKey) -> str:
@@ -223,14 +150,29 @@ class DiskStore(BlockStore):
             except OSError:
                 os.unlink(file.name)
                 raise
-        self._index.add(name, len(data))
+        self._remember(name, len(data))
         with self._lock:
             self._written += 1
 
     def _evict(self, nbytes: int) -> None:
         """Delete the least recently used files until `nbytes` more fit into the budget."""
-        while (oldest := self._index.pop_over(self._budget - nbytes)) is not None:
+        with self._lock:
+            excess = self._files.excess(self._budget - nbytes)
+        for oldest in excess:
+            self._forget(oldest)
             (self._directory / oldest).unlink(missing_ok=True)
+
+    def _remember(self, name: str, nbytes: int) -> None:
+        """Index a file as the most recently used."""
+        with self._lock:
+            self._num_blocks += name not in self._files and name.startswith(self._fingerprint)
+            self._files.put(name, None, nbytes)
+
+    def _forget(self, name: str) -> None:
+        """Remove a file from the index."""
+        with self._lock:
+            if self._files.remove(name):
+                self._num_blocks -= name.startswith(self._fingerprint)
 
     def _disable(self, reason: str) -> None:
         with self._lock:

@@ -23,11 +23,9 @@ import textwrap
 import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -37,6 +35,7 @@ from paged_backend.api.secrets import MIN_KEY_BYTES
 from paged_backend.kv.content import BlockKey
 from paged_backend.kv.stores.block_file import MAX_HEADER_BYTES, TOKEN_TYPE, BlockFormat
 from paged_backend.kv.stores.store import BlockStore
+from paged_backend.utils.lru import LruIndex
 from paged_backend.utils.worker import CallTimeout, call_with_timeout
 
 log = logging.getLogger("paged_llm")
@@ -159,13 +158,8 @@ def _readable(text: str) -> str:
 MAX_KNOWN_KEYS = 1 << 17
 
 
-class _Known(NamedTuple):
-    nbytes: int  # size of the value; 0 if another server has written it
-    expires: float  # time.monotonic() at which the server may have deleted it
-
-
 class KnownKeys:
-    """Known keys, least recently used first. Safe to use from any thread."""
+    """The keys that the server is known to have, least recently used first. Safe to use from any thread."""
 
     def __init__(self, budget: int, ttl: float):
         """budget: maximum bytes of the values that this process has written. ttl: seconds after which the server
@@ -173,61 +167,48 @@ class KnownKeys:
         self._budget = budget
         self._ttl = ttl
         self._lock = threading.Lock()
-        self._keys: OrderedDict[bytes, _Known] = OrderedDict()
-        self._nbytes = 0
+        # time.monotonic() at which the server may have deleted the value; of 0 bytes if another server has written it
+        self._expiry: LruIndex[bytes, float] = LruIndex()
 
     @property
     def nbytes(self) -> int:
         """The bytes of the values that this process has written and not deleted. The server may have less."""
-        return self._nbytes
+        return self._expiry.nbytes
 
     def __contains__(self, key: bytes) -> bool:
         """Return whether the server has a key, unless somebody has deleted it."""
         with self._lock:
-            known = self._keys.get(key)
-        return known is not None and known.expires > time.monotonic()
+            return (self._expiry.get(key) or 0.0) > time.monotonic()
 
     def evictable(self, nbytes: int) -> list[bytes]:
         """Return the least recently used keys whose values must be deleted to make room for a value of `nbytes`. They
         stay known until they are removed, so they still count if the server does not delete them. Keys of other servers
         that are just as old are forgotten."""
-        own: list[bytes] = []
-        foreign: list[bytes] = []
         with self._lock:
-            left, count = self._nbytes + nbytes, len(self._keys)
-            for key, known in self._keys.items():
-                if left <= self._budget and count < MAX_KNOWN_KEYS:
-                    break
-                (own if known.nbytes else foreign).append(key)
-                left -= known.nbytes
-                count -= 1
-            for key in foreign:
-                del self._keys[key]
+            excess = self._expiry.excess(self._budget - nbytes, MAX_KNOWN_KEYS - 1)
+            own = [key for key in excess if self._expiry.size(key)]
+            for key in set(excess).difference(own):
+                self._expiry.remove(key)
         return own
 
     def add(self, key: bytes, nbytes: int = 0) -> None:
         """Add a key as the most recently used. nbytes: size of the value if this server writes it. A key whose value
         was only read is not added beyond MAX_KNOWN_KEYS."""
         with self._lock:
-            before = self._keys.pop(key, None)
-            if not (nbytes or before) and len(self._keys) >= MAX_KNOWN_KEYS:
-                return
-            held = before.nbytes if before else 0
-            self._keys[key] = _Known(nbytes or held, time.monotonic() + self._ttl)
-            self._nbytes += (nbytes or held) - held
+            if nbytes or key in self._expiry or len(self._expiry) < MAX_KNOWN_KEYS:
+                self._expiry.put(key, time.monotonic() + self._ttl, nbytes or self._expiry.size(key))
 
     def remove(self, *keys: bytes) -> None:
         """Remove keys that the server does not have, if they are known."""
         with self._lock:
             for key in keys:
-                if known := self._keys.pop(key, None):
-                    self._nbytes -= known.nbytes
+                self._expiry.remove(key)
 
     def expire(self) -> None:
         """Assume that the server has lost all values, for example because it was restarted. Their sizes still count."""
         with self._lock:
-            for key, known in self._keys.items():
-                self._keys[key] = known._replace(expires=0.0)
+            for key in list(self._expiry):
+                self._expiry.put(key, 0.0, self._expiry.size(key))
 
 
 CODE_BYTES = hashlib.sha256().digest_size
@@ -279,18 +260,6 @@ class Seal:
         return code.digest()
 
 
-@dataclass(frozen=True)
-class RemoteStats:
-    """Statistics of a remote store, since the start."""
-
-    up: bool
-    read: int  # blocks read
-    written: int  # blocks written
-    dropped: int  # blocks not written because the queue was full
-    disabled: int  # how often the store was disabled
-    nbytes: int  # bytes that this process has written and not deleted
-
-
 class RemoteStore(BlockStore):
     """Cached blocks in a Redis server. A disabled store is tried again until the server works."""
 
@@ -334,12 +303,16 @@ class RemoteStore(BlockStore):
             self._disable(str(error))
 
     @property
-    def stats(self) -> RemoteStats:
-        """The statistics so far."""
-        with self._lock:
-            return RemoteStats(
-                self._up, self._read, self._written, self._writer.dropped, self._disabled, self._keys.nbytes
-            )
+    def stats(self) -> dict[str, float]:
+        """The statistics of the store, by name. Counters count since the start."""
+        return {
+            "remote_up": self._up,
+            "remote_read": self._read,  # blocks
+            "remote_written": self._written,
+            "remote_disabled": self._disabled,
+            "remote_bytes": self._keys.nbytes,
+            "remote_seconds": self.cost.seconds_per_block,
+        }
 
     def should_write(self, key: BlockKey) -> bool:
         """Return whether the store is in use and the server is not known to have the block."""
@@ -387,18 +360,6 @@ class RemoteStore(BlockStore):
         super().close(seconds)
         self._closed.set()
         self._client.close()
-
-    def named_stats(self) -> dict[str, float]:
-        """Return the statistics of the server, by the names of `SchedulerStats`."""
-        own = self.stats
-        return {
-            "remote_up": own.up,
-            "remote_read": own.read,
-            "remote_written": own.written,
-            "remote_disabled": own.disabled,
-            "remote_bytes": own.nbytes,
-            "remote_seconds": self.cost.seconds_per_block,
-        }
 
     def _key(self, key: BlockKey) -> bytes:
         return self._namespace + key.name.encode()

@@ -51,8 +51,6 @@ class BlockWriter:
     def __init__(self, name: str, write: Callable[[BlockKey, list[Tensor]], None]):
         """Start the thread. name: name of the thread. write: writes a block; must not raise."""
         self._write = write
-        self._lock = threading.Lock()
-        self._dropped = 0
         self._queue: Queue[_Item] = Queue(MAX_QUEUED_BLOCKS)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -67,18 +65,10 @@ class BlockWriter:
         """Whether every queued block is written."""
         return not self._queue.unfinished_tasks
 
-    @property
-    def dropped(self) -> int:
-        """The number of blocks that were not written because the queue was full."""
-        return self._dropped
-
     def put(self, key: BlockKey, tensors: Sequence[Tensor]) -> None:
         """Queue a block, unless the queue is full."""
-        try:
+        with contextlib.suppress(Full):
             self._queue.put_nowait((key, list(tensors)))
-        except Full:
-            with self._lock:
-                self._dropped += 1
 
     def call_when_written(self, callback: Callable[[], object]) -> bool:
         """Call `callback` on the thread once every block that is queued now is written. Return False, with nothing
@@ -170,9 +160,10 @@ class BlockStore(ABC):
     def read(self, keys: Sequence[BlockKey]) -> list[list[Tensor]]:
         """Return the tensors of the first of `keys`, up to the first one that the store does not have."""
 
+    @property
     @abstractmethod
-    def named_stats(self) -> dict[str, float]:
-        """Return the statistics of the store, by the names of `SchedulerStats`."""
+    def stats(self) -> dict[str, float]:
+        """The statistics of the store, by names that begin with the store's. Counters count since the start."""
 
     @abstractmethod
     def _write(self, key: BlockKey, tensors: list[Tensor]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from paged_backend.api.errors import ErrorCode, RequestError, internal_error
 from paged_backend.api.limits import InputLimits
-from paged_backend.engine.engine_service import EngineService, EngineSession
+from paged_backend.engine.engine_service import EngineService, RemoteClient
 from paged_backend.engine.sleep_mode import SleepMode, Transition
 from paged_backend.server.wire.channel import Channel, Received
 from paged_backend.server.wire.tensors import INPUTS, read_tensors, write_tensors
@@ -168,19 +168,19 @@ class _Peer:
         self.connection = connection
         self.open: dict[int, LocalChannel] = {}  # guarded by the listener's condition
         self._listener = listener
-        self._session: EngineSession | None = None  # requests of another instance of the model
+        self._client: RemoteClient | None = None  # requests of another instance of the model
         if service := listener.engine_service:
-            self._session = service.open_session(self.send, connection.close, connection.max_frame_bytes)
+            self._client = service.connect(self.send, connection.close, connection.max_frame_bytes)
 
     @property
     def num_open(self) -> int:
         """The number of open requests."""
-        return len(self.open) + (self._session.num_open if self._session else 0)
+        return len(self.open) + (self._client.num_open if self._client else 0)
 
     def close(self) -> None:
         """Send the outputs so far, and end the connection."""
-        if self._session:
-            self._session.flush()
+        if self._client:
+            self._client.flush()
         self.connection.close()
 
     def run(self) -> None:
@@ -195,8 +195,8 @@ class _Peer:
             with self._listener.changed:
                 for channel in self.open.values():
                     channel.cancelled = True
-            if self._session:
-                self._session.close()
+            if self._client:
+                self._client.close()
             self._listener.remove(self)
 
     def send(self, frame: bytes) -> None:
@@ -224,7 +224,7 @@ class _Peer:
         if command := next((name for name in answers if frame.get(name) is not None), None):
             self._answer(request_id, command, lambda: answers[command](request_id, frame[command]))
             return
-        if self._session and self._session.handle(request_id, frame):
+        if self._client and self._client.handle(request_id, frame):
             return
         cancel, stop = frame.get("cancel") is True, frame.get("stop") is True
         if cancel or stop:

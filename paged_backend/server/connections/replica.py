@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from paged_backend.api.config import EngineConfig
@@ -40,13 +39,13 @@ def main(text: str) -> None:
             lean_import.import_transformers()
         from paged_backend.server.service import Service
 
-        service = Service(config, None, labels, Path(listing) if listing else None, instance=name)
+        service = Service(config, None, labels, Path(listing) if listing else None, is_replica=True)
         if service.socket_name is None:
             raise ConfigError("its local socket could not be opened")
     except ConfigError as error:
         print(json.dumps({"error": str(error)}), file=answers, flush=True)
         sys.exit(1)
-    print(json.dumps({"socket": service.socket_name, "stats": asdict(service.stats)}), file=answers, flush=True)
+    print(json.dumps({"socket": service.socket_name, "stats": vars(service.stats)}), file=answers, flush=True)
     sys.stdin.read()
     service.stop()
     os._exit(0)  # the interpreter's own shutdown takes a second

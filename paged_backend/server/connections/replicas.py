@@ -31,7 +31,7 @@ from paged_backend.engine.remote_engine import RemoteEngine, read_stats
 from paged_backend.engine.router import Router
 from paged_backend.files.start_checks import check_replicas
 from paged_backend.loading.description import pick_device
-from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.scheduling.stats import Stats
 from paged_backend.server.placement import replica_gpus
 from paged_backend.utils import failure, local_socket
 from paged_backend.utils.child_process import end_process, start_module
@@ -131,7 +131,7 @@ class Replicas:
         """The number of requests that wait in the replicas."""
         return sum(engine.stats.waiting for engine in self._engines if engine.stats)
 
-    def add_stats(self, stats: SchedulerStats) -> SchedulerStats:
+    def add_stats(self, stats: Stats) -> Stats:
         """Return the statistics of this process's engine with those of the replicas added."""
         for engine in self._engines:
             if engine.stats:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.scheduling.stats import Stats
 from paged_backend.utils import restarts
 from paged_backend.utils.machine import MemoryUsage
 
@@ -49,7 +49,12 @@ def token_buckets(longest: int) -> tuple[int, ...]:
     return tuple(bound for bound in bounds if bound <= longest)
 
 
-Shown: TypeAlias = str | Callable[[SchedulerStats], float]  # the name of an event, or a value of the statistics
+def _usage(stats: Stats) -> float:
+    """Return the fraction of the pool's blocks that requests use."""
+    return stats.blocks_used / stats.blocks_total
+
+
+Shown: TypeAlias = str | Callable[[Stats], float]  # the name of an event, or a value of the statistics
 
 
 class Family(NamedTuple):
@@ -94,7 +99,7 @@ _FAMILIES = (
         {
             "total": lambda stats: stats.blocks_total,
             "used": lambda stats: stats.blocks_used,
-            "free": lambda stats: stats.blocks_free,
+            "free": lambda stats: stats.blocks_total - stats.blocks_used - stats.blocks_cached,
             "cached": lambda stats: stats.blocks_cached,
             "shared": lambda stats: stats.blocks_shared,
             "pinned": lambda stats: stats.blocks_pinned,
@@ -181,7 +186,7 @@ _FAMILIES = (
             "total": lambda stats: stats.state_slots_total,
             "used": lambda stats: stats.state_slots_used,
             "checkpoint": lambda stats: stats.state_checkpoints,
-            "free": lambda stats: stats.state_slots_free,
+            "free": lambda stats: stats.state_slots_total - stats.state_slots_used - stats.state_checkpoints,
         },
         label="state",
     ),
@@ -202,30 +207,34 @@ _FAMILIES = (
     _gauge(
         "paged_disk_tier_up",
         "1 while cached blocks are kept on disk; 0 without disk_cache_dir, or after a disk error",
-        lambda stats: stats.disk_up,
+        lambda stats: stats.get("disk_up"),
     ),
-    _gauge("paged_disk_blocks", "Cached blocks on disk", lambda stats: stats.disk_blocks),
-    _counter("paged_disk_blocks_read_total", "Blocks read from disk", lambda stats: stats.disk_read),
-    _counter("paged_disk_blocks_written_total", "Blocks written to disk", lambda stats: stats.disk_written),
+    _gauge("paged_disk_blocks", "Cached blocks on disk", lambda stats: stats.get("disk_blocks")),
+    _counter("paged_disk_blocks_read_total", "Blocks read from disk", lambda stats: stats.get("disk_read")),
+    _counter("paged_disk_blocks_written_total", "Blocks written to disk", lambda stats: stats.get("disk_written")),
     _gauge(
         "paged_remote_tier_up",
         "1 while cached blocks are shared through a remote store; 0 without remote_cache_url, or while the store fails",
-        lambda stats: stats.remote_up,
+        lambda stats: stats.get("remote_up"),
     ),
     _gauge(
         "paged_remote_bytes",
         "Bytes in the remote store that this server has written and not deleted",
-        lambda stats: stats.remote_bytes,
+        lambda stats: stats.get("remote_bytes"),
     ),
-    _counter("paged_remote_blocks_read_total", "Blocks read from the remote store", lambda stats: stats.remote_read),
     _counter(
-        "paged_remote_blocks_written_total", "Blocks written to the remote store", lambda stats: stats.remote_written
+        "paged_remote_blocks_read_total", "Blocks read from the remote store", lambda stats: stats.get("remote_read")
+    ),
+    _counter(
+        "paged_remote_blocks_written_total",
+        "Blocks written to the remote store",
+        lambda stats: stats.get("remote_written"),
     ),
     _counter(
         "paged_remote_tier_disabled_total",
         "How often the remote store was put out of use because it failed, was too slow, or had a damaged or forged"
         " block",
-        lambda stats: stats.remote_disabled,
+        lambda stats: stats.get("remote_disabled"),
     ),
     _gauge(
         "paged_cache_tier_block_seconds",
@@ -234,8 +243,8 @@ _FAMILIES = (
         {
             "compute": lambda stats: stats.compute_seconds,
             "host": lambda stats: stats.host_seconds,
-            "disk": lambda stats: stats.disk_seconds,
-            "remote": lambda stats: stats.remote_seconds,
+            "disk": lambda stats: stats.get("disk_seconds"),
+            "remote": lambda stats: stats.get("remote_seconds"),
         },
         label="tier",
     ),
@@ -308,11 +317,11 @@ _FAMILIES = (
     ),
     _gauge("vllm:num_requests_running", "Running requests", lambda stats: stats.running),
     _gauge("vllm:num_requests_waiting", "Waiting requests", lambda stats: stats.waiting),
-    _gauge("vllm:kv_cache_usage_perc", "Used fraction of the KV cache, 0 to 1", lambda stats: stats.usage),
+    _gauge("vllm:kv_cache_usage_perc", "Used fraction of the KV cache, 0 to 1", _usage),
     _gauge(
         "vllm:gpu_cache_usage_perc",
         "vllm:kv_cache_usage_perc under the name of earlier versions",
-        lambda stats: stats.usage,
+        _usage,
     ),
     _counter("vllm:num_preemptions_total", "Preempted requests", lambda stats: stats.preemptions),
     _counter("vllm:prefix_cache_hits_total", "Tokens found in the prefix cache", lambda stats: stats.cached_tokens),
@@ -372,7 +381,7 @@ _FAMILIES = (
             "free": lambda stats: stats.blocks_total - stats.blocks_used,
             "tokens_per": lambda stats: stats.block_size,
             "reused": lambda stats: stats.cached_tokens // stats.block_size,
-            "fraction": lambda stats: stats.usage,
+            "fraction": _usage,
         },
         label="kv_cache_block_type",
     ),

@@ -1,7 +1,7 @@
 """Prometheus metrics, served by Triton at /metrics. families.py declares them.
 
 An update is a round trip to the server process, so only the responder's thread makes updates: gauges and counters of
-the scheduler's statistics when their values have changed, at most every UPDATE_SECONDS while steps only add tokens, and
+the engine's statistics when their values have changed, at most every UPDATE_SECONDS while steps only add tokens, and
 what changes with every step or token every FLUSH_SECONDS. All are up to date before a request's final response, so that
 a client that reads the metrics after it sees its request counted.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paged_backend.engine.outputs import StepReport
-from paged_backend.scheduling.stats import SchedulerStats
+from paged_backend.scheduling.stats import Stats
 from paged_backend.server.metrics.families import FAMILIES, STEP_PHASES, Family, token_buckets
 from paged_backend.utils.machine import MemoryUsage
 
@@ -44,7 +44,7 @@ class Metrics:
         *,
         max_model_len: int = 1,
         memory: Callable[[], MemoryUsage] = lambda: MemoryUsage(0, 0, 0),
-        add_stats: Callable[[SchedulerStats], SchedulerStats] = lambda stats: stats,
+        add_stats: Callable[[Stats], Stats] = lambda stats: stats,
         enabled: bool = True,
     ):
         """pb_utils: the module `triton_python_backend_utils`.
@@ -66,7 +66,7 @@ class Metrics:
         if self._enabled:
             for family in FAMILIES.values():
                 self._create(family)
-        self._stats: SchedulerStats | None = None  # the newest statistics
+        self._stats: Stats | None = None  # the newest statistics
         self._is_current = True  # whether the metrics show `_stats`
         self._steps, self._sleeping = -1, False  # of the statistics that were reported last
         self._gauges: dict[tuple[str, str], float] = {}  # values that were set last
@@ -82,7 +82,7 @@ class Metrics:
         """Whether `update` has something to report."""
         return not self._is_current or bool(self._counts or self._step_reports or self._bulk_pending)
 
-    def record(self, stats: SchedulerStats) -> None:
+    def record(self, stats: Stats) -> None:
         """Take the newest statistics of the engine, which `update` reports."""
         self._stats, self._is_current = stats, False
 
@@ -139,7 +139,7 @@ class Metrics:
         for (event, label), count in counts.items():
             self._update("increment", event, count, label)
 
-    def _show(self, stats: SchedulerStats) -> None:
+    def _show(self, stats: Stats) -> None:
         """Report the statistics that have changed."""
         now = time.monotonic()
         for shown in self._statistics:
@@ -238,7 +238,7 @@ class Metrics:
 class _Statistic:
     """A gauge or a counter that shows a value of the scheduler's statistics."""
 
-    read: Callable[[SchedulerStats], float]
+    read: Callable[[Stats], float]
     metric: Any
     is_counter: bool
     reported: float | None = None  # the value reported last

@@ -71,5 +71,5 @@ def test_file_with_colliding_key_is_not_used_or_overwritten(tmp_path, monkeypatc
     tier.put(other, content(2))
     tier.settle(60)
     assert torch.equal(tier.get(one)[0], content(1)[0])
-    assert (tier.up, tier.stats.written, tier.stats.read) == (True, 1, 1)
+    assert (tier.up, tier.stats["disk_written"], tier.stats["disk_read"]) == (True, 1, 1)
     tier.close()

@@ -83,7 +83,7 @@ def test_blocks_are_written_to_every_tier_that_lacks_them(tiers):
     chain.settle(60)
     assert chain.is_idle
     assert not chain.should_write(one)
-    assert [tier.stats.written for tier in tiers] == [2, 2]
+    assert [tier.stats["disk_written"] for tier in tiers] == [2, 2]
     assert chain.free_queue_slots == MAX_QUEUED_BLOCKS
 
 

@@ -10,9 +10,13 @@ import pytest
 
 from paged_backend.api.request import FinishReason
 from paged_backend.engine.outputs import EngineDied, StepReport
+from paged_backend.kv.stores.disk import DiskStore
+from paged_backend.kv.stores.remote import RemoteStore, StoreError
+from paged_backend.scheduling.stats import Stats
 from paged_backend.server.metrics import metrics as metrics_module
 from paged_backend.server.metrics.families import FAMILIES, token_buckets
 from paged_backend.server.metrics.metrics import FLUSH_SECONDS, IDLE_FLUSH_SECONDS, Metrics
+from tests.support.disk_blocks import LAYOUTS
 from tests.support.in_process import WAIT
 from tests.support.metric_families import RecordedFamilies
 from tests.support.streams import STATS, Client, step
@@ -82,13 +86,13 @@ def test_an_event_is_shown_by_all_of_its_families(families):
 
 def test_statistics_are_reported_when_they_change(families, clock):
     metrics = Metrics(families, {})
-    metrics.record(replace(STATS, state_slots_total=9, state_slots_used=3, state_checkpoints=4))
+    metrics.record(STATS.having(state_slots_total=9, state_slots_used=3, state_checkpoints=4))
     metrics.update()
     slots = {("total",): 9, ("used",): 3, ("checkpoint",): 4, ("free",): 2}
     assert families.values["paged_state_slots"] == slots
     assert families.values["vllm:prefix_cache_hits_total"] == {(): STATS.cached_tokens}
     before = len(families.updates)
-    metrics.record(replace(STATS, state_slots_total=9, state_slots_used=4, state_checkpoints=4, cached_tokens=7))
+    metrics.record(STATS.having(state_slots_total=9, state_slots_used=4, state_checkpoints=4, cached_tokens=7))
     metrics.update()
     assert families.values["vllm:prefix_cache_hits_total"] == {(): 7}
     assert {name for name, _ in families.updates[before:]} == {
@@ -96,6 +100,26 @@ def test_statistics_are_reported_when_they_change(families, clock):
         "paged_prefix_cache_hit_tokens_total",
         "vllm:prefix_cache_hits_total",
     }
+
+
+def test_stores_report_what_families_show_of_them(tmp_path):
+    """An engine may lack a store, so that a wrong name would show 0."""
+    shown = set()
+
+    class Asked(Stats):
+        def get(self, name):
+            shown.add(name)
+            return 0
+
+    for family in FAMILIES.values():
+        for read in family.series.values():
+            if callable(read):
+                read(Asked(**vars(STATS)))
+    disk = DiskStore(tmp_path, "ab12", 10**6, LAYOUTS)
+    remote = RemoteStore(Mock(connect=Mock(side_effect=StoreError("down"))), "ab12", LAYOUTS, budget=1, ttl=1)
+    assert shown == disk.stats.keys() | remote.stats.keys()
+    for store in (disk, remote):
+        store.close()
 
 
 def test_a_failing_metric_update_is_contained(caplog):
@@ -177,7 +201,7 @@ def test_metrics_show_the_last_step_without_open_streams(opened):
     client.cancelled = True
     assert aborted.get(timeout=WAIT) == 1
     done = step(1, "b", FinishReason.LENGTH)
-    responder.emit(replace(done, stats=replace(done.stats, running=0)))
+    responder.emit(replace(done, stats=done.stats.having(running=0)))
     until(lambda: running == {(): 0})
 
 
@@ -186,7 +210,7 @@ def test_a_dead_engine_reports_no_requests(opened):
     client = Client(1)
     made.open(client.stream)
     busy = step(1, "a")
-    made.emit(replace(busy, stats=replace(busy.stats, running=1, waiting=2)))
+    made.emit(replace(busy, stats=busy.stats.having(running=1, waiting=2)))
     assert client.got.get(timeout=WAIT)[0] == "a"
     made.emit(EngineDied("it did"))
     assert client.got.get(timeout=WAIT)[2]

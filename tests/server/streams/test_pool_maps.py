@@ -1,7 +1,6 @@
 """Pool map requests: every client gets one answer, even if the engine fails."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -70,7 +69,7 @@ def test_metrics_match_pool_map():
     for running in (1, 0):  # the second comes before the next regular update of the metrics
         sent = Reader()
         responder.request_pool_map(sent.channel())
-        responder.emit(PoolMap(12.5, "12c.", 20, replace(STATS, running=running)))
+        responder.emit(PoolMap(12.5, "12c.", 20, STATS.having(running=running)))
         sent.the_only()
         assert held[-1] == running
     responder.stop()

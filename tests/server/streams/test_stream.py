@@ -1,18 +1,20 @@
 """An open request and its samples."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from paged_backend.api.errors import RequestError
 from paged_backend.api.request import FinishReason, TokenDelta, Usage
 from paged_backend.server.prompts.sessions import SessionName, Sessions
-from paged_backend.server.streams.stream import Sample
+from paged_backend.server.streams.stream import Sample, StreamBuilder
 from paged_backend.text.detokenizer import Detokenizer
 from paged_backend.text.stop_tokens import StopTokens
 from tests.support.in_process import WAIT
-from tests.support.prompts import ids
+from tests.support.prompts import LIMITS, arrival, encoded, encoder, ids
 from tests.support.streams import TOKENIZER, Client, LogprobsClient, step, step_with_logprobs
+from tests.support.wire_requests import flag, read, text
 
 NAME = SessionName("", 7)
 
@@ -24,8 +26,8 @@ def test_responses_have_their_own_logprobs_and_the_cumulative_sum(opened):
     responder.open(client.stream)
     responder.emit(step_with_logprobs(1, "a"))
     assert client.sending.wait(WAIT)
-    for text in "bcd":
-        responder.emit(step_with_logprobs(1, text))
+    for char in "bcd":
+        responder.emit(step_with_logprobs(1, char))
     client.may_send.set()
     assert client.got.get(timeout=WAIT) == ("a", [-0.5], False)
     assert client.got.get(timeout=WAIT) == ("bcd", [-2.0], False)
@@ -74,8 +76,8 @@ def test_a_response_has_an_element_for_each_sample_in_order():
     client = Client(1)
     stream, texts = client.stream, []
     stream.samples.append(Sample(Detokenizer(client.decode, [120]), False))
-    for sample, text, finish in ((1, "a", FinishReason.LENGTH), (0, "b", None), (0, "c", FinishReason.LENGTH)):
-        stream.take(step(1, text, finish).deltas[0]._replace(sample=sample), 1.0)
+    for sample, char, finish in ((1, "a", FinishReason.LENGTH), (0, "b", None), (0, "c", FinishReason.LENGTH)):
+        stream.take(step(1, char, finish).deltas[0]._replace(sample=sample), 1.0)
         assert stream.has_new_text()
         texts.append(stream.take_outputs()["text_output"].tolist())
     assert texts == [[b"", b"a"], [b"b", b""], [b"c", b""]]
@@ -145,3 +147,50 @@ def test_a_token_of_a_partial_character_is_held_back_until_the_end():
     assert sample.text == ""
     sample.take(TokenDelta(1, (second,), FinishReason.LENGTH))
     assert sample.text == "é"
+
+
+def builder(seed=None):
+    return StreamBuilder(TOKENIZER, frozenset({256}), LIMITS, encoder(), seed=seed, max_seconds=60.0)
+
+
+def test_requests_without_a_seed_get_seeds_of_their_own():
+    def seeds(made):
+        return [made.build(arrival(read(text_input=text("a"))), encoded("a")).request.seed for _ in range(3)]
+
+    assert len(set(seeds(builder(seed=5)))) == 3
+    assert seeds(builder(seed=5)) == seeds(builder(seed=5)) != seeds(builder(seed=6))
+    assert builder().build(arrival(read(text_input=text("a")), seed=7), encoded("a")).request.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("returned", "sampling", "needed"),
+    [
+        ({}, {"logprobs": 3}, None),
+        ({"return_logprobs": flag(True)}, {}, None),
+        ({"return_logprobs": flag(True)}, {"logprobs": 3}, 3),
+        ({"return_cumulative_logprob": flag(True)}, {"logprobs": 3}, 0),
+        ({}, {"n": 1, "best_of": 2}, 0),
+    ],
+)
+def test_only_logprobs_that_are_sent_or_compared_are_computed(returned, sampling, needed):
+    call = read(text_input=text("a"), **returned)
+    assert builder().build(arrival(call, **sampling), encoded("a")).request.token_outputs.get("logprobs") == needed
+
+
+def test_the_echoed_prompt_is_the_text_before_the_output():
+    call = read(text_input=text("aéb"), return_text_offsets=flag(True))
+    stream = builder().build(arrival(call), encoded("aéb"))
+    assert (stream.samples[0].text, stream.prompt_offsets) == ("aéb", [0, 1, 1, 2])
+    truncated = builder().build(arrival(call, truncate_prompt_tokens=1), encoded("b"))
+    assert (truncated.samples[0].text, truncated.prompt_offsets) == ("b", [0])
+    silent = builder().build(arrival(replace(call, echo=False)), encoded("aéb"))
+    assert (silent.samples[0].text, silent.prompt_offsets) == ("", None)
+
+
+def test_a_stream_without_its_prompt_gets_it_later():
+    made, given = builder(), arrival(read(text_input=text("ab")), n=2)
+    opened = made.build_untokenized(given)
+    assert not opened.is_tokenized
+    opened.set_prompt(made.build(given, encoded("ab")))
+    assert opened.is_tokenized and opened.request.prompt_token_ids == tuple(ids("ab"))
+    assert [sample.text for sample in opened.samples] == ["ab", "ab"]

@@ -217,12 +217,13 @@ def test_the_shorter_time_limit_applies(serve, gate, clock, timeout_us, timeout_
 def test_a_request_that_ends_before_it_reaches_the_engine_never_runs(tiny, monkeypatch, n, end):
     """A long prompt may be overdue once it is tokenized, before the engine gets the request."""
     with running(tiny_assembly(tiny[0])) as engine:
-        engine.engine.announce(0)
+        announcement = engine.engine.announce(0)
         end(engine.engine, 0)
         with monkeypatch.context() as patch:
             patch.setattr(engine.engine, "submit", engine.engine.deliver)
             gone = engine.submit([5, 6, 7], max_tokens=9, n=n)
         other = engine.submit([5, 6, 7], max_tokens=9)
         engine.wait(other)
+        del announcement
         assert engine.outputs[gone].tokens == []
         assert engine.engine.waiting == 0

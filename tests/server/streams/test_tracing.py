@@ -11,7 +11,7 @@ import pytest
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.server.requests import admission
+from paged_backend.server import admission
 from paged_backend.server.service import Service
 from paged_backend.server.streams import tracing
 from paged_backend.server.streams.tracing import Tracing

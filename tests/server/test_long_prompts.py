@@ -12,10 +12,10 @@ import pytest
 from tokenizers import decoders
 
 from paged_backend.api.errors import ErrorCode, RequestError
+from paged_backend.server import admission
 from paged_backend.server.prompts import encoder
 from paged_backend.server.prompts.encoder import EncodedPrompt
 from paged_backend.server.prompts.encoder_process import PromptProcess
-from paged_backend.server.requests import admission, long_prompts
 from paged_backend.server.streams import responder
 from paged_backend.server.wire import call as wire_call
 from paged_backend.text import tokenizing
@@ -59,7 +59,7 @@ def slow():
 def serve(tiny, slow, monkeypatch):
     """A service with a slow tokenizer for long prompts, and the outcomes that it counts."""
     monkeypatch.setattr(admission, "SHORT_CHARS", 200)
-    monkeypatch.setattr(long_prompts, "LONG_CHARS", 200)
+    monkeypatch.setattr(admission, "LONG_CHARS", 200)
     encode = lambda self, prompt: EncodedPrompt(slow.encode(prompt.call.prompt, False))  # noqa: E731
     monkeypatch.setattr(PromptProcess, "encode", encode)
     monkeypatch.setattr(PromptProcess, "start", lambda self: None)
@@ -205,7 +205,7 @@ def test_a_response_that_is_slow_to_send_delays_no_other(serve):
 def test_a_long_conversation_is_parsed_while_the_next_requests_are_admitted(serve, monkeypatch):
     """On the thread that the server passes requests on."""
     serve.service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"
-    monkeypatch.setattr(long_prompts, "LONG_CHARS", 1000)
+    monkeypatch.setattr(admission, "LONG_CHARS", 1000)
     blocked = Blocked(wire_call.parse_json, lambda name, text: name == "messages")
     monkeypatch.setattr(wire_call, "parse_json", blocked)
     long = serve.call(messages=json.dumps([{"role": "user", "content": "a", "name": "b" * 300}]))
@@ -335,8 +335,8 @@ def test_a_failed_long_prompt_restores_its_session(serve, slow, monkeypatch):
 def test_a_long_prompt_is_encoded_like_a_short_one(tiny, texts, monkeypatch):
     """The error for too many tokens shows that all of its text was tokenized."""
     monkeypatch.setattr(admission, "SHORT_CHARS", 200)
-    monkeypatch.setattr(long_prompts, "LONG_CHARS", 200)
-    monkeypatch.setattr(long_prompts, "TOKEN_CHARS", 0)  # a process that starts before would miss the template
+    monkeypatch.setattr(admission, "LONG_CHARS", 200)
+    monkeypatch.setattr(admission, "TOKEN_CHARS", 0)  # a process that starts before would miss the template
     with serving(tiny[0]) as server:
         server.service._assembly.loaded.tokenizer.chat_template = "{{ messages[0].content }}"
         assert f"prompt_tokens={len(byte_tokenizer().encode(LONG))}: must be" in server.call(**texts).rejection()
@@ -363,7 +363,7 @@ def test_prompts_above_65536_characters_are_encoded_in_another_process(tiny, mon
 @pytest.mark.parametrize("chars", [200, 5000])
 def test_the_process_starts_before_the_first_prompt_if_long_prompts_fit(tiny, monkeypatch, chars):
     starts = SimpleQueue()
-    monkeypatch.setattr(long_prompts, "LONG_CHARS", chars)
+    monkeypatch.setattr(admission, "LONG_CHARS", chars)
     monkeypatch.setattr(PromptProcess, "start", lambda self: starts.put(True))
     with serving(tiny[0]) as server:
         assert server.ask(text_input="a", sampling_parameters='{"max_tokens": 1}')
