@@ -256,6 +256,8 @@ class Proof:
         self._indices = indices = representative_layers(model, layers)
         self._classes = [type(modules[index]).__name__ for index in indices]
         self._dtypes = list(dict.fromkeys((torch.float32, model.dtype)))
+        if any("forward" in vars(module) for module in model.modules()):  # of transformers, on the model's own weights
+            self._dtypes = [model.dtype]
         if len(indices) == len(layers) and all((layer.window or 0) <= WINDOW for layer in layers):
             self._dtypes.remove(model.dtype)  # the whole model is verified likewise
         if self._dtypes:
