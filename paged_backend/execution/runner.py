@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from paged_backend.execution.batch import PackedBatch, UniformBatch
 from paged_backend.execution.cpu_threads import CpuThreads
 from paged_backend.execution.drafter import Drafter, propose
-from paged_backend.execution.forward import paged_hidden_states, paged_logits
+from paged_backend.execution.forward import paged_hidden_states, paged_logits, record_hidden_states
 from paged_backend.execution.graph_shapes import GraphShape, draft_shapes
 from paged_backend.execution.graphs import ForwardOutput, GraphCapture, Graphs
 from paged_backend.execution.launched_step import LaunchedStep
@@ -24,7 +24,6 @@ from paged_backend.kv.cache import KVCache
 from paged_backend.kv.ledger import Transfers
 from paged_backend.kv.page_copier import PageCopier
 from paged_backend.kv.state_cache import StateCache
-from paged_backend.models.hidden_states import record_hidden_states
 from paged_backend.models.lora import Lora
 from paged_backend.models.pipeline import Stage
 from paged_backend.sampling.outputs import compute_outputs

@@ -15,9 +15,9 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import ClassificationSpec
 from paged_backend.api.options import invalid_option
+from paged_backend.execution.forward import record_hidden_states
 from paged_backend.files.model_files import CONFIG
 from paged_backend.loading.model_sizes import read_tensor
-from paged_backend.models.hidden_states import record_hidden_states
 
 HEAD = "score.weight"  # of GenericForSequenceClassification in transformers
 TOLERANCE = 0.02  # of the difference of two logits, relative to the largest logit; 16-bit dtypes round to 0.4%

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import ClassificationSpec, EmbeddingSpec, SamplingDefaults
+from paged_backend.execution.forward import hidden_size
 from paged_backend.files import model_files
 from paged_backend.files.generation_config import read_sampling_defaults
 from paged_backend.files.model_files import GGUF
@@ -43,7 +44,6 @@ from paged_backend.loading.verification import verify_model
 from paged_backend.loading.weights import load_weights
 from paged_backend.models import rope, tensor_parallel
 from paged_backend.models.attention import UnsupportedModel
-from paged_backend.models.hidden_states import hidden_size
 from paged_backend.models.latent_attention import absorbed_layers
 from paged_backend.models.linear import WeightQuantizer
 from paged_backend.models.lora import Lora, find_adaptable_layers

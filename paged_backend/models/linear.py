@@ -15,10 +15,10 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.sizes import GIB
+from paged_backend.models.overrides import Overrides
 from paged_backend.models.quantization import QuantizationSpec, quantize
 from paged_backend.utils.machine import available_memory
 from paged_backend.utils.startup import Progress
@@ -342,40 +343,18 @@ def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> Callable[[], N
     return restore
 
 
-def plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
-    """Yield the plain linear layers on a CPU whose own forward runs, which excludes those of fused layers.
-
-    The `forward` of a module that was replaced by one with the attribute `runs_own_forward` counts as its own, and
-    modules in its attribute `called_modules` run theirs.
-    """
-    modules = [model]
-    while modules:
-        module = modules.pop()
-        forward = vars(module).get("forward")
-        if has_custom_forward(module) and not getattr(forward, "runs_own_forward", False):
-            modules += getattr(forward, "called_modules", ())
-            continue
-        modules += module.children()
-        if type(module) in CONVERTIBLE and type(module.weight.data) is Tensor and module.weight.device.type == "cpu":
-            yield module
-
-
-def has_custom_forward(module: nn.Module) -> bool:
-    """Return whether the module's forward function has been replaced, or has hooks."""
-    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
-
-
-def replace_forwards(modules: list[nn.Linear], convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
-    """Make linear layers multiply by converted weights. Returns a function that undoes it."""
-    for module in modules:
-        weight = convert(module.weight.data)
-        if isinstance(module, RowParallelLinear):
-            module.forward = partial(module.forward, weight=weight)
+def convert_linears(linears: Iterable[nn.Linear], convert: Callable[[Tensor], Weight]) -> Overrides:
+    """Make linear layers multiply by converted weights."""
+    overrides: Overrides = {}
+    for linear in linears:
+        weight = convert(linear.weight.data)
+        if isinstance(linear, RowParallelLinear):
+            overrides[linear, "forward"] = partial(linear.forward, weight=weight)
         else:
-            module.forward = partial(project, weight=weight, bias=module.bias)
+            overrides[linear, "forward"] = partial(project, weight=weight, bias=linear.bias)
+    return overrides
 
-    def undo() -> None:
-        for module in modules:
-            del module.forward
 
-    return undo
+def is_convertible(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module is a plain linear layer on a CPU."""
+    return type(module) in CONVERTIBLE and type(module.weight.data) is Tensor and module.weight.device.type == "cpu"

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 from paged_backend.api.errors import RequestError
 from paged_backend.api.limits import EmbeddingSpec, EngineLimits
 from paged_backend.api.request import FinishReason
+from paged_backend.execution.forward import hidden_size
 from paged_backend.loading.model_options import pick_embedding
-from paged_backend.models.hidden_states import hidden_size
 from paged_backend.server.wire.pooling import EmbeddingCall, parse_pooling_sampling
 from tests.support.in_process import running, save_tiny, tiny_assembly
 from tests.support.recorded_graphs import CpuCapture
