@@ -92,17 +92,21 @@ class _Builder:
         if quantizer.bits:
             yield plain._replace(is_intermediate=True)
         overrides = self._converted(decoder, quantizer)
-        name = f"{plain.name}, with {quantizer.description}"
-        if quantizer.bits:
-            yield ModelVariant(
-                name if quantizer.replaced else plain.name, overrides, quantizer.replaced, quantizer.bits
-            )
-            return
         if quantizer.replaced:
-            yield ModelVariant(name, overrides, quantizer.replaced, is_stored=True, int8_rows=quantizer.int8_rows)
-        overrides.clear()
-        quantizer.replaced.clear()
-        yield from self.variants(decoder)
+            yield ModelVariant(
+                f"{plain.name}, with {quantizer.description}",
+                overrides,
+                quantizer.replaced,
+                quantizer.bits,
+                is_stored=quantizer.bits is None,
+                int8_rows=quantizer.int8_rows,
+            )
+        elif quantizer.bits:  # all weights are too small
+            yield ModelVariant(plain.name, overrides, weight_bits=quantizer.bits)
+        if quantizer.bits is None:
+            overrides.clear()
+            quantizer.replaced.clear()
+            yield from self.variants(decoder)
 
     def variants(self, decoder: FusedDecoder | None) -> Iterator[ModelVariant]:
         """Yield the fused variants, if there is a fused decoder, and the others."""
