@@ -11,12 +11,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.limits import InputLimits
@@ -32,9 +34,7 @@ from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.ledger import Transfer, Transfers
 from paged_backend.kv.states import StateSlots
 from paged_backend.loading.model_loader import LoadedModel, ModelSpec
-from paged_backend.models.adapter_rows import adapter_rows
-from paged_backend.models.distinct_layers import distinct_layers
-from paged_backend.models.lora import Lora
+from paged_backend.models.lora import Lora, adapter_rows
 from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import MAX_SCORED, Chunk, Costs, Plan
 from paged_backend.scheduling.scheduler import Scheduler
@@ -316,3 +316,45 @@ def _seconds(action: Callable[[], None], device: torch.device) -> float:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextmanager
+def distinct_layers(model: PreTrainedModel) -> Iterator[int]:
+    """Make the model run its first layers only, up to the first one of the last kind. Yields their number.
+
+    Layers of one kind launch the same kernels. The first layer is a kind of its own, since fused layers add a residual
+    from the second one on. The outputs are meaningless. A model whose list of layers is not found runs all of them.
+    """
+    owner, name, layers = _layer_list(model)
+    if owner is None:
+        yield 0
+        return
+    kinds = [(index == 0, _kind_of(layer)) for index, layer in enumerate(layers)]
+    count = 1 + max(map(kinds.index, kinds))
+    setattr(owner, name, nn.ModuleList(list(layers)[:count]))
+    try:
+        yield count
+    finally:
+        setattr(owner, name, layers)
+
+
+def _layer_list(model: PreTrainedModel) -> tuple[nn.Module | None, str, nn.ModuleList]:
+    """Return the module that owns the list of decoder layers, the list's name, and the list."""
+    total = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == total > 0:
+                return module, name, child
+    return None, "", nn.ModuleList()
+
+
+def _kind_of(layer: nn.Module) -> tuple[Any, ...]:
+    """Return the properties of a layer that its kernels may depend on: those of its modules and parameters."""
+    modules = [(name, type(module), _settings(module)) for name, module in layer.named_modules()]
+    parameters = [(name, value.shape, value.dtype) for name, value in layer.named_parameters()]
+    return (*modules, *parameters)
+
+
+def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | None)}
+    return tuple(sorted((name, repr(value)) for name, value in plain.items() if name != "layer_idx"))

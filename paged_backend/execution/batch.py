@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_backend.models.adapter_rows import AdapterRows, adapter_rows
+from paged_backend.models.lora import AdapterRows, adapter_rows
 from paged_backend.models.state_rows import StateRows, state_rows
 from paged_backend.sampling.outputs import OutputRows, request_prompt_rows
 from paged_backend.sampling.sampler import SamplingBatch, prepare, resolve_tokens

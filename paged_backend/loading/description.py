@@ -220,7 +220,7 @@ def _cache_of(config: EngineConfig, model: PreTrainedModel, max_model_len: int) 
     try:
         layers, _, _, states = probe_layers(model.eval())
         if latents := find_latent_layers(model):
-            layers = latents.install()
+            layers = latents.shapes
     except (UnsupportedModel, RuntimeError) as error:
         log.info("the memory of %s is checked once it is loaded: %s", type(model).__name__, error)
         return None

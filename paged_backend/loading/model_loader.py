@@ -51,7 +51,7 @@ from paged_backend.models.lora import Lora, find_adaptable_layers
 from paged_backend.models.pipeline import check_stage, keep_stage
 from paged_backend.models.quantization import Quantizer
 from paged_backend.models.recurrent import state_shapes
-from paged_backend.models.tensor_parallel import Ranks
+from paged_backend.models.tensor_parallel import Parallelism
 from paged_backend.utils.machine import available_memory
 from paged_kernels.cpu import native
 
@@ -163,7 +163,7 @@ def _load(
     dummy = source.dummy_seed is not None
     form = None if dummy else format_of(hf_config, path, device)
     checkpoint = QuantizedCheckpoint(path, form) if form else None
-    ranks = Ranks(config.tensor_parallel_size, config.pipeline_parallel_size)
+    ranks = Parallelism(config.tensor_parallel_size, config.pipeline_parallel_size)
     model = load_weights(source, dtype, device, checkpoint, ranks)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # some are freed later
     if ranks.tensor > 1:
@@ -275,7 +275,7 @@ def _verify(
     keeper = rounder = None
     if stored:
         int8_rows = rounds_activations(config, model.dtype)
-        ranks = Ranks(config.tensor_parallel_size)
+        ranks = Parallelism(config.tensor_parallel_size)
         keeper = StoredQuantizer(
             stored, model, ranks.own, ranks.tensor, int8_rows=int8_rows, batch_invariant=config.batch_invariant
         )

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from paged_backend.api.sizes import MIB
 from paged_backend.files.model_files import SUFFIX
 from paged_backend.loading.quantized_blocks import Blocks, pack_joined
-from paged_backend.models.linear import JoinedWeight, Weight, WeightPacker, linear_sizes
+from paged_backend.models.linear import CONVERTIBLE, JoinedWeight, Weight, WeightPacker, linear_sizes
 from paged_backend.utils.startup import Progress
 
 log = logging.getLogger("paged_llm")
@@ -149,7 +149,7 @@ class StoredQuantizer:
         """The linear layers by the address of their weight's memory, in the order of their rows."""
         linears: dict[int, list[tuple[str, nn.Linear]]] = {}
         for name, layer in self._model.named_modules():
-            if type(layer) is nn.Linear and type(layer.weight.data) is Tensor:
+            if type(layer) in CONVERTIBLE and type(layer.weight.data) is Tensor:
                 linears.setdefault(layer.weight.data.untyped_storage().data_ptr(), []).append((name, layer))
         for layers in linears.values():
             layers.sort(key=lambda pair: pair[1].weight.data.storage_offset())

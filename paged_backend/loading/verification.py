@@ -15,10 +15,10 @@ Two questions are separate:
   differ by a few times as much as that changes them. One of the prompts is text, for which trained models amplify
   rounding errors less than for random tokens. Activations must stay away from the end of float16.
 
-The verification runs the variant of the model that will serve requests. Layers are fused (`fusion.py`) between the
-reference logits and the paged forward passes. If the logits differ, the model falls back to the next simpler variant
-with a warning, and it is only refused if the unmodified layers fail, too. Verifying the unmodified layers first would
-double the load time without detecting more.
+The verification runs the variant of the model that will serve requests (`model_variants.py`), after the reference
+logits. If the logits differ, the model falls back to the next simpler variant with a warning, and it is only refused if
+the unmodified layers fail, too. Verifying the unmodified layers first would double the load time without detecting
+more.
 
 This covers keys and values in the model's own dtype. If the KV cache has another dtype, the same prompts also run over
 such a cache, with a tolerance for 8-bit quantization.
@@ -54,6 +54,7 @@ from paged_backend.models.attention import ATTENTION, UnsupportedModel
 from paged_backend.models.batch_invariance import check_invariance
 from paged_backend.models.latent_attention import find_latent_layers
 from paged_backend.models.model_variants import ModelVariant, model_variants
+from paged_backend.models.overrides import Overrides, use
 from paged_backend.models.quantization import Quantizer
 from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
@@ -113,7 +114,7 @@ def verify_model(
     range. earlier: outcomes of verifications. If there is one for this start, nothing is compared; if it does not fit
     the model, OutdatedOutcome is raised and the model cannot be used.
 
-    Leaves the model in its fastest variant that passes: on paged attention, fused if possible, with
+    Makes the model run its fastest variant that passes: on paged attention, fused if possible, with
     quantized weights if there is a quantizer. Raises UnsupportedModel, with the name of the model's class, if no
     variant passes. With `skip` a variant passes if it computes finite logits.
     """
@@ -124,8 +125,7 @@ def verify_model(
     try:
         probed = probe_layers(model)
         if outcome:
-            variants = model_variants(model, probed.specs, quantizer=quantizer, batch_invariant=batch_invariant)
-            layers = _restore(model, probed, variants, outcome, options)
+            layers = _restore(model, probed, outcome, options, quantizer)
             progress.advance()
             return layers
         progress.advance()
@@ -138,9 +138,10 @@ def verify_model(
         else:
             with _range_checked(model, trained_dtype):
                 expected = _expect(model, prompts, progress.advance)
-        layers = _install(model, probed, options, partial(_latent_failure, model, expected, options))
+        layers, base = _paged(model, probed, options, partial(_latent_failure, model, expected, options))
         rejected: list[tuple[UnsupportedModel, float | None]] = []  # with the seconds of a forward pass
-        for variant in model_variants(model, probed.specs, quantizer=quantizer, batch_invariant=batch_invariant):
+        for variant in model_variants(model, base, probed.specs, quantizer, batch_invariant=batch_invariant):
+            use(model, variant.overrides)
             run = partial(_paged_logits_of, model, layers, block_size, expected.prompts)
             compare = partial(_compare, model, expected, layers, options, _weight_tolerance(model, variant))
             try:
@@ -190,17 +191,19 @@ def _seconds(run: Callable[[torch.dtype], Any], dtype: torch.dtype) -> float | N
 def _restore(
     model: PreTrainedModel,
     probed: Probed,
-    variants: Iterator[ModelVariant],
     outcome: Outcome,
     options: Options,
+    quantizer: Quantizer | None,
 ) -> tuple[LayerShape, ...]:
-    """Put a model into the state that an earlier verification left it in. Raises OutdatedOutcome."""
+    """Make a model run the variant that an earlier verification found. Raises OutdatedOutcome."""
     name = type(model).__name__
     wrong = None if outcome.latents else UnsupportedModel(f"see the log of the start of {outcome.date}")
-    layers = _install(model, probed, options, lambda shapes: wrong)
+    layers, base = _paged(model, probed, options, lambda shapes: wrong)
+    variants = model_variants(model, base, probed.specs, quantizer, batch_invariant=options.batch_invariant)
     variant = next((one for one in variants if one.name == outcome.variant and not one.is_intermediate), None)
     if variant is None or any(layer.latent for layer in layers) != outcome.latents:
         raise OutdatedOutcome(f"{name} has no variant {outcome.variant!r}")
+    use(model, variant.overrides)
     if not outcome.keeps_unused:
         variant.release_unused(model)
     log.info("%s runs %s, as verified at the start of %s", name, _describe(variant), outcome.date)
@@ -255,6 +258,8 @@ class Proof:
         self._indices = indices = representative_layers(model, layers)
         self._classes = [type(modules[index]).__name__ for index in indices]
         self._dtypes = list(dict.fromkeys((torch.float32, model.dtype)))
+        if any("forward" in vars(module) for module in model.modules()):  # of transformers, on the model's own weights
+            self._dtypes = [model.dtype]
         if len(indices) == len(layers) and all((layer.window or 0) <= WINDOW for layer in layers):
             self._dtypes.remove(model.dtype)  # the whole model is verified likewise
         if self._dtypes:
@@ -301,38 +306,40 @@ class Proof:
         probed = probe_layers(model)
         expected = _expect(model, _prompts(model, ()), lambda: None)
         options = self._options._replace(kv_dtype=dtype)
-        layers = _install(model, probed, options, partial(_latent_failure, model, expected, options))
-        for variant in model_variants(model, probed.specs, None, batch_invariant=options.batch_invariant):
+        layers, base = _paged(model, probed, options, partial(_latent_failure, model, expected, options))
+        for variant in model_variants(model, base, probed.specs, None, batch_invariant=options.batch_invariant):
             if variant.name in names:
+                use(model, variant.overrides)
                 tolerance = _weight_tolerance(model, variant)
                 return _failure(partial(_compare, model, expected, layers, options, tolerance))
         return None
 
 
-def _install(
+def _paged(
     model: PreTrainedModel,
     probed: Probed,
     options: Options,
     fails: Callable[[tuple[LayerShape, ...]], UnsupportedModel | None],
-) -> tuple[LayerShape, ...]:
-    """Make a model run on paged attention. Returns the KV cache shapes of its layers.
+) -> tuple[tuple[LayerShape, ...], Overrides]:
+    """Make a model call paged attention. Returns the KV cache shapes of its layers, and what it is to run for that.
 
     fails: tells why logits are wrong with a cache of latents, if they are.
     """
     model.set_attn_implementation(ATTENTION)
-    recurrent.install(model, probed.mixers, probed.states, batch_invariant=options.batch_invariant)
     rope.freeze_rope(model)
-    layers = _use_latents(model, probed.layers, options, fails)
+    mixers = recurrent.over_packed_batches(model, probed.mixers, probed.states, batch_invariant=options.batch_invariant)
+    layers, latents = _latents(model, mixers, probed.layers, options, fails)
     on_gpu = options.batch_invariant and model.device.type == "cuda"
-    return tuple(replace(layer, batch_invariant=on_gpu) for layer in layers)
+    return tuple(replace(layer, batch_invariant=on_gpu) for layer in layers), mixers | latents
 
 
-def _use_latents(
+def _latents(
     model: PreTrainedModel,
+    mixers: Overrides,
     layers: tuple[LayerShape, ...],
     options: Options,
     fails: Callable[[tuple[LayerShape, ...]], UnsupportedModel | None],
-) -> tuple[LayerShape, ...]:
+) -> tuple[tuple[LayerShape, ...], Overrides]:
     """Make multi-head latent attention store latents, if its logits are right. Returns the KV cache shapes.
 
     Both forms of its attention are verified. The prompts are too short for the expanded one, so it is forced. On a CPU
@@ -340,24 +347,22 @@ def _use_latents(
     """
     latents = find_latent_layers(model)
     if latents is None:
-        return layers
+        return layers, {}
     is_absorbed = options.batch_invariant and model.device.type != "cuda"
     forms = [dict(batch_invariant=True)] if is_absorbed else [dict(min_expanded_rows=2), {}]
     for form in forms:
-        shapes = latents.install(**form)
-        if failure := fails(shapes):
-            break
-    else:
-        return shapes
-    latents.uninstall()
-    log.warning("%s stores expanded keys and values; with latents: %s", type(model).__name__, failure)
-    return layers
+        overrides = latents.over_latents(**form)
+        use(model, mixers | overrides)
+        if failure := fails(latents.shapes):
+            log.warning("%s stores expanded keys and values; with latents: %s", type(model).__name__, failure)
+            return layers, {}
+    return latents.shapes, overrides
 
 
 def _latent_failure(
     model: PreTrainedModel, expected: Expected, options: Options, shapes: tuple[LayerShape, ...]
 ) -> UnsupportedModel | None:
-    tolerance = _weight_tolerance(model, ModelVariant("unmodified"))
+    tolerance = _weight_tolerance(model, ModelVariant("unmodified", {}))
     return _failure(partial(_compare, model, expected, shapes, options, tolerance))
 
 

@@ -22,7 +22,7 @@ from paged_backend.loading.load_progress import weights_reported
 from paged_backend.loading.model_source import ModelSource, source_arguments
 from paged_backend.loading.quantized_checkpoint import QuantizedCheckpoint, is_dequantized
 from paged_backend.models.pipeline import plans_of_stage
-from paged_backend.models.tensor_parallel import ONE_RANK, Ranks, distributed_arguments
+from paged_backend.models.tensor_parallel import NOT_PARALLEL, Parallelism, distributed_arguments
 
 
 def load_weights(
@@ -30,7 +30,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     checkpoint: QuantizedCheckpoint | None = None,
-    ranks: Ranks = ONE_RANK,
+    ranks: Parallelism = NOT_PARALLEL,
 ) -> PreTrainedModel:
     """Load the model, or this rank's shards of it, in `dtype`. Raises ConfigError.
 
@@ -80,7 +80,7 @@ def load_errors_named(source: ModelSource) -> Iterator[None]:
 
 
 @contextmanager
-def _several_ranks(ranks: Ranks, device: torch.device) -> Iterator[None]:
+def _several_ranks(ranks: Parallelism, device: torch.device) -> Iterator[None]:
     """Inside the context, transformers loads this rank's part of the model, and connects the ranks that share it."""
     with ExitStack() as stack:
         if ranks.size > 1:
@@ -128,7 +128,9 @@ def _format_arguments(source: ModelSource, device: torch.device, *, is_whole: bo
     return {"use_safetensors": True} | ({"device_map": device} if is_whole and (quantization or to_gpu) else {})
 
 
-def _random_weights(source: ModelSource, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> PreTrainedModel:
+def _random_weights(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, ranks: Parallelism
+) -> PreTrainedModel:
     """Return a model with random weights, which are generated on the device, or for several ranks on the CPU."""
     where = device if ranks.size == 1 else torch.device("cpu")
     with torch.random.fork_rng(), where:
@@ -139,7 +141,7 @@ def _random_weights(source: ModelSource, dtype: torch.dtype, device: torch.devic
     return model if ranks.size == 1 else _shard(model, ranks)
 
 
-def _shard(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
+def _shard(model: PreTrainedModel, ranks: Parallelism) -> PreTrainedModel:
     """Return this rank's shards of a whole model. Only `from_pretrained` can shard one."""
     return type(model).from_pretrained(
         None,

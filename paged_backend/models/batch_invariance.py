@@ -1,27 +1,42 @@
-"""Batch invariance on a CPU: the result of a row of a model does not depend on the other rows of a step.
+"""Batch invariance: the result of a row of a model does not depend on the other rows of a step.
 
-PyTorch chooses how to add products by the number of rows. So every matrix product of a model is computed by the C++
-kernels, whose sums have one order: linear layers and experts are converted as usual (`linear.py`, `experts.py`), and
-here the weights of modules that multiply by themselves, such as routers. What remains for PyTorch, on one thread, is
-computed for each row by itself. `check_invariance` verifies both when a model is loaded.
+PyTorch chooses how to add products by the number of rows.
+
+On a CPU, every matrix product of a model is therefore computed by the C++ kernels, whose sums have one order: linear
+layers and experts are converted as usual (`linear.py`, `experts.py`), and here the weights of modules that multiply by
+themselves, such as routers. What remains for PyTorch, on one thread, is computed for each row by itself.
+`check_invariance` verifies both when a model is loaded.
+
+On a GPU, every linear layer is computed by `invariant_linear`, in place of cuBLAS. Between the linear layers and
+attention, the layers of a fused model run kernels of this project, which compute each row by itself. Modules of
+transformers and of other libraries run PyTorch's kernels, of which those with a sum or a product choose their order by
+the number of rows. A model with such modules is rejected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from paged_backend.models.attention import UnsupportedModel
-from paged_backend.models.linear import Weight, has_custom_forward, project
+from paged_backend.models.decoder import FusedDecoder, FusedExperts, FusedLatents
+from paged_backend.models.linear import Weight, convert_linears, project
+from paged_backend.models.overrides import Overrides, has_custom_forward
 from paged_backend.models.recurrent import recurrent_mixers
 from paged_kernels.cpu import native
+from paged_kernels.ops import invariant_linear
+
+REASON = "batch_invariant=true: not supported on a GPU: {}; leave it out, or run the model on a CPU"
 
 # Operators of PyTorch whose order of additions depends on the number of rows.
 PRODUCTS = frozenset(
@@ -32,8 +47,9 @@ CASTS = frozenset((Tensor.float, Tensor.to, Tensor.type, Tensor.type_as))
 
 
 class ConvertedParameter(nn.Parameter):
-    """A weight [out_features, in_features] that `F.linear` multiplies in converted form. Its module reads nothing else
-    of it."""
+    """A weight [out_features, in_features] that `F.linear` multiplies in converted form, for modules that multiply by
+    themselves. Their `forward` does more, in every family something else (it scores experts, for example), so it runs
+    unchanged and only its product is replaced."""
 
     convert: Callable[[Tensor], Weight]
     converted: dict[torch.dtype, Weight]
@@ -66,32 +82,22 @@ class ConvertedParameter(nn.Parameter):
         return project(x, self.converted[self.dtype], bias)
 
 
-def replace_parameters(model: nn.Module, convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
-    """Convert the weights of modules that multiply by themselves: routers, and the linear layers of GPT-2. Returns a
-    function that undoes it."""
-    parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
-    layers = []
+def convert_parameters(model: nn.Module, overrides: Overrides, convert: Callable[[Tensor], Weight]) -> Overrides:
+    """Convert the weights of modules that multiply by themselves: routers, and the linear layers of GPT-2. overrides:
+    those of other modules."""
+    found: Overrides = {}
     for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding) or has_custom_forward(module):
+        is_other = isinstance(module, nn.Linear | nn.Embedding) or (module, "forward") in overrides
+        if is_other or has_custom_forward(module):
             continue
         if type(module) is Conv1D:
-            bias, weight = module.bias, convert(module.weight.data.T.contiguous())
-            module.forward = lambda x, weight=weight, bias=bias: project(x, weight, bias)
-            layers.append(module)
+            weight = convert(module.weight.data.T.contiguous())
+            found[module, "forward"] = partial(project, weight=weight, bias=module.bias)
             continue
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.dim() == 2 and type(parameter.data) is Tensor:
-                parameters.append((module, name, parameter))
-    for module, name, parameter in parameters:
-        module._parameters[name] = ConvertedParameter.of(parameter.data, convert)
-
-    def undo() -> None:
-        for module, name, parameter in parameters:
-            module._parameters[name] = parameter
-        for layer in layers:
-            del layer.forward
-
-    return undo
+                found[module, name] = ConvertedParameter.of(parameter.data, convert)
+    return found
 
 
 class _Products(TorchDispatchMode):
@@ -113,7 +119,7 @@ class _Products(TorchDispatchMode):
 def reject_products(model: nn.Module) -> Iterator[None]:
     """Raise UnsupportedModel at the end if PyTorch has multiplied inside. Recurrent mixers may use it: they get one row
     at a time (`recurrent.py`)."""
-    products, undo = _Products(), []
+    products, hooks = _Products(), []
 
     def pause(module: nn.Module, inputs: Sequence[Any]) -> None:
         products.is_paused = True
@@ -122,13 +128,13 @@ def reject_products(model: nn.Module) -> Iterator[None]:
         products.is_paused = False
 
     for mixer in recurrent_mixers(model):
-        undo += [mixer.register_forward_pre_hook(pause), mixer.register_forward_hook(resume)]
+        hooks += [mixer.register_forward_pre_hook(pause), mixer.register_forward_hook(resume)]
     try:
         with products:
             yield
     finally:
-        for handle in undo:
-            handle.remove()
+        for hook in hooks:
+            hook.remove()
     if products.found:
         raise UnsupportedModel(f"batch_invariant=true: PyTorch computes {', '.join(sorted(products.found))} in it")
 
@@ -150,3 +156,42 @@ def check_invariance(
                 raise UnsupportedModel("batch_invariant=true: its logits depend on the number of tokens in a step")
     finally:
         torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True, eq=False)
+class InvariantWeight:
+    """A weight [out_features, in_features] that is multiplied in one order for any number of rows."""
+
+    weight: Tensor
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return invariant_linear(x.flatten(0, -2), self.weight, bias).view(*x.shape[:-1], -1)
+
+
+def convert_on_gpu(model: PreTrainedModel, fused: FusedDecoder | str) -> Overrides:
+    """Make a model on a GPU compute each row by itself. `fused`: what `fuse` returned. Raises UnsupportedModel."""
+    if isinstance(fused, str):
+        raise UnsupportedModel(REASON.format(f"its layers are not fused, because {fused}"))
+    if reason := next(_gpu_obstacles(model, fused), None):
+        raise UnsupportedModel(REASON.format(reason))
+    decoder = fused.with_weights(lambda weight, _: InvariantWeight(weight))
+    linears = [module for module in _outer_modules(model) if isinstance(module, nn.Linear)]
+    return {(fused.module, "forward"): decoder} | convert_linears(linears, InvariantWeight)
+
+
+def _gpu_obstacles(model: PreTrainedModel, decoder: FusedDecoder) -> Iterator[str]:
+    for layer in decoder.layers:
+        if isinstance(layer.mlp, FusedExperts):
+            yield f"the products of a mixture of experts ({type(layer.mlp.module).__name__}) depend on the batch"
+        if isinstance(layer.attention, FusedLatents):
+            yield f"the products of latent attention ({type(layer.attention.module).__name__}) depend on the batch"
+    for module in _outer_modules(model):
+        is_known = type(module) in (nn.Linear, nn.Embedding) or module is model.model.norm
+        if not is_known and any(True for _ in module.parameters(recurse=False)):
+            yield f"the sums of {type(module).__name__} may depend on the batch"
+
+
+def _outer_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Yield the modules outside of the decoder layers."""
+    inner = {id(module) for layer in model.model.layers for module in layer.modules()}
+    return (module for module in model.modules() if id(module) not in inner)

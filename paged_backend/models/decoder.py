@@ -7,7 +7,8 @@
 
 Each part begins with the residual add and the norm, so they can share a launch with its first projection. On a CPU, one
 call of a C++ kernel runs all layers, if it supports them (`native`). Layers and decoders are immutable: `with_weights`
-returns a copy. fusion.py builds a FusedDecoder from a transformers model and installs it as that decoder's `forward`.
+returns a copy. fusion.py builds a FusedDecoder from a transformers model, and model_variants.py makes it the `forward`
+of the model's own decoder.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from paged_backend.models.attention import AttentionMeta, AttentionSpec, attend_pages, reject_unsupported
-from paged_backend.models.few_rows import norm_project
 from paged_backend.models.latent_attention import LatentAttention
 from paged_backend.models.linear import GroupedCopy, Weight, project
-from paged_backend.models.rotary_table import Angles, Rotation
+from paged_backend.models.rope import Angles, Rotation
 from paged_kernels.cpu import native
 from paged_kernels.cpu.packed_linear import GROUP
-from paged_kernels.ops import add_rms_norm, kv_write, latent_kv_write, rope_kv_write
+from paged_kernels.ops import add_rms_norm, few_rows_linear, kv_write, latent_kv_write, rope_kv_write, swiglu
 
 Convert: TypeAlias = "Callable[[Any, Sequence[str]], Weight]"  # of a weight and the names of its linear layers
 AnyPart = TypeVar("AnyPart", bound="Part")
@@ -49,6 +50,19 @@ class Norm(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class FewRowsWeight:
+    """A weight [out_features, in_features] that is multiplied by `few_rows_linear` for up to `max_rows` rows."""
+
+    weight: Tensor
+    max_rows: int
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dim() == 2 and len(x) <= self.max_rows:
+            return few_rows_linear(x, self.weight, bias)[0]
+        return F.linear(x, self.weight, bias)
+
+
+@dataclass(frozen=True, eq=False)
 class Projection:
     """Linear layers of the same input, joined into one, with the normalization before and the activation after it."""
 
@@ -65,7 +79,12 @@ class Projection:
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the projection of the normalized sum of x and residual, and the sum."""
         assert self.norm is not None
-        return norm_project(x, residual, *self.norm, self.weight, self.bias, gated=self.gated)
+        if isinstance(self.weight, FewRowsWeight) and len(x) <= self.weight.max_rows:
+            around = dict(residual=residual, norm=self.norm.weight, eps=self.norm.eps, swiglu=self.gated)
+            return few_rows_linear(x, self.weight.weight, self.bias, **around)
+        normed, total = add_rms_norm(x, residual, *self.norm)
+        product = project(normed, self.weight, self.bias)
+        return swiglu(product) if self.gated else product, total
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +245,7 @@ class FusedDecoder:
             caches = paged.kv.layers[: len(self.layers)]  # those of a draft model follow
             states = HiddenStates(self.native(states.output, *angles, caches, paged.pagings[0]), None)
         else:
-            for layer in self.layers[: len(self.module.layers)]:  # warm-up leaves layers out (distinct_layers.py)
+            for layer in self.layers[: len(self.module.layers)]:  # warm-up leaves layers out (`distinct_layers`)
                 states = layer(states, angles, paged)
         return MoeModelOutputWithPast(last_hidden_state=self._output(*states)[None])
 

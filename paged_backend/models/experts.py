@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
-from paged_backend.models.linear import GroupedCopy, Weight, has_custom_forward, project
+from paged_backend.models.linear import GroupedCopy, Weight, project
+from paged_backend.models.overrides import Overrides, has_custom_forward
 from paged_kernels.cpu import native
 from paged_kernels.cpu.packed_linear import GROUP
 
@@ -107,17 +108,9 @@ def _is_convertible(module: Any) -> bool:
     )
 
 
-def replace_experts(model: nn.Module, convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
-    """Make mixtures of experts multiply by converted weights. Returns a function that undoes it."""
-    modules = list(expert_modules(model))
-    for module in modules:
-        module.forward = ConvertedExperts(module, convert)
-
-    def undo() -> None:
-        for module in modules:
-            del module.forward
-
-    return undo
+def convert_experts(model: nn.Module, convert: Callable[[Tensor], Weight]) -> Overrides:
+    """Make mixtures of experts multiply by converted weights."""
+    return {(module, "forward"): ConvertedExperts(module, convert) for module in expert_modules(model)}
 
 
 def _projection(experts: Any, name: str, convert: Callable[[Tensor], Weight]) -> ExpertProjection:

@@ -7,18 +7,21 @@ layers of a decoder layer.
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from paged_backend.models.linear import Weight, project
-from paged_kernels.ops import add_rms_norm, few_rows_linear, swiglu
+from paged_backend.models.decoder import FewRowsWeight, FusedDecoder, Projection, projections_by_name
+from paged_backend.models.linear import Weight
+from paged_kernels.compilation import compile_ahead
+
+log = logging.getLogger("paged_llm")
 
 ROWS = (1, 4, 16, 32)  # numbers of rows that are measured
 MAX_LAYERS = 16  # layers whose weights are used in rotation, so that they are not in the L2 cache
@@ -28,39 +31,39 @@ DTYPES = (torch.bfloat16, torch.float32)  # in fp16 the product of hidden states
 Measure = Callable[[Sequence[Callable[[], Any]]], float]  # returns the seconds that the device takes for all calls
 
 
-@dataclass(frozen=True, eq=False)
-class FewRowsWeight:
-    """A weight [out_features, in_features] that is multiplied by `few_rows_linear` for up to `max_rows` rows."""
+def with_few_rows(decoder: FusedDecoder, measure: Measure) -> FusedDecoder | None:
+    """Return the decoder with `few_rows_linear`, for each projection up to the number of rows for which it is faster.
+    None: it never is."""
+    groups = projections_by_name(decoder.layers)
+    runs = {names: _measured(group[0]) for names, group in groups.items()}
+    weights: dict[tuple[str, ...], list[Any]] = {names: [one.weight for one in groups[names]] for names in groups}
 
-    weight: Tensor
-    max_rows: int
+    def launch_all() -> None:
+        for names, run in runs.items():
+            weight = weights[names][0]
+            for count in ROWS:
+                run(_rows(count, weight), FewRowsWeight(weight, count))
+                run(_rows(count, weight), weight)
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dim() == 2 and len(x) <= self.max_rows:
-            return few_rows_linear(x, self.weight, bias)[0]
-        return F.linear(x, self.weight, bias)
+    compile_ahead(decoder.module.device, launch_all)
+    max_rows = {names: choose_max_rows(weights[names], run, measure) for names, run in runs.items()}
+    log.info("rows up to which projections take one launch: %s", {names[0]: n for names, n in max_rows.items()})
+
+    def convert(weight: Tensor, names: Sequence[str]) -> Weight:
+        rows = max_rows[tuple(names)]
+        return FewRowsWeight(weight, rows) if rows else weight
+
+    return decoder.with_weights(convert) if any(max_rows.values()) else None
 
 
-def norm_project(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: Tensor,
-    eps: float,
-    weight: Weight,
-    bias: Tensor | None,
-    *,
-    gated: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Add, normalize and project; gated: then apply SwiGLU.
+def _measured(projection: Projection) -> Callable[[Tensor, Weight], Any]:
+    """Return what is measured of a projection: a function of its input and a weight."""
 
-    Returns the projection [num_tokens, out_features], or with SwiGLU [num_tokens, out_features // 2], and the sum of x
-    and residual.
-    """
-    if isinstance(weight, FewRowsWeight) and len(x) <= weight.max_rows:
-        return few_rows_linear(x, weight.weight, bias, residual=residual, norm=norm, eps=eps, swiglu=gated)
-    normed, total = add_rms_norm(x, residual, norm, eps)
-    projected = project(normed, weight, bias)
-    return swiglu(projected) if gated else projected, total
+    def run(x: Tensor, weight: Weight) -> Any:
+        one = replace(projection, weight=weight)
+        return one(x) if one.norm is None else one.add(x, x)
+
+    return run
 
 
 def choose_max_rows(weights: Sequence[Tensor], run: Callable[[Tensor, Weight], Any], measure: Measure) -> int:
@@ -77,14 +80,6 @@ def choose_max_rows(weights: Sequence[Tensor], run: Callable[[Tensor, Weight], A
             break
         found = count
     return found
-
-
-def launch_once(weight: Tensor, run: Callable[[Tensor, Weight], Any]) -> None:
-    """Launch every kernel that `choose_max_rows` measures."""
-    for count in ROWS:
-        rows = _rows(count, weight)
-        run(rows, FewRowsWeight(weight, count))
-        run(rows, weight)
 
 
 def _rows(count: int, weight: Tensor) -> Tensor:

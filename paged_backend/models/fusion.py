@@ -1,15 +1,15 @@
 """Builds fused decoders, which run the operations between two attention calls in few kernel launches.
 
     transformers                                   fused
-    norm, q_proj, k_proj, v_proj                   norm_project: add + norm, one projection
+    norm, q_proj, k_proj, v_proj                   add + norm + one projection (`Projection.add`)
     rotate, write, attend                          rope_kv_write, attend_pages
     o_proj                                         o_proj
-    add, norm, gate, up, silu, mul, down           norm_project with SwiGLU, down
+    add, norm, gate, up, silu, mul, down           add + norm + one projection with SwiGLU, down
     add, norm, mixture of experts                  add_rms_norm, then the module of the model
-    add                                            in the next layer's norm_project, or in the norm after the last
+    add                                            in the next layer's norm, or in the norm after the last
 
 Projections of the same input are joined into one weight, and the model's own parameters become views of it. Memory use
-does not grow, and the original decoder stays intact: removing the fused `forward` restores it.
+does not grow, and the original decoder stays intact.
 
 FAMILIES are the families with this layer structure. A fused layer uses the parameters of the modules in its place, so
 `find_obstacle` checks that they are those that transformers creates (no other modules, parameters or hooks; plain
@@ -21,9 +21,8 @@ miss.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from paged_backend.models import rope
 from paged_backend.models.attention import AttentionSpec
 from paged_backend.models.decoder import (
     FusedDecoder,
@@ -42,16 +40,11 @@ from paged_backend.models.decoder import (
     FusedMlp,
     Norm,
     Projection,
-    projections_by_name,
 )
-from paged_backend.models.few_rows import FewRowsWeight, Measure, choose_max_rows, launch_once
 from paged_backend.models.latent_attention import LatentAttention
-from paged_backend.models.linear import Weight, has_custom_forward
+from paged_backend.models.overrides import Overrides, has_custom_forward
 from paged_backend.models.pipeline import StageOutput
-from paged_backend.models.rotary_table import Angles, Rotation, for_both_halves, look_up_angles, of_complex
-from paged_kernels.compilation import compile_ahead
-
-log = logging.getLogger("paged_llm")
+from paged_backend.models.rope import Angles, Rotation, for_both_halves, look_up_angles, max_static_len, of_complex
 
 
 class Family(NamedTuple):
@@ -139,8 +132,8 @@ def has_experts(mlp: nn.Module, family: str) -> bool:
     return experts is not None and is_own(mlp, family, experts)
 
 
-def find_obstacle(model: PreTrainedModel) -> str | None:
-    """Return why the model cannot be fused, or None if it can."""
+def find_obstacle(model: PreTrainedModel, latents: Mapping[nn.Module, LatentAttention]) -> str | None:
+    """Return why the model cannot be fused, or None if it can. latents: its attention modules over latents."""
     decoder: Any = getattr(model, "model", None)
     family = find_family(decoder)
     if family is None:
@@ -152,15 +145,21 @@ def find_obstacle(model: PreTrainedModel) -> str | None:
     if FAMILIES[family].convert_angles and not has_own_rotary(decoder, family):
         return "its rotary embedding differs"
     for index, layer in enumerate(decoder.layers):
-        if reason := next(_differences(layer, family, index, model), None):
+        if reason := next(_differences(layer, family, index, model, latents), None):
             return f"layer {index}: {reason}"
     return None
 
 
-def _differences(layer: nn.Module, family: str, index: int, model: PreTrainedModel) -> Iterator[str]:
+def _differences(
+    layer: nn.Module,
+    family: str,
+    index: int,
+    model: PreTrainedModel,
+    latents: Mapping[nn.Module, LatentAttention],
+) -> Iterator[str]:
     """Yield how a layer differs from an unmodified one of its family."""
     structure = _structure(layer, family)
-    if structure.unused and not isinstance(vars(layer.self_attn).get("attend_pages"), LatentAttention):
+    if structure.unused and layer.self_attn not in latents:
         yield "its attention does not store latents"
     yield from _module_differences(layer, family, structure)
     yield from _parameter_differences(
@@ -236,89 +235,43 @@ def _parameter_differences(
             yield f"{name} is not a plain parameter in {model.dtype} on {model.device}"
 
 
-@dataclass(frozen=True, eq=False)
-class FusedModel:
-    """A model that runs a fused decoder until `uninstall`."""
-
-    model: PreTrainedModel
-    decoder: FusedDecoder  # with the model's unconverted weights
-
-    def install(self, convert: Callable[[Tensor], Weight] = lambda weight: weight) -> None:
-        """Make the model run the fused decoder on converted weights."""
-        self.model.model.forward = self.decoder.with_weights(lambda weight, _: convert(weight))
-
-    def install_few_rows(self, measure: Measure) -> bool:
-        """Make the model run the fused decoder with `few_rows_linear`, for each projection up to the number of rows for
-        which it is faster. Returns whether it is for any."""
-        groups = [(group, _measured(group[0])) for group in projections_by_name(self.decoder.layers).values()]
-
-        def launch_all() -> None:
-            for group, run in groups:
-                launch_once(group[0].weight, run)
-
-        compile_ahead(self.model.device, launch_all)
-        max_rows = {
-            group[0].names: choose_max_rows([one.weight for one in group], run, measure) for group, run in groups
-        }
-        log.info("rows up to which projections take one launch: %s", {names[0]: n for names, n in max_rows.items()})
-
-        def convert(weight: Tensor, names: Sequence[str]) -> Weight:
-            rows = max_rows[tuple(names)]
-            return FewRowsWeight(weight, rows) if rows else weight
-
-        self.model.model.forward = self.decoder.with_weights(convert)
-        return any(max_rows.values())
-
-    def uninstall(self) -> None:
-        """Restore the model's own decoder."""
-        vars(self.model.model).pop("forward", None)
-
-
-def _measured(projection: Projection) -> Callable[[Tensor, Weight], Any]:
-    """Return what is measured of a projection: a function of its input and a weight."""
-
-    def run(x: Tensor, weight: Weight) -> Any:
-        one = replace(projection, weight=weight)
-        return one(x) if one.norm is None else one.add(x, x)
-
-    return run
-
-
 @torch.no_grad()
-def fuse(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> FusedModel | str:
-    """Replace the model's decoder by a fused one. Returns the reason, and changes nothing, if that is not possible.
+def fuse(model: PreTrainedModel, specs: Sequence[AttentionSpec], overrides: Overrides) -> FusedDecoder | str:
+    """Return a fused decoder for a model, or the reason why that is not possible. The parameters of joined projections
+    become views of one weight.
 
-    `specs` are the attention parameters by layer.
+    specs: the attention parameters by layer. overrides: what the model is to run besides, such as latent attention.
     """
-    if reason := find_obstacle(model):
+    latents = {module: value for (module, _), value in overrides.items() if isinstance(value, LatentAttention)}
+    if reason := find_obstacle(model, latents):
         return reason
     decoder = model.model
     family = find_family(decoder)
     assert family is not None
-    fused = FusedDecoder(
+    return FusedDecoder(
         decoder,
         _angles(model, family),
-        tuple(_fuse_layer(layer, spec, family) for layer, spec in zip(decoder.layers, specs, strict=True)),
+        tuple(_fuse_layer(layer, spec, family, latents) for layer, spec in zip(decoder.layers, specs, strict=True)),
         None if isinstance(decoder.norm, StageOutput) else _norm(decoder.norm),
     )
-    decoder.forward = fused
-    return FusedModel(model, fused)
 
 
 def _angles(model: PreTrainedModel, family: str) -> Callable[[Tensor, Tensor], Angles]:
     rotary = model.model.rotary_emb
     if not has_own_rotary(model.model, family):
         return rotary
-    positions, _ = rope.max_static_len(model.config.get_text_config())
+    positions, _ = max_static_len(model.config.get_text_config())
     hidden = next(model.model.layers.parameters()).data.new_empty(0, dtype=model.dtype)
     return look_up_angles(rotary, positions, hidden, FAMILIES[family].convert_angles)
 
 
-def _fuse_layer(layer: nn.Module, spec: AttentionSpec, family: str) -> FusedLayer:
+def _fuse_layer(
+    layer: nn.Module, spec: AttentionSpec, family: str, latents: Mapping[nn.Module, LatentAttention]
+) -> FusedLayer:
     mlp_norm = _norm(layer.post_attention_layernorm)
     rotation_of = FAMILIES[family].rotation_of
     return FusedLayer(
-        _fuse_latents(layer, spec, rotation_of(layer.self_attn)) if rotation_of else _fuse_heads(layer, spec),
+        _fuse_latents(layer, spec, rotation_of(layer.self_attn), latents) if rotation_of else _fuse_heads(layer, spec),
         _join(layer, OUTPUT),
         FusedExperts(layer.mlp, mlp_norm)
         if has_experts(layer.mlp, family)
@@ -342,13 +295,15 @@ def _fuse_heads(layer: Any, spec: AttentionSpec) -> FusedHeads:
     )
 
 
-def _fuse_latents(layer: Any, spec: AttentionSpec, rotation: Rotation) -> FusedLatents:
+def _fuse_latents(
+    layer: Any, spec: AttentionSpec, rotation: Rotation, latents: Mapping[nn.Module, LatentAttention]
+) -> FusedLatents:
     attention = layer.self_attn
     query_kv, *query = latent_projections(dict(layer.named_modules()).keys())
     return FusedLatents(
         module=attention,
         spec=spec,
-        attend=attention.attend_pages,
+        attend=latents[attention],
         rotation=rotation,
         query_kv=_join(layer, query_kv, _norm(layer.input_layernorm)),
         query=_join(layer, query[0], _norm(attention.q_a_layernorm)) if query else None,

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 
 from paged_backend.kv.cache import LayerShape
 from paged_backend.models.attention import AttentionSpec, attend_pages
+from paged_backend.models.overrides import Overrides
 from paged_kernels.cpu import native
 from paged_kernels.cpu.packed_linear import pack_linear
 from paged_kernels.layer_cache import LayerCache, as_bytes, dequantize
@@ -123,11 +124,6 @@ class LatentAttention:
         if batch_invariant:
             self._min_rows = None
             self._absorb, self._restore = HeadProduct(self._keys.mT), HeadProduct(self._values)
-
-    @property
-    def shape(self) -> LayerShape:
-        """What the cache stores for a token."""
-        return LayerShape(1, self.rank + self.rope, self.rank, latent=True)
 
     def expand_kv(self, latents: Tensor, shared_keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return latents [1, 1, num_tokens, rank] with shared keys [1, 1, num_tokens, rope] as keys and values."""
@@ -226,26 +222,23 @@ def gather_blocks(cache: LayerCache, blocks: Tensor, dtype: torch.dtype) -> Tens
 class LatentLayers:
     """The attention modules of a model over latents."""
 
-    def __init__(self, modules: Sequence[nn.Module], expansions: Sequence[Tensor]) -> None:
+    def __init__(self, modules: Sequence[Any], expansions: Sequence[Tensor]) -> None:
         self._modules, self._expansions = modules, expansions
 
-    def install(self, min_expanded_rows: int | None = None, *, batch_invariant: bool = False) -> tuple[LayerShape, ...]:
-        """Make the modules use a cache of latents. Returns what it stores for a token in each layer."""
-        attentions = [
-            LatentAttention(module, expansion, min_expanded_rows, batch_invariant=batch_invariant)
-            for module, expansion in zip(self._modules, self._expansions, strict=True)
-        ]
-        for module, attention in zip(self._modules, attentions, strict=True):
-            vars(module).update(expand_kv=attention.expand_kv, attend_pages=attention)
-            vars(module.kv_b_proj)["forward"] = _not_called  # so that its weight is neither packed nor quantized
-        return tuple(attention.shape for attention in attentions)
+    @property
+    def shapes(self) -> tuple[LayerShape, ...]:
+        """What a cache of latents stores for a token in each layer."""
+        sizes = ([getattr(module, name) for name in SIZES] for module in self._modules)
+        return tuple(LayerShape(1, rank + rope, rank, latent=True) for rank, _, rope, _ in sizes)
 
-    def uninstall(self) -> None:
-        """Restore the modules."""
-        for module in self._modules:
-            for name in ("expand_kv", "attend_pages"):
-                del vars(module)[name]
-            del vars(module.kv_b_proj)["forward"]
+    def over_latents(self, min_expanded_rows: int | None = None, *, batch_invariant: bool = False) -> Overrides:
+        """Make the modules use a cache of latents. The options are those of `LatentAttention`."""
+        overrides: Overrides = {}
+        for module, expansion in zip(self._modules, self._expansions, strict=True):
+            attention = LatentAttention(module, expansion, min_expanded_rows, batch_invariant=batch_invariant)
+            overrides[module, "expand_kv"], overrides[module, "attend_pages"] = attention.expand_kv, attention
+            overrides[module.kv_b_proj, "forward"] = _not_called  # so that its weight is neither packed nor quantized
+        return overrides
 
 
 def _not_called(*arguments: Any) -> Tensor:

@@ -12,14 +12,13 @@ With the `quantization` option, quantized weights take the place of the weights 
 
 from __future__ import annotations
 
-import copy
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from transformers import PreTrainedModel
 
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.sizes import GIB
+from paged_backend.models.overrides import Overrides
 from paged_backend.models.quantization import QuantizationSpec, quantize
 from paged_backend.utils.machine import available_memory
 from paged_backend.utils.startup import Progress
@@ -170,27 +170,51 @@ def groups_are_fastest(dtype: torch.dtype) -> bool:
     return GroupedCopy.supports(dtype) and not (dtype == torch.bfloat16 and native.level() == "amx")
 
 
-@dataclass(frozen=True, eq=False)
-class RowParallelForward:
-    """The `forward` of a linear layer whose inputs are split over the ranks of a tensor parallel group.
+class Ranks:
+    """The ranks that share the weight of a module. They are those of its copies, too: a group cannot be copied."""
 
-    Each rank multiplies its inputs, and the products are summed.
-    """
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """group: None for all ranks."""
+        self._group = group
 
-    module: nn.Linear  # its weight is [out_features, in_features of this rank]
-    weight: Weight | None = None  # in the place of the module's
-    group: dist.ProcessGroup | None = None  # the ranks; None: all
+    @property
+    def rank(self) -> int:
+        """The index of this process among the ranks."""
+        return dist.get_rank(self._group)
 
-    runs_own_forward = True  # so its weight may be converted
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return dist.get_world_size(self._group)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        product = project(x, self.module.weight if self.weight is None else self.weight, None)
-        dist.all_reduce(product, group=self.group)
-        return product if self.module.bias is None else product + self.module.bias
+    def sum(self, x: Tensor) -> Tensor:
+        """Add the tensors of all ranks in place."""
+        dist.all_reduce(x, group=self._group)
+        return x
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RowParallelForward:
-        """Copy the module and the weight. The copy has the same ranks, whose group cannot be copied."""
-        return RowParallelForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.weight, memo), self.group)
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks, joined in the last dimension. They have the same shape."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x, group=self._group)
+        return torch.cat(parts, -1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer whose inputs are split over ranks. Each rank multiplies its own, and the products are summed."""
+
+    ranks: Ranks
+
+    def forward(self, x: Tensor, weight: Weight | None = None) -> Tensor:
+        """weight: converted, in place of the layer's own [out_features, in_features of this rank]."""
+        product = self.ranks.sum(project(x, self.weight if weight is None else weight, None))
+        return product if self.bias is None else product + self.bias
+
+
+# Classes of linear layers whose weights may be replaced by packed and quantized ones.
+CONVERTIBLE = (nn.Linear, RowParallelLinear)
 
 
 class WeightPacker:
@@ -289,7 +313,7 @@ class WeightQuantizer:
 
 def linear_sizes(model: PreTrainedModel) -> list[int]:
     """Return the number of elements of each weight that is multiplied."""
-    sizes = [module.weight.numel() for module in model.modules() if type(module) is nn.Linear]
+    sizes = [module.weight.numel() for module in model.modules() if type(module) in CONVERTIBLE]
     for parameter in model.parameters():
         if parameter.dim() == 3:  # the weights of all experts of a layer
             sizes += [parameter[0].numel()] * len(parameter)
@@ -319,44 +343,18 @@ def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> Callable[[], N
     return restore
 
 
-def plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
-    """Yield the plain linear layers on a CPU whose own forward runs, which excludes those of fused layers.
-
-    The `forward` of a module that was replaced by one with the attribute `runs_own_forward` counts as its own, and
-    modules in its attribute `called_modules` run theirs.
-    """
-    modules = [model]
-    while modules:
-        module = modules.pop()
-        forward = vars(module).get("forward")
-        if has_custom_forward(module) and not getattr(forward, "runs_own_forward", False):
-            modules += getattr(forward, "called_modules", ())
-            continue
-        modules += module.children()
-        if type(module) is nn.Linear and type(module.weight.data) is Tensor and module.weight.device.type == "cpu":
-            yield module
-
-
-def has_custom_forward(module: nn.Module) -> bool:
-    """Return whether the module's forward function has been replaced, or has hooks."""
-    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
-
-
-def replace_forwards(modules: list[nn.Linear], convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
-    """Make linear layers multiply by converted weights. Returns a function that undoes it."""
-    originals = [vars(module).get("forward") for module in modules]
-    for module, original in zip(modules, originals, strict=True):
-        weight = convert(module.weight.data)
-        if isinstance(original, RowParallelForward):
-            module.forward = replace(original, weight=weight)
+def convert_linears(linears: Iterable[nn.Linear], convert: Callable[[Tensor], Weight]) -> Overrides:
+    """Make linear layers multiply by converted weights."""
+    overrides: Overrides = {}
+    for linear in linears:
+        weight = convert(linear.weight.data)
+        if isinstance(linear, RowParallelLinear):
+            overrides[linear, "forward"] = partial(linear.forward, weight=weight)
         else:
-            module.forward = partial(project, weight=weight, bias=module.bias)
+            overrides[linear, "forward"] = partial(project, weight=weight, bias=linear.bias)
+    return overrides
 
-    def undo() -> None:
-        for module, original in zip(modules, originals, strict=True):
-            if original is None:
-                del module.forward
-            else:
-                module.forward = original
 
-    return undo
+def is_convertible(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module is a plain linear layer on a CPU."""
+    return type(module) in CONVERTIBLE and type(module.weight.data) is Tensor and module.weight.device.type == "cpu"

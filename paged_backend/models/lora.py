@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,15 +32,31 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from paged_backend.api.request import Adapter
-from paged_backend.models.adapter_rows import AdapterRows
 from paged_backend.models.decoder import FusedDecoder
 from paged_backend.models.linear import Weight, project
+from paged_backend.models.overrides import Overrides, overridden
 from paged_backend.models.peft_files import Factors, LoraShapes
 from paged_kernels.cpu import native
 from paged_kernels.cpu.packed_linear import PackedLinear, pack_linear
 from paged_kernels.ops import invariant_linear
 
 PROBE_TOKENS = 13
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterRows:
+    """The adapter slots that a step uses, and the rows that belong to each."""
+
+    used: tuple[int, ...]  # slots in ascending order
+    slots: Tensor  # [num_used] int64: the same on the device
+    masked: Tensor  # [num_tokens, num_used, 1] bool: True if the row does not use the slot
+
+
+def adapter_rows(slots: np.ndarray) -> AdapterRows:
+    """Build the assignment from the slot of each row, [num_tokens] int64, with -1 for no adapter."""
+    used = np.unique(slots[slots >= 0])
+    masked = torch.from_numpy(slots[:, None, None] != used[None, :, None])
+    return AdapterRows(tuple(used.tolist()), torch.from_numpy(used), masked)
 
 
 @dataclass(eq=False)
@@ -130,7 +147,7 @@ class Lora:
             for name, (inputs, outputs) in shapes.items()
         }
         self._rows: AdapterRows | RowsBySlot | None = None  # adapter rows of the running step
-        self._forwards = dict(self._adapted_forwards(model))
+        self._adapted = self._adapt(model)
 
     @property
     def nbytes(self) -> int:
@@ -151,22 +168,16 @@ class Lora:
     @contextmanager
     def applied(self, rows: AdapterRows) -> Iterator[None]:
         """Apply the adapters of these rows to forward passes inside the context."""
-        originals = {module: vars(module).get("forward") for module in self._forwards}
         self._rows = RowsBySlot.of(rows, self.slots) if self._is_packed else rows
         try:
-            for module, forward in self._forwards.items():
-                module.__dict__["forward"] = forward
-            yield
+            with overridden(self._adapted):
+                yield
         finally:
             self._rows = None
-            for module, forward in originals.items():
-                if forward is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.__dict__["forward"] = forward
 
-    def _adapted_forwards(self, model: PreTrainedModel) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-        """Yield each module to adapt with the forward function that replaces its own."""
+    def _adapt(self, model: PreTrainedModel) -> Overrides:
+        """Make the modules of a model add the outputs of adapters."""
+        overrides: Overrides = {}
         modules = dict(model.named_modules())
         projected: set[str] = set()
         if fused := FusedDecoder.of(model):
@@ -175,10 +186,11 @@ class Lora:
                 prefix = f"{model.base_model_prefix}.layers.{index}."
                 layers.append(layer.with_weights(partial(self._weight, prefix=prefix)))
                 projected |= {prefix + name for projection in layer.projections for name in projection.names}
-            yield model.base_model, replace(fused, layers=tuple(layers))
+            overrides[fused.module, "forward"] = replace(fused, layers=tuple(layers))
         for name in self._stacks:
             if name not in projected:
-                yield modules[name], partial(self._forward, [name], modules[name].forward)
+                overrides[modules[name], "forward"] = partial(self._forward, [name], modules[name].forward)
+        return overrides
 
     def _weight(self, weight: Weight, names: Sequence[str], *, prefix: str) -> Weight:
         """Wrap the weight of one projection, or of several joined ones, so that it adds the adapters' output."""

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paged_backend.models import few_rows
 from paged_backend.models.attention import AttentionSpec
-from paged_backend.models.batch_invariance import replace_parameters
-from paged_backend.models.experts import replace_experts
-from paged_backend.models.fusion import FusedModel, fuse
-from paged_backend.models.gpu_invariance import install_invariant
-from paged_backend.models.linear import Weight, WeightPacker, plain_linears, release, replace_forwards
+from paged_backend.models.batch_invariance import convert_on_gpu, convert_parameters
+from paged_backend.models.decoder import FusedDecoder
+from paged_backend.models.experts import convert_experts
+from paged_backend.models.fusion import fuse
+from paged_backend.models.linear import Weight, WeightPacker, convert_linears, is_convertible, release
+from paged_backend.models.overrides import Overrides, has_custom_forward, use
 from paged_backend.models.quantization import Quantizer
-
-log = logging.getLogger("paged_llm")
 
 
 class ModelVariant(NamedTuple):
-    """A variant of the model, and the weights that it does not use."""
+    """A variant of the model: what its modules run, and the weights that they do not use."""
 
     name: str
+    overrides: Overrides
     unused: Sequence[Tensor] = ()  # weights that have been replaced by packed or quantized copies
     weight_bits: int | None = None  # bits to which this variant rounds weights
     is_stored: bool = False  # whether weights are those of the files, which the model's are rounded from
@@ -50,98 +49,110 @@ class ModelVariant(NamedTuple):
 
 def model_variants(
     model: PreTrainedModel,
+    base: Overrides,
     specs: Sequence[AttentionSpec],
     quantizer: Quantizer | None,
     *,
     batch_invariant: bool = False,
 ) -> Iterator[ModelVariant]:
-    """Put the model into one variant after the other and yield each. The model stays in the last one yielded.
+    """Yield the variants of a model, for `use`. base: what it runs in all of them.
 
     With a quantizer that rounds weights, these are a variant with the model's weights, which is intermediate, and one
     with rounded weights. With `batch_invariant`, all other variants multiply in the C++ kernels only, and on a
     GPU there is one, which multiplies in `invariant_linear`.
+
+    Each variant is built when it is asked for. The one before is taken out of use and emptied first, so that copies of
+    weights are in memory for one variant at a time.
     """
-    fused = fuse(model, specs)
-    obstacle = fused if isinstance(fused, str) else None
-    lacking: list[bool] = []
-    for variant in _variants(model, fused, quantizer, lacking, batch_invariant=batch_invariant):
-        yield variant._replace(obstacle=obstacle, lacks_memory=any(lacking))
-
-
-def _variants(
-    model: PreTrainedModel,
-    fused: FusedModel | str,
-    quantizer: Quantizer | None,
-    lacking: list[bool],
-    *,
-    batch_invariant: bool,
-) -> Iterator[ModelVariant]:
+    use(model, {})
+    fused = fuse(model, specs, base)
+    decoder, obstacle = (None, fused) if isinstance(fused, str) else (fused, None)
     if batch_invariant and model.device.type == "cuda":
-        install_invariant(model, fused)
-        yield ModelVariant("fused, with one order of sums for any number of rows")
+        overrides = base | convert_on_gpu(model, fused)
+        yield ModelVariant("fused, with one order of sums for any number of rows", overrides)
         return
+    builder = _Builder(model, base, batch_invariant)
+    for variant in builder.quantized(decoder, quantizer) if quantizer else builder.variants(decoder):
+        yield variant._replace(obstacle=obstacle, lacks_memory=builder.lacks_memory)
+        use(model, {})
+        variant.overrides.clear()
 
-    def use_plain(convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
-        undo_linears = replace_forwards(list(plain_linears(model)), convert)
-        undo_experts = replace_experts(model, convert)
-        packer = WeightPacker(batch_invariant=True)
-        undo_parameters = replace_parameters(model, packer) if batch_invariant else lambda: None
 
-        def undo() -> None:
-            undo_linears()
-            undo_experts()
-            undo_parameters()
+class _Builder:
+    """Builds the variants of a model, which is not in any of them meanwhile."""
 
-        return undo
+    def __init__(self, model: PreTrainedModel, base: Overrides, batch_invariant: bool) -> None:
+        self._model, self._base = model, base
+        self._batch_invariant = batch_invariant
+        self.lacks_memory = False  # whether a weight was not packed for lack of memory
 
-    def use(convert: Callable[[Tensor], Weight]) -> Callable[[], None]:
-        if isinstance(fused, FusedModel):
-            fused.install(convert)
-        return use_plain(convert)
-
-    shape = "unmodified" if isinstance(fused, str) else "fused"
-    if quantizer and quantizer.bits:
-        yield ModelVariant(shape, is_intermediate=True)
-        use(quantizer)
-        name = f"{shape}, with {quantizer.description}" if quantizer.replaced else shape
-        yield ModelVariant(name, quantizer.replaced, quantizer.bits)
-        return
-    if quantizer:
-        undo = use(quantizer)
+    def quantized(self, decoder: FusedDecoder | None, quantizer: Quantizer) -> Iterator[ModelVariant]:
+        """Yield the variants with quantized weights. If they are not rounded but stored, all others follow."""
+        plain = self._plain(decoder)
+        if quantizer.bits:
+            yield plain._replace(is_intermediate=True)
+        overrides = self._converted(decoder, quantizer)
         if quantizer.replaced:
-            name = f"{shape}, with {quantizer.description}"
-            yield ModelVariant(name, quantizer.replaced, is_stored=True, int8_rows=quantizer.int8_rows)
-        undo()
-        quantizer.replaced.clear()
-    if isinstance(fused, FusedModel):
-        on_gpu = model.device.type == "cuda" and model.dtype in few_rows.DTYPES
-        if on_gpu and fused.install_few_rows(few_rows.measure_on_gpu):
-            yield ModelVariant(f"{shape}, with one launch for few rows")
-        yield from _packed(model, use, shape, lacking, batch_invariant=batch_invariant)
-        fused.install()
-        if not batch_invariant:
-            yield ModelVariant(shape)
-        fused.uninstall()
-        shape = "unmodified"
-    yield from _packed(model, use_plain, shape, lacking, batch_invariant=batch_invariant)
-    if not batch_invariant:
-        yield ModelVariant(shape)
+            yield ModelVariant(
+                f"{plain.name}, with {quantizer.description}",
+                overrides,
+                quantizer.replaced,
+                quantizer.bits,
+                is_stored=quantizer.bits is None,
+                int8_rows=quantizer.int8_rows,
+            )
+        elif quantizer.bits:  # all weights are too small
+            yield ModelVariant(plain.name, overrides, weight_bits=quantizer.bits)
+        if quantizer.bits is None:
+            overrides.clear()
+            quantizer.replaced.clear()
+            yield from self.variants(decoder)
 
+    def variants(self, decoder: FusedDecoder | None) -> Iterator[ModelVariant]:
+        """Yield the fused variants, if there is a fused decoder, and the others."""
+        for form in (decoder, None) if decoder else (None,):
+            if self._model.device.type == "cpu":
+                yield from self._packed(form)
+            elif form and self._model.dtype in few_rows.DTYPES:
+                faster = few_rows.with_few_rows(form, few_rows.measure_on_gpu)
+                if faster:
+                    yield self._plain(faster)._replace(name="fused, with one launch for few rows")
+            if not self._batch_invariant:
+                yield self._plain(form)
 
-def _packed(
-    model: PreTrainedModel,
-    use: Callable[[Callable[[Tensor], Weight]], Callable[[], None]],
-    shape: str,
-    lacking: list[bool],
-    *,
-    batch_invariant: bool,
-) -> Iterator[ModelVariant]:
-    """Yield the variant with packed copies of the weights, on a CPU and if any copy is faster."""
-    if model.device.type != "cpu":
-        return
-    packer = WeightPacker(batch_invariant=batch_invariant)
-    undo = use(packer)
-    lacking.append(packer.lacks_memory)
-    if packer.changed:
-        yield ModelVariant(f"{shape}, with packed weights", packer.replaced)
-    undo()
+    def _packed(self, decoder: FusedDecoder | None) -> Iterator[ModelVariant]:
+        """Yield the variant with packed copies of the weights, if any copy is faster."""
+        packer = WeightPacker(batch_invariant=self._batch_invariant)
+        overrides = self._converted(decoder, packer)
+        self.lacks_memory |= packer.lacks_memory
+        if packer.changed:
+            yield ModelVariant(f"{self._plain(decoder).name}, with packed weights", overrides, packer.replaced)
+
+    def _plain(self, decoder: FusedDecoder | None) -> ModelVariant:
+        """Return the variant with the model's own weights, or those of a fused decoder."""
+        if decoder is None:
+            return ModelVariant("unmodified", dict(self._base))
+        return ModelVariant("fused", self._base | {(decoder.module, "forward"): decoder})
+
+    def _converted(self, decoder: FusedDecoder | None, convert: Callable[[Tensor], Weight]) -> Overrides:
+        """Make all linear layers multiply by converted weights."""
+        overrides = dict(self._base)
+        if decoder:
+            overrides[decoder.module, "forward"] = decoder.with_weights(lambda weight, _: convert(weight))
+        linears = [module for module in self._running(decoder) if is_convertible(module)]
+        overrides |= convert_linears([one for one in linears if (one, "forward") not in overrides], convert)
+        overrides |= convert_experts(self._model, convert)
+        if self._batch_invariant:
+            overrides |= convert_parameters(self._model, overrides, WeightPacker(batch_invariant=True))
+        return overrides
+
+    def _running(self, decoder: FusedDecoder | None) -> Iterator[nn.Module]:
+        """Yield the modules that run their own code, which excludes those of fused layers."""
+        modules: list[nn.Module] = [self._model]
+        while modules:
+            module = modules.pop()
+            if decoder and module is decoder.module:
+                modules += decoder.called_modules
+            elif not has_custom_forward(module):
+                yield module
+                modules += module.children()

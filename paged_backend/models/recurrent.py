@@ -10,7 +10,7 @@ unchanged, with a cache object of transformers that holds the states of some slo
                     and back  slot         d's slot
 
 The rows arrive in the keyword argument `paged` of the model, like those of attention. Not every model passes it on to
-its mixers, so they get it from the `forward` that `install` puts before the model's own.
+its mixers, so they get it from a `forward` before the model's own (`RecurrentModel`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from paged_backend.kv.cache import LayerState, StateShape, TensorShape
 from paged_backend.models.attention import AttentionMeta, UnsupportedModel
+from paged_backend.models.overrides import Overrides, overridden
 from paged_backend.models.state_rows import StateDecode
 
 # transformers.models.<key>.modeling_<key>.<value>
@@ -87,13 +88,8 @@ def record_states(mixers: Sequence[Any]) -> Iterator[dict[int, StateShape]]:
 
         return forward
 
-    for index, mixer in enumerate(mixers):
-        mixer.forward = recorder(index, mixer)
-    try:
+    with overridden({(mixer, "forward"): recorder(index, mixer) for index, mixer in enumerate(mixers)}):
         yield found
-    finally:
-        for mixer in mixers:
-            del mixer.forward
 
 
 def _shape_of(layer: LinearAttentionLayer, mixer: nn.Module) -> StateShape:
@@ -142,8 +138,6 @@ def _cache_layer(conv: Tensor, recurrent: Tensor | None, *, is_start: bool) -> L
 class RecurrentModel:
     """The `forward` of a model with recurrent layers, which keeps `paged` for its mixers."""
 
-    runs_own_forward = True  # so the layers inside may be converted
-
     def __init__(self, model: PreTrainedModel) -> None:
         self._forward = model.forward
         self.paged: AttentionMeta | None = None  # that of the forward pass in progress
@@ -160,8 +154,6 @@ class RecurrentModel:
 
 class RecurrentMixer:
     """The `forward` of a recurrent mixer, over a packed batch."""
-
-    runs_own_forward = True
 
     def __init__(
         self, mixer: Any, model: RecurrentModel, index: int, shape: StateShape, *, batch_invariant: bool = False
@@ -224,19 +216,20 @@ class RecurrentMixer:
         return torch.cat([self._call(token, layer) for token in hidden_states.split(1, dim=1)], dim=1)
 
 
-def install(
+def over_packed_batches(
     model: PreTrainedModel, mixers: Sequence[Any], shapes: Sequence[StateShape], *, batch_invariant: bool = False
-) -> None:
-    """Make a model's mixers run over packed batches. shapes: the states of each."""
+) -> Overrides:
+    """Make the mixers of a model run over packed batches. shapes: the states of each."""
     if not mixers:
-        return
-    forward = RecurrentModel(model)
+        return {}
+    whole = RecurrentModel(model)
+    overrides: Overrides = {(model, "forward"): whole}
     for index, (mixer, shape) in enumerate(zip(mixers, shapes, strict=True)):
-        mixer.forward = RecurrentMixer(mixer, forward, index, shape, batch_invariant=batch_invariant)
-    model.forward = forward
+        overrides[mixer, "forward"] = RecurrentMixer(mixer, whole, index, shape, batch_invariant=batch_invariant)
+    return overrides
 
 
 def state_shapes(model: nn.Module) -> tuple[StateShape, ...]:
-    """Return the states that the recurrent layers of a model keep for a sequence, after `install`."""
+    """Return the states that the recurrent layers of a model keep for a sequence. It must run over packed batches."""
     forwards = (vars(module).get("forward") for module in model.modules())
     return tuple(forward.shape for forward in forwards if isinstance(forward, RecurrentMixer))

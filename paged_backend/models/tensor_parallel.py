@@ -2,24 +2,33 @@
 
 transformers shards a model while loading it, following the plan of its architecture (Megatron-LM, Shoeybi et al. 2019:
 query, key, value and MLP input projections by columns, output projections by rows). This gives DTensors, and hooks that
-wrap and unwrap them at each call. `replace_dtensors` replaces them by plain local tensors.
+wrap and unwrap them at each call. `replace_dtensors` replaces them by plain local tensors, in modules that communicate:
+
+    linear layer by columns             nn.Linear with fewer outputs
+    linear layer by rows                RowParallelLinear: the ranks' products are summed
+    output layer, by columns            GatheredLinear: every rank gets the logits of all
+    embedding, by tokens                VocabParallel: the ranks' rows are summed
+
+These can be copied and converted to another data type as any module, which the hooks of transformers cannot.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paged_backend.models.linear import RowParallelForward
+from paged_backend.models.linear import Ranks, RowParallelLinear
 
 if TYPE_CHECKING:  # imported late, because only ranks need it
     from torch.distributed.tensor import DTensor
+
+GATHERED = ("colwise_gather_output", "colwise_rep")  # plans of transformers whose outputs every rank gets
 
 
 def pick_rank_device(device: torch.device, local_rank: int) -> torch.device:
@@ -27,7 +36,7 @@ def pick_rank_device(device: torch.device, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank) if device.type == "cuda" else device
 
 
-class Ranks(NamedTuple):
+class Parallelism(NamedTuple):
     """The numbers of ranks that share the layers of a model, and of stages that divide them."""
 
     tensor: int = 1
@@ -44,10 +53,10 @@ class Ranks(NamedTuple):
         return dist.get_rank() % self.tensor if dist.is_initialized() else 0
 
 
-ONE_RANK = Ranks()
+NOT_PARALLEL = Parallelism()
 
 
-def distributed_arguments(ranks: Ranks) -> dict[str, object]:
+def distributed_arguments(ranks: Parallelism) -> dict[str, object]:
     """Return the arguments with which `from_pretrained` loads this rank's shards of its stage. Call after `join`."""
     if ranks.size == 1:
         return {}
@@ -57,35 +66,67 @@ def distributed_arguments(ranks: Ranks) -> dict[str, object]:
     return {"distributed_config": DistributedConfig(**sizes)}
 
 
-def replace_dtensors(model: PreTrainedModel) -> None:
-    """Replace the DTensors of linear layers and embeddings by this rank's shards as plain tensors.
+class GatheredLinear(nn.Linear):
+    """A linear layer whose outputs are split over ranks, each of which gets the outputs of all."""
 
-    A column-parallel linear layer becomes an ordinary layer with fewer outputs. A row-parallel layer gets a
-    `RowParallelForward`, and the output layer keeps the hook of transformers that gathers. Other sharded modules
-    (experts) keep their DTensors.
-    """
+    ranks: Ranks
+    num_outputs: int  # of all ranks together
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., in_features] -> [..., num_outputs]
+        product = super().forward(x)
+        widest = -(-self.num_outputs // self.ranks.size)  # split as in torch.chunk
+        return self.ranks.gather(F.pad(product, (0, widest - product.shape[-1])))[..., : self.num_outputs]
+
+
+class VocabParallel(nn.Embedding):
+    """A base class of embeddings whose tokens are split over ranks. Each rank looks up its own, and the rows are
+    summed."""
+
+    ranks: Ranks
+    first: int  # token of the first row of this rank
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # [..., num_tokens] -> [..., num_tokens, hidden_size]
+        local = input_ids - self.first
+        elsewhere = (local < 0) | (local >= len(self.weight))
+        rows = super().forward(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
+        return self.ranks.sum(rows)
+
+
+def replace_dtensors(model: PreTrainedModel) -> None:
+    """Replace the DTensors of linear layers and embeddings by this rank's shards as plain tensors. Other sharded
+    modules (experts) keep their DTensors."""
     from torch.distributed.tensor import DTensor
 
     shards: dict[Tensor, nn.Parameter] = {}  # shards by DTensor, so that tied weights stay tied
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and isinstance(module.weight, DTensor):
+        plan = model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if plan == "replicated_with_grad_allreduce":
+            vars(module).pop("forward", None)  # is about gradients only
+        elif isinstance(module, nn.Embedding) and isinstance(module.weight, DTensor):
             _replace_embedding(module, shards)
         elif type(module) is nn.Linear and isinstance(module.weight, DTensor):
-            group = _group_of(module.weight)
+            ranks, num_outputs = _ranks_of(module.weight), module.weight.shape[0]
             _replace_parameters(module, shards)
-            plan = model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-            if plan == "colwise":
-                vars(module).pop("forward", None)
-                module.out_features = module.weight.shape[0]
-            elif plan == "rowwise":
-                module.in_features = module.weight.shape[1]
-                module.__dict__["forward"] = RowParallelForward(module, group=group)
+            if plan not in ("colwise", "rowwise", *GATHERED):
+                continue
+            vars(module).pop("forward", None)
+            module.out_features, module.in_features = module.weight.shape
+            if plan == "rowwise":
+                _become(module, RowParallelLinear, ranks=ranks)
+            elif plan in GATHERED:
+                _become(module, GatheredLinear, ranks=ranks, num_outputs=num_outputs)
 
 
-def _group_of(weight: DTensor) -> dist.ProcessGroup | None:
-    """Return the ranks that share a weight; None: all ranks."""
+def _become(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None:
+    """Make a module one of a subclass of its class, with these attributes."""
+    module.__class__ = kind
+    vars(module).update(attributes)
+
+
+def _ranks_of(weight: DTensor) -> Ranks:
+    """Return the ranks that share a weight."""
     mesh = weight.device_mesh
-    return None if mesh.size() == dist.get_world_size() else mesh.get_group()
+    return Ranks(None if mesh.size() == dist.get_world_size() else mesh.get_group())
 
 
 def _replace_parameters(module: nn.Module, shards: dict[Tensor, nn.Parameter]) -> None:
@@ -102,31 +143,17 @@ def _replace_parameters(module: nn.Module, shards: dict[Tensor, nn.Parameter]) -
 
 
 def _replace_embedding(module: nn.Embedding, shards: dict[Tensor, nn.Parameter]) -> None:
-    """Shard an embedding by vocabulary: each rank looks up its own tokens, and the results are summed."""
     from torch.distributed.tensor import DTensor, Shard
 
     weight = module.weight
     assert isinstance(weight, DTensor)
     if weight.placements != (Shard(0),):
         return
-    group = _group_of(weight)
-    first = dist.get_rank(group) * -(-weight.shape[0] // dist.get_world_size(group))  # split as in torch.chunk
+    ranks = _ranks_of(weight)
+    first = ranks.rank * -(-weight.shape[0] // ranks.size)  # split as in torch.chunk
     _replace_parameters(module, shards)
+    vars(module).pop("forward", None)
     module.padding_idx = None  # removes an index of the whole vocabulary, which only affects gradients
-    module.forward = _lookup(module, first, len(module.weight), group)
-
-
-def _lookup(
-    module: nn.Embedding, first: int, count: int, group: dist.ProcessGroup | None
-) -> Callable[[Tensor], Tensor]:
-    """Return the forward function of a shard that holds the rows of tokens first to first + count - 1."""
-    embed = type(module).forward  # forward of the subclass, which may scale the embeddings
-
-    def forward(input_ids: Tensor) -> Tensor:  # [..., num_tokens] -> [..., num_tokens, hidden_size]
-        local = input_ids - first
-        elsewhere = (local < 0) | (local >= count)
-        rows = embed(module, local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
-        dist.all_reduce(rows, group=group)
-        return rows
-
-    return forward
+    # The embedding's own class may scale the rows.
+    kind = type(f"VocabParallel{type(module).__name__}", (VocabParallel, type(module)), {})
+    _become(module, kind, ranks=ranks, first=first)

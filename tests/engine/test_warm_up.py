@@ -11,11 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers as hf
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine import warm_up
+from paged_backend.engine.warm_up import distinct_layers
 from paged_backend.execution import graphs
 from paged_backend.execution.batch import pack
 from paged_backend.scheduling.group import Group
@@ -26,6 +28,7 @@ from paged_kernels.launch_table import Tile, TuningKey
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.paged_attention import plan_launch
 from tests.support.fake_gpu import OPTIONS
+from tests.support.families import COMMON
 from tests.support.in_process import tiny_assembly
 from tests.support.pairwise import mostly_nightly
 
@@ -275,3 +278,40 @@ def test_time_of_a_decode_step_is_measured(tiny):
 def test_a_cpu_loads_with_more_sequences_than_the_tokens_of_its_warm_up(tiny, monkeypatch):
     monkeypatch.setattr(warm_up, "MOST_CPU_TOKENS", 4)
     assert tiny_assembly(tiny[0], max_num_seqs=8).scheduler.max_num_seqs == 8
+
+
+DEEP = COMMON | {"num_hidden_layers": 8}
+SLIDING = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", *["sliding_attention"] * 5]}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (hf.LlamaConfig(**DEEP), 2),
+        (hf.Qwen3Config(**DEEP, head_dim=16), 2),
+        (hf.Gemma3TextConfig(**DEEP, **SLIDING, head_dim=16, sliding_window=8), 3),
+        (hf.GPT2Config(vocab_size=32, n_embd=32, n_layer=4, n_head=2), 2),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_one_layer_of_each_kind_runs(config, expected):
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    runs = []
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, *_: runs.append(layer))
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with torch.no_grad():
+        with distinct_layers(model) as count:
+            model(tokens, use_cache=False)
+        assert (count, runs) == (expected, list(layers)[:expected])
+        runs.clear()
+        model(tokens, use_cache=False)
+        assert runs == list(layers)
+
+
+def test_layers_are_restored_after_an_error():
+    model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**DEEP), dtype=torch.float32)
+    with pytest.raises(RuntimeError), distinct_layers(model):
+        raise RuntimeError
+    assert len(model.model.layers) == 8

@@ -16,7 +16,9 @@ from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.cache import KVCache, LayerShape
 from paged_backend.models import rope
 from paged_backend.models.attention import ATTENTION, AttentionSpec
-from paged_backend.models.fusion import FusedModel, fuse
+from paged_backend.models.decoder import FusedDecoder
+from paged_backend.models.fusion import fuse
+from paged_backend.models.overrides import use
 from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.plan import StepResult
 from paged_backend.scheduling.scheduler import Scheduler
@@ -67,7 +69,9 @@ def model(request):
     model.set_attn_implementation(ATTENTION)
     rope.freeze_rope(model)
     if request.param:
-        assert isinstance(fuse(model, [AttentionSpec(scale=0.3)] * 2), FusedModel)
+        decoder = fuse(model, [AttentionSpec(scale=0.3)] * 2, {})
+        assert isinstance(decoder, FusedDecoder)
+        use(model, {(decoder.module, "forward"): decoder})
     return model
 
 

@@ -12,7 +12,8 @@ from paged_backend.execution.upload import DeviceUpload
 from paged_backend.kv.cache import KVCache, LayerShape
 from paged_backend.models import fusion
 from paged_backend.models.attention import ATTENTION, AttentionSpec
-from paged_backend.models.gpu_invariance import install_invariant
+from paged_backend.models.batch_invariance import convert_on_gpu
+from paged_backend.models.overrides import use
 from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_kernels import invariant_attention, ops
@@ -38,7 +39,7 @@ def model(device, monkeypatch):
     config = hf.Qwen3Config(**COMMON | {"num_hidden_layers": LAYERS, "head_dim": 16})
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval().to(device)
     model.set_attn_implementation(ATTENTION)
-    install_invariant(model, fusion.fuse(model, [AttentionSpec(scale=0.25)] * LAYERS))
+    use(model, convert_on_gpu(model, fusion.fuse(model, [AttentionSpec(scale=0.25)] * LAYERS, {})))
     return model
 
 

@@ -12,7 +12,7 @@ from paged_backend.loading import verification
 from paged_backend.loading.verification import verify_model
 from paged_backend.models import fusion, linear
 from paged_backend.models.attention import AttentionSpec, UnsupportedModel
-from paged_backend.models.rotary_table import RotaryTable
+from paged_backend.models.rope import RotaryTable
 from tests.support.families import FAMILIES, HYBRID_FAMILIES
 from tests.support.outliers import add_outliers
 from tests.support.real_models import DIRECTORIES

@@ -104,7 +104,7 @@ def test_gguf_weights_stay_quantized_with_tensor_parallelism(tmp_path, caplog):
     expected = generate(tmp_path / "tiny.gguf", **options)
     caplog.clear()
     assert generate(tmp_path / "tiny.gguf", tensor_parallel_size=2, **options) == expected
-    # The output layer is gathered by a hook, and the embedding is looked up.
+    # The output layer gathers the outputs of all ranks, and the embedding is looked up.
     assert "2 of 16 quantized weights are widened to float32, which takes" in caplog.text
 
 

@@ -7,8 +7,9 @@ import torch
 import transformers as hf
 
 from paged_backend.models import linear
-from paged_backend.models.experts import expert_modules, replace_experts
+from paged_backend.models.experts import convert_experts, expert_modules
 from paged_backend.models.linear import GroupedCopy, WeightPacker
+from paged_backend.models.overrides import overridden, use
 from paged_kernels.cpu import native
 from tests.support.families import COMMON, FAMILIES
 from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
@@ -50,19 +51,16 @@ def test_experts_match_transformers(family, dtype):
     for experts in modules:
         cases = [rows(count, dtype) for count in (1, 2, 40)]
         expected = [experts(*case) for case in cases]
-        undo = replace_experts(experts, GroupedCopy)
-        for case, outputs in zip(cases, expected, strict=True):
-            torch.testing.assert_close(experts(*case), outputs, **NEAR[dtype])
-        undo()
-        assert "forward" not in vars(experts)
-        torch.testing.assert_close(experts(*cases[2]), expected[2], **NEAR[dtype])
+        with overridden(convert_experts(experts, GroupedCopy)):
+            for case, outputs in zip(cases, expected, strict=True):
+                torch.testing.assert_close(experts(*case), outputs, **NEAR[dtype])
 
 
 @compiled
 @torch.inference_mode()
 def test_a_row_does_not_depend_on_other_rows():
     experts = next(expert_modules(create("mixtral", torch.bfloat16)))
-    replace_experts(experts, GroupedCopy)
+    use(experts, convert_experts(experts, GroupedCopy))
     hidden, chosen, weights = rows(40, torch.bfloat16)
     together = experts(hidden, chosen, weights)
     for index in range(40):
@@ -82,7 +80,7 @@ def test_experts_whose_weights_are_not_all_grouped(family):
     def convert(weight):
         return weight if next(numbers) % 2 else lambda x, bias: torch.nn.functional.linear(x, weight, bias)
 
-    replace_experts(experts, convert)
+    use(experts, convert_experts(experts, convert))
     for case, outputs in zip(cases, expected, strict=True):
         torch.testing.assert_close(experts(*case), outputs, **NEAR[torch.float32])
 
@@ -126,7 +124,7 @@ def test_weights_beyond_the_memory_budget_stay(monkeypatch, caplog):
     with torch.inference_mode():
         experts = next(expert_modules(model))
         expected = experts(*case)
-        replace_experts(model, packer)
+        use(model, convert_experts(model, packer))
         torch.testing.assert_close(experts(*case), expected, **NEAR[torch.float32])
     assert 0 < len(packer.replaced) < 3 * 2 * 4
     warnings = [line for line in caplog.messages if "is not packed: its faster copy" in line]

@@ -1,13 +1,16 @@
 """Projections that take one launch for few rows, where a measurement finds that faster."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers as hf
 from torch.testing import assert_close
 
-from paged_backend.models import few_rows, fusion
+from paged_backend.models import decoder, fusion
 from paged_backend.models.attention import ATTENTION, AttentionSpec
-from paged_backend.models.few_rows import FewRowsWeight, choose_max_rows, norm_project
+from paged_backend.models.decoder import FewRowsWeight, Norm, Projection
+from paged_backend.models.few_rows import choose_max_rows, with_few_rows
 from tests.support.families import COMMON
 
 ROW_COUNTS = (1, 8, 9, 70)
@@ -16,13 +19,13 @@ ROW_COUNTS = (1, 8, 9, 70)
 @pytest.fixture
 def launches(monkeypatch):
     """The numbers of rows of the calls of few_rows_linear."""
-    seen, multiply = [], few_rows.few_rows_linear
+    seen, multiply = [], decoder.few_rows_linear
 
     def spied(x, *arguments, **options):
         seen.append(len(x))
         return multiply(x, *arguments, **options)
 
-    monkeypatch.setattr(few_rows, "few_rows_linear", spied)
+    monkeypatch.setattr(decoder, "few_rows_linear", spied)
     return seen
 
 
@@ -32,8 +35,9 @@ def test_both_ways_compute_the_same(gated, rows, launches):
     generator = torch.Generator().manual_seed(0)
     x, residual = torch.randn(2, rows, 32, generator=generator)
     weight, norm, bias = (torch.randn(size, generator=generator) for size in ((24, 32), (32,), (24,)))
-    found = norm_project(x, residual, norm, 1e-5, FewRowsWeight(weight, 8), bias, gated=gated)
-    expected = norm_project(x, residual, norm, 1e-5, weight, bias, gated=gated)
+    plain = Projection(("layer",), weight, bias, Norm(norm, 1e-5), gated)
+    expected = plain.add(x, residual)
+    found = replace(plain, weight=FewRowsWeight(weight, 8)).add(x, residual)
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other)
     assert launches == ([rows] if rows <= 8 else [])
@@ -67,17 +71,15 @@ def test_largest_number_of_rows_for_which_one_launch_is_faster(faster_up_to, exp
 def test_fused_model_with_few_rows(faster, launches):
     model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**COMMON), dtype=torch.float32).eval()
     model.set_attn_implementation(ATTENTION)
-    fused = fusion.fuse(model, [AttentionSpec(scale=0.25)] * COMMON["num_hidden_layers"])
+    fused = fusion.fuse(model, [AttentionSpec(scale=0.25)] * COMMON["num_hidden_layers"], {})
 
     def measure(calls):
         return float(isinstance(calls[0].args[1], FewRowsWeight) != faster)
 
-    assert fused.install_few_rows(measure) == faster
-    for layer in model.model.forward.layers:
-        assert {isinstance(one.weight, FewRowsWeight) for one in layer.projections} == {faster}
-    launches.clear()
-    x = torch.randn(3, COMMON["hidden_size"])
-    model.model.forward.layers[0].attention.qkv(x)
-    assert launches == ([3] if faster else [])
-    fused.install()
-    assert not any(isinstance(one.weight, FewRowsWeight) for one in model.model.forward.layers[0].projections)
+    found = with_few_rows(fused, measure)
+    assert bool(found) == faster
+    for layer in found.layers if found else ():
+        assert all(isinstance(one.weight, FewRowsWeight) for one in layer.projections)
+        launches.clear()
+        layer.attention.qkv(torch.randn(3, COMMON["hidden_size"]))
+        assert launches == [3]

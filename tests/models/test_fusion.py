@@ -14,7 +14,8 @@ from torch import nn
 from paged_backend.execution.batch import pack
 from paged_backend.execution.runner import paged_logits
 from paged_backend.loading import verification
-from paged_backend.models import few_rows, fusion, linear
+from paged_backend.models import decoder as decoder_module
+from paged_backend.models import fusion, linear
 from paged_backend.models.attention import AttentionSpec, UnsupportedModel
 from paged_backend.models.decoder import FusedDecoder, FusedExperts, FusedMlp
 from paged_backend.models.linear import GroupedCopy
@@ -105,7 +106,7 @@ def test_mixtures_of_experts_take_fewer_operations(name):
     layers = decoder.layers
     assert [type(layer.mlp) for layer in layers] == mlps
     found, operations = run()
-    fusion.FusedModel(steps.model, decoder).uninstall()
+    del steps.model.model.forward
     assert not is_fused(steps.model)
     expected, unfused_operations = run()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -184,8 +185,8 @@ def test_fusing_keeps_memory_and_parameter_values():
 
 def test_failed_verification_falls_back_to_unfused_layers(tmp_path, monkeypatch, caplog):
     model = save_tiny(FAMILIES["llama"](), tmp_path)
-    swiglu = few_rows.swiglu
-    monkeypatch.setattr(few_rows, "swiglu", lambda gate_up: swiglu(gate_up) * 1.5)
+    swiglu = decoder_module.swiglu
+    monkeypatch.setattr(decoder_module, "swiglu", lambda gate_up: swiglu(gate_up) * 1.5)
     assembly = tiny_assembly(tmp_path)
     assert not is_fused(assembly.loaded.model)
     assert "runs unmodified instead of a faster variant" in caplog.text
@@ -285,7 +286,7 @@ def test_modified_model_is_not_fused(change, reason):
     model = create_model(FAMILIES["llama"]())
     change(model)
     pointers = [parameter.data_ptr() for parameter in model.parameters()]
-    obstacle = fusion.fuse(model, [AttentionSpec(0.25)] * 3)
+    obstacle = fusion.fuse(model, [AttentionSpec(0.25)] * 3, {})
     assert isinstance(obstacle, str)
     assert re.match(reason, obstacle), obstacle
     assert not is_fused(model)
@@ -335,7 +336,7 @@ def buffer_of_a_layer(model):
 def test_modified_mixture_of_experts_is_not_fused(family, change, reason):
     model = create_model(FAMILIES[family]())
     change(model)
-    obstacle = fusion.fuse(model, [AttentionSpec(0.25)] * 3)
+    obstacle = fusion.fuse(model, [AttentionSpec(0.25)] * 3, {})
     assert isinstance(obstacle, str)
     assert re.match(reason, obstacle), obstacle
     assert not is_fused(model)

@@ -1,9 +1,7 @@
 """Packed and int8 weights of linear layers on a CPU: results, selection by measurement, memory."""
 
-import copy
 import logging
 import re
-import threading
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from transformers import LongcatFlashConfig
 from paged_backend.models import linear
 from paged_backend.models.attention import UnsupportedModel
 from paged_backend.models.decoder import FusedDecoder
-from paged_backend.models.linear import ROWS, MixedWeight, RowParallelForward, project
+from paged_backend.models.linear import ROWS, MixedWeight, project
 from paged_kernels.cpu import native
 from tests.support.families import FAMILIES
 from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
@@ -249,13 +247,3 @@ def test_model_degraded_by_int8_weights_is_rejected(tiny, monkeypatch):
     monkeypatch.setattr(linear, "quantize", lambda weight, *spec: quantize(3 * weight, *spec))
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* logits at position"):
         tiny_assembly(tiny[0], quantization="int8")
-
-
-def test_a_copy_of_a_row_parallel_layer_has_the_same_ranks():
-    """The verification copies layers. A group of some of the ranks cannot be copied."""
-    group = threading.Lock()  # cannot be copied either
-    layer = torch.nn.Linear(2, 3)
-    layer.__dict__["forward"] = RowParallelForward(layer, group=group)
-    made = copy.deepcopy(layer)
-    assert made.forward.module is made
-    assert made.forward.group is group

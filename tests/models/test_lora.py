@@ -15,8 +15,7 @@ from peft import PeftModel
 from paged_backend.api.errors import ConfigError
 from paged_backend.execution.runner import Runner
 from paged_backend.models import linear
-from paged_backend.models.adapter_rows import adapter_rows
-from paged_backend.models.lora import Lora, StackedFactors
+from paged_backend.models.lora import Lora, StackedFactors, adapter_rows
 from paged_backend.models.peft_files import Factors
 from tests.support.adapters import (
     LORA,
@@ -393,3 +392,16 @@ def test_experts_are_not_adaptable_but_other_layers_are(tmp_path, lora_prompts, 
     model = save_tiny(hf.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2), tmp_path / "model")
     adapters = {"one": make_adapter(model, tmp_path / "one", target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])}
     check_model(tmp_path, model, adapters, lora_prompts, caplog, "fused")
+
+
+def test_each_row_uses_its_own_slot_only():
+    rows = adapter_rows(np.array([5, -1, 2, 5]))
+    assert rows.used == (2, 5)
+    assert rows.slots.tolist() == [2, 5]
+    assert rows.masked[..., 0].tolist() == [[True, False], [True, True], [False, True], [True, False]]
+
+
+def test_rows_without_adapters_use_no_slot():
+    rows = adapter_rows(np.array([-1, -1]))
+    assert rows.used == ()
+    assert rows.masked.shape == (2, 0, 1)

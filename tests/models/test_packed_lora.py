@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paged_backend.models.adapter_rows import adapter_rows
-from paged_backend.models.lora import PackedFactors, RowsBySlot, StackedFactors
+from paged_backend.models.lora import PackedFactors, RowsBySlot, StackedFactors, adapter_rows
 from paged_backend.models.peft_files import Factors
 
 SLOTS, RANK, INPUTS, OUTPUTS = 3, 8, 40, 27

@@ -8,9 +8,9 @@ import torch
 
 from paged_backend.kv.cache import TensorShape
 from paged_backend.loading.verification import verify_model
-from paged_backend.models import recurrent
+from paged_backend.models import linear, recurrent
 from paged_backend.models.attention import UnsupportedModel
-from paged_backend.models.linear import plain_linears
+from paged_kernels.cpu import native
 from tests.support.families import DEFAULT_HYBRIDS, HYBRID_FAMILIES
 from tests.support.in_process import generate_with_transformers, save_tiny
 from tests.support.packed_steps import PackedSteps, random_prompts
@@ -92,12 +92,13 @@ def test_wrong_states_are_rejected(tmp_path, monkeypatch):
         verify_model(model, block_size=4, kv_dtype=torch.float32)
 
 
-def test_linear_layers_of_mixers_may_be_converted(tmp_path):
+@pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
+def test_linear_layers_of_mixers_are_packed(tmp_path, monkeypatch):
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(linear, "groups_are_fastest", lambda dtype: True)
     model = save_tiny(HYBRID_FAMILIES["bamba"](), tmp_path)
-    before = set(plain_linears(model))
     verify_model(model, block_size=4, kv_dtype=torch.float32)
-    assert model.model.layers[0].mamba.in_proj in before
-    assert set(plain_linears(model)) == before
+    assert model.model.layers[0].mamba.in_proj.weight.numel() == 0
 
 
 def test_step_without_state_slots_is_an_error(tmp_path):

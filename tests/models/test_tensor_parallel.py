@@ -1,4 +1,4 @@
-"""Tensor parallelism: which models and devices allow it, and a group of one rank."""
+"""Tensor parallelism: which models and devices allow it, and a model on two ranks."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.loading.description import check_shards, pick_device
 from paged_backend.models import tensor_parallel as parallel
 from tests.support.families import COMMON
+from tests.support.in_process import generate_with_transformers, running, save_tiny, tiny_assembly
 
 
 def config_of(size, **options):
@@ -62,3 +63,13 @@ def test_limit_counts_the_gpus_of_all_machines(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert pick_device(config_of(8, nnodes=2)).type == "cuda"
+
+
+@pytest.mark.ranks
+def test_model_in_16_bits_is_verified(tmp_path):
+    """The verification copies layers, in float32. The copies must not use the weights of the model."""
+    model = save_tiny(hf.Qwen3Config(**COMMON, tie_word_embeddings=True), tmp_path)
+    assembly = tiny_assembly(tmp_path, dtype="bfloat16", tensor_parallel_size=2)
+    with running(assembly) as engine:
+        assert engine.generate([[5] * 7], max_tokens=3) == [generate_with_transformers(model, [5] * 7, 3)]
+    assembly.close()

@@ -34,7 +34,7 @@ TESTS = (
     *("loading/test_weights.py", "loading/test_architectures.py", "files/test_generation_config.py"),
     *("loading/test_gguf_blocks.py", "text/test_tokenizing.py", "text/test_chat_templates.py"),
     # the engine, with the compiled kernels
-    *("engine/test_assembly.py", "execution/test_batch.py", "sampling/test_masks.py", "models/test_rotary_table.py"),
+    *("engine/test_assembly.py", "execution/test_batch.py", "sampling/test_masks.py", "models/test_rope.py"),
     *("kernels/cpu/test_decoder_layer.py", "integration/test_families.py::test_prefix_hit"),
 )
 

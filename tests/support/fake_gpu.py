@@ -37,9 +37,9 @@ from paged_backend.kv.cache import LayerShape
 from paged_backend.loading import model_loader
 from paged_backend.loading.verification import verify_model
 from paged_backend.models import few_rows, linear
-from paged_backend.models.decoder import FusedDecoder
-from paged_backend.models.fusion import FusedModel
-from paged_backend.models.gpu_invariance import install_invariant
+from paged_backend.models.batch_invariance import convert_on_gpu
+from paged_backend.models.decoder import FewRowsWeight, FusedDecoder
+from paged_backend.models.overrides import use
 from paged_kernels import ops
 from paged_kernels.compilation import compile_launches
 from paged_kernels.cpu import native
@@ -126,11 +126,13 @@ def load(family: str, options: dict[str, Any], **changes: Any) -> tuple[EngineCo
         config = EngineConfig.from_options({"model": directory} | TINY | OPTIONS | options)
         assembly = assemble(config)
     model = assembly.loaded.model
-    fused = FusedModel(model, FusedDecoder.of(model))
+    decoder = FusedDecoder.of(model)
+    assert decoder
     if is_invariant:
-        install_invariant(model, fused)
+        use(model, convert_on_gpu(model, decoder))
     elif model.dtype in few_rows.DTYPES:
-        fused.install_few_rows(lambda calls: float(not isinstance(calls[0].args[1], few_rows.FewRowsWeight)))
+        faster = few_rows.with_few_rows(decoder, lambda calls: float(not isinstance(calls[0].args[1], FewRowsWeight)))
+        use(model, {(decoder.module, "forward"): faster})
     return config, assembly
 
 
