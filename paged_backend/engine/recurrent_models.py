@@ -6,9 +6,8 @@ import logging
 
 import torch
 
-from paged_backend.api.config import EngineConfig
+from paged_backend.api.config import STORES, EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.option_rules import STORES
 from paged_backend.api.sizes import GIB
 from paged_backend.kv.cache import bytes_per_block, host_bytes
 from paged_backend.kv.cache_layout import CacheSpec

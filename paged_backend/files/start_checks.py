@@ -16,10 +16,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from paged_backend.api.config import HUB_NAME, EngineConfig
+from paged_backend.api.config import DTYPES, HUB_NAME, KV_CACHE_DTYPES, STORES, EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.option_rules import STORES
-from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES, invalid_option
+from paged_backend.api.options import invalid_option
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.sizes import GIB, MIB
 from paged_backend.files import hub, model_files, transformers_tables

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel, PretrainedConfig, PreTrainedModel
 
-from paged_backend.api.config import EngineConfig
+from paged_backend.api.config import STORES, EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.option_rules import STORES
 from paged_backend.files import model_files
 from paged_backend.files.model_files import CONFIG, MODULES
 from paged_backend.loading import model_sizes

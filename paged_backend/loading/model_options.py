@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from paged_backend.api.config import EngineConfig
+from paged_backend.api.config import DTYPES, KV_CACHE_DTYPES, EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EmbeddingSpec
-from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES
 from paged_backend.files.model_files import GGUF, check_gguf
 from paged_backend.files.start_checks import ALREADY_QUANTIZED, check_length
 from paged_backend.loading.quantized_checkpoint import is_dequantized
