@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paged_backend.api.errors import ConfigError, closest_match
+from paged_backend.api.errors import ConfigError, hint
 from paged_backend.api.limits import LIMIT_NAMES, LIMITS_EXAMPLE, InputLimits, nest_limits
 from paged_backend.api.options import (
     any_text,
@@ -81,7 +81,7 @@ class KvEventsConfig:
     topic: str = option(any_text, "Topic of the messages.", "")
 
     def __post_init__(self) -> None:
-        parse_fields(self, "kv_events_config.")
+        parse_fields(self)
 
     @property
     def is_enabled(self) -> bool:
@@ -171,7 +171,7 @@ class EngineConfig:
         section="Computation",
     )
     quantization: str | None = option(
-        one_of("int8", "int4", hint=_NEEDS_NO_OPTION),
+        one_of("int8", "int4", note=_NEEDS_NO_OPTION),
         "`int8` rounds the weights of linear layers to 8 bits while loading, `int4` to 4 bits, except for the output"
         " layer, which has 8. Compared to 16 bits, this takes a half or a third of their memory and is faster for small"
         " batches.",
@@ -503,14 +503,14 @@ class EngineConfig:
         1.0,
     )
     kv_events_config: KvEventsConfig = option(
-        group("kv_events_config", "field", KvEventsConfig, '{"enable_kv_cache_events": true}'),
+        group(KvEventsConfig, '{"enable_kv_cache_events": true}'),
         "Publish changes of the prefix cache over ZeroMQ, in vLLM's format, for routers. An object with the fields"
         ' below, such as `{"enable_kv_cache_events": true}`.',
         KvEventsConfig(),
         section="KV cache events",
     )
     limits: InputLimits = option(
-        group("limits", "limit", InputLimits, LIMITS_EXAMPLE),
+        group(InputLimits, LIMITS_EXAMPLE),
         "Limits for the inputs of a request, an object with the fields below.",
         InputLimits(),
         section="Limits",
@@ -541,17 +541,16 @@ class EngineConfig:
         Options of vLLM that this engine does not have are accepted if their value changes nothing here. Raises
         ConfigError for an option that is unknown, missing or invalid.
         """
-        given = nest_limits(flatten_vllm_options(options))
         known = [spec.name for spec in fields(cls)]
-        others = [name for name in given if name not in known]
-        for name in others:
-            if name not in VLLM_OPTIONS:
-                raise ConfigError(f"{name}: unknown engine option; {_hint(str(name), [*known, *LIMIT_NAMES])}")
-            if problem := vllm_option_problem(name, given[name]):
-                raise invalid_option(name, given[name], problem)
-        if others:
-            log.warning("ignoring vLLM options that change nothing here: %s", ", ".join(others))
-        values = {name: value for name, value in given.items() if name in known and value is not None}
+        values: dict[str, Any] = {}
+        for name, value in nest_limits(flatten_vllm_options(options)).items():
+            if name in known:
+                values |= {} if value is None else {name: value}
+            elif name not in VLLM_OPTIONS:
+                meant = hint(str(name), [*known, *LIMIT_NAMES], VLLM_OPTIONS)
+                raise ConfigError(f"{name}: unknown engine option; {meant}")
+            elif problem := vllm_option_problem(name, value):
+                raise invalid_option(name, value, problem)
         if "model" not in values:
             raise ConfigError("model: missing; give a Hugging Face model directory")
         return cls(**values)
@@ -565,7 +564,7 @@ class EngineConfig:
 
     @classmethod
     def from_file(cls, path: Path) -> EngineConfig:
-        """Read a `model.json`. Raises ConfigError, which names the file."""
+        """Read a `model.json`, and log which of its options are ignored. Raises ConfigError, which names the file."""
         try:
             options = json.loads(path.read_text())
         except (OSError, ValueError) as error:
@@ -573,14 +572,12 @@ class EngineConfig:
         if not isinstance(options, dict):
             raise ConfigError(f"{path}: must hold one JSON object of engine options")
         try:
-            return cls.from_options(options)
+            config = cls.from_options(options)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-
-
-def _hint(name: str, known: Sequence[str]) -> str:
-    near = closest_match(name, [*known, *VLLM_OPTIONS])
-    return f"did you mean {near}?" if near else f"known options are {', '.join(known)}"
+        if ignored := [name for name in flatten_vllm_options(options) if name in VLLM_OPTIONS]:
+            log.warning("ignoring vLLM options that change nothing here: %s", ", ".join(ignored))
+        return config
 
 
 class Rule(NamedTuple):

@@ -114,7 +114,7 @@ class InputLimits:
     )
 
     def __post_init__(self) -> None:
-        parse_fields(self, _PREFIX)
+        parse_fields(self)
 
     def check(self, name: str, field: str, count: int, unit: str) -> None:
         """Raise RequestError if `count` is above the limit `name`. `field` is the request's field."""

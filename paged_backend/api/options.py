@@ -14,7 +14,7 @@ from dataclasses import MISSING, field, fields
 from functools import partial
 from typing import Any
 
-from paged_backend.api.errors import ConfigError, closest_match
+from paged_backend.api.errors import ConfigError, hint
 from paged_backend.api.json_values import to_integer, to_number
 from paged_backend.api.secrets import redacted
 from paged_backend.api.sizes import GIB, MIB, parse_quantity
@@ -45,21 +45,18 @@ def option(
     return field(default=default, metadata=metadata, repr=shown)
 
 
-def parse_fields(options: Any, prefix: str = "") -> None:
-    """Parse every field of a dataclass of options; its `__post_init__`. Raises ConfigError for the first invalid one.
-
-    prefix: what precedes the names of fields in errors.
-    """
+def parse_fields(options: Any) -> None:
+    """Parse the fields of a dataclass of options, in its `__post_init__`. Raises ConfigError for an invalid one."""
     for spec in fields(options):
         value = getattr(options, spec.name)
         if value is None and spec.default is None:
             continue
         try:
             parsed = spec.metadata["kind"](value)
-        except ConfigError:  # names a field of the value
-            raise
+        except ConfigError as error:  # names a field of the value
+            raise ConfigError(f"{spec.name}.{error}") from None
         except ValueError as error:
-            raise invalid_option(prefix + spec.name, value, str(error)) from None
+            raise invalid_option(spec.name, value, str(error)) from None
         object.__setattr__(options, spec.name, parsed)
 
 
@@ -86,18 +83,18 @@ host = pattern(r"[A-Za-z0-9_.-]+|(?=.*:.*:)[0-9A-Fa-f:.]+", "must be a host name
 
 
 def two_tokens(value: Any) -> Any:
-    is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(one, str) and one for one in value)
-    if not is_pair or value[0] == value[1]:
+    is_list = isinstance(value, list | tuple) and all(isinstance(token, str) and token for token in value)
+    if not is_list or len(value) != 2 or value[0] == value[1]:
         raise ValueError('must be a list of two different tokens like ["no", "yes"]')
     return value
 
 
 def flag(value: Any) -> bool:
     """Parse true or false; it may be a string."""
-    flags = {"true": True, "false": False}
-    if not isinstance(value, str | bool) or (name := str(value).lower()) not in flags:
+    parsed = {"true": True, "false": False}.get(str(value).lower())
+    if parsed is None:
         raise ValueError("must be true or false")
-    return flags[name]
+    return parsed
 
 
 def integer(low: int, high: int | None = None) -> Kind:
@@ -116,24 +113,26 @@ def integer(low: int, high: int | None = None) -> Kind:
 
 def number(low: float, high: float | None = None, *, above: bool = False) -> Kind:
     """Return the kind of a finite number from `low` to `high`. With `above`, `low` itself is invalid."""
-    problem = f"must be a number {'above' if above else 'of at least'} {low}"
-    problem += "" if high is None else f" and at most {high}"
+    if high is None:
+        bounds = f"above {low}" if above else f"of at least {low}"
+    else:
+        bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
 
     def parse(value: Any) -> float:
         number = to_number(value)
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
         is_high_enough = is_number and (low < number if above else low <= number)
         if not is_high_enough or number == float("inf") or (high is not None and number > high):
-            raise ValueError(problem)
+            raise ValueError(f"must be a number {bounds}")
         return number
 
     return parse
 
 
-def one_of(*allowed: Any, hint: str = "") -> Kind:
-    """Return the kind of an option with these values, which are strings or integers. `hint` ends its error."""
+def one_of(*allowed: Any, note: str = "") -> Kind:
+    """Return the kind of an option with these values, which are strings or integers. `note` ends its error."""
     values = {str(value): value for value in allowed}
-    problem = "must be " + " or ".join(map(json.dumps, allowed)) + hint
+    problem = "must be " + " or ".join(map(json.dumps, allowed)) + note
 
     def parse(value: Any) -> Any:
         if str(value) not in values:
@@ -169,13 +168,11 @@ in_gib = partial(_with_unit, unit=GIB, convert=float)
 count = partial(_with_unit, unit=None)
 
 
-def group(name: str, what: str, cls: type, example: str) -> Kind:
-    """Return the kind of the option `name`, whose value is an object with fields of its own.
+def group(cls: type, example: str) -> Kind:
+    """Return the kind of an option whose value is an object with fields of its own; those that are null have defaults.
 
     Args:
-        name: name of the option.
-        what: what its fields are called in errors.
-        cls: dataclass of the fields. Fields that are null have their defaults.
+        cls: dataclass of the fields.
         example: an object, for errors.
     """
 
@@ -185,11 +182,9 @@ def group(name: str, what: str, cls: type, example: str) -> Kind:
         if not isinstance(value, Mapping):
             raise ValueError(f"must be an object like {example}")
         known = [spec.name for spec in fields(cls)]
-        for key in value:
-            if key not in known:
-                near = closest_match(str(key), known)
-                hint = f"did you mean {name}.{near}?" if near else f"known {what}s are {', '.join(known)}"
-                raise ConfigError(f"{name}.{key}: unknown {what}; {hint}")
-        return cls(**{key: field for key, field in value.items() if field is not None})
+        for name in value:
+            if name not in known:
+                raise ConfigError(f"{name}: unknown; {hint(str(name), known)}")
+        return cls(**{name: given for name, given in value.items() if given is not None})
 
     return parse

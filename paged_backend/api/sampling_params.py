@@ -15,7 +15,7 @@ from typing import Any
 
 from paged_backend.api import parameter_parsers as parsers
 from paged_backend.api.block_layout import BlockLayout
-from paged_backend.api.errors import ErrorCode, RequestError, closest_match, invalid_argument
+from paged_backend.api.errors import ErrorCode, RequestError, hint, invalid_argument
 from paged_backend.api.limits import UNBOUNDED_MAX_TOKENS, EngineLimits, SamplingDefaults
 from paged_backend.api.other_engines import UNSUPPORTED_PARAMETERS, check_parameter, suggestion
 from paged_backend.api.parameter_parsers import parameter
@@ -279,8 +279,8 @@ class SamplingParams:
             if name in UNSUPPORTED_PARAMETERS:
                 check_parameter(name, value)
             elif name not in known:
-                hint = suggestion(name, known) or f"known are {', '.join(known)}"
-                raise invalid_argument(name, value, f"unknown sampling parameter; {hint}")
+                meant = suggestion(name, known) or f"known are {', '.join(known)}"
+                raise invalid_argument(name, value, f"unknown sampling parameter; {meant}")
             elif value is not None or name in _NULL_IS_A_VALUE:
                 parsed[name] = known[name](name, value, limits)
         if parsed.get("prefill_only"):
@@ -404,9 +404,7 @@ def default_overrides(value: Any) -> Mapping[str, Any]:
         raise ValueError('must be an object like {"temperature": 0.5}')
     for key, default in value.items():
         if key not in DEFAULT_KEYS:
-            near = closest_match(str(key), DEFAULT_KEYS)
-            hint = f"did you mean {near}?" if near else f"known are {', '.join(DEFAULT_KEYS)}"
-            raise ValueError(f"{key}: unknown; {hint}")
+            raise ValueError(f"{key}: unknown; {hint(str(key), DEFAULT_KEYS)}")
         try:
             if default is not None:
                 parse_default(key, default)

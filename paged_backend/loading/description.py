@@ -14,9 +14,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCau
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.files import model_files
+from paged_backend.files.config_fields import unsupported, unsupported_model
 from paged_backend.files.generation_config import BUILT_IN
 from paged_backend.files.model_files import CONFIG, GGUF, MODULES, WeightTotals
-from paged_backend.files.model_kinds import unsupported, unsupported_model
 from paged_backend.files.start_checks import check_layers, draft_errors
 from paged_backend.kv.cache_layout import CacheSpec
 from paged_backend.loading import encoders, model_sizes

@@ -112,11 +112,14 @@ REJECTED = {
 }
 
 
-def test_model_json_of_the_vllm_backend_samples(caplog):
+def test_model_json_of_the_vllm_backend_samples(caplog, tmp_path):
     caplog.set_level(logging.WARNING)
-    config = EngineConfig.from_options(SAMPLE | {"disable_log_stats": False, "tensor_parallel_size": "1"})
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(SAMPLE | {"disable_log_stats": False, "tensor_parallel_size": "1"}))
+    config = EngineConfig.from_file(path)
     assert (config.gpu_memory_utilization, config.enforce_eager, config.disable_log_stats) == (0.5, True, False)
-    assert "ignoring vLLM options that change nothing here: disable_log_requests" in caplog.text
+    (record,) = caplog.records
+    assert record.getMessage() == "ignoring vLLM options that change nothing here: disable_log_requests"
 
 
 def test_names_of_vllm_are_not_options_of_this_engine():
