@@ -58,7 +58,7 @@ help:
 	@echo "                   ARGS='--hours 0.1'         limit of each long test (default: 1)"
 	@echo "make bench-gpu   check and time kernels and engine on a GPU, without network; ARGS='--minutes 30 --only ...'"
 	@echo "make lint        run ruff and mypy; make style runs ruff alone"
-	@echo "make reference   write docs/reference from the code"
+	@echo "make reference   write docs/reference and the schema of the Helm chart from the code"
 	@echo "make matrix      write docs/reference/models.md from the tests of all model families"
 	@echo "make demo-model  prepare the demo model"
 	@echo "make wheel       write a manylinux wheel with the compiled kernels to dist/"
@@ -127,7 +127,8 @@ style: setup
 	$(BIN)/ruff format --check --quiet .
 
 reference: setup
-	$(BIN)/python -m paged_backend.server.reference --write docs/reference
+	$(BIN)/python -m paged_backend.server.reference --write docs/reference \
+	  --schema deploy/kubernetes/chart/values.schema.json
 
 # Runs the tests that are nightly, too, such as those of tensor parallelism.
 matrix: setup

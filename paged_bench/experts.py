@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from paged_backend.api.options import DTYPES
+from paged_backend.api.config import DTYPES
 from paged_backend.execution.cpu_threads import count_threads
 from paged_backend.models.experts import ConvertedExperts
 from paged_backend.models.linear import GroupedCopy

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from paged_backend.api.options import DTYPES
+from paged_backend.api.config import DTYPES
 from paged_backend.api.request import Adapter, GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly

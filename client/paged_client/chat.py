@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from paged_backend.api.errors import closest_match
+from paged_backend.api.errors import closest_match, hint
 from paged_backend.utils.machine import user_cache_directory
 from paged_client.commands.arguments import json_or_text
 from paged_client.sampling_values import NAMES, problem_of
@@ -117,9 +117,7 @@ class Chat:
         name, _, value = text.partition(" ")
         sampling = self._session.sampling
         if name and name not in NAMES:
-            near = closest_match(name, NAMES)
-            hint = f"did you mean {near}?" if near else f"known are {', '.join(NAMES)}"
-            print(f"{name}: unknown sampling parameter; {hint}")
+            print(f"{name}: unknown sampling parameter; {hint(name, NAMES)}")
             return
         if name and value.strip():
             parsed = json_or_text(value.strip())

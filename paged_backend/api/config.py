@@ -1,53 +1,91 @@
-"""Engine options: one frozen dataclass, validated in one place.
+"""Engine options: one frozen dataclass, and the rules between options.
 
 Names follow vLLM's engine arguments where both engines have the option, so that a `model.json` of Triton's vLLM backend
 works here. An option that is unknown, has the wrong type or is out of range fails the load with a message that names
 it. To add an option, declare a field of EngineConfig and run `make reference`, which writes its description to
-docs/reference/options.md.
+docs/reference/options.md and its name to the schema of the Helm chart.
 """
-
-# Over 350 lines: one entry for each option.
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from paged_backend.api.errors import ConfigError
-from paged_backend.api.generation_defaults import overrides
-from paged_backend.api.kv_events import KvEventsConfig
-from paged_backend.api.limits import InputLimits
-from paged_backend.api.option_parsing import parse_options
-from paged_backend.api.option_rules import check_rules
+from paged_backend.api.errors import ConfigError, hint
+from paged_backend.api.limits import LIMIT_NAMES, LIMITS_EXAMPLE, InputLimits, nest_limits
 from paged_backend.api.options import (
-    DTYPES,
-    KV_CACHE_DTYPES,
-    above_zero,
-    at_least_zero,
+    any_text,
+    count,
     flag,
-    fraction,
+    group,
     host,
     http_url,
-    instance_of,
+    in_bytes,
+    in_gib,
+    in_mib,
     integer,
     invalid_option,
+    number,
     one_of,
     option,
-    power_of_two,
-    quantization,
-    ratio,
+    parse_fields,
     text,
     two_tokens,
-    validate,
 )
+from paged_backend.api.other_engines import VLLM_OPTIONS, flatten_vllm_options, vllm_option_problem
 from paged_backend.api.redis_address import redis_url
-from paged_backend.api.sizes import count, in_bytes, in_gib, in_mib
+from paged_backend.api.sampling_params import default_overrides
+
+log = logging.getLogger("paged_llm")
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # owner/model
+DTYPES = {
+    "auto": "auto",
+    "float32": "float32",
+    "float": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+}
+_NEEDS_NO_OPTION = "; a model whose weights are quantized needs no option, because config.json names their format"
+KV_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
+
+
+@dataclass(frozen=True)
+class KvEventsConfig:
+    """The option `kv_events_config`: publishing changes of the prefix cache. Its fields are vLLM's."""
+
+    enable_kv_cache_events: bool = option(flag, "Publish an event for every block that is cached or evicted.", False)
+    publisher: str = option(one_of("zmq", "null"), "`zmq`, or `null`: publish nothing.", "zmq")
+    endpoint: str = option(
+        text,
+        "ZeroMQ endpoint that the PUB socket binds. Events have the tokens of prompts, so only this machine can read"
+        " them by default; vLLM's default is `tcp://*:5557`.",
+        "tcp://127.0.0.1:5557",
+    )
+    replay_endpoint: str | None = option(
+        text, "ZeroMQ endpoint of the ROUTER socket that sends past batches again. `null`: none.", None
+    )
+    buffer_steps: int = option(integer(1), "Batches kept for `replay_endpoint`.", 10_000)
+    hwm: int = option(
+        integer(0), "Batches queued for a slow subscriber, after which it loses some. 0: no limit.", 100_000
+    )
+    max_queue_size: int = option(
+        integer(1), "Batches queued before they are sent. Further ones are dropped, with a warning in the log.", 100_000
+    )
+    topic: str = option(any_text, "Topic of the messages.", "")
+
+    def __post_init__(self) -> None:
+        parse_fields(self)
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher != "null"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +103,13 @@ class EngineConfig:
         "Name under which clients request the model; also `paged serve --name`. In a model repository it must be the"
         " name of the model's directory, because Triton serves the model under that name.",
         None,
-        optional=True,
     )
-    tokenizer: str | None = option(
-        text, "Tokenizer directory or name on the hub. Default: the model's.", None, optional=True
-    )
+    tokenizer: str | None = option(text, "Tokenizer directory or name on the hub. Default: the model's.", None)
     chat_template: str | None = option(
         text,
         "Jinja template for `messages`, or the path of a file with one, instead of the tokenizer's. For a model that"
         " ranks documents, it also gets the query and the document, as messages with these roles.",
         None,
-        optional=True,
     )
     special_tokens_in_messages: bool = option(
         flag,
@@ -89,16 +123,13 @@ class EngineConfig:
         'Classify with the logits of two tokens, such as `["no", "yes"]`: the score of a prompt is the probability of'
         " the second one to follow it.",
         None,
-        optional=True,
     )
-    revision: str | None = option(
-        text, "Branch, tag or commit of a model on the hub. Default: its main branch.", None, optional=True
-    )
+    revision: str | None = option(text, "Branch, tag or commit of a model on the hub. Default: its main branch.", None)
     tokenizer_revision: str | None = option(
-        text, "Branch, tag or commit of a `tokenizer` on the hub. Default: its main branch.", None, optional=True
+        text, "Branch, tag or commit of a `tokenizer` on the hub. Default: its main branch.", None
     )
     download_dir: str | None = option(
-        text, "Directory for files downloaded from the hub. Default: the hub's own cache.", None, optional=True
+        text, "Directory for files downloaded from the hub. Default: the hub's own cache.", None
     )
     trust_remote_code: bool = option(flag, "Run Python code found in the model directory.", False)
     skip_verification: bool = option(
@@ -127,11 +158,10 @@ class EngineConfig:
         "auto",
     )
     override_generation_config: Mapping[str, Any] | None = option(
-        overrides,
+        default_overrides,
         'Defaults of sampling parameters that replace those of `generation_config`, like `{"temperature": 0.5}`. Keys:'
         " `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `max_new_tokens`.",
         None,
-        optional=True,
     )
     dtype: str = option(
         one_of(*DTYPES),
@@ -141,12 +171,11 @@ class EngineConfig:
         section="Computation",
     )
     quantization: str | None = option(
-        quantization,
+        one_of("int8", "int4", note=_NEEDS_NO_OPTION),
         "`int8` rounds the weights of linear layers to 8 bits while loading, `int4` to 4 bits, except for the output"
         " layer, which has 8. Compared to 16 bits, this takes a half or a third of their memory and is faster for small"
         " batches.",
         None,
-        optional=True,
         device="cpu",
     )
     quantization_group_size: int | None = option(
@@ -154,7 +183,6 @@ class EngineConfig:
         "Number of consecutive inputs of a linear layer that share a scale in a quantized weight. Smaller groups are"
         " more accurate and take more memory. Default: 32 for `int4`, all inputs for `int8`.",
         None,
-        optional=True,
         device="cpu",
     )
     quantized_activations: str = option(
@@ -190,19 +218,16 @@ class EngineConfig:
         "Number of machines that share the model, each with as many GPUs. `paged worker` runs on all but this one."
         " Default: the environment variable `NNODES`, or 1.",
         None,
-        optional=True,
     )
     master_addr: str | None = option(
         host,
         "Address of this machine for the others. Default: the environment variable `MASTER_ADDR`.",
         None,
-        optional=True,
     )
     master_port: int | None = option(
         integer(1, 65535),
         "Port of this machine for the others. Default: the environment variable `MASTER_PORT`, or 29500.",
         None,
-        optional=True,
     )
     seed: int = option(
         integer(0, 2**63 - 1), "Seed of dummy weights and of requests that do not have a seed of their own.", 0
@@ -222,7 +247,6 @@ class EngineConfig:
         "Maximum length of prompt plus output. Default and maximum: the model's context length. For the rope types"
         " `dynamic` and `longrope` it is the length before scaling, because scaling would change the cached keys.",
         None,
-        optional=True,
         section="Scheduling",
     )
     max_num_seqs: int = option(integer(1, 65536), "Maximum number of sequences in one step.", 64)
@@ -230,23 +254,21 @@ class EngineConfig:
         count(integer(1)),
         "Maximum number of tokens in one step; longer prompts are prefilled in chunks, or rejected if the"
         " model is an encoder. Default: 512, or `max_num_seqs` if that is larger.",
-        512,
+        None,
     )
     target_step_ms: float | None = option(
-        above_zero,
+        number(0, above=True),
         "Target duration of a step in milliseconds while sequences decode (or twice the duration of a decode-only"
         " step, if that is longer). Prefill chunks are sized to meet it, which costs some throughput; a large value"
         " turns this off. Default: 100 on a CPU; on a GPU 2.5 times the duration of a decode-only step, which is"
         " measured.",
         None,
-        optional=True,
     )
     async_scheduling: bool | None = option(
         flag,
         "Schedule a step while the previous one runs, so that the device does not wait. Default: true on a GPU, false"
         " on a CPU, where scheduling and computation share the cores.",
         None,
-        optional=True,
     )
     fair_tenants: bool = option(
         flag,
@@ -302,30 +324,31 @@ class EngineConfig:
         60,
     )
     chat_template_timeout: float = option(
-        above_zero, "Maximum seconds for rendering a chat template, which delays other requests.", 2.0
+        number(0, above=True), "Maximum seconds for rendering a chat template, which delays other requests.", 2.0
     )
     tokenize_timeout: float = option(
-        above_zero, "Maximum seconds for parsing and tokenizing a long prompt, in a separate process.", 10
+        number(0, above=True), "Maximum seconds for parsing and tokenizing a long prompt, in a separate process.", 10
     )
     structured_outputs_timeout: float = option(
-        above_zero, "Maximum seconds for compiling a JSON schema, a regular expression or a grammar.", 10
+        number(0, above=True), "Maximum seconds for compiling a JSON schema, a regular expression or a grammar.", 10
     )
     disable_any_whitespace: bool = option(
         flag, "Generate JSON without white space between its tokens, unless the request sets this itself.", False
     )
-    block_size: int = option(power_of_two(256), "Tokens per block of the KV cache.", 16, section="KV cache")
+    block_size: int = option(
+        one_of(*(1 << power for power in range(9))), "Tokens per block of the KV cache.", 16, section="KV cache"
+    )
     gpu_memory_utilization: float = option(
-        fraction, "Fraction of the GPU's memory for weights and KV cache.", 0.9, device="cuda"
+        number(0, 1, above=True), "Fraction of the GPU's memory for weights and KV cache.", 0.9, device="cuda"
     )
     kv_cache_memory_bytes: int | None = option(
         in_bytes(integer(1)),
         "Bytes of the KV cache and of recurrent states, on each GPU. Default: on a GPU what `gpu_memory_utilization`"
         " leaves, on a CPU half of the available memory but at most 4 GiB.",
         None,
-        optional=True,
     )
     num_gpu_blocks_override: int | None = option(
-        integer(1), "Number of blocks of the KV cache, regardless of the memory.", None, optional=True
+        integer(1), "Number of blocks of the KV cache, regardless of the memory.", None
     )
     enable_prefix_caching: bool = option(
         flag, "Keep the blocks of finished requests for later requests with the same prefix.", True
@@ -337,11 +360,10 @@ class EngineConfig:
         "auto",
     )
     swap_space: float | None = option(
-        in_gib(at_least_zero),
+        in_gib(number(0)),
         "GiB of host memory for preempted requests and for cached blocks evicted from the device. Default: 4 with a"
         " GPU, 0 on a CPU.",
         None,
-        optional=True,
     )
     preemption_mode: str = option(
         one_of("auto", "swap", "recompute"),
@@ -353,10 +375,9 @@ class EngineConfig:
         text,
         "Directory for cached blocks evicted from host memory, which survive a restart. Needs `swap_space`.",
         None,
-        optional=True,
     )
     disk_cache_gib: float = option(
-        in_gib(above_zero),
+        in_gib(number(0, above=True)),
         "Maximum GiB in `disk_cache_dir`. Counts files that existed at the start, also those of other models, and files"
         " that this server writes. It does not count what other servers write meanwhile.",
         10,
@@ -370,11 +391,10 @@ class EngineConfig:
         " `PAGED_REMOTE_CACHE_SECRET_FILE`), at least 16 bytes, blocks are authenticated. Needs `swap_space`."
         " See [secure](../guides/secure.md#remote-cache).",
         None,
-        optional=True,
         shown=False,
     )
     remote_cache_gib: float = option(
-        in_gib(above_zero),
+        in_gib(number(0, above=True)),
         "Maximum GiB that this server keeps in the remote store, counted from its start. Above it, the"
         " server deletes its least recently used"
         " blocks. `maxmemory` of the Redis server limits the blocks of all servers together.",
@@ -409,7 +429,6 @@ class EngineConfig:
         "Smaller model with the same vocabulary that proposes draft tokens. Default: prompt lookup (n-gram), which"
         " proposes tokens from the request's own text.",
         None,
-        optional=True,
     )
     prompt_lookup_min: int = option(integer(1, 32), "Shortest n-gram that prompt lookup matches.", 2)
     prompt_lookup_max: int = option(integer(1, 32), "Longest n-gram that prompt lookup matches.", 4)
@@ -421,9 +440,7 @@ class EngineConfig:
     )
     max_loras: int = option(integer(1, 1024), "Maximum number of adapters on the device, and so in one step.", 1)
     max_lora_rank: int = option(integer(1, 512), "Maximum rank of an adapter. Memory is reserved for it.", 16)
-    max_cpu_loras: int | None = option(
-        integer(1), "Adapters kept in host memory. Default: `max_loras`.", None, optional=True
-    )
+    max_cpu_loras: int | None = option(integer(1), "Adapters kept in host memory. Default: `max_loras`.", None)
     cache_salt_from: str = option(
         one_of("sampling_parameters", "parameter"),
         "Where requests have their `cache_salt`; a salt in another place is rejected. `sampling_parameters`: in that"
@@ -435,7 +452,7 @@ class EngineConfig:
         section="Tenants",
     )
     session_ttl: float = option(
-        above_zero, "Seconds without a turn after which a session is removed.", 600, section="Sessions"
+        number(0, above=True), "Seconds without a turn after which a session is removed.", 600, section="Sessions"
     )
     max_sessions: int = option(
         integer(1),
@@ -456,7 +473,7 @@ class EngineConfig:
         256,
     )
     session_memory: float = option(
-        fraction,
+        number(0, 1, above=True),
         "Fraction of the KV cache that sessions may hold between turns. Above it the session idle for longest releases"
         " its blocks.",
         0.5,
@@ -466,7 +483,6 @@ class EngineConfig:
         "For models with recurrent layers: number of positions whose state is kept for the prefix cache and for"
         " sessions. Default: as many as `max_num_seqs`.",
         None,
-        optional=True,
     )
     disable_log_stats: bool = option(
         flag,
@@ -480,22 +496,21 @@ class EngineConfig:
         "URL that takes OpenTelemetry traces as OTLP over HTTP, such as `http://localhost:4318/v1/traces`. `null`: no"
         " traces.",
         None,
-        optional=True,
     )
     trace_sample_ratio: float = option(
-        ratio,
+        number(0, 1),
         "Share of requests to trace, 0 to 1. A request with a `traceparent` is traced if its parent is.",
         1.0,
     )
     kv_events_config: KvEventsConfig = option(
-        instance_of(KvEventsConfig),
+        group(KvEventsConfig, '{"enable_kv_cache_events": true}'),
         "Publish changes of the prefix cache over ZeroMQ, in vLLM's format, for routers. An object with the fields"
         ' below, such as `{"enable_kv_cache_events": true}`.',
         KvEventsConfig(),
         section="KV cache events",
     )
     limits: InputLimits = option(
-        instance_of(InputLimits),
+        group(InputLimits, LIMITS_EXAMPLE),
         "Limits for the inputs of a request, an object with the fields below.",
         InputLimits(),
         section="Limits",
@@ -512,21 +527,32 @@ class EngineConfig:
         return self.num_ranks // (self.nnodes or 1)
 
     def __post_init__(self) -> None:
-        validate(self)
-        check_rules(self)
+        parse_fields(self)
+        if not self.max_num_batched_tokens:  # None, as it is not given
+            object.__setattr__(self, "max_num_batched_tokens", max(512, self.max_num_seqs))
+        for rule in RULES:
+            if rule.violated(self):
+                raise invalid_option(rule.option, getattr(self, rule.option), rule.problem.format(config=self))
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
-        """Build the configuration from JSON values by name.
+        """Build the configuration from JSON values by name. Options that are null have their defaults.
 
         Options of vLLM that this engine does not have are accepted if their value changes nothing here. Raises
         ConfigError for an option that is unknown, missing or invalid.
         """
-        values = parse_options(options, fields(cls))
+        known = [spec.name for spec in fields(cls)]
+        values: dict[str, Any] = {}
+        for name, value in nest_limits(flatten_vllm_options(options)).items():
+            if name in known:
+                values |= {} if value is None else {name: value}
+            elif name not in VLLM_OPTIONS:
+                meant = hint(str(name), [*known, *LIMIT_NAMES], VLLM_OPTIONS)
+                raise ConfigError(f"{name}: unknown engine option; {meant}")
+            elif problem := vllm_option_problem(name, value):
+                raise invalid_option(name, value, problem)
         if "model" not in values:
             raise ConfigError("model: missing; give a Hugging Face model directory")
-        if isinstance(most := values.get("max_num_seqs"), int):
-            values.setdefault("max_num_batched_tokens", max(most, cls.max_num_batched_tokens))
         return cls(**values)
 
     def reject(self, names: Sequence[str], problem: str) -> None:
@@ -538,7 +564,7 @@ class EngineConfig:
 
     @classmethod
     def from_file(cls, path: Path) -> EngineConfig:
-        """Read a `model.json`. Raises ConfigError, which names the file."""
+        """Read a `model.json`, and log which of its options are ignored. Raises ConfigError, which names the file."""
         try:
             options = json.loads(path.read_text())
         except (OSError, ValueError) as error:
@@ -546,6 +572,103 @@ class EngineConfig:
         if not isinstance(options, dict):
             raise ConfigError(f"{path}: must hold one JSON object of engine options")
         try:
-            return cls.from_options(options)
+            config = cls.from_options(options)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
+        if ignored := [name for name in flatten_vllm_options(options) if name in VLLM_OPTIONS]:
+            log.warning("ignoring vLLM options that change nothing here: %s", ", ".join(ignored))
+        return config
+
+
+class Rule(NamedTuple):
+    """A combination of options that is rejected."""
+
+    option: str  # the option that the error names
+    violated: Callable[[EngineConfig], Any]
+    problem: str  # format string over `config`
+
+
+def _is_set(config: EngineConfig, option: str) -> bool:
+    value = getattr(config, option)
+    return bool(value) and value != EngineConfig.__dataclass_fields__[option].default
+
+
+def _excludes(option: str, other: str, problem: str = "not supported with {other}") -> Rule:
+    """Return the rule that two options cannot both be set."""
+    return Rule(
+        option,
+        lambda config: _is_set(config, option) and _is_set(config, other),
+        problem.format(other=f"{other}={{config.{other}}}") + "; leave one of them out",
+    )
+
+
+def _needs(option: str, other: str) -> Rule:
+    """Return the rule that an option has no effect without another one."""
+    return Rule(
+        option,
+        lambda config: _is_set(config, option) and not getattr(config, other),
+        f"has no effect without {other}; set both",
+    )
+
+
+STORES = ("disk_cache_dir", "remote_cache_url")  # options that turn on stores of cached blocks
+RULES = (
+    Rule(
+        "max_num_batched_tokens",
+        lambda config: config.max_num_batched_tokens < config.max_num_seqs,
+        "must be at least max_num_seqs={config.max_num_seqs}, so that every running sequence can decode in one step",
+    ),
+    Rule(
+        "prompt_lookup_min",
+        lambda config: config.prompt_lookup_min > config.prompt_lookup_max,
+        "must be at most prompt_lookup_max={config.prompt_lookup_max}",
+    ),
+    Rule(
+        "max_cpu_loras",
+        lambda config: config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras,
+        "must be at least max_loras={config.max_loras}",
+    ),
+    Rule(
+        "data_parallel_size",
+        lambda config: config.data_parallel_size > 1 and (config.nnodes or 1) > 1,
+        "not supported with nnodes={config.nnodes}; run a server on each machine",
+    ),
+    Rule(
+        "data_parallel_size",
+        lambda config: config.data_parallel_size > 1 and config.kv_events_config.is_enabled,
+        "not supported with kv_events_config: the events of several engines cannot be told apart",
+    ),
+    _excludes(
+        "data_parallel_size",
+        "disk_cache_dir",
+        "not supported with {other}, which one engine has for itself (remote_cache_url is shared)",
+    ),
+    _excludes(
+        "async_scheduling",
+        "num_speculative_tokens",
+        "cannot be combined with {other}: the next step depends on how many draft tokens were accepted",
+    ),
+    _excludes(
+        "async_scheduling",
+        "pipeline_parallel_size",
+        "has no effect with {other}, which has a step of other requests in flight for each stage",
+    ),
+    _excludes(
+        "batch_invariant",
+        "tensor_parallel_size",
+        "not supported with {other}: the order in which GPUs add their parts depends on the batch",
+    ),
+    _excludes("quantization", "tensor_parallel_size"),
+    _excludes("speculative_model", "pipeline_parallel_size"),
+    _excludes("enable_lora", "tensor_parallel_size"),
+    _excludes("enable_lora", "pipeline_parallel_size"),
+    _needs("quantization_group_size", "quantization"),
+    _needs("speculative_model", "num_speculative_tokens"),
+    _needs("max_state_checkpoints", "enable_prefix_caching"),
+    *(_needs(store, "enable_prefix_caching") for store in STORES),
+    *(
+        _excludes(store, parallel, "stores whole blocks, and with {other} each process has only a part of every block")
+        for store in STORES
+        for parallel in ("tensor_parallel_size", "pipeline_parallel_size")
+    ),
+)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum
 from typing import Any
 
@@ -125,6 +125,12 @@ def cut(text: str) -> str:
 def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known name most similar to `name`, if any. Only its first characters are compared, which is fast."""
     return next(iter(difflib.get_close_matches(name[:SHOWN_CHARS], known, 1, cutoff)), None)
+
+
+def hint(name: str, known: Collection[str], others: Collection[str] = ()) -> str:
+    """Return the known name that is close to an unknown one, or else all. `others` are known too, but not listed."""
+    near = closest_match(name, [*known, *others])
+    return f"did you mean {near}?" if near else f"known are {', '.join(known)}"
 
 
 def is_utf8_text(value: Any) -> bool:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
 
 from paged_backend.api.block_layout import BlockLayout
-from paged_backend.api.errors import invalid_argument
-from paged_backend.api.options import integer, option, validate
-from paged_backend.api.sizes import in_bytes
+from paged_backend.api.errors import ConfigError, invalid_argument
+from paged_backend.api.options import in_bytes, integer, invalid_option, option, parse_fields
 from paged_backend.utils.local_socket import DEFAULT_FRAME_BYTES
 
+_PREFIX = "limits."
+LIMITS_EXAMPLE = '{"max_tools": 8}'
 UNBOUNDED_MAX_TOKENS = 2**31 - 1  # value of max_tokens: as many tokens as fit the context and the pool
 
 
@@ -58,7 +59,6 @@ class InputLimits:
         "Characters of a prompt before tokenization. Default: `max_model_len` times the length of the longest token,"
         " which no prompt that fits can exceed.",
         None,
-        optional=True,
     )
     min_priority: int = option(
         integer(-(2**31), 2**31 - 1),
@@ -114,13 +114,53 @@ class InputLimits:
     )
 
     def __post_init__(self) -> None:
-        validate(self, "limits.")
+        parse_fields(self)
 
     def check(self, name: str, field: str, count: int, unit: str) -> None:
         """Raise RequestError if `count` is above the limit `name`. `field` is the request's field."""
         most = getattr(self, name)
         if count > most:
             raise invalid_argument(field, f"{count} {unit}", f"must be at most {most} {unit} ({name})")
+
+
+LIMIT_NAMES = tuple(spec.name for spec in fields(InputLimits))
+
+
+def nest_limits(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect all spellings of limits in one entry `limits`.
+
+    A limit may be spelled `{"limits": {"max_tools": 8}}`, `{"limits.max_tools": 8}` (for a command line) or
+    `{"max_tools": 8}`. Raises ConfigError if `limits` is not an object, or if two spellings set the same limit.
+    """
+    others: dict[str, Any] = {}
+    limits: dict[str, Any] = {}
+    spellings: dict[str, str] = {}
+    for key, value in options.items():
+        if key != "limits" and key not in LIMIT_NAMES and not key.startswith(_PREFIX):
+            others[key] = value
+            continue
+        for name, spelling, limit in _limits_of(key, value):
+            if name in limits:
+                raise ConfigError(f"{spellings[name]} and {spelling}: both set the same limit; give one of them")
+            limits[name], spellings[name] = limit, spelling
+    return others | ({"limits": limits} if limits else {})
+
+
+def _limits_of(key: str, value: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield name, spelling and value of each limit that an option sets."""
+    if key != "limits":
+        yield key.removeprefix(_PREFIX), key, value
+    elif isinstance(value, Mapping):
+        yield from ((name, f"{_PREFIX}{name}", limit) for name, limit in value.items())
+    elif value is not None:
+        raise invalid_option(key, value, f"must be an object like {LIMITS_EXAMPLE}")
+
+
+def merge_options(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` updated with `overrides`. Limits are merged one by one, in any spelling."""
+    below, above = nest_limits(base), nest_limits(overrides)
+    limits = {**below.get("limits", {}), **above.get("limits", {})}
+    return {**below, **above, **({"limits": limits} if limits else {})}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Options as dataclass fields.
+"""Options as fields of a dataclass, which are parsed and checked when an instance is made.
 
-`option()` declares a field together with its check and its description. `validate()` runs the checks, and
+`option()` declares a field: its kind, its description and its default. A kind is a function that returns the option's
+value for a JSON value, or raises ValueError with what the value must be. `parse_fields()` applies the kinds, and
 `server/reference.py` writes the descriptions to `docs/reference/options.md`.
 """
 
@@ -8,31 +9,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, field, fields
+from functools import partial
 from typing import Any
 
-from paged_backend.api.errors import ConfigError
+from paged_backend.api.errors import ConfigError, hint
+from paged_backend.api.json_values import to_integer, to_number
 from paged_backend.api.secrets import redacted
+from paged_backend.api.sizes import GIB, MIB, parse_quantity
 
-DTYPES = {
-    "auto": "auto",
-    "float32": "float32",
-    "float": "float32",
-    "float16": "float16",
-    "half": "float16",
-    "bfloat16": "bfloat16",
-}
-KV_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
-Check = Callable[[Any], str | None]  # returns None for a valid value, else what it must be
+Kind = Callable[[Any], Any]
 
 
 def option(
-    check: Check,
+    kind: Kind,
     help: str,
     default: Any = MISSING,
     *,
-    optional: bool = False,
     section: str | None = None,
     device: str | None = None,
     shown: bool = True,
@@ -40,26 +34,30 @@ def option(
     """Declare an option as a dataclass field.
 
     Args:
-        check: validates a given value.
+        kind: parses and checks a value.
         help: description for the reference, one or more sentences.
-        default: the default; without one the option is required.
-        optional: whether None is a valid value.
+        default: the default, which may be None; without one the option is required.
         section: heading in the reference that starts with this option.
         device: "cpu" or "cuda" for an option that only this device uses.
         shown: whether the representation of the options has the value, which may contain a password.
     """
-    metadata = {"check": check, "help": help, "optional": optional, "section": section, "device": device}
+    metadata = {"kind": kind, "help": help, "section": section, "device": device}
     return field(default=default, metadata=metadata, repr=shown)
 
 
-def validate(options: Any, prefix: str = "") -> None:
-    """Check every field of a dataclass of options. Raises ConfigError for the first invalid one."""
+def parse_fields(options: Any) -> None:
+    """Parse the fields of a dataclass of options, in its `__post_init__`. Raises ConfigError for an invalid one."""
     for spec in fields(options):
         value = getattr(options, spec.name)
-        if value is None and spec.metadata["optional"]:
+        if value is None and spec.default is None:
             continue
-        if problem := spec.metadata["check"](value):
-            raise invalid_option(prefix + spec.name, value, problem)
+        try:
+            parsed = spec.metadata["kind"](value)
+        except ConfigError as error:  # names a field of the value
+            raise ConfigError(f"{spec.name}.{error}") from None
+        except ValueError as error:
+            raise invalid_option(spec.name, value, str(error)) from None
+        object.__setattr__(options, spec.name, parsed)
 
 
 def invalid_option(name: str, value: Any, problem: str) -> ConfigError:
@@ -67,97 +65,126 @@ def invalid_option(name: str, value: Any, problem: str) -> ConfigError:
     return ConfigError(f"{name}={redacted(json.dumps(value, default=str))}: {problem}")
 
 
-def parse_string(value: Any) -> Any:
-    """Return the boolean or number that a string spells, or else the value itself.
+def pattern(regex: str, problem: str) -> Kind:
+    """Return the kind of a text that matches a regular expression as a whole."""
 
-    Triton's model directories often write "true", "2" or "0.5".
-    """
-    if not isinstance(value, str):
-        return value
-    if value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    try:
-        return json.loads(value) if value[:1].isdecimal() else value
-    except ValueError:
+    def parse(value: Any) -> Any:
+        if not isinstance(value, str) or not re.fullmatch(regex, value, re.DOTALL):
+            raise ValueError(problem)
         return value
 
-
-def text(value: Any) -> str | None:
-    return None if isinstance(value, str) and value else "must be a non-empty string"
+    return parse
 
 
-def two_tokens(value: Any) -> str | None:
-    is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(text(one) is None for one in value)
-    return None if is_pair and value[0] != value[1] else 'must be a list of two different tokens like ["no", "yes"]'
+text = pattern(".+", "must be a non-empty string")
+any_text = pattern(".*", "must be a string")
+http_url = pattern(r"https?://[^/\s]+\S*", "must be a URL that begins with http:// or https://")
+host = pattern(r"[A-Za-z0-9_.-]+|(?=.*:.*:)[0-9A-Fa-f:.]+", "must be a host name or an IP address, without a port")
 
 
-def http_url(value: Any) -> str | None:
-    is_url = isinstance(value, str) and re.fullmatch(r"https?://[^/\s]+\S*", value)
-    return None if is_url else "must be a URL that begins with http:// or https://"
+def two_tokens(value: Any) -> Any:
+    is_list = isinstance(value, list | tuple) and all(isinstance(token, str) and token for token in value)
+    if not is_list or len(value) != 2 or value[0] == value[1]:
+        raise ValueError('must be a list of two different tokens like ["no", "yes"]')
+    return value
 
 
-def host(value: Any) -> str | None:
-    """Check for a host name or an IP address, without a port."""
-    is_name = isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+:[0-9A-Fa-f:.]*", value)
-    is_host = is_name and (":" not in value or value.count(":") > 1)
-    return None if is_host else "must be a host name or an IP address, without a port"
+def flag(value: Any) -> bool:
+    """Parse true or false; it may be a string."""
+    parsed = {"true": True, "false": False}.get(str(value).lower())
+    if parsed is None:
+        raise ValueError("must be true or false")
+    return parsed
 
 
-def flag(value: Any) -> str | None:
-    return None if isinstance(value, bool) else "must be true or false"
-
-
-def integer(low: int, high: int | None = None) -> Check:
-    """Return a check for an integer from `low` to `high`, both included."""
+def integer(low: int, high: int | None = None) -> Kind:
+    """Return the kind of an integer from `low` to `high`, both included."""
     problem = f"must be a whole number of at least {low}" if high is None else f"must be a whole number {low}..{high}"
 
-    def check(value: Any) -> str | None:
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        return None if is_integer and value >= low and (high is None or value <= high) else problem
+    def parse(value: Any) -> int:
+        number = to_integer(value)
+        is_integer = isinstance(number, int) and not isinstance(number, bool)
+        if not is_integer or number < low or (high is not None and number > high):
+            raise ValueError(problem)
+        return int(number)
 
-    return check
-
-
-def fraction(value: Any) -> str | None:
-    return None if _is_number(value) and 0 < value <= 1 else "must be a number above 0 and at most 1"
-
-
-def ratio(value: Any) -> str | None:
-    return None if _is_number(value) and 0 <= value <= 1 else "must be a number from 0 to 1"
+    return parse
 
 
-def at_least_zero(value: Any) -> str | None:
-    return None if _is_number(value) and 0 <= value < float("inf") else "must be a number of at least 0"
+def number(low: float, high: float | None = None, *, above: bool = False) -> Kind:
+    """Return the kind of a finite number from `low` to `high`. With `above`, `low` itself is invalid."""
+    if high is None:
+        bounds = f"above {low}" if above else f"of at least {low}"
+    else:
+        bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+
+    def parse(value: Any) -> float:
+        number = to_number(value)
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        is_high_enough = is_number and (low < number if above else low <= number)
+        if not is_high_enough or number == float("inf") or (high is not None and number > high):
+            raise ValueError(f"must be a number {bounds}")
+        return number
+
+    return parse
 
 
-def above_zero(value: Any) -> str | None:
-    return None if at_least_zero(value) is None and value > 0 else "must be a number above 0"
+def one_of(*allowed: Any, note: str = "") -> Kind:
+    """Return the kind of an option with these values, which are strings or integers. `note` ends its error."""
+    values = {str(value): value for value in allowed}
+    problem = "must be " + " or ".join(map(json.dumps, allowed)) + note
+
+    def parse(value: Any) -> Any:
+        if str(value) not in values:
+            raise ValueError(problem)
+        return values[str(value)]
+
+    return parse
 
 
-def one_of(*allowed: Any) -> Check:
-    """Return a check for one of these values, of the same type: True is not 1."""
-    problem = "must be " + " or ".join(json.dumps(value) for value in allowed)
-    return lambda value: None if any(value == one and type(value) is type(one) for one in allowed) else problem
+def _with_unit(kind: Kind, *, unit: int | None, convert: Callable[[Any], Any] = int) -> Kind:
+    """Return the kind of an option whose value may be a text with a unit.
+
+    Args:
+        kind: kind of the option's value as a number.
+        unit: bytes in one unit of the option; None for an option that is a count.
+        convert: makes a number of the quotient.
+    """
+    example = '"8k"' if unit is None else '"500MB" or "2GiB"'
+
+    def parse(value: Any) -> Any:
+        quantity = parse_quantity(value, bytes=unit is not None) if isinstance(value, str) else None
+        try:
+            return kind(value if quantity is None else convert(quantity / (unit or 1)))
+        except ValueError as error:
+            raise ValueError(f"{error}, or with a unit like {example}") from None
+
+    return parse
 
 
-def quantization(value: Any) -> str | None:
-    """Check the format to which weights are converted. vLLM's users name the format of the model's files here."""
-    if value in ("int8", "int4"):
-        return None
-    return (
-        'must be "int8" or "int4"; a model whose weights are quantized needs no option, because config.json names their'
-        " format"
-    )
+in_bytes = partial(_with_unit, unit=1)
+in_mib = partial(_with_unit, unit=MIB)
+in_gib = partial(_with_unit, unit=GIB, convert=float)
+count = partial(_with_unit, unit=None)
 
 
-def instance_of(kind: type) -> Check:
-    return lambda value: None if isinstance(value, kind) else f"must be {kind.__name__}"
+def group(cls: type, example: str) -> Kind:
+    """Return the kind of an option whose value is an object with fields of its own; those that are null have defaults.
 
+    Args:
+        cls: dataclass of the fields.
+        example: an object, for errors.
+    """
 
-def power_of_two(highest: int) -> Check:
-    sizes = [1 << shift for shift in range(highest.bit_length())]
-    return lambda value: None if type(value) is int and value in sizes else f"must be one of {sizes}"
+    def parse(value: Any) -> Any:
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(f"must be an object like {example}")
+        known = [spec.name for spec in fields(cls)]
+        for name in value:
+            if name not in known:
+                raise ConfigError(f"{name}: unknown; {hint(str(name), known)}")
+        return cls(**{name: given for name, given in value.items() if given is not None})
 
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return parse

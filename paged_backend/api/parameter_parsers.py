@@ -14,23 +14,11 @@ from dataclasses import field
 from typing import Any
 
 from paged_backend.api.errors import RequestError, invalid_argument, is_utf8_text
+from paged_backend.api.json_values import to_flag, to_integer, to_number
 from paged_backend.api.limits import UNBOUNDED_MAX_TOKENS, EngineLimits
-from paged_backend.api.numbers import to_flag, to_integer, to_number
-from paged_backend.api.parameter_names import OTHER_NAMES
 from paged_backend.api.structures import Structure, read_structure
 
 Parser = Callable[[str, Any, EngineLimits], Any]
-
-# Unsupported parameters of vLLM, and their values that have no effect; null is accepted as well.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "detokenize": (True,),
-    "spaces_between_special_tokens": (True,),
-    "flat_logprobs": (False,),
-    "skip_reading_prefix_cache": (False,),
-    "logits_processors": ([],),
-    "extra_args": ({},),
-}
 
 
 def parameter(parser: Parser, default: Any, help: str, *, section: str | None = None, with_beams: bool = True) -> Any:
@@ -46,13 +34,6 @@ def parameter(parser: Parser, default: Any, help: str, *, section: str | None = 
     return field(
         default=default, metadata={"parse": parser, "help": help, "section": section, "with_beams": with_beams}
     )
-
-
-def check_unsupported(name: str, value: Any) -> None:
-    """Raise RequestError if an unsupported parameter has a value that would have an effect."""
-    if value is not None and not any(value == one and type(value) is type(one) for one in UNSUPPORTED[name]):
-        instead = " or ".join(OTHER_NAMES.get(name, ()))
-        raise invalid_argument(name, value, f"not supported; {f'use {instead} instead' if instead else 'leave it out'}")
 
 
 def between(low: float, high: float, *, above: bool = False) -> Parser:

@@ -49,12 +49,9 @@ class RedisAddress:
         return cls(parts.hostname, port, int(database[1] or 0), login[0], login[1], tls, tuple(query))
 
 
-def redis_url(value: Any) -> str | None:
-    """Check an option that is the URL of a Redis server."""
+def redis_url(value: Any) -> str:
+    """Parse an option that is the URL of a Redis server. Raises ValueError."""
     if not isinstance(value, str):
-        return PROBLEM
-    try:
-        RedisAddress.parse(value)
-    except ValueError as error:
-        return str(error)
-    return None
+        raise ValueError(PROBLEM)
+    RedisAddress.parse(value)
+    return value

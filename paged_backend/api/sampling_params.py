@@ -6,19 +6,19 @@ It is then accepted in `sampling_parameters` and as a request parameter. The Ope
 parameter to docs/reference/sampling_parameters.md. The code that applies it reads it from `GenerateRequest.sampling`.
 """
 
-# Over 350 lines: one entry for each parameter.
-
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from paged_backend.api import parameter_parsers as parsers
-from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
-from paged_backend.api.limits import EngineLimits
-from paged_backend.api.parameter_names import suggestion
-from paged_backend.api.parameter_parsers import UNSUPPORTED, check_unsupported, parameter
+from paged_backend.api.block_layout import BlockLayout
+from paged_backend.api.errors import ErrorCode, RequestError, hint, invalid_argument
+from paged_backend.api.limits import UNBOUNDED_MAX_TOKENS, EngineLimits, SamplingDefaults
+from paged_backend.api.other_engines import UNSUPPORTED_PARAMETERS, check_parameter, suggestion
+from paged_backend.api.parameter_parsers import parameter
 from paged_backend.api.structures import STRUCTURE_PARAMETERS, Structure
 
 _NULL_IS_A_VALUE = ("max_tokens",)  # parameters in which null does not select the default
@@ -276,11 +276,11 @@ class SamplingParams:
         known = {spec.name: spec.metadata["parse"] for spec in fields(cls)}
         parsed = {}
         for name, value in values.items():
-            if name in UNSUPPORTED:
-                check_unsupported(name, value)
+            if name in UNSUPPORTED_PARAMETERS:
+                check_parameter(name, value)
             elif name not in known:
-                hint = suggestion(name, known) or f"known are {', '.join(known)}"
-                raise invalid_argument(name, value, f"unknown sampling parameter; {hint}")
+                meant = suggestion(name, known) or f"known are {', '.join(known)}"
+                raise invalid_argument(name, value, f"unknown sampling parameter; {meant}")
             elif value is not None or name in _NULL_IS_A_VALUE:
                 parsed[name] = known[name](name, value, limits)
         if parsed.get("prefill_only"):
@@ -377,4 +377,47 @@ class SamplingParams:
         return max(self.num_samples, self.beam_width)
 
 
-PARAMETER_NAMES = frozenset(spec.name for spec in fields(SamplingParams)) | frozenset(UNSUPPORTED)
+_FIELDS = {spec.name: spec for spec in fields(SamplingParams)}
+PARAMETER_NAMES = _FIELDS.keys() | UNSUPPORTED_PARAMETERS.keys()
+
+# Keys of `generation_config.json` that set defaults. The first ones have no effect in transformers if `do_sample` is
+# false. MAX_TOKENS is the default of `max_tokens`.
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
+MAX_TOKENS = "max_new_tokens"
+DEFAULT_KEYS = (*SAMPLING_KEYS, "repetition_penalty", MAX_TOKENS)
+_ANY = EngineLimits(UNBOUNDED_MAX_TOKENS, 1, 1, BlockLayout(1), 1)  # the parsers of these keys use no limits
+_parse_max_tokens = parsers.integer(1, UNBOUNDED_MAX_TOKENS)
+
+
+def parse_default(key: str, value: Any) -> Any:
+    """Return the parsed value of one of DEFAULT_KEYS. Raises ValueError with what it must be."""
+    parse = _parse_max_tokens if key == MAX_TOKENS else _FIELDS[key].metadata["parse"]
+    try:
+        return parse(key, value, _ANY)
+    except RequestError as error:
+        raise ValueError(str(error).rpartition(": ")[2]) from None
+
+
+def default_overrides(value: Any) -> Mapping[str, Any]:
+    """Parse the option `override_generation_config`. Raises ValueError with what it must be."""
+    if not isinstance(value, Mapping):
+        raise ValueError('must be an object like {"temperature": 0.5}')
+    for key, default in value.items():
+        if key not in DEFAULT_KEYS:
+            raise ValueError(f"{key}: unknown; {hint(str(key), DEFAULT_KEYS)}")
+        try:
+            if default is not None:
+                parse_default(key, default)
+        except ValueError as error:
+            raise ValueError(f"{key}={json.dumps(default, default=str)}: {error}") from None
+    return value
+
+
+def to_defaults(values: Mapping[str, Any]) -> SamplingDefaults:
+    """Return the defaults for checked values by key. Null, and the engine's own default, change nothing."""
+    parsed = {key: parse_default(key, value) for key, value in values.items() if value is not None}
+    max_tokens = parsed.pop(MAX_TOKENS, None)
+    changed = {name: value for name, value in parsed.items() if value != _FIELDS[name].default}
+    if max_tokens is not None:
+        changed["max_tokens"] = UNBOUNDED_MAX_TOKENS
+    return SamplingDefaults(changed, max_tokens)

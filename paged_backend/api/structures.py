@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from paged_backend.api import strict_json
+from paged_backend.api import json_values
 from paged_backend.api.limits import InputLimits
 
 
@@ -143,7 +143,7 @@ def _parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return strict_json.parse(value)
+        return json_values.parse(value)
     except ValueError as error:
         raise ValueError(f"is not valid JSON: {error}") from None
 

@@ -27,8 +27,8 @@ from typing import Any
 
 import msgspec
 
+from paged_backend.api.config import KvEventsConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.kv_events import KvEventsConfig
 from paged_backend.api.request import Origin
 from paged_backend.kv.content import CacheEvent, Entry
 

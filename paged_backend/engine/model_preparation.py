@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from paged_backend.api.config import EngineConfig
+from paged_backend.api.config import STORES, EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.option_rules import STORES
 from paged_backend.api.sizes import GIB
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.stage_links import StageLinks

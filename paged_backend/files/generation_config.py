@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.generation_defaults import AUTO, BUILT_IN, KEYS, SAMPLING_KEYS, parse_default, to_defaults
 from paged_backend.api.limits import SamplingDefaults
+from paged_backend.api.sampling_params import DEFAULT_KEYS, SAMPLING_KEYS, parse_default, to_defaults
 from paged_backend.files import model_files
 from paged_backend.files.model_files import possible_paths
 from paged_backend.utils.startup import startup_log
+
+AUTO, BUILT_IN = "auto", "vllm"  # values of the option `generation_config` that are not directories
 
 
 def read_sampling_defaults(
@@ -80,11 +82,13 @@ def _read_file(file: Path) -> dict[str, Any]:
 
 
 def _read_keys(file: Path) -> tuple[dict[str, Any], Any]:
-    """Return the values of `KEYS`, and the value of `do_sample`. Raises ConfigError."""
+    """Return the values of DEFAULT_KEYS, and the value of `do_sample`. Raises ConfigError."""
     stored = model_files.read_object(file)
-    values = {key: stored[key] for key in KEYS if stored.get(key) is not None}
+    values = {key: stored[key] for key in DEFAULT_KEYS if stored.get(key) is not None}
     for key, value in values.items():
-        if problem := parse_default(key, value)[1]:
+        try:
+            parse_default(key, value)
+        except ValueError as error:
             hint = f'; correct it, or set generation_config to "{BUILT_IN}"'
-            raise ConfigError(f"{file}: {key}={json.dumps(value)}: {problem}{hint}")
+            raise ConfigError(f"{file}: {key}={json.dumps(value)}: {error}{hint}") from None
     return values, stored.get("do_sample")

@@ -16,17 +16,15 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from paged_backend.api.config import HUB_NAME, EngineConfig
+from paged_backend.api.config import DTYPES, HUB_NAME, KV_CACHE_DTYPES, STORES, EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.option_rules import STORES
-from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES, invalid_option
+from paged_backend.api.options import invalid_option
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.sizes import GIB, MIB
 from paged_backend.files import hub, model_files, transformers_tables
-from paged_backend.files.config_values import check_values, llama_shapes
+from paged_backend.files.config_fields import check_values, llama_shapes, unsupported_fields, unsupported_model
 from paged_backend.files.generation_config import check_defaults
 from paged_backend.files.model_files import CONFIG, GGUF, MODULES, QUANTIZATION, possible_paths
-from paged_backend.files.model_kinds import unsupported_fields, unsupported_model
 from paged_backend.files.quantization_fields import check_known, check_settings
 from paged_backend.files.tokenizer_files import FAST, check_template, check_tokenizer
 from paged_backend.utils.machine import available_memory, gpu_limit, has_gpu

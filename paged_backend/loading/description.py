@@ -12,15 +12,14 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from paged_backend.api.config import EngineConfig
+from paged_backend.api.config import DTYPES, KV_CACHE_DTYPES, STORES, EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.generation_defaults import BUILT_IN
 from paged_backend.api.limits import EmbeddingSpec
-from paged_backend.api.option_rules import STORES
-from paged_backend.api.options import DTYPES, KV_CACHE_DTYPES, invalid_option
+from paged_backend.api.options import invalid_option
 from paged_backend.files import model_files
+from paged_backend.files.config_fields import unsupported, unsupported_model
+from paged_backend.files.generation_config import BUILT_IN
 from paged_backend.files.model_files import CONFIG, GGUF, MODULES, WeightTotals
-from paged_backend.files.model_kinds import unsupported, unsupported_model
 from paged_backend.files.start_checks import (
     ALREADY_QUANTIZED,
     check_division,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from paged_backend.api.errors import ConfigError
-from paged_backend.files.config_values import MAX_LAYERS, check_counts, check_layer_sizes
+from paged_backend.files.config_fields import MAX_LAYERS, check_counts, check_layer_sizes
 from paged_backend.files.model_files import CONFIG, GGUF, INDEX, WEIGHTS, WeightTotals, files_with_tensors
 from paged_backend.models import rope
 

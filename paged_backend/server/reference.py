@@ -1,24 +1,22 @@
-"""Write docs/reference/ from the declarations in the code.
+"""Write docs/reference/, and the names of options in the schema of the Helm chart, from the declarations in the code.
 
-`python -m paged_backend.server.reference --write docs/reference` (or `make reference`) writes the pages; a test fails
-when they are out of date.
+`make reference` writes them; a test fails when they are out of date.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from paged_backend.api.config import EngineConfig
-from paged_backend.api.kv_events import KvEventsConfig
+from paged_backend.api.config import EngineConfig, KvEventsConfig
 from paged_backend.api.limits import InputLimits
-from paged_backend.api.parameter_parsers import UNSUPPORTED as UNSUPPORTED_PARAMETERS
+from paged_backend.api.other_engines import EMPTY, UNSUPPORTED_PARAMETERS, VLLM_OPTIONS
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.api.vllm_options import UNSUPPORTED as UNSUPPORTED_OPTIONS
 from paged_backend.server.metrics.families import FAMILIES, Family
 from paged_backend.server.wire.tensors import INPUTS, OUTPUTS, TensorSpec
 
@@ -47,7 +45,7 @@ limit under both names in one place is an error. Errors of requests name the lim
 KV_EVENTS = """\
 The option `kv_events_config` is an object with vLLM's fields. [Cache](../guides/cache.md#kv-cache-events)
 describes the events."""
-VLLM_OPTIONS = """\
+VLLM_NOTES = """\
 These engine arguments of vLLM are accepted only with values that change nothing here, so that `model.json` files of
 Triton's vLLM backend work. `null` is always accepted; any other value is rejected with the reason given."""
 PARAMETERS = """\
@@ -122,20 +120,17 @@ def _options() -> str:
     parts = [OPTIONS, *_sections(columns, fields(EngineConfig))]
     parts += [KV_EVENTS, _table(("field", *columns[1:]), map(_row, fields(KvEventsConfig)))]
     parts += [LIMITS, _table(("limit", *columns[1:]), map(_row, fields(InputLimits)))]
-    rows = [
-        (f"`{name}`", _accepted(option.accepted), option.reason) for name, option in sorted(UNSUPPORTED_OPTIONS.items())
-    ]
+    rows = [(f"`{name}`", _accepted(option.accepted), option.reason) for name, option in sorted(VLLM_OPTIONS.items())]
     table = _table(("option", "accepted", "instead of other values"), rows)
-    return _page(*parts, "## Options of vLLM", VLLM_OPTIONS, table)
+    return _page(*parts, "## Options of vLLM", VLLM_NOTES, table)
 
 
 def _accepted(values: Sequence[Any]) -> str:
-    empty = [value for value in values if value in ("", {}, [])]
-    return ", ".join([*(_code(value) for value in values if value not in empty), *(["empty"] if empty else [])])
+    return "empty" if values == EMPTY else ", ".join(map(_code, values))
 
 
 def _sampling_parameters() -> str:
-    rows = [(f"`{name}`", ", ".join(map(_code, accepted))) for name, accepted in sorted(UNSUPPORTED_PARAMETERS.items())]
+    rows = [(f"`{name}`", _accepted(parameter.accepted)) for name, parameter in sorted(UNSUPPORTED_PARAMETERS.items())]
     return _page(
         PARAMETERS,
         *_sections(("parameter", "default", "description"), fields(SamplingParams)),
@@ -223,12 +218,25 @@ def _page(*parts: str) -> str:
     return "\n\n".join((GENERATED, *parts)) + "\n"
 
 
+def with_option_names(schema: str) -> str:
+    """Return the text of the chart's values.schema.json with the names of all options and limits."""
+    names = sorted(spec.name for cls in (EngineConfig, InputLimits) for spec in fields(cls))
+    entries = ",\n".join(f'        "{name}": true' for name in names)
+    return re.sub(
+        r'("options": {[^{}]*{[^{}]*}\s*,\s*"properties": {\n)[^{}]*(\n *})',
+        lambda found: found[1] + entries + found[2],
+        schema,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, metavar="DIR", required=True, help="write the pages to this directory")
-    directory = parser.parse_args(argv).write
+    parser.add_argument("--schema", type=Path, metavar="FILE", required=True, help="the chart's values.schema.json")
+    args = parser.parse_args(argv)
     for name, text in pages().items():
-        (directory / name).write_text(text)
+        (args.write / name).write_text(text)
+    args.schema.write_text(with_option_names(args.schema.read_text()))
 
 
 if __name__ == "__main__":

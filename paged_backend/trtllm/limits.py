@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from paged_backend.api.limits import InputLimits, limit
-from paged_backend.api.options import parse_string
+from paged_backend.api.options import parse_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,15 +20,13 @@ class RelayLimits:
         InputLimits.max_frame_bytes, "bytes of one row sent to the engine, which has a limit of the same name"
     )
 
+    def __post_init__(self) -> None:
+        parse_fields(self)
+
     @classmethod
     def from_parameters(cls, given: Mapping[str, str]) -> RelayLimits:
         """Return the limits among a model's parameters. Raises ValueError, which names the parameter, if one is bad."""
-        values = {}
-        for spec in fields(cls):
-            if spec.name in given:
-                values[spec.name] = parse_string(given[spec.name])
-                if problem := spec.metadata["check"](values[spec.name]):
-                    raise ValueError(f"{spec.name}={given[spec.name]!r}: {problem}")
+        values: dict[str, Any] = {spec.name: given[spec.name] for spec in fields(cls) if spec.name in given}
         return cls(**values)
 
 

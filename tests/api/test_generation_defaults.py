@@ -6,9 +6,8 @@ import pytest
 
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.generation_defaults import KEYS, to_defaults
 from paged_backend.api.request import fit_max_tokens
-from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.sampling_params import DEFAULT_KEYS, SamplingParams, to_defaults
 from paged_backend.server.wire.pooling import parse_pooling_sampling
 from tests.support.sampling_params import LIMITS
 
@@ -66,7 +65,7 @@ def test_values_without_effect_are_left_out():
     [
         ("x", 'must be an object like {"temperature": 0.5}'),
         ({"temprature": 1}, "temprature: unknown; did you mean temperature?"),
-        ({"eos_token_id": 1}, f"eos_token_id: unknown; known are {', '.join(KEYS)}"),
+        ({"eos_token_id": 1}, f"eos_token_id: unknown; known are {', '.join(DEFAULT_KEYS)}"),
         ({"top_p": 2}, "top_p=2: must be above 0 and at most 1"),
         ({"top_k": "many"}, 'top_k="many": must be a whole number -1..2147483647'),
         ({"max_new_tokens": 0}, "max_new_tokens=0: must be 1..2147483647"),

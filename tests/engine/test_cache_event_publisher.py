@@ -6,8 +6,8 @@ import msgspec
 import pytest
 import zmq
 
+from paged_backend.api.config import KvEventsConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.kv_events import KvEventsConfig
 from paged_backend.api.request import Origin
 from paged_backend.engine.cache_event_publisher import END_OF_REPLAY, CacheEventPublisher
 from paged_backend.kv.content import DEVICE, CacheEvent, Entry

@@ -146,7 +146,7 @@ def test_modules_and_tests_that_import_torch_are_left_out(tmp_path):
 
 def test_a_group_runs_in_one_process():
     """pytest-xdist finds the groups in the names of tests, which depends on the version of pytest."""
-    modules = ["tests/api/test_sizes.py", "tests/api/test_secrets.py"]
+    modules = ["tests/api/test_request.py", "tests/api/test_secrets.py"]
     command = [sys.executable, "-m", "pytest", "-v", "--numprocesses=2", "--dist=loadgroup", "-p", "no:cacheprovider"]
     done = subprocess.run([*command, *modules], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

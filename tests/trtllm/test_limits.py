@@ -10,5 +10,5 @@ def test_caps_are_config_parameters():
     given = {"interface": BLS, "engine_model_name": "paged_llm", "max_open_rows": "3"}
     assert RelayLimits.from_parameters(given) == RelayLimits(max_open_rows=3)
     for bad in ("0", "x", "", "1.5"):
-        with pytest.raises(ValueError, match=f"max_biases='{bad}': must be a whole number 1.."):
+        with pytest.raises(ValueError, match=f'max_biases="{bad}": must be a whole number 1..'):
             RelayLimits.from_parameters({"max_biases": bad})

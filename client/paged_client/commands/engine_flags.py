@@ -44,17 +44,17 @@ def split_engine_flags(
 def _parse(token: str, following: list[str], own_flags: Collection[str], command: str) -> tuple[str, object]:
     """Return name and value of the option in `token`. Removes its value from `following` if it is there."""
     flag, equals, text = token.partition("=")
-    types = _option_types()
+    known = _known()
     name = flag[2:].replace("-", "_")
     positive = flag[2:].removeprefix(_FALSE_PREFIX).replace("-", "_")
-    if name not in types and flag[2:].startswith(_FALSE_PREFIX) and types.get(positive) == "bool" and not equals:
+    if name not in known and flag[2:].startswith(_FALSE_PREFIX) and known.get(positive) and not equals:
         return positive, False
-    if name not in types:
+    if name not in known:
         value = text or next((argument for argument in following[:1] if not argument.startswith("--")), None)
-        raise UsageError(_sampling_default(flag, value) or _unknown(flag, own_flags, types, command))
+        raise UsageError(_sampling_default(flag, value) or _unknown(flag, own_flags, known, command))
     if equals:
         return name, json_or_text(text)
-    if types[name] == "bool":
+    if known[name]:
         given = bool(following) and following[0] in ("true", "false")
         return name, following.pop(0) == "true" if given else True
     if not following or following[0].startswith("--"):
@@ -63,40 +63,41 @@ def _parse(token: str, following: list[str], own_flags: Collection[str], command
 
 
 @cache
-def _option_types() -> dict[str, str]:
-    """Return the type annotation of each engine option; "any" for limits and vLLM's further options."""
-    from paged_backend.api import vllm_options
+def _known() -> dict[str, bool]:
+    """Return the names of all engine options, limits, and options of vLLM, and whether each is a boolean."""
     from paged_backend.api.config import EngineConfig
-    from paged_backend.api.option_parsing import LIMIT_NAMES
+    from paged_backend.api.limits import LIMIT_NAMES
+    from paged_backend.api.options import flag
+    from paged_backend.api.other_engines import VLLM_OPTIONS
 
-    known = dict.fromkeys((*vllm_options.UNSUPPORTED, *LIMIT_NAMES), "any")
-    known |= {option: "bool" for option, spec in vllm_options.UNSUPPORTED.items() if False in spec.accepted}
-    return known | {spec.name: str(spec.type) for spec in fields(EngineConfig)}
+    known = dict.fromkeys(LIMIT_NAMES, False)
+    known |= {name: any(value is False for value in option.accepted) for name, option in VLLM_OPTIONS.items()}
+    return known | {spec.name: spec.metadata["kind"] is flag for spec in fields(EngineConfig)}
 
 
 def is_engine_flag(argument: str) -> bool:
     """Return whether an argument is the flag of an engine option, with or without its value."""
     name = argument.partition("=")[0][2:].replace("-", "_")
-    return argument.startswith("--") and not _option_types().keys().isdisjoint((name, name.removeprefix("no_")))
+    return argument.startswith("--") and not _known().keys().isdisjoint((name, name.removeprefix("no_")))
 
 
 def _sampling_default(flag: str, value: str | None) -> str | None:
     """Return the error for a flag that is a sampling parameter which `override_generation_config` can set, or None."""
-    from paged_backend.api.generation_defaults import KEYS, MAX_TOKENS
+    from paged_backend.api.sampling_params import DEFAULT_KEYS, MAX_TOKENS
 
     name = flag[2:].replace("-", "_")
     key = MAX_TOKENS if name == "max_tokens" else name
-    if key not in KEYS:
+    if key not in DEFAULT_KEYS:
         return None
     shown = "VALUE" if value is None else json.dumps(json_or_text(value))
     setting = shlex.quote(f'{{"{key}": {shown}}}')
     return f"{flag}: unknown option; a default for requests is set with --override-generation-config {setting}"
 
 
-def _unknown(flag: str, own_flags: Collection[str], types: Collection[str], command: str) -> str:
+def _unknown(flag: str, own_flags: Collection[str], known: Collection[str], command: str) -> str:
     from paged_backend.api.errors import closest_match
 
-    flags = [*own_flags, *("--" + name.replace("_", "-") for name in types)]
+    flags = [*own_flags, *("--" + name.replace("_", "-") for name in known)]
     near = closest_match(flag, flags, cutoff=0.7)
     hint = f"did you mean {near}? See" if near else "see"
     passed_on = f" To pass it to tritonserver: paged serve MODEL -- {flag}=…" if command == "serve" else ""

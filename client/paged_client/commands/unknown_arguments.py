@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from paged_backend.api.errors import closest_match
-from paged_backend.api.parameter_names import OTHER_NAMES
+from paged_backend.api.other_engines import own_names
 
 _SHOWN_CHARS = 60  # maximum characters of a value in a hint
 Parsers = Mapping[str, argparse.ArgumentParser]
@@ -56,7 +56,7 @@ def _sampling_hint(flag: str, value: str, options: Mapping[str, object]) -> str 
     from paged_client.sampling_values import NAMES
 
     given = flag.lstrip("-").replace("-", "_")
-    name = next((parameter for parameter in OTHER_NAMES.get(given, (given,)) if parameter in NAMES), None)
+    name = next((parameter for parameter in (*own_names(given), given) if parameter in NAMES), None)
     if name is None:
         return None
     own = f"--{name.replace('_', '-')}"

@@ -45,8 +45,11 @@ def check(environment: Mapping[str, str]) -> None:
     for name in ("MASTER_ADDR", "NODE_RANK"):
         if not environment.get(name):
             raise UsageError(f"{FLAGS[name]} is missing, and so is {name} in the environment")
-    if problem := host(environment["MASTER_ADDR"]):
-        raise UsageError(f"{FLAGS['MASTER_ADDR']} (MASTER_ADDR) {environment['MASTER_ADDR']}: {problem}")
+    try:
+        host(environment["MASTER_ADDR"])
+    except ValueError as error:
+        address = f"{FLAGS['MASTER_ADDR']} (MASTER_ADDR) {environment['MASTER_ADDR']}"
+        raise UsageError(f"{address}: {error}") from None
     for name, lowest, highest in (("NODE_RANK", 1, 63), ("MASTER_PORT", 1, 65535)):
         value = environment.get(name, str(lowest))
         if not value.isdecimal() or not lowest <= int(value) <= highest:

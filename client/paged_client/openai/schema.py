@@ -16,10 +16,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import ErrorDetails, from_json
 
-from paged_backend.api import strict_json
-from paged_backend.api.numbers import to_flag, to_integer, to_number
-from paged_backend.api.parameter_names import replacement, suggestion
-from paged_backend.api.parameter_parsers import UNSUPPORTED
+from paged_backend.api import json_values
+from paged_backend.api.json_values import to_flag, to_integer, to_number
+from paged_backend.api.other_engines import UNSUPPORTED_PARAMETERS, replacement, suggestion
 from paged_client.openai.errors import ApiError
 
 # How much of the path to a field is shown, by top-level field (default 1). Deeper parts are names of pydantic's own.
@@ -221,7 +220,7 @@ class GuidedFields(StrictModel):
 
 # Sampling parameters that change the output, and are accepted only with values that have no effect.
 ENGINE_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    **{name: (None, *values) for name, values in UNSUPPORTED.items()},
+    **{name: (None, *parameter.accepted) for name, parameter in UNSUPPORTED_PARAMETERS.items()},
     "logprob_token_ids": (None, []),
     "lora_name": (None,),  # an adapter is given as `model`
     "truncation_side": (None, "left"),
@@ -289,7 +288,7 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"the body has more than {MAX_CONTAINERS} lists and objects")
     try:
         values = from_json(body, allow_inf_nan=False)
-        strict_json.parse(body)  # finds such a key
+        json_values.parse(body)  # finds such a key
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(values, dict):

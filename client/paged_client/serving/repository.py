@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paged_backend.api.config import HUB_NAME, EngineConfig
 from paged_backend.api.errors import ConfigError
-from paged_backend.api.option_parsing import merge_options
+from paged_backend.api.limits import merge_options
 from paged_backend.api.secrets import redacted
 from paged_backend.files import start_checks
 from paged_client.serving import demo_model

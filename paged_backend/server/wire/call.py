@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paged_backend.api import strict_json
+from paged_backend.api import json_values
 from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.limits import InputLimits
-from paged_backend.api.parameter_names import suggestion
+from paged_backend.api.other_engines import suggestion
 from paged_backend.api.sampling_params import PARAMETER_NAMES
 from paged_backend.server.wire.pooling import ClassificationCall, EmbeddingCall, PoolingCall
 from paged_backend.server.wire.tensors import LIST_PARAMETERS, RETURNED, SCALAR_PARAMETERS
@@ -381,6 +381,6 @@ def decode(name: str, value: bytes | str) -> str:
 def parse_json(name: str, text: str) -> Any:
     """Parse the JSON of an input. Raises RequestError if it is invalid."""
     try:
-        return strict_json.parse(text)
+        return json_values.parse(text)
     except ValueError as error:
         raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{name}: not valid JSON: {error}") from None

@@ -19,7 +19,9 @@ OWN = {"-o", "--option", "--http-port", "--name"}
         (["--enforce-eager", "false"], {"enforce_eager": False}),
         (["--enforce-eager=false"], {"enforce_eager": False}),
         (["--no-enable-prefix-caching"], {"enable_prefix_caching": False}),
+        (["--async-scheduling"], {"async_scheduling": True}),
         (["--disable-log-requests"], {"disable_log_requests": True}),  # of vLLM
+        (["--cpu-offload-gb", "0"], {"cpu_offload_gb": 0}),
         (["--max-tools", "3", "--limits", '{"max_words": 4}'], {"max_tools": 3, "limits": {"max_words": 4}}),
     ],
 )

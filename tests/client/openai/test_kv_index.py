@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from paged_backend.api.kv_events import KvEventsConfig
+from paged_backend.api.config import KvEventsConfig
 from paged_backend.api.request import Origin
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.kv.content import DEVICE, HOST, CacheEvent, Entry

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paged_backend.api.numbers import to_flag, to_integer, to_number
+from paged_backend.api.json_values import to_flag, to_integer, to_number
 
 
 @pytest.mark.parametrize(
