@@ -131,20 +131,22 @@ class GenerateRequest:
         eos: frozenset[int],
         limits: EngineLimits,
         bad_words: tuple[tuple[int, ...], ...] = (),
+        *,
+        field: str = "text_input",
     ) -> GenerateRequest:
-        """Build a request from a tokenized prompt.
+        """Build a request from a tokenized prompt. field: the field of the prompt, for errors.
 
         Raises RequestError if the prompt is empty, if the request can never fit the context or the KV cache, or if its
         parameters could forbid every token.
         """
         prompt = len(tokens)
         if prompt == 0:
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, "text_input: the prompt is empty; give at least one token")
+            raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{field}: the prompt is empty; give at least one token")
         sampling = fit_max_tokens(prompt, sampling, limits)
         if max(tokens) >= limits.vocab_size:  # possible, as a tokenizer may have more tokens than the model
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,
-                f"text_input: holds token {max(tokens)}, but the model's vocabulary ends at {limits.vocab_size - 1}",
+                f"{field}: holds token {max(tokens)}, but the model's vocabulary ends at {limits.vocab_size - 1}",
             )
         stop_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos)
         allowed = None

@@ -47,8 +47,7 @@ class CacheEventPublisher:
     """Sends batches on a thread of its own."""
 
     def __init__(self, config: KvEventsConfig, block_size: int):
-        """Bind the sockets. Raises ConfigError if an endpoint cannot be bound or a
-        package is missing."""
+        """Bind the sockets. Raises ConfigError if an endpoint cannot be bound or a package is missing."""
         try:
             import zmq
         except ImportError as error:

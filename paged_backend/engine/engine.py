@@ -32,8 +32,8 @@ STOP_SECONDS = 20.0  # time to finish the current step and to write cached block
 
 
 class Engine:
-    """Runs requests until it is stopped. The methods may be called from any thread. `emit` is called on the engine's
-    thread and must not block."""
+    """Runs requests until it is stopped. Methods may be called from any thread, unless they say otherwise. `emit` is
+    called on the engine's thread and must not block."""
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 A graph reads its inputs from fixed memory, so a step of n rows is padded to a captured size and written there. Padding
 rows belong to padding sequences, which have no context, and they write no keys and values. Context lengths are not part
-of a graph; it is captured for the longest. A decode step's graph also samples: rows with penalties, constraints or
-beams are sampled again from its logits.
+of a graph; it is captured for the longest. A decode step's graph also samples. If any row has penalties or constraints,
+all rows are sampled again from its logits.
 
     rows           0 ... n-1 | n ... size-1
     slots          as packed | -1             nothing is written

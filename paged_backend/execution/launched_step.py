@@ -66,7 +66,7 @@ class LaunchedStep:
         return replace(self, arrived=None)
 
     def result(self) -> StepResult:
-        """Wait for the step and return its results. The only place where the host waits for the device."""
+        """Wait for the step and return its results."""
         if self.arrived is not None:
             self.arrived.synchronize()
         sampled: list[int] = self.tokens.tolist()

@@ -155,7 +155,9 @@ class PrefixIndex:
         self._blocks: dict[Entry, int] = {}
         # Children by parent, as sorted (tokens, block): the child with the longest common prefix is a neighbour.
         self._children: dict[PrefixParent, list[tuple[tuple[int, ...], int]]] = {}
-        self.scores: dict[int, BlockScores] = {}  # prompt log probabilities of indexed blocks, as far as known
+        self.scores: dict[
+            int, BlockScores
+        ] = {}  # optional outputs of the prompt tokens in indexed blocks, as far as known
 
     @property
     def blocks(self) -> Set[int]:

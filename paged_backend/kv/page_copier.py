@@ -78,7 +78,7 @@ class StreamQueues:
         torch.cuda.synchronize(self._device)
 
 
-class SynchronousTransfers:
+class SynchronousQueues:
     """The queues of a CPU: every copy is done when `launch` returns, so waiting does nothing."""
 
     def launch(self, queue: Queue, pair: BlockPair, moves: Sequence[Transfer]) -> None:
@@ -108,7 +108,7 @@ class PageCopier:
 
     def __init__(self, kv: KVCache, host: KVCache | None = None, queues: Queues | None = None):
         """queues: by default the queues of the pool's device."""
-        self._queues = queues or (StreamQueues(kv.device) if kv.device.type == "cuda" else SynchronousTransfers())
+        self._queues = queues or (StreamQueues(kv.device) if kv.device.type == "cuda" else SynchronousQueues())
         self._kv, self._host = kv, host
         self.update_addresses()
         self._arriving: list[Any] = []  # events of swap-ins that no step has waited for

@@ -121,7 +121,7 @@ def top_tokens(logits: Tensor, batch: SamplingBatch) -> TopTokens | None:
 
 
 def _array(values: Rows[Any], dtype: torch.dtype) -> Tensor:
-    """Create a host tensor. All tensors of a SamplingBatch are created here."""
+    """Return a tensor on the host."""
     return torch.tensor(values, dtype=dtype)
 
 

@@ -18,7 +18,7 @@ from paged_backend.scheduling.adapter_slots import AdapterLoad, AdapterSlots
 from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.group import Group
 
-MAX_SCORED = 256  # prompt positions with log probabilities in a step: each needs the logits of the whole vocabulary
+MAX_SCORED = 256  # prompt positions with optional outputs in a step: each needs the logits of the whole vocabulary
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Chunk:
     forks: tuple[Sequence, ...] = ()  # sequences that share the chunk's blocks once it is computed
     draft_tokens: tuple[int, ...] = ()
     draft_slots: tuple[int, ...] = ()  # slots for the recurrent state after each draft token
-    scored: range = range(0)  # prompt positions whose next token gets log probabilities
+    scored: range = range(0)  # prompt positions whose next token gets optional outputs
     ends_request: bool = False  # whether the chunk ends the prompt of a request without output
 
     @property
@@ -116,7 +116,7 @@ class PlanBuilder:
         """budget: tokens of the step. in_flight: whether another step is in flight; then no request may be
         preempted."""
         self.budget = budget
-        self.scored_budget = max_scored  # prompt positions that may still get log probabilities
+        self.scored_budget = max_scored  # prompt positions that may still get optional outputs
         self.planned_at = planned_at
         self.in_flight = in_flight
         self.blocked = False  # whether a request waits for the commit of the step in flight

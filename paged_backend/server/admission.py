@@ -138,7 +138,7 @@ class Admission:
                 raise RequestError(ErrorCode.UNAVAILABLE, problem)
             received, input_limits = channel.received(), self._limits.input_limits
             if name := read_control_request(*received, input_limits=input_limits):
-                request_id = read_request_id(received[1], received[-1], input_limits)
+                request_id = read_request_id(received.parameters, received.request_id, input_limits)
                 self._answer_control_request(name, channel, request_id)
                 return
             call, sampling = self._read(received, own_defaults=channel.has_own_defaults)

@@ -144,7 +144,7 @@ class Relay:
         job, link = Job(channel, request_id), self._links.pick()
         own = engine_parameters(parameters), timeout_us, sequence_id, flags
         for row_request in row_requests:
-            received = row_request.tensors, *own, f"{self._model}-{uuid.uuid4()}"
+            received = Received(row_request.tensors, *own, f"{self._model}-{uuid.uuid4()}")
             job.rows.append(Row(job, row_request, next(self._ids), received, link))
         frames = [row.pack(link) for row in job.rows]
         self._register(job.rows)

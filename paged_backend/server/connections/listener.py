@@ -294,4 +294,4 @@ def _received(request: Any) -> Received:
         if not isinstance(request.get(name), kind):
             raise FrameError(f"{name}: missing, or of another type")
     tensors = read_tensors(request.get("tensors"), INPUTS)
-    return tensors, request["parameters"], *(request[name] for name in kinds)
+    return Received(tensors, request["parameters"], *(request[name] for name in kinds))

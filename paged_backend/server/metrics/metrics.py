@@ -71,6 +71,7 @@ class Metrics:
         self._steps, self._sleeping = -1, False  # of the statistics that were reported last
         self._gauges: dict[tuple[str, str], float] = {}  # values that were set last
         self._counts: dict[tuple[str, str], float] = {}  # counts that were not reported yet
+        self._observations: list[tuple[str, float]] = []  # observations that were not reported yet, by event
         self._step_reports: list[StepReport] = []  # steps that were not reported yet
         self._bulk_pending = False  # whether a bulk histogram has observations that were not reported yet
         self._next_memory = 0.0  # time.monotonic(), like those below
@@ -80,7 +81,9 @@ class Metrics:
     @property
     def is_pending(self) -> bool:
         """Whether `update` has something to report."""
-        return not self._is_current or bool(self._counts or self._step_reports or self._bulk_pending)
+        return not self._is_current or bool(
+            self._counts or self._observations or self._step_reports or self._bulk_pending
+        )
 
     def record(self, stats: Stats) -> None:
         """Take the newest statistics of the engine, which `update` reports."""
@@ -114,13 +117,16 @@ class Metrics:
             self._update("set", event, value, label)
 
     def observe(self, event: str, value: float, count: int = 1) -> None:
-        """Observe a value for a histogram. `count`: that many observations, of an event that is reported in bulk."""
+        """Observe a value for a histogram, which is reported by the next `flush`.
+
+        count: how many observations have this value. Above 1 only for events that are reported in bulk.
+        """
         if bulk := self._bulk.get(event):
             self._bulk_pending = True
             for histogram in bulk:
                 histogram.observe(value, count)
-        else:
-            self._update("observe", event, value)
+        elif self._enabled:
+            self._observations.append((event, value))
 
     def update(self, *, idle: bool = False) -> None:
         """Report everything that has changed. idle: whether no request runs."""
@@ -131,13 +137,19 @@ class Metrics:
         self.flush(idle=idle)
 
     def flush(self, *, idle: bool = False) -> None:
-        """Report the counts since the last call, and from time to time the steps. idle: whether no request runs."""
+        """Report counts and observations since the last call, and from time to time the steps.
+
+        idle: whether no request runs.
+        """
         now = time.monotonic()
         if now - self._last_bulk >= (IDLE_FLUSH_SECONDS if idle else FLUSH_SECONDS):
             self._flush_steps(now)
         counts, self._counts = self._counts, {}
         for (event, label), count in counts.items():
             self._update("increment", event, count, label)
+        observations, self._observations = self._observations, []
+        for event, value in observations:
+            self._update("observe", event, value)
 
     def _show(self, stats: Stats) -> None:
         """Report the statistics that have changed."""

@@ -379,7 +379,7 @@ class StreamBuilder:
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         bad_words = self._prompts.encode_bad_words(sampling)
         request = GenerateRequest.from_prompt(
-            arrival.key, tokens, sampling, seed, self._eos_ids, self._limits, bad_words
+            arrival.key, tokens, sampling, seed, self._eos_ids, self._limits, bad_words, field=call.prompt_field
         )
         ends = None
         if sampling.beam_width > 1:

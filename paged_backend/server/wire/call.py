@@ -90,7 +90,10 @@ class Call:
 
     @property
     def prompt_field(self) -> str:
-        """The input tensor that the prompt came in."""
+        """The input tensor that the prompt came in, and its field if the tensor holds a JSON object."""
+        if self.pooling_type:
+            part = "" if self.pooling is None else ".input" if self.pooling.messages is None else ".messages"
+            return self.pooling_type.field + part
         return "text_input" if self.prompt is not None else "messages" if self.is_chat else "input_ids"
 
 

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,9 +24,16 @@ _CODES = {  # names of Triton's error codes
     ErrorCode.INTERNAL: "INTERNAL",
 }
 
-# Tensors by name, request parameters, timeout in microseconds (0: none), sequence id (0 or "": none), flags, and
-# request id ("": none).
-Received = tuple[dict[str, np.ndarray], dict[str, Any], int, int | str, int, str]
+
+class Received(NamedTuple):
+    """The request of a client."""
+
+    tensors: dict[str, np.ndarray]  # by name
+    parameters: dict[str, Any]
+    timeout_us: int  # 0: no timeout
+    sequence_id: int | str  # 0 or "": no sequence
+    flags: int
+    request_id: str  # "": no id
 
 
 class Channel(Protocol):
@@ -77,7 +84,7 @@ class ServerChannel:
         except UnicodeDecodeError as error:  # names and values sent over HTTP may be any bytes
             reason = f"the request's parameters or id: byte {error.start} is not valid UTF-8; send UTF-8 text"
             raise RequestError(ErrorCode.INVALID_ARGUMENT, reason) from None
-        return tensors, parameters | self._trace_context(), *own
+        return Received(tensors, parameters | self._trace_context(), *own)
 
     def _trace_context(self) -> dict[str, str]:
         """Return the server's own trace context, `traceparent` and `tracestate`, if it traces the request."""
