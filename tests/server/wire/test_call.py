@@ -31,6 +31,18 @@ def test_the_prompts_input_is_named_and_a_prompt_continues_the_session(name):
     assert (call.prompt_field, call.only_ends_session) == (name, False)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "field"),
+    [
+        ("embedding_request", {"input": "x"}, "embedding_request.input"),
+        ("embedding_request", {"input": [5]}, "embedding_request.input"),
+        ("classification_request", {"messages": [{"role": "user", "content": "x"}]}, "classification_request.messages"),
+    ],
+)
+def test_the_prompts_field_of_a_pooling_request_is_named(name, content, field):
+    assert read(**{name: text(json.dumps(content))}).prompt_field == field
+
+
 def test_a_call_without_a_prompt_only_ends_its_session():
     assert read({"sequence_id": 7, "sequence_end": True}).only_ends_session
 
