@@ -327,9 +327,9 @@ def _registers_on_nvidia(cubin: bytes) -> tuple[int, int]:
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    return int(found[1]), int(found[2])
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert match, usage
+    return int(match[1]), int(match[2])
 
 
 def compile_case(case: Case) -> Cost:

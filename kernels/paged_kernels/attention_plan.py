@@ -119,8 +119,8 @@ def launch_shape(
         return LaunchShape(heads, small, None)
 
     def tile(length: int) -> Tile:
-        found = find_tile(chip, TuningKey(block_d, itemsize, rows, quantized, power_of_two(length)))
-        return found._replace(block_m=max(rows, found.block_m))
+        tuned = find_tile(chip, TuningKey(block_d, itemsize, rows, quantized, power_of_two(length)))
+        return tuned._replace(block_m=max(rows, tuned.block_m))
 
     large = tile(max_query_len)
     programs = (num_tokens * heads // large.block_m + 1) * num_kv_heads * -(-group // heads)

@@ -263,8 +263,11 @@ def _plan(problem: Problem, key: AnyKey, tile: AnyTile, device: torch.device) ->
 def _without_tensors(launches: Sequence[Launch]) -> tuple[Any, ...]:
     """Return what distinguishes launches over the same inputs."""
     return tuple(
-        (one.grid, tuple((name, value) for name, value in one.arguments.items() if not isinstance(value, torch.Tensor)))
-        for one in launches
+        (
+            planned.grid,
+            tuple((name, value) for name, value in planned.arguments.items() if not isinstance(value, torch.Tensor)),
+        )
+        for planned in launches
     )
 
 
@@ -291,19 +294,19 @@ def _time(
     """Time all launches of a call with one tile."""
     import triton
 
-    planned = _plan(problem, key, tile, device)
+    launches = _plan(problem, key, tile, device)
     for output in problem.outputs:
         output.zero_()
     try:
-        if any(getattr(one.run(), "n_spills", 0) for one in planned):
+        if any(getattr(planned.run(), "n_spills", 0) for planned in launches):
             return SPILLS
         if not problem.is_correct():
             return WRONG
 
         def run() -> None:
             for plan in problem.plans:
-                for one in plan():
-                    one.run()
+                for planned in plan():
+                    planned.run()
 
         return timer(run) / len(problem.plans)
     except (triton.CompilationError, triton.OutOfResources, RuntimeError):  # e.g. too much shared memory

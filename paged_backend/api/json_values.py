@@ -28,12 +28,12 @@ def parse(text: str | bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         counts = Counter(name for name, _ in pairs)  # of thousands of names, in linear time
         twice = next(name for name, count in counts.items() if count > 1)
         raise ValueError(f"the key {cut(json.dumps(twice))} is there twice")
-    return found
+    return unique
 
 
 def to_integer(value: Any) -> Any:

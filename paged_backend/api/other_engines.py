@@ -35,7 +35,7 @@ def _read(table: str) -> dict[str, Unsupported]:
 
     `name=a|b` is accepted with these values, a name alone with empty ones.
     """
-    found: dict[str, Unsupported] = {}
+    entries: dict[str, Unsupported] = {}
     reason = ""
     for line in table.strip("\n").splitlines():
         if not line.startswith(" "):
@@ -43,8 +43,8 @@ def _read(table: str) -> dict[str, Unsupported]:
             continue
         for entry in line.split():
             name, _, values = entry.partition("=")
-            found[name] = Unsupported(tuple(map(_value, values.split("|"))) if values else EMPTY, reason)
-    return found
+            entries[name] = Unsupported(tuple(map(_value, values.split("|"))) if values else EMPTY, reason)
+    return entries
 
 
 def _value(text: str) -> Any:

@@ -101,10 +101,10 @@ class GenerateRequest:
     @cached_property
     def bad_word_endings(self) -> dict[int, list[tuple[list[int], int]]]:
         """Bad words of several tokens, as (all tokens but the last, last token), by their second to last token."""
-        found: dict[int, list[tuple[list[int], int]]] = {}
+        endings: dict[int, list[tuple[list[int], int]]] = {}
         for *before, latest, last in (word for word in self.bad_words if len(word) > 1):
-            found.setdefault(latest, []).append((before, last))
-        return found
+            endings.setdefault(latest, []).append((before, last))
+        return endings
 
     @property
     def can_move(self) -> bool:
@@ -247,7 +247,7 @@ class Usage(NamedTuple):
 
     def plus(self, more: Usage) -> Usage:
         """Return the usage of a request that was moved: `more` is that of the later engine."""
-        return Usage._make((self[0], *(one + other for one, other in zip(self[1:], more[1:], strict=True))))
+        return Usage._make((self[0], *(earlier + later for earlier, later in zip(self[1:], more[1:], strict=True))))
 
 
 HiddenState = array  # [hidden_size] float32: output of the last layer for a token, after the final norm

@@ -151,7 +151,7 @@ def split_fingerprints(data: bytes) -> list[Fingerprint]:
 
 
 LOGPROBS, FINGERPRINTS = _LogprobsOutput(), _FingerprintsOutput()
-TOKEN_OUTPUTS: Mapping[str, TokenOutput[Any]] = {one.name: one for one in (LOGPROBS, FINGERPRINTS)}
+TOKEN_OUTPUTS: Mapping[str, TokenOutput[Any]] = {output.name: output for output in (LOGPROBS, FINGERPRINTS)}
 
 # By the name of an output: how many of the most likely tokens its values describe.
 Requested = Mapping[str, int]
@@ -164,23 +164,23 @@ def requested_outputs(returns: Iterable[str], sampling: SamplingParams) -> Reque
     """Return the outputs that a request gets with each output token. returns: output tensors that the client asks
     for."""
     wanted = frozenset(returns)
-    return _without_none({one.name: one.requested(wanted, sampling) for one in TOKEN_OUTPUTS.values()})
+    return _without_none({output.name: output.requested(wanted, sampling) for output in TOKEN_OUTPUTS.values()})
 
 
 def requested_prompt_outputs(sampling: SamplingParams) -> Requested:
     """Return the outputs that a request gets with each token of the prompt but the first."""
-    return _without_none({one.name: one.requested_of_prompt(sampling) for one in TOKEN_OUTPUTS.values()})
+    return _without_none({output.name: output.requested_of_prompt(sampling) for output in TOKEN_OUTPUTS.values()})
 
 
-def _without_none(found: Mapping[str, int | None]) -> Requested:
-    return {name: num_top for name, num_top in found.items() if num_top is not None}
+def _without_none(requested: Mapping[str, int | None]) -> Requested:
+    return {name: num_top for name, num_top in requested.items() if num_top is not None}
 
 
 def write_values(values: Values) -> dict[str, Any]:
     """Return values as JSON."""
-    return {name: TOKEN_OUTPUTS[name].write(found) for name, found in values.items()}
+    return {name: TOKEN_OUTPUTS[name].write(of_output) for name, of_output in values.items()}
 
 
 def read_values(written: Mapping[str, Any]) -> Values:
     """Return the values of `write_values`. Raises KeyError, TypeError or ValueError."""
-    return {name: TOKEN_OUTPUTS[name].read(found) for name, found in written.items()}
+    return {name: TOKEN_OUTPUTS[name].read(of_output) for name, of_output in written.items()}

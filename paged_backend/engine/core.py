@@ -528,17 +528,17 @@ class EngineCore:
     ) -> bool:
         """Take out the requests that another engine can continue; see `Engine.take_out`."""
         waiting = sorted(self.scheduler.waiting, key=lambda group: group.key)
-        found = False
+        took_any = False
         for group in (*self.scheduler.running, *waiting):
             if not (group.can_move and is_wanted(group.request)):
                 continue
-            found = True
+            took_any = True
             request = replace(group.request, progress=group.progress)
             prefixes = self._copier.prefixes(group) if self._copier else []
             self.scheduler.abort(group.key)
             blocks = self._copier.read(prefixes) if self._copier else []
             take(request, blocks)
-        return found
+        return took_any
 
     def request_pool_map(self) -> None:
         """Emit a map of the pool before the next step."""

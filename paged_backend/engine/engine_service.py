@@ -126,11 +126,11 @@ class EngineService:
             return
         self._engine.store(run)
         with self._lock:
-            self._unstored = [one for one in self._unstored if not one.stored.is_set()] + [run]
-            excess, waits_for = sum(one.nbytes for one in self._unstored) - MAX_UNSTORED_BYTES, None
-            for one in self._unstored:
+            self._unstored = [unstored for unstored in self._unstored if not unstored.stored.is_set()] + [run]
+            excess, waits_for = sum(unstored.nbytes for unstored in self._unstored) - MAX_UNSTORED_BYTES, None
+            for unstored in self._unstored:
                 if excess > 0:
-                    excess, waits_for = excess - one.nbytes, one
+                    excess, waits_for = excess - unstored.nbytes, unstored
         if waits_for:
             waits_for.stored.wait(STORE_SECONDS)
 
@@ -239,8 +239,8 @@ class RemoteClient:
                     self._remove(delta.key)
                     ended.append(delta.key)
         times = {"started_at": float(started_at), "finished_at": float(finished_at)}
-        found = {"stats": vars(stats)} if stats else {}
-        self._frames.put({"step": {"deltas": written, "entered": ids} | times | found})
+        statistics = {"stats": vars(stats)} if stats else {}
+        self._frames.put({"step": {"deltas": written, "entered": ids} | times | statistics})
         return ended
 
     def give_back(self, key: int) -> None:

@@ -78,7 +78,7 @@ class BlockRun:
         except (KeyError, TypeError, ValueError) as error:
             raise FrameError(f"blocks: {error!r}") from None
         for name, value in {"tokens": tokens, "content": sizes, "first": [first], "kind": [kind or 0]}.items():
-            if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
+            if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
                 raise FrameError(f"blocks: {name} must be a list of numbers")
         if sum(sizes) != len(attached):
             raise FrameError(f"blocks: {len(attached)} bytes are attached, not {sum(sizes)}")
@@ -98,13 +98,13 @@ class BlockCopier:
 
     def prefixes(self, group: Group) -> list[Prefix]:
         """Return what a request has computed, by sequence. Called before the request is removed."""
-        found, size = list[Prefix](), self._blocks.block_size
+        prefixes, size = list[Prefix](), self._blocks.block_size
         for sequence in group.active if self._blocks.caching else ():
             if full := sequence.committed // size:
                 self._blocks.entry(sequence, full - 1)
                 entries = sequence.chain.entries[:full]
-                found.append(Prefix(sequence.chain.origin, list(sequence.tokens[: full * size]), entries))
-        return found
+                prefixes.append(Prefix(sequence.chain.origin, list(sequence.tokens[: full * size]), entries))
+        return prefixes
 
     def read(self, prefixes: Sequence[Prefix]) -> list[BlockRun]:
         """Return the cached blocks of a request, which was removed, and the latest checkpoint of each sequence. Blocks

@@ -104,9 +104,9 @@ class PrefixStores:
         done: Callable[[GenerateRequest], None],
     ) -> None:
         try:
-            for found in self._read(request):
-                deliver(found)
-                found.stored.wait(STORE_SECONDS)  # so that this thread does not slow down the engine's
+            for prefetched in self._read(request):
+                deliver(prefetched)
+                prefetched.stored.wait(STORE_SECONDS)  # so that this thread does not slow down the engine's
             if request.sampling.prefill_only and self._stores.shared:
                 entries = list(self._entries(request))
                 needed = self._blocks.layout.needed(len(entries))
@@ -138,12 +138,12 @@ class PrefixStores:
                 if (interned := known[index]) is None or blocks.locate(BlockKey(interned, place)) is None
             ]
             wanted, read = missing[: self._host_blocks.num_available // kind.pages], 0
-            for found in self._stores.read([BlockKey(entries[index], place) for index in wanted]):
-                indices = missing[read : read + len(found)]
+            for contents in self._stores.read([BlockKey(entries[index], place) for index in wanted]):
+                indices = missing[read : read + len(contents)]
                 yield PrefetchedBlocks(
-                    request, chain, [(index, place, block) for index, block in zip(indices, found, strict=True)]
+                    request, chain, [(index, place, block) for index, block in zip(indices, contents, strict=True)]
                 )
-                read += len(found)
+                read += len(contents)
             if kind.keeps_all and read < len(missing):
                 count = missing[read]
 
@@ -295,12 +295,12 @@ class Handovers:
     @property
     def num_waiting(self) -> int:
         """The number of requests that are computed and wait for their handovers."""
-        return sum(one.end is not None for one in self._open.values())
+        return sum(handover.end is not None for handover in self._open.values())
 
     @property
     def needs_hand_over(self) -> bool:
         """Whether a computed request has blocks to hand over, so that `hand_over` has to be called."""
-        return any(one.needs_hand_over for one in self._open.values())
+        return any(handover.needs_hand_over for handover in self._open.values())
 
     def open(self, request: GenerateRequest) -> None:
         """Begin the handover of a request that is about to be computed."""
@@ -371,8 +371,8 @@ class Handovers:
                 if not is_stored:
                     handover.staged.append(key)
                 return True
-        if handover.end and not any(one.staged for one in self._open.values()):  # none of them frees room on the host
-            handover.wanted.clear()
+        if handover.end and not any(other.staged for other in self._open.values()):
+            handover.wanted.clear()  # no staged block will free room on the host
         return False
 
     def _put(self, key: BlockKey) -> bool:

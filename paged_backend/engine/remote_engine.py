@@ -232,7 +232,7 @@ class RemoteEngine:
             raise FrameError(f"unknown frame with {', '.join(sorted(frame))[:100]}")
 
     def _handle_step(self, step: Mapping[str, Any]) -> None:
-        found, ended, first, started = [], [], [], list[int]()
+        deltas, ended, first, started = [], [], [], list[int]()
         started_at, finished_at = step.get("started_at"), step.get("finished_at")
         values, entered = step.get("deltas"), step.get("entered")
         if not (isinstance(values, list) and isinstance(entered, list)):
@@ -253,15 +253,15 @@ class RemoteEngine:
                 if not 0 <= delta.sample < len(opened.outputs):
                     raise FrameError(f"sample {delta.sample} of {len(opened.outputs)}")
                 if delta.error or opened.add(delta):
-                    found.append(delta)
+                    deltas.append(delta)
                 if delta.error or opened.ended:
                     ended.append(delta.key)
-            for key in (self._keys[one] for one in entered if one in self._keys):
+            for key in (self._keys[request_id] for request_id in entered if request_id in self._keys):
                 if self._open[key].request.progress is None:
                     first.append(key)
         for key in started:
             self._owner.on_started(key)
-        self._emit(RemoteOutput(tuple(found), finished_at, started_at, tuple(first)))
+        self._emit(RemoteOutput(tuple(deltas), finished_at, started_at, tuple(first)))
         for key in ended:
             self._close(key)
 
@@ -280,14 +280,14 @@ class RemoteEngine:
             self._open.clear()
             self._keys.clear()
         error = RequestError(ErrorCode.UNAVAILABLE, f"{self._title} has ended; send the request again")
-        keys = [one.request.key for one in opened if one.answered]
+        keys = [open_request.request.key for open_request in opened if open_request.answered]
         if keys:
             self._emit(RemoteOutput(tuple(TokenDelta(key, error=error) for key in keys), 0.0))
         for key in keys:
             self._owner.on_ended(key)
-        for one in opened:
-            if not one.answered:
-                self._owner.on_returned(self, one.current(), None)
+        for open_request in opened:
+            if not open_request.answered:
+                self._owner.on_returned(self, open_request.current(), None)
 
 
 def read_stats(values: Any) -> Stats:

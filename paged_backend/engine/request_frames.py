@@ -126,10 +126,10 @@ def _read_progress(values: dict[str, Any], sampling: SamplingParams) -> Progress
         return None
     if not isinstance(value, list) or len(value) != 3 or not isinstance(value[0], list):
         raise FrameError("progress: must be outputs, a flag and a usage")
-    outputs = tuple(None if one is None else _checked_integers("progress", one) for one in value[0])
-    if len(outputs) != sampling.num_samples or all(one is None for one in outputs) or sampling.beam_width > 1:
+    outputs = tuple(None if output is None else _checked_integers("progress", output) for output in value[0])
+    if len(outputs) != sampling.num_samples or all(output is None for output in outputs) or sampling.beam_width > 1:
         raise FrameError(f"progress: has {len(outputs)} outputs for {sampling.num_samples} samples")
-    if any(len(one) >= max(1, sampling.max_tokens) for one in outputs if one):
+    if any(len(output) >= max(1, sampling.max_tokens) for output in outputs if output):
         raise FrameError("progress: an output has max_tokens tokens")
     if not isinstance(value[1], bool) or not isinstance(digest, str | None):
         raise FrameError("progress: a value has another type")
@@ -195,7 +195,7 @@ def _integers(values: dict[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _checked_integers(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(one) is int for one in value):
+    if not isinstance(value, list) or not all(type(number) is int for number in value):
         raise FrameError(f"{name}: must be a list of integers")
     return tuple(value)
 

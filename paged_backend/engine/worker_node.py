@@ -49,9 +49,9 @@ class WorkerNode:
             self._run_ranks(invitation)
 
     def _find_server(self) -> Invitation:
-        while (found := self._read_invitation()) is None:
+        while (invitation := self._read_invitation()) is None:
             time.sleep(RETRY_SECONDS)
-        return found
+        return invitation
 
     def _read_invitation(self) -> Invitation | None:
         """Return the invitation of a server that waits for ranks; None if there is none."""

@@ -72,8 +72,8 @@ class AdapterListFile:
         if self._file is None:
             return
         try:
-            found = os.stat(self._file)
-            state = (found.st_mtime_ns, found.st_size, found.st_ino)
+            status = os.stat(self._file)
+            state = (status.st_mtime_ns, status.st_size, status.st_ino)
         except FileNotFoundError:
             state = None
         except OSError as error:

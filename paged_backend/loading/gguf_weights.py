@@ -151,7 +151,7 @@ class GgufWeights:
             tensor for tensor in reader.tensors if tensor.data.dtype == np.uint8 and tensor.tensor_type.name != "BF16"
         ]
         self._tensors = {tensor.name: tensor for tensor in quantized}
-        self.sizes = {name: (int(one.n_elements), int(one.n_bytes)) for name, one in self._tensors.items()}
+        self.sizes = {name: (int(tensor.n_elements), int(tensor.n_bytes)) for name, tensor in self._tensors.items()}
         architecture = reader.fields["general.architecture"].contents()
         archs = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
         self._config = config.get_text_config()

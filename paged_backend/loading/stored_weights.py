@@ -101,19 +101,19 @@ class StoredQuantizer:
         return packed
 
     def _pack(self, weight: Tensor) -> Weight:
-        found = self._find_linears(weight) or self._find_expert(weight)
-        stored = [part for part in found if isinstance(part, Found)]
+        parts = self._find_linears(weight) or self._find_expert(weight)
+        stored = [part for part in parts if isinstance(part, Found)]
         if not stored:
             return self._packer(weight)
         self.replaced.append(weight)
         self._kept |= {part.name: part.parameter for part in stored}
-        if len(stored) == len(found):
+        if len(stored) == len(parts):
             return pack_joined([part.blocks for part in stored], int8_rows=self.int8_rows)
         # Clones, because a view of the weight would keep all of it in memory.
         return JoinedWeight(
             [
                 part.blocks.pack(int8_rows=self.int8_rows) if isinstance(part, Found) else self._packer(part.clone())
-                for part in found
+                for part in parts
             ]
         )
 
@@ -167,8 +167,8 @@ class StoredQuantizer:
         parts: list[Found | Tensor] = []
         for name, layer in inside:
             stored = self._name_of(name, layer)
-            found = None if stored is None else self._match(stored, layer.weight, layer.weight.data)
-            parts.append(found or layer.weight.data)
+            match = None if stored is None else self._match(stored, layer.weight, layer.weight.data)
+            parts.append(match or layer.weight.data)
         return parts
 
     def _name_of(self, name: str, layer: nn.Linear) -> str | None:
@@ -188,16 +188,16 @@ class StoredQuantizer:
             index = weight.storage_offset() // memory.stride(0)
             module, _, projection = name.rpartition(".")
             if (stored := self._stored.find(name)) is not None:
-                found = self._match(stored, parameter, weight, index)
-                return [found] if found else []
+                match = self._match(stored, parameter, weight, index)
+                return [match] if match else []
             places = [module.replace(EXPERT_MODULES[0], place) for place in EXPERT_MODULES]
             for prefix, parts in ((place, parts) for place in places for parts in EXPERTS.get(projection, ())):
                 names = [self._stored.find(f"{prefix}.{index}.{part}.weight") for part in parts]
                 rows = weight.chunk(len(names))
                 if all(names):
                     matches = [self._match(str(n), parameter, part) for n, part in zip(names, rows, strict=True)]
-                    found_all = [match for match in matches if match]
-                    return found_all if len(found_all) == len(matches) else []
+                    stored_parts = [match for match in matches if match]
+                    return stored_parts if len(stored_parts) == len(matches) else []
         return []
 
     def _match(self, name: str, parameter: nn.Parameter, weight: Tensor, expert: int | None = None) -> Found | None:

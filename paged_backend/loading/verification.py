@@ -151,8 +151,8 @@ def verify_model(
                 if batch_invariant and not (variant.is_intermediate or skip):
                     check_invariance(model, run, {model.dtype, kv_dtype})
             except UnsupportedModel as error:
-                of = "" if variant.name == "unmodified" else f"{variant.name}: "
-                rejected.append((UnsupportedModel(f"{of}{error}"), _seconds(run, model.dtype)))
+                prefix = "" if variant.name == "unmodified" else f"{variant.name}: "
+                rejected.append((UnsupportedModel(f"{prefix}{error}"), _seconds(run, model.dtype)))
                 if variant.is_intermediate:
                     break
                 continue
@@ -200,7 +200,10 @@ def _restore(
     wrong = None if outcome.latents else UnsupportedModel(f"see the log of the start of {outcome.date}")
     layers, base = _paged(model, probed, options, lambda shapes: wrong)
     variants = model_variants(model, base, probed.specs, quantizer, batch_invariant=options.batch_invariant)
-    variant = next((one for one in variants if one.name == outcome.variant and not one.is_intermediate), None)
+    variant = next(
+        (candidate for candidate in variants if candidate.name == outcome.variant and not candidate.is_intermediate),
+        None,
+    )
     if variant is None or any(layer.latent for layer in layers) != outcome.latents:
         raise OutdatedOutcome(f"{name} has no variant {outcome.variant!r}")
     use(model, variant.overrides)
@@ -423,13 +426,13 @@ def _expect(model: PreTrainedModel, prompts: tuple[list[int], list[int]], advanc
 
     model.set_attn_implementation("eager")
     logits = [compute(ids) for ids in prompts]
-    if any(one.isnan().any() for one in logits):
+    if any(prompt_logits.isnan().any() for prompt_logits in logits):
         raise UnsupportedModel(f"its own logits contain NaN{_describe_non_finite(model)}")
     with _rounded_differently(model):
         others = [compute(ids) for ids in prompts]
     changes = [
-        [_relative_error(*rows) for rows in zip(other, one, strict=True)]
-        for other, one in zip(others, logits, strict=True)
+        [_relative_error(*rows) for rows in zip(changed, original, strict=True)]
+        for changed, original in zip(others, logits, strict=True)
     ]
     return Expected(prompts, logits, [math.sqrt(sum(x * x for x in change) / len(change)) for change in changes])
 
@@ -493,7 +496,7 @@ def _check_range(largest: Mapping[str, float]) -> None:
     else the one with the largest. largest: absolute value by module."""
     limit = torch.finfo(torch.float16).max
     beyond = (name for name, value in largest.items() if value > limit)
-    name = next(beyond, max(largest, key=lambda one: largest[one]))
+    name = next(beyond, max(largest, key=lambda name: largest[name]))
     if largest[name] > limit * USED_RANGE:
         raise UnsupportedModel(
             f"dtype=float16: {name} computes numbers of up to {largest[name]:,.0f}, and float16 ends at {limit:,.0f}"
@@ -527,13 +530,13 @@ def _compare(
         run = partial(_paged_logits_of, model, layers, options.block_size, expected.prompts, dtype)
         try:
             compile_ahead(model.device, run)
-            found = run()
+            computed = run()
         except UnsupportedModel:
             raise
         except Exception as error:
             raise UnsupportedModel(f"its paged forward pass fails: {type(error).__name__}: {error}") from error
         stored = "" if dtype == model.dtype else f"with {dtype} keys and values (kv_cache_dtype), "
-        for (prompt, position), logits in found.items():
+        for (prompt, position), logits in computed.items():
             if not expected.logits:
                 if not logits.isfinite().all():
                     raise UnsupportedModel(f"{stored}logits at position {position} are not finite")
@@ -546,7 +549,7 @@ def _compare(
                 raise UnsupportedModel(f"{stored}logits at position {position} {difference}")
             if dtype == model.dtype:
                 differences.append(difference)
-    return max(differences, key=lambda one: one.found / one.allowed, default=None)
+    return max(differences, key=lambda difference: difference.found / difference.allowed, default=None)
 
 
 def _eager_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:  # [MEASURED, vocab]: of the last positions
@@ -555,10 +558,10 @@ def _eager_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:  # [MEASURE
     return logits[-MEASURED:]  # a model without the parameter returns all
 
 
-def _relative_error(found: Tensor, expected: Tensor) -> float:
-    found, expected = found.double(), expected.double()
-    found, expected = found - found.mean(), expected - expected.mean()
-    return float((found - expected).norm() / expected.norm())
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.double(), expected.double()
+    actual, expected = actual - actual.mean(), expected - expected.mean()
+    return float((actual - expected).norm() / expected.norm())
 
 
 def _paged_logits_of(
@@ -579,7 +582,7 @@ def _paged_logits_of(
     if shapes := recurrent.state_shapes(model):
         states = StateCache.allocate(shapes, num_slots=3, device=model.device)
         long.state_slot, short.state_slot = 2, 1
-    found: dict[tuple[int, int], Tensor] = {}
+    logits_at: dict[tuple[int, int], Tensor] = {}
     stage = DeviceUpload(model.device)
 
     def step() -> None:
@@ -591,14 +594,14 @@ def _paged_logits_of(
         for chunk in chunks:
             chunk.sequence.computed += chunk.length
             if chunk.sampled_sequences:
-                found[chunk.sequence.key, chunk.sequence.computed - 1] = next(logits)
+                logits_at[chunk.sequence.key, chunk.sequence.computed - 1] = next(logits)
 
     while long.pending:
         step()
     for seq in (long, short):
         seq.tokens.append(prompts[seq.key][-1])
     step()
-    return found
+    return logits_at
 
 
 def _greedy_sequence(key: int, ids: list[int]) -> sequence.Sequence:

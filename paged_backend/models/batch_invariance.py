@@ -85,19 +85,19 @@ class ConvertedParameter(nn.Parameter):
 def convert_parameters(model: nn.Module, overrides: Overrides, convert: Callable[[Tensor], Weight]) -> Overrides:
     """Convert the weights of modules that multiply by themselves: routers, and the linear layers of GPT-2. overrides:
     those of other modules."""
-    found: Overrides = {}
+    converted: Overrides = {}
     for module in model.modules():
         is_other = isinstance(module, nn.Linear | nn.Embedding) or (module, "forward") in overrides
         if is_other or has_custom_forward(module):
             continue
         if type(module) is Conv1D:
             weight = convert(module.weight.data.T.contiguous())
-            found[module, "forward"] = partial(project, weight=weight, bias=module.bias)
+            converted[module, "forward"] = partial(project, weight=weight, bias=module.bias)
             continue
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.dim() == 2 and type(parameter.data) is Tensor:
-                found[module, name] = ConvertedParameter.of(parameter.data, convert)
-    return found
+                converted[module, name] = ConvertedParameter.of(parameter.data, convert)
+    return converted
 
 
 class _Products(TorchDispatchMode):

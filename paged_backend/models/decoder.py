@@ -257,8 +257,8 @@ class FusedDecoder:
     @cached_property
     def native(self) -> native.DecoderLayers | None:
         """All layers as one call of a CPU kernel; None if it does not support them."""
-        found = [_to_native(layer) for layer in self.layers]
-        return native.DecoderLayers([one for one in found if one]) if all(found) else None
+        layers = [_to_native(layer) for layer in self.layers]
+        return native.DecoderLayers([layer for layer in layers if layer]) if all(layers) else None
 
     @property
     def called_modules(self) -> tuple[nn.Module, ...]:
@@ -273,8 +273,8 @@ class FusedDecoder:
     @classmethod
     def of(cls, model: PreTrainedModel) -> FusedDecoder | None:
         """Return the fused decoder that a model runs; None if it runs its own."""
-        found = vars(model.base_model).get("forward")
-        return found if isinstance(found, cls) else None
+        forward = vars(model.base_model).get("forward")
+        return forward if isinstance(forward, cls) else None
 
 
 def projections_by_name(layers: Sequence[FusedLayer]) -> dict[tuple[str, ...], list[Projection]]:
@@ -291,7 +291,7 @@ def _to_native(layer: FusedLayer) -> native.DecoderLayer | None:
     if not isinstance(attention, FusedHeads) or not isinstance(mlp, FusedMlp):
         return None
     qkv, o, gate_up, down = projections = attention.qkv, layer.output, mlp.gate_up, mlp.down
-    packed = [one.weight.packed for one in projections if isinstance(one.weight, GroupedCopy)]
+    packed = [projection.weight.packed for projection in projections if isinstance(projection.weight, GroupedCopy)]
     if len(packed) < len(projections) or packed[-1].in_features % GROUP:
         return None
     assert qkv.norm and gate_up.norm

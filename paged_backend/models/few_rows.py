@@ -36,7 +36,9 @@ def with_few_rows(decoder: FusedDecoder, measure: Measure) -> FusedDecoder | Non
     None: it never is."""
     groups = projections_by_name(decoder.layers)
     runs = {names: _measured(group[0]) for names, group in groups.items()}
-    weights: dict[tuple[str, ...], list[Any]] = {names: [one.weight for one in groups[names]] for names in groups}
+    weights: dict[tuple[str, ...], list[Any]] = {
+        names: [projection.weight for projection in groups[names]] for names in groups
+    }
 
     def launch_all() -> None:
         for names, run in runs.items():
@@ -60,8 +62,8 @@ def _measured(projection: Projection) -> Callable[[Tensor, Weight], Any]:
     """Return what is measured of a projection: a function of its input and a weight."""
 
     def run(x: Tensor, weight: Weight) -> Any:
-        one = replace(projection, weight=weight)
-        return one(x) if one.norm is None else one.add(x, x)
+        converted = replace(projection, weight=weight)
+        return converted(x) if converted.norm is None else converted.add(x, x)
 
     return run
 
@@ -72,14 +74,14 @@ def choose_max_rows(weights: Sequence[Tensor], run: Callable[[Tensor, Weight], A
     weights: of one linear layer, in several decoder layers. run: computes the layer, with what surrounds it, for rows
     [num_rows, in_features].
     """
-    weights, found = weights[:MAX_LAYERS], 0
+    weights, max_rows = weights[:MAX_LAYERS], 0
     for count in ROWS:
         rows = _rows(count, weights[0])
         together = measure([partial(run, rows, FewRowsWeight(weight, count)) for weight in weights])
         if together >= measure([partial(run, rows, weight) for weight in weights]):
             break
-        found = count
-    return found
+        max_rows = count
+    return max_rows
 
 
 def _rows(count: int, weight: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class Structure:
 
     def owns(self, name: str) -> bool:
         """Return whether a module or parameter is the layer's, and not inside of another one."""
-        return name not in self.unused and not any(name.startswith(f"{one}.") for one in self.called | self.unused)
+        return name not in self.unused and not any(name.startswith(f"{other}.") for other in self.called | self.unused)
 
 
 def find_family(decoder: nn.Module | None) -> str | None:
@@ -222,7 +222,7 @@ def _parameter_differences(
     layer: nn.Module, model: PreTrainedModel, structure: Structure, others: Set[str]
 ) -> Iterator[str]:
     """others: names of parameters besides those of linear layers and norms."""
-    parameters = {name: one for name, one in layer.named_parameters() if structure.owns(name)}
+    parameters = {name: parameter for name, parameter in layer.named_parameters() if structure.owns(name)}
     norms = {name for name, kind in structure.kinds.items() if kind == "RMSNorm"}
     weights = {f"{name}.weight" for name in structure.linears | norms} | others
     buffers = [name for name, _ in layer.named_buffers() if structure.owns(name)]

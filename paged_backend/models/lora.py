@@ -221,14 +221,14 @@ def find_adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     unmodified.
     """
     calls: Counter[str] = Counter()
-    found: dict[str, tuple[int, int]] = {}
+    adaptable: dict[str, tuple[int, int]] = {}
     hooks = []
 
     def count_calls(name: str, sizes: tuple[int, int]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def called(module: nn.Module, arguments: tuple[Any, ...]) -> None:
             calls[name] += 1
             if arguments and arguments[0].shape[:-1].numel() == PROBE_TOKENS:
-                found[name] = sizes
+                adaptable[name] = sizes
 
         return called
 
@@ -245,7 +245,7 @@ def find_adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: sizes for name, sizes in found.items() if calls[name] == 1}
+    return {name: sizes for name, sizes in adaptable.items() if calls[name] == 1}
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:

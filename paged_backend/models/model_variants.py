@@ -140,7 +140,7 @@ class _Builder:
         if decoder:
             overrides[decoder.module, "forward"] = decoder.with_weights(lambda weight, _: convert(weight))
         linears = [module for module in self._running(decoder) if is_convertible(module)]
-        overrides |= convert_linears([one for one in linears if (one, "forward") not in overrides], convert)
+        overrides |= convert_linears([linear for linear in linears if (linear, "forward") not in overrides], convert)
         overrides |= convert_experts(self._model, convert)
         if self._batch_invariant:
             overrides |= convert_parameters(self._model, overrides, WeightPacker(batch_invariant=True))

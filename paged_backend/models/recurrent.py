@@ -75,7 +75,7 @@ def _family(module: nn.Module) -> str:
 @contextmanager
 def record_states(mixers: Sequence[Any]) -> Iterator[dict[int, StateShape]]:
     """Collect the states that each mixer stores in forward passes inside the context, by its index in `mixers`."""
-    found: dict[int, StateShape] = {}
+    shapes: dict[int, StateShape] = {}
 
     def recorder(index: int, mixer: Any) -> Any:
         run = _Call(mixer)
@@ -83,13 +83,13 @@ def record_states(mixers: Sequence[Any]) -> Iterator[dict[int, StateShape]]:
         def forward(hidden_states: Tensor, *args: Any, **rest: Any) -> Tensor:
             layer = LinearAttentionLayer()
             output = run(hidden_states, layer)
-            found[index] = _shape_of(layer, mixer)
+            shapes[index] = _shape_of(layer, mixer)
             return output
 
         return forward
 
     with overridden({(mixer, "forward"): recorder(index, mixer) for index, mixer in enumerate(mixers)}):
-        yield found
+        yield shapes
 
 
 def _shape_of(layer: LinearAttentionLayer, mixer: nn.Module) -> StateShape:

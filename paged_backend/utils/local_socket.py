@@ -136,8 +136,8 @@ def _directory() -> Iterator[int]:
         os.mkdir(path, 0o700)
     opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        found = os.fstat(opened)
-        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        status = os.fstat(opened)
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise PermissionError(f"{path}: must belong to user {os.getuid()}, with the mode 0700, for its sockets")
         yield opened
     finally:

@@ -58,11 +58,11 @@ class LruIndex(Generic[Key, Value]):
 
     def excess(self, max_bytes: int, max_entries: int = sys.maxsize) -> list[Key]:
         """Return the least recently used keys without which the others are within the limits."""
-        found: list[Key] = []
+        keys: list[Key] = []
         nbytes, count = self.nbytes, len(self._entries)
         for key, (_, size) in self._entries.items():
             if nbytes <= max_bytes and count <= max_entries:
                 break
-            found.append(key)
+            keys.append(key)
             nbytes, count = nbytes - size, count - 1
-        return found
+        return keys

@@ -174,13 +174,13 @@ def _units(name: str, failed: dict[str, BuildFailed]) -> list[tuple[str, list[st
     """Return the sources of a library with their flags, the slowest first."""
     if name != COMMON:
         flags = [*LEVELS[name].split(), *(["-DPAGED_OTHER_LINEAR"] if name in LINEAR else [])]
-        return [(one, flags) for one in LEVEL_SOURCES if one != "linear.cpp" or name not in LINEAR]
+        return [(source, flags) for source in LEVEL_SOURCES if source != "linear.cpp" or name not in LINEAR]
     torch = _torch()
     if torch is None:
         failed[name] = BuildFailed("torch is not installed")
         return []
     flags = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", f"-DTORCH_TARGET_VERSION={TORCH_ABI}"]
-    return [*((one, flags) for one in TORCH_SOURCES), *((one, []) for one in PLAIN_SOURCES)]
+    return [*((source, flags) for source in TORCH_SOURCES), *((source, []) for source in PLAIN_SOURCES)]
 
 
 def _torch() -> Path | None:

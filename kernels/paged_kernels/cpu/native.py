@@ -121,34 +121,36 @@ def levels() -> tuple[str, ...]:
 
     Logs a warning and returns none if nothing was compiled. Raises ValueError if PAGED_CPU_LEVEL is not among them.
     """
-    found = tuple(one for one in supported() if _compiles or all(library(name).exists() for name in with_linear(one)))
+    compiled = tuple(
+        level for level in supported() if _compiles or all(library(name).exists() for name in with_linear(level))
+    )
     requested = os.environ.get(LEVEL)
     try:
-        if not found or not library(COMMON).exists():
+        if not compiled or not library(COMMON).exists():
             raise OSError("not compiled")
         torch.ops.load_library(library(COMMON))
         if requested:
-            _check(requested, LEVEL, found)
-        _number(requested or found[0])
+            _check(requested, LEVEL, compiled)
+        _number(requested or compiled[0])
     except OSError as error:
         log.warning("no C++ kernels (%s): PyTorch is used, which is slower. Fix: run %s", error, BUILD_COMMAND)
         return ()
-    log.info("C++ kernels: level %s", requested or found[0])
-    if found[0] != supported()[0]:
+    log.info("C++ kernels: level %s", requested or compiled[0])
+    if compiled[0] != supported()[0]:
         log.warning(
             "This processor has level %s, which is not compiled; it is faster. Fix: run %s",
             supported()[0],
             BUILD_COMMAND,
         )
-    return found
+    return compiled
 
 
-def _check(level: str, field: str, found: Sequence[str]) -> None:
-    if level in found:
+def _check(level: str, field: str, known: Sequence[str]) -> None:
+    if level in known:
         return
     if level in supported():
         raise ValueError(f"{field}={level}: not compiled; run {BUILD_COMMAND} {level}")
-    raise ValueError(f"{field}={level}: this machine has {', '.join(found)}")
+    raise ValueError(f"{field}={level}: this machine has {', '.join(known)}")
 
 
 def seconds() -> dict[str, float]:
@@ -345,12 +347,13 @@ class ExpertLinear:
     ) -> None:
         """weights: of each expert, all of the same shape. biases: [experts, out_features]."""
         in_features, out_features = weights[0].in_features, weights[0].out_features
-        if any((one.in_features, one.out_features) != (in_features, out_features) for one in weights):
+        if any((weight.in_features, weight.out_features) != (in_features, out_features) for weight in weights):
             raise RuntimeError("the weights of the experts have different shapes")
         number: int = _operator("make_experts")(
-            [one.groups for one in weights], [one.scales for one in weights], [one.mins for one in weights],
+            [weight.groups for weight in weights], [weight.scales for weight in weights],
+            [weight.mins for weight in weights],
             [None] * len(weights) if biases is None else list(biases.contiguous()),
-            [one.block_inputs for one in weights], [int(one.int8_rows) for one in weights],
+            [weight.block_inputs for weight in weights], [int(weight.int8_rows) for weight in weights],
             in_features, out_features, _index(level),
         )  # fmt: skip
         self._number = number
@@ -378,9 +381,10 @@ def _make_layer(layer: DecoderLayer, level: int) -> int:
         layer.query_norm, layer.key_norm, layer.head_eps,
         layer.scale, layer.sliding_window or 0, layer.softcap or 0.0, layer.sinks,
         layer.post_norm.contiguous(), layer.post_eps, layer.down.in_features,
-        [one.groups for one in weights], [one.scales for one in weights], [one.mins for one in weights],
+        [weight.groups for weight in weights], [weight.scales for weight in weights],
+        [weight.mins for weight in weights],
         [layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias],
-        [one.block_inputs for one in weights], [int(one.int8_rows) for one in weights], level,
+        [weight.block_inputs for weight in weights], [int(weight.int8_rows) for weight in weights], level,
     )  # fmt: skip
     return number
 

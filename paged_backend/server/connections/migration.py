@@ -201,8 +201,8 @@ class Successors:
         except OSError as error:
             log.debug("other instances cannot be found: %s", error)
             return None
-        found = {name: one for name in names if (one := self._describe(name))}
-        return max(found, key=lambda name: found[name].started, default=None)
+        successors = {name: description for name in names if (description := self._describe(name))}
+        return max(successors, key=lambda name: successors[name].started, default=None)
 
     def _describe(self, name: str) -> Description | None:
         """Return the description of an instance, if it is a successor."""

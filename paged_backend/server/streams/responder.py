@@ -399,11 +399,11 @@ class Responder:
         self._end_trace(stream)
 
     def _cancel_by_id(self, channel: Channel, request_id: str) -> None:
-        found = [
+        streams = [
             stream for stream in self.streams.values() if stream.call.request_id == request_id and not stream.ended
         ]
-        self._fail(found, RequestError(ErrorCode.CANCELLED, "the request was ended by a stop_request"))
-        respond(channel, lambda: write_num_stopped(len(found)))
+        self._fail(streams, RequestError(ErrorCode.CANCELLED, "the request was ended by a stop_request"))
+        respond(channel, lambda: write_num_stopped(len(streams)))
 
     def _take_poll_result(self, result: PollResult[Stream]) -> None:
         self._poll_results.append(result)

@@ -162,7 +162,7 @@ def _limit_messages() -> None:
     """Limit what OpenTelemetry logs. A filter of a logger would not apply to the loggers below it."""
     limit = _MessageLimit()
     for logger in map(logging.getLogger, LOGGERS):
-        logger.handlers = [limit, *(one for one in logger.handlers if not isinstance(one, _MessageLimit))]
+        logger.handlers = [limit, *(handler for handler in logger.handlers if not isinstance(handler, _MessageLimit))]
         logger.propagate = False
 
 
