@@ -1,7 +1,7 @@
 """Reads values that clients and operators write: JSON without repeated keys, and numbers and flags that are strings.
 
-Triton's request parameters and model directories often have "true", "2" or "0.5". A function for them returns a value
-that is not one unchanged, for the caller to reject.
+Triton's request parameters and model directories often have "true", "2" or "0.5". The functions for them return any
+other value unchanged, for the caller to reject.
 """
 
 from __future__ import annotations

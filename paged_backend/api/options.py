@@ -169,7 +169,8 @@ count = partial(_with_unit, unit=None)
 
 
 def group(cls: type, example: str) -> Kind:
-    """Return the kind of an option whose value is an object with fields of its own; those that are null have defaults.
+    """Return the kind of an option whose value is an object with fields of its own; fields that are null have their
+    defaults.
 
     Args:
         cls: dataclass of the fields.

@@ -31,7 +31,7 @@ EMPTY: tuple[Any, ...] = ("", {}, [])
 
 
 def _read(table: str) -> dict[str, Unsupported]:
-    """Read a table of names. Lines that are indented have names for the reason above them.
+    """Read a table of names. Indented lines list the names that the reason above them applies to.
 
     `name=a|b` is accepted with these values, a name alone with empty ones.
     """
@@ -143,7 +143,7 @@ _NESTED: Mapping[str, tuple[Mapping[str, tuple[Any, ...]], Mapping[str, str]]] =
 def flatten_vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Replace vLLM's nested options by the options of this engine that they set.
 
-    One that sets something else, or an option that is there as well, is kept and will be rejected.
+    A nested option that sets something else, or sets an option that is also set directly, is kept and will be rejected.
     """
     flat = dict(options)
     for nested, (ignored, names) in _NESTED.items():

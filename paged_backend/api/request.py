@@ -108,7 +108,7 @@ class GenerateRequest:
 
     @property
     def can_move(self) -> bool:
-        """Whether another engine can run it from its start. One that ends with its prompt stays."""
+        """Whether another engine can run it from its start. A request that ends with its prompt stays."""
         return not (self.stays or self.embeds or self.sampling.prefill_only)
 
     @property
@@ -246,7 +246,7 @@ class Usage(NamedTuple):
     stored_tokens: int = 0  # prompt tokens whose blocks the remote cache has, for a `prefill_only` request
 
     def plus(self, more: Usage) -> Usage:
-        """Return the usage of a request that was moved: `more` is that of the later engine."""
+        """Return the whole usage of a request that was moved. more: its usage in the later engine."""
         return Usage._make((self[0], *(earlier + later for earlier, later in zip(self[1:], more[1:], strict=True))))
 
 

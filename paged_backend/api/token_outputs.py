@@ -36,7 +36,7 @@ class TokenOutput(ABC, Generic[Value]):
         return None
 
     def is_finite(self, value: Value) -> bool:
-        """Return whether the value is of finite logits. Logits that are not fail the request."""
+        """Return whether the value was computed from finite logits. Otherwise the request fails."""
         return True
 
     def narrowed(self, value: Value, num_top: int) -> Value:
@@ -93,7 +93,7 @@ class _LogprobsOutput(TokenOutput[Logprobs]):
         return chosen, *(entry for entry in best if entry.token != chosen.token)
 
     def pack(self, values: Sequence[Logprobs]) -> tuple[array[int], array[int], array[float], array[int]]:
-        """12 bytes for each entry of a token."""
+        """Return arrays with 12 bytes for each entry of a token."""
         entries = [entry for value in values for entry in value]
         return (
             array("H", map(len, values)),
@@ -117,7 +117,7 @@ class _LogprobsOutput(TokenOutput[Logprobs]):
 
 
 FINGERPRINT_BYTES = 16
-Fingerprint = bytes  # these many bytes, which change with every bit of the logits of a position
+Fingerprint = bytes  # of this length; changes with every bit of the logits of a position
 
 
 class _FingerprintsOutput(TokenOutput[Fingerprint]):
@@ -153,9 +153,9 @@ def split_fingerprints(data: bytes) -> list[Fingerprint]:
 LOGPROBS, FINGERPRINTS = _LogprobsOutput(), _FingerprintsOutput()
 TOKEN_OUTPUTS: Mapping[str, TokenOutput[Any]] = {output.name: output for output in (LOGPROBS, FINGERPRINTS)}
 
-# By the name of an output: how many of the most likely tokens its values describe.
+# How many of the most likely tokens the values of an output describe, by its name.
 Requested = Mapping[str, int]
-# By the name of an output: its values, one for each token.
+# The values of an output, one for each token, by its name.
 Values = Mapping[str, Sequence[Any]]
 NOTHING: Mapping[str, Any] = {}
 

@@ -60,7 +60,7 @@ class LaunchedStep:
         return step
 
     def on_host(self) -> LaunchedStep:
-        """Wait for the device, and return the step without what belongs to it."""
+        """Wait for the device, and return the step without its event."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return replace(self, arrived=None)

@@ -17,7 +17,7 @@ from paged_backend.loading.model_sizes import read_tensor
 from paged_backend.loading.model_source import ModelSource
 from paged_backend.models.hidden_states import record_hidden_states
 
-HEAD = "score.weight"  # of GenericForSequenceClassification in transformers
+HEAD = "score.weight"  # name of the weight in GenericForSequenceClassification of transformers
 TOLERANCE = 0.02  # of the difference of two logits, relative to the largest logit; 16-bit dtypes round to 0.4%
 
 
@@ -66,7 +66,7 @@ def load_classifier(
 
 
 def _activation(hf_config: PretrainedConfig) -> Any:
-    """Return what transformers' `problem_type` asks for; without one, probabilities of labels that exclude others."""
+    """Return the activation for transformers' `problem_type`. By default, labels exclude one another."""
     problem = getattr(hf_config, "problem_type", None)
     if problem == "regression":
         return "none"

@@ -28,7 +28,7 @@ class ModelSource:
     path: Path  # a directory or a GGUF file
     hf_config: PretrainedConfig
     trust_remote_code: bool = False
-    dummy_seed: int | None = None  # of random weights; None: the files have the weights
+    dummy_seed: int | None = None  # seed of random weights; None: the files have the weights
 
     @classmethod
     def read(cls, config: EngineConfig, path: Path) -> ModelSource:

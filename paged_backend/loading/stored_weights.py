@@ -120,7 +120,7 @@ class StoredQuantizer:
     def log_widened(self) -> str | None:
         """Log the quantized weights that are in memory in the model's data type, and the memory that this adds.
 
-        Returns the format of the others, if there are any.
+        Returns the format of the weights that stay quantized, if there are any.
         """
         extra, names = 0, []
         for name, (elements, nbytes) in self._stored.sizes.items():
@@ -141,7 +141,7 @@ class StoredQuantizer:
 
     @cached_property
     def _progress(self) -> Progress:
-        """Begins with the first weight."""
+        """The progress of packing, which is shown from the first weight on."""
         return Progress("packing weights", sum(linear_sizes(self._model)), "weights")
 
     @cached_property
@@ -156,8 +156,8 @@ class StoredQuantizer:
         return linears
 
     def _find_linears(self, weight: Tensor) -> list[Found | Tensor]:
-        """Return the stored weights of the linear layers whose weights are this one or parts of it, in the order of its
-        rows, or the layer's own weight if it is not stored."""
+        """Return the stored weights of the linear layers that multiply by this weight or by parts of it, in the order
+        of its rows. A layer whose weight is not stored contributes its own."""
         begin = weight.storage_offset()
         inside = [
             (name, layer)
@@ -180,7 +180,7 @@ class StoredQuantizer:
         return stored
 
     def _find_expert(self, weight: Tensor) -> list[Found]:
-        """Return the stored weights of one linear layer of an expert; none if they are not stored."""
+        """Return the stored weights of one linear layer of an expert; empty if they are not stored."""
         for name, parameter in self._model.named_parameters():
             memory = parameter.data
             if memory.dim() != 3 or memory.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():

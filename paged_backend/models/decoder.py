@@ -31,7 +31,7 @@ from paged_kernels.cpu import native
 from paged_kernels.cpu.packed_linear import GROUP
 from paged_kernels.ops import add_rms_norm, few_rows_linear, kv_write, latent_kv_write, rope_kv_write, swiglu
 
-Convert: TypeAlias = "Callable[[Any, Sequence[str]], Weight]"  # of a weight and the names of its linear layers
+Convert: TypeAlias = "Callable[[Any, Sequence[str]], Weight]"  # takes a weight and the names of its linear layers
 AnyPart = TypeVar("AnyPart", bound="Part")
 
 
@@ -223,7 +223,7 @@ class FusedLayer:
 class FusedDecoder:
     """The `forward` of a decoder of transformers."""
 
-    module: Any  # the decoder in whose place it runs
+    module: Any  # the decoder that this one replaces
     angles: Callable[[Tensor, Tensor], Angles]  # from hidden states and position ids to cosines and sines
     layers: tuple[FusedLayer, ...]
     norm: Norm | None  # after the last layer; None in a stage before the last
@@ -242,7 +242,7 @@ class FusedDecoder:
         angles = self.angles(embedded, position_ids)
         states = HiddenStates(embedded[0], None)
         if self.native and len(paged.pagings) == 1:  # the kernel reads one block table for all layers
-            caches = paged.kv.layers[: len(self.layers)]  # those of a draft model follow
+            caches = paged.kv.layers[: len(self.layers)]  # the draft model's caches follow
             states = HiddenStates(self.native(states.output, *angles, caches, paged.pagings[0]), None)
         else:
             for layer in self.layers[: len(self.module.layers)]:  # warm-up leaves layers out (`distinct_layers`)

@@ -56,7 +56,7 @@ class Embedder(nn.Module):
 
     def forward(self, input_ids: Tensor, ends: Sequence[int]) -> BaseModelOutput:
         """Return hidden states [1, num_tokens, hidden_size] float32: the embedding at the last token of each sequence,
-        zeros elsewhere. input_ids: [1, num_tokens]. ends: after the last token of each sequence."""
+        zeros elsewhere. input_ids: [1, num_tokens]. ends: row after the last token of each sequence."""
         sequences = [input_ids[0, start:end] for start, end in zip((0, *ends), ends, strict=False)]
         embedded = [(batch, self.embed([sequences[index] for index in batch])) for batch in batches(sequences)]
         states = embedded[0][1].new_zeros(1, input_ids.shape[1], embedded[0][1].shape[1])
@@ -76,8 +76,8 @@ class Embedder(nn.Module):
 
 
 class Encoder(nn.Module):
-    """An encoder that takes the arguments of a decoder. It has no logits: those of the rows that are asked for are 0,
-    over a vocabulary of one token."""
+    """An encoder that takes the arguments of a decoder. It has no logits: it returns zeros for the rows that are asked
+    for, over a vocabulary of one token."""
 
     def __init__(self, layers: PreTrainedModel, pooling: str) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ class ExpertProjection:
     """One linear layer of all experts."""
 
     def __init__(self, weights: list[Weight], biases: Tensor | None, out_features: int) -> None:
-        """weights: of each expert. biases: [experts, out_features]."""
+        """weights: the weight of each expert. biases: [experts, out_features]."""
         self._weights, self._biases = weights, biases
         self._out_features = out_features
         packed = [weight.packed for weight in weights if isinstance(weight, GroupedCopy)]

@@ -32,8 +32,8 @@ Measure = Callable[[Sequence[Callable[[], Any]]], float]  # returns the seconds 
 
 
 def with_few_rows(decoder: FusedDecoder, measure: Measure) -> FusedDecoder | None:
-    """Return the decoder with `few_rows_linear`, for each projection up to the number of rows for which it is faster.
-    None: it never is."""
+    """Return the decoder with `few_rows_linear` in each projection, up to the number of rows for which it is faster.
+    Return None if it never is."""
     groups = projections_by_name(decoder.layers)
     runs = {names: _measured(group[0]) for names, group in groups.items()}
     weights: dict[tuple[str, ...], list[Any]] = {
@@ -59,7 +59,7 @@ def with_few_rows(decoder: FusedDecoder, measure: Measure) -> FusedDecoder | Non
 
 
 def _measured(projection: Projection) -> Callable[[Tensor, Weight], Any]:
-    """Return what is measured of a projection: a function of its input and a weight."""
+    """Return the function that is measured for a projection. It takes the input and a weight."""
 
     def run(x: Tensor, weight: Weight) -> Any:
         converted = replace(projection, weight=weight)
@@ -71,8 +71,8 @@ def _measured(projection: Projection) -> Callable[[Tensor, Weight], Any]:
 def choose_max_rows(weights: Sequence[Tensor], run: Callable[[Tensor, Weight], Any], measure: Measure) -> int:
     """Return up to how many rows `few_rows_linear` is faster; 0 if it never is.
 
-    weights: of one linear layer, in several decoder layers. run: computes the layer, with what surrounds it, for rows
-    [num_rows, in_features].
+    weights: weights of one linear layer in several decoder layers. run: computes the layer, with the norm and the
+    activation around it, for rows [num_rows, in_features].
     """
     weights, max_rows = weights[:MAX_LAYERS], 0
     for count in ROWS:

@@ -130,9 +130,10 @@ class Lora:
     def __init__(
         self, model: PreTrainedModel, shapes: LoraShapes, *, slots: int, rank: int, batch_invariant: bool = False
     ) -> None:
-        """Allocate the slots. `shapes` are those of the adaptable layers. The model must be in its final variant.
+        """Allocate the slots. The model must be in its final variant.
 
-        batch_invariant: multiply in one order, so that the result of a row does not depend on the others.
+        shapes: sizes of the adaptable layers, by name. batch_invariant: multiply in one order; the result of a row then
+        does not depend on other rows.
         """
         self.shapes, self.slots, self.rank = shapes, slots, rank
         # On a CPU, torch multiplies the few rows of a decode step half as fast in 16 bits as in 32.
@@ -217,8 +218,8 @@ def find_adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """Return the linear layers that adapters may change, by name, with their input and output sizes.
 
     These are the layers that process every token of a batch exactly once and in order, which excludes the output layer
-    and routed experts. Returns none if the forward pass fails; `verify_model` then reports the error. The model must be
-    unmodified.
+    and routed experts. Returns an empty dict if the forward pass fails; `verify_model` then reports the error. The
+    model must be unmodified.
     """
     calls: Counter[str] = Counter()
     adaptable: dict[str, tuple[int, int]] = {}

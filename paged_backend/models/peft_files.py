@@ -172,8 +172,8 @@ def read_adapter(name: str, directory: Path, shapes: LoraShapes, dtype: torch.dt
 
 
 def check_adapter(directory: Path, shapes: LoraShapes, max_rank: int) -> None:
-    """Raise AdapterError for an adapter that is not one of the model with these layers, as far as its configuration and
-    the header of its weights show."""
+    """Raise AdapterError if an adapter does not fit a model with these layers. Reads only its configuration and the
+    header of its weights."""
     config = read_config(directory, max_rank)
     with _as_adapter_error():
         try:

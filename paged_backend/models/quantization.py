@@ -5,8 +5,8 @@ A block of consecutive inputs of one output shares a scale, and with 4 bits also
     int8    weight = scale * code,             code -127..127
     int4    weight = scale * code + minimum,   code -8..7
 
-Scales and minima are float16. For int4 they minimize the squared error of a block, given its codes, and the codes are
-those nearest to the weights, given scale and minimum; both are determined in turn.
+Scales and minima are float16. For int4, two steps alternate: scale and minimum become the values that minimize the
+squared error of a block, given its codes; then each code becomes the nearest to its weight, given both.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def quantize(weight: Tensor, bits: int, block_inputs: int | None) -> PackedLinea
 
 
 def _blocks(weight: Tensor, size: int) -> Iterator[Tensor]:
-    """Yield float32 [outputs, blocks, size] of some outputs each. A short last block is filled with its last weight."""
+    """Yield float32 tensors [outputs, blocks, size], each of some of the outputs. A short last block is filled with its
+    last weight."""
     for rows in weight.split(max(1, CHUNK // weight.shape[1])):
         missing = -rows.shape[1] % size
         yield torch.cat([rows, rows[:, -1:].expand(-1, missing)], 1).float().unflatten(1, (-1, size))

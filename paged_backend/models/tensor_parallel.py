@@ -118,7 +118,7 @@ def replace_dtensors(model: PreTrainedModel) -> None:
 
 
 def _become(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None:
-    """Make a module one of a subclass of its class, with these attributes."""
+    """Change the class of a module to a subclass of it, and set attributes."""
     module.__class__ = kind
     vars(module).update(attributes)
 
