@@ -217,7 +217,7 @@ class LayerKey(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The constants of a layer in the kernels of attention, besides those of its cache."""
+    """The constants of a layer in the attention kernels, besides its `CacheLayout`."""
 
     NUM_HEADS: int
     GROUP: int  # query heads per KV head
@@ -264,7 +264,8 @@ class LaunchTemplate:
 
     @classmethod
     def of(cls, kernel: Any, grid: tuple[int, ...], named: dict[str, Any]) -> "LaunchTemplate":
-        """Create the template from arguments and compiler options by name, of which it takes those it has."""
+        """Create the template from named arguments and compiler options. Names that the kernel does not have are
+        ignored."""
         constants = {name: named[name] for name in (*kernel.arg_names, *OPTIONS) if name in named}
         return cls(kernel, grid, constants, tuple(name for name in kernel.arg_names if name not in named))
 

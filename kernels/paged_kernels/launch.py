@@ -25,7 +25,7 @@ class Device:
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """Return the properties of a GPU, or those of an H100 for the CPU, where kernels run in Triton's interpreter."""
+    """Return the properties of a GPU. For the CPU, where Triton's interpreter runs kernels, return an H100's."""
     if device.type != "cuda":
         return Device("sm_90", DEFAULT_MULTIPROCESSORS)
     properties = torch.cuda.get_device_properties(device)

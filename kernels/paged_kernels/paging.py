@@ -88,7 +88,7 @@ class Paging:
 
     @cached_property
     def plans(self) -> dict[PlanKey[Any], Any]:
-        """The plans of the step that were made; see `plan`."""
+        """The plans that were made for the step; see `plan`."""
         return {}
 
     def plan(self, key: PlanKey[Plan_co]) -> Plan_co:

@@ -2,10 +2,11 @@
 
     python -m paged_kernels.tune [--model NAME_OR_PATH] [--table FILE] [--fresh]
 
-Candidates are compiled in parallel processes, those of the next point while this one is timed, and timed one after the
-other: as one CUDA graph, which replays a call. Chunks attend to shuffled blocks, in enough pools to exceed the L2
-cache. For any other kernel, the rows are in the cache, as if the previous launch of a step had written them. Candidates
-that do not compile or take much longer than others, that spill, or that differ from the reference are skipped.
+Candidates are compiled in parallel processes, while the candidates of the previous point are timed. They are timed one
+after the other, each as a CUDA graph that replays a call. Chunks attend to shuffled blocks, in enough pools to exceed
+the L2 cache. For any other kernel, the rows are in the cache, as if the previous launch of a step had written them.
+Candidates that do not compile, take much longer to compile than others, spill, or differ from the reference are
+skipped.
 
 The table is written after each point. Points that it already has from this GPU, with the same software, are not
 repeated, so an interrupted run can be continued. Exits with 2 without a GPU.
@@ -93,7 +94,7 @@ def _row_keys(kind: str, width: int) -> list[AnyKey]:
 
 
 def tuning_keys(*, quick: bool) -> list[AnyKey]:
-    """Return the keys for models of all sizes, those of an 8B model first. quick: one key of each kernel."""
+    """Return the keys for models of all sizes, an 8B model's first. quick: one key of each kernel."""
     if quick:
         first = [RowTuningKey(kind, widths[0], ROW_BUCKETS[-1]) for kind, widths in WIDTHS.items()]
         return [TuningKey(128, 2, 16, False, LENGTHS[1]), *first]

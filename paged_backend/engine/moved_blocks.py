@@ -30,7 +30,7 @@ from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.utils.local_socket import FrameError
 
-PART_BYTES = 8 << 20  # of the blocks that are sent in one frame, unless a single block is larger
+PART_BYTES = 8 << 20  # maximum bytes of blocks in one frame, unless a single block is larger
 
 
 class Prefix(NamedTuple):
@@ -125,7 +125,7 @@ class BlockCopier:
         return runs
 
     def store(self, run: BlockRun) -> None:
-        """Put blocks that another engine has read into the prefix cache, or a state as a checkpoint. Those that do not
+        """Put blocks that another engine has read into the prefix cache, or a state as a checkpoint. Blocks that do not
         fit are left out. Raises ValueError, with nothing changed, if they are not blocks of this model."""
         try:
             self._check(run)
@@ -240,8 +240,8 @@ def _read_pages(cache: KVCache, pages: Sequence[int]) -> list[Tensor]:
 
 
 def _write_pages(cache: KVCache, pages: Sequence[int], content: Sequence[Tensor], source: Sequence[int]) -> None:
-    """Overwrite pages of a cache. content: what `_read_pages` returned. source: for each page of `pages`, the number of
-    its new content among the pages in `content`."""
+    """Overwrite pages of a cache. content: what `_read_pages` returned. source: for each page, the index of its new
+    content in `content`."""
     index, chosen = torch.tensor(pages, dtype=torch.int64, device=cache.device), torch.tensor(source, dtype=torch.int64)
     for tensor, values in zip(cache.tensors, content, strict=True):
         elements = _elements(tensor)

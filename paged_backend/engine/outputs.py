@@ -41,7 +41,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class RemoteOutput:
-    """The new tokens of requests of this process that another engine runs. The fields are those of `StepOutput`."""
+    """The new tokens of requests of this process that another engine runs. For the fields, see `StepOutput`."""
 
     deltas: tuple[TokenDelta, ...]
     finished_at: float

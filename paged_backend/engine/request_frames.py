@@ -30,7 +30,7 @@ from paged_backend.text.beam_stops import build_stop_check
 from paged_backend.text.tokenizing import decoder
 from paged_backend.utils.local_socket import FrameError
 
-FRAMES_VERSION = 4  # raised with each change of the frames, so that instances of different code do not exchange them
+FRAMES_VERSION = 4  # raised with each change of the frames: instances with another version exchange none
 _KINDS = ("json_schema", "regex", "choice", "grammar")
 # Parameters that are not sent: the process that has the stream applies them, or did when it read the request.
 _APPLIED = {"seed", "timeout_ms", "truncate_prompt_tokens", "word_bias", "bad_words", *STRUCTURE_PARAMETERS}

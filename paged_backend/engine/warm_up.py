@@ -194,7 +194,7 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
         sequence.state_slot = 0
         return Chunk(sequence, start, length, sampled_sequences=(sequence,))
 
-    # One sequence stands for several in a step, which have the same block.
+    # A step repeats one sequence instead of several equal ones: all would have the same block.
     for context in (*(context for context in CONTEXTS if context < longest), longest):
         yield WarmUpStep(Plan((chunk(context - 1, 1),) * min(DECODE_ROWS, config.max_num_seqs)))
     for choice, length in itertools.product(CHOICES, (1, *lengths)):
@@ -263,7 +263,7 @@ def graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> in
 
 
 def _free_bytes(device: torch.device) -> int:
-    torch.cuda.empty_cache()  # a capture also empties the cache; do it now, so that the measurement does not include it
+    torch.cuda.empty_cache()  # now, because a capture does it as well, which would be measured
     return torch.cuda.mem_get_info(device)[0]
 
 
@@ -349,7 +349,7 @@ def _layer_list(model: PreTrainedModel) -> tuple[nn.Module | None, str, nn.Modul
 
 
 def _kind_of(layer: nn.Module) -> tuple[Any, ...]:
-    """Return the properties of a layer that its kernels may depend on: those of its modules and parameters."""
+    """Return the properties of the modules and parameters of a layer that its kernels may depend on."""
     modules = [(name, type(module), _settings(module)) for name, module in layer.named_modules()]
     parameters = [(name, value.shape, value.dtype) for name, value in layer.named_parameters()]
     return (*modules, *parameters)

@@ -57,7 +57,7 @@ class Workers:
     def __init__(self, config: EngineConfig, device: torch.device, topology: Topology):
         """Start the ranks of this machine, wait for the ranks of other machines, and join them all.
 
-        Raises ConfigError if one does not start.
+        Raises ConfigError if a rank does not start.
         """
         self.reason: str | None = None  # reason for which a rank has ended
         self._on_failure: Callable[[str], None] = lambda reason: None
@@ -78,7 +78,7 @@ class Workers:
             raise
 
     def close_store(self) -> None:
-        """Let nobody else reach the store. To be called when all groups of the ranks exist."""
+        """Close the store to everyone else. Called once all groups of the ranks exist."""
         if self._store_port:
             with suppress(OSError):
                 close_port(self._store_port)

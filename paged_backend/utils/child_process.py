@@ -18,7 +18,7 @@ def start_module(
     pipe: it is closed when this process ends.
 
     first: what is written to the pipe first. It may be secret: other users can read arguments, but no pipe.
-    environment: changes to that of this process. stdout: as in `subprocess.Popen`. Raises OSError.
+    environment: variables that differ from this process's. stdout: as in `subprocess.Popen`. Raises OSError.
     """
     process = subprocess.Popen(
         [find_python(), "-m", module, *arguments],

@@ -86,7 +86,7 @@ def _may_use_tiles() -> bool:
 
 
 def with_linear(level: str) -> list[str]:
-    """Return the levels whose libraries a level needs: its own, and that of its linear layers."""
+    """Return the levels whose libraries a level needs: itself, and the level of its linear layers."""
     return [level, *([LINEAR[level]] if level in LINEAR else [])]
 
 
@@ -107,7 +107,7 @@ def find_compiler() -> str:
 
 
 def build(names: Sequence[str], report: Report = lambda done, total: None) -> dict[str, BuildFailed]:
-    """Compile those of these libraries that do not exist. Returns the ones that failed, and why.
+    """Compile these libraries, except for existing ones. Returns the error of each library that failed.
 
     Several processes may do so at the same time: each library is compiled once, and is complete as soon as it exists.
     Raises BuildFailed if there is no compiler.
@@ -206,7 +206,7 @@ class Progress:
     Use it as a context manager. `update` may be called from any thread.
     """
 
-    WIDTH = 20  # of the bar
+    WIDTH = 20  # characters of the bar
 
     def __init__(self) -> None:
         self._parts: dict[str, tuple[int, int, str, float]] = {}
@@ -238,7 +238,7 @@ class Progress:
             self._parts = {name: shown for name, shown in self._parts.items() if not name.startswith(part)}
 
     def line(self) -> str:
-        """Return a text such as "Compiling: 3 of 9 files, 21 s", with that of each part."""
+        """Return a text such as "Compiling: 3 of 9 files, 21 s", with the progress of each part."""
         with self._lock:
             parts = list(self._parts.items())
         now = time.monotonic()

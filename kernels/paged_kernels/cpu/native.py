@@ -36,7 +36,7 @@ _avoided_tiles: list[bool] = []  # not empty if no tile instructions may be used
 NAMESPACE = "paged_cpu"  # of the operators
 LEVEL = "PAGED_CPU_LEVEL"
 BUILD_COMMAND = "python -m paged_kernels.cpu.build"
-# Levels with tile instructions, which add in another order for many rows, and those that add as these do for few rows.
+# Levels with tile instructions, which add in another order for many rows: the level that adds as they do for few rows.
 WITHOUT_TILES = {"amx": "avx512_bf16", "amx_emulated": "plain"}
 TIMED_OPS = ("linear", "add_rms_norm", "swiglu", "rope_kv_write", "paged_attention")  # in the order of OpKind in C++
 
@@ -46,16 +46,16 @@ class PoolCounts(NamedTuple):
 
     programs: int  # calls of operators
     repeats: int  # work items that a waiting thread computed again
-    discarded: int  # results that came after those of another thread
+    discarded: int  # results that came after another thread's
 
 
 _compiles: list[bool] = []  # not empty if levels are compiled when they are used
 
 
 def compile_on_demand() -> None:
-    """Compile the best level, and from now on each other one that is asked for by name. For tests.
+    """Compile the best level now, and every other level when it is asked for by name. For tests.
 
-    Does nothing without a compiler. Otherwise a process never compiles.
+    Does nothing without a compiler. A process that has not called this never compiles.
     """
     with suppress(BuildFailed):
         find_compiler()
@@ -119,7 +119,8 @@ def pool_counts() -> PoolCounts:
 def levels() -> tuple[str, ...]:
     """Return the levels that were compiled and that this machine supports, the best first.
 
-    Logs a warning and returns none if nothing was compiled. Raises ValueError if PAGED_CPU_LEVEL is not among them.
+    Logs a warning and returns an empty tuple if nothing was compiled. Raises ValueError if PAGED_CPU_LEVEL is not among
+    them.
     """
     compiled = tuple(
         level for level in supported() if _compiles or all(library(name).exists() for name in with_linear(level))
@@ -170,7 +171,7 @@ def level() -> str:
 
 
 def avoid_tiles() -> None:
-    """Use no tile instructions from now on, so that the result of a row does not depend on the number of rows."""
+    """Use no tile instructions from now on. The result of a row then does not depend on the number of rows."""
     _avoided_tiles.append(True)
     _index.cache_clear()
 
@@ -283,9 +284,9 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None, *, level
 class DecoderLayer(NamedTuple):
     """The weights of a plain decoder layer, for `DecoderLayers`.
 
-    The result is that of `add_rms_norm`, `linear`, `rope_kv_write` (or `kv_write`), `paged_attention`, `linear`,
-    `add_rms_norm`, `linear`, `swiglu` and `linear` in this order, bit for bit. The number of inputs of `down` must be a
-    multiple of 16.
+    The result is the same as from `add_rms_norm`, `linear`, `rope_kv_write` (or `kv_write`), `paged_attention`,
+    `linear`, `add_rms_norm`, `linear`, `swiglu` and `linear` in this order, bit for bit. The number of inputs of `down`
+    must be a multiple of 16.
     """
 
     norm: Tensor
@@ -326,7 +327,7 @@ class DecoderLayers:
         Args:
             stream: the residual stream before the layers, [num_tokens, hidden].
             cos, sin: [1, num_tokens, head_dim].
-            caches: of each layer.
+            caches: the cache of each layer.
         """
         keys = [cache.keys for cache in caches]
         values = [cache.values for cache in caches]
@@ -345,7 +346,7 @@ class ExpertLinear:
     def __init__(
         self, weights: Sequence[PackedLinear], biases: Tensor | None = None, *, level: str | None = None
     ) -> None:
-        """weights: of each expert, all of the same shape. biases: [experts, out_features]."""
+        """weights: the weight of each expert, all of one shape. biases: [experts, out_features]."""
         in_features, out_features = weights[0].in_features, weights[0].out_features
         if any((weight.in_features, weight.out_features) != (in_features, out_features) for weight in weights):
             raise RuntimeError("the weights of the experts have different shapes")

@@ -95,7 +95,7 @@ class Migration:
         self._router.remove(key)
 
     def on_returned(self, engine: RemoteEngine, request: GenerateRequest, rejected: str | None) -> None:
-        """Continue a request that the successor does not run, or no longer."""
+        """Continue a request that the successor does not run, or no longer runs."""
         if rejected is not None:
             log.warning("a request is not moved: %s", rejected)
             self._router.put_back(replace(request, stays=True))
@@ -170,7 +170,7 @@ class Description:
 
     @classmethod
     def read(cls, value: Any) -> Description:
-        """Raises FrameError."""
+        """Return the description that another instance sent. Raises FrameError."""
         kinds = {"instance": str, "started": int, "fingerprint": str}
         if not isinstance(value, Mapping) or not all(type(value.get(name)) is kind for name, kind in kinds.items()):
             raise FrameError("invalid description of an instance")

@@ -448,7 +448,7 @@ class Responder:
     # Watching deadlines and the engine
 
     def _check(self, now: float) -> None:
-        """End overdue requests, and fail those of an engine that has stalled."""
+        """End overdue requests. If the engine has stalled, fail all its requests."""
         self._fail_stalled()
         if self._pool_map_requests:
             self._end_overdue_pool_maps(now)

@@ -98,7 +98,7 @@ class Stream:
 
     @property
     def outcome(self) -> str:
-        """Why it ended, for the metrics: of samples with different reasons, the last in FinishReason's order."""
+        """Why it ended, for the metrics. Of several reasons of samples: the last in FinishReason's order."""
         if self.error:
             return self.error.outcome
         reasons = {sample.finish for sample in self.returned_samples}

@@ -130,7 +130,7 @@ def _exporter_class() -> Callable[..., SpanExporter]:
 
 
 class _MessageLimit(logging.Handler):
-    """Passes a message on to the root logger, as one line, every MESSAGE_SECONDS, with the number of those left out.
+    """Passes a message on to the root logger, as one line, every MESSAGE_SECONDS, with the number of messages left out.
 
     Without it, a collector that is down fills the log: each batch is reported several times, with a traceback.
     """
