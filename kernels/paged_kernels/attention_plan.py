@@ -184,8 +184,8 @@ class LayerKey(NamedTuple):
     head_dim: int  # of keys and queries
     value_dim: int
     num_kv_heads: int
-    dtype: torch.dtype  # of queries
-    query_strides: tuple[int, int]  # of tokens and heads
+    dtype: torch.dtype  # data type of queries
+    query_strides: tuple[int, int]  # strides from token to token and from head to head
     cache: CacheLayout
     shares_memory: bool  # whether values are the first elements of keys
     sliding_window: int | None
@@ -231,7 +231,7 @@ class Layer(NamedTuple):
     HAS_WINDOW: bool
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
-    PRECISION: str  # of products
+    PRECISION: str  # input_precision of tl.dot
 
     @classmethod
     def of(cls, key: LayerKey, heads: int) -> "Layer":

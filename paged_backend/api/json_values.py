@@ -30,7 +30,7 @@ def parse(text: str | bytes) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) < len(pairs):
-        counts = Counter(name for name, _ in pairs)  # of thousands of names, in linear time
+        counts = Counter(name for name, _ in pairs)  # linear time, even for thousands of names
         twice = next(name for name, count in counts.items() if count > 1)
         raise ValueError(f"the key {cut(json.dumps(twice))} is there twice")
     return unique

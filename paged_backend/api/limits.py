@@ -179,7 +179,7 @@ class EngineLimits:
 
     max_model_len: int
     vocab_size: int
-    num_pages: int  # of the pool; blocks, unless the layout divides them into several pages
+    num_pages: int  # pages of the pool; they are blocks, unless the layout divides a block into several
     layout: BlockLayout
     max_num_seqs: int
     embedding: EmbeddingSpec | None = None  # None: the model has no embeddings

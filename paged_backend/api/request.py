@@ -196,11 +196,11 @@ def fit_max_tokens(prompt: int, sampling: SamplingParams, limits: EngineLimits) 
     needed = max_blocks_needed(prompt, output, count, limits.layout)
     if needed > limits.num_pages:
         kind = "samples" if sampling.beam_width == 1 else "beams"
-        of = f" of {count} {kind}" if count > 1 else ""
+        of_samples = f" of {count} {kind}" if count > 1 else ""
         raise invalid_argument(
             "max_tokens",
             output,
-            f"prompt and output{of} need {needed} blocks of the KV cache, which has {limits.num_pages}",
+            f"prompt and output{of_samples} need {needed} blocks of the KV cache, which has {limits.num_pages}",
         )
     return sampling
 
@@ -266,7 +266,7 @@ class TokenDelta(NamedTuple):
     error: RequestError | None = None
     sample: int = 0  # index of the sample
     usage: Usage | None = None  # usage so far, if requested
-    values: Values = NOTHING  # of the requested optional outputs, one for each token
+    values: Values = NOTHING  # values of the requested optional outputs, one for each token
     hidden: HiddenState | None = None  # hidden state of the last prompt token, for an embedding
     prompt_values: Values | None = None  # one for each prompt token after the first; sent once
 

@@ -117,7 +117,7 @@ class _LogprobsOutput(TokenOutput[Logprobs]):
 
 
 FINGERPRINT_BYTES = 16
-Fingerprint = bytes  # of this length; changes with every bit of the logits of a position
+Fingerprint = bytes  # FINGERPRINT_BYTES long; changes with every bit of the logits of a position
 
 
 class _FingerprintsOutput(TokenOutput[Fingerprint]):

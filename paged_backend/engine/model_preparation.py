@@ -42,7 +42,7 @@ class RankShare(NamedTuple):
 
     layers: int
     weight_bytes: int
-    kv_bytes: int  # of the pool on the device
+    kv_bytes: int  # bytes of the pool on the device
 
 
 @dataclass(frozen=True, eq=False)

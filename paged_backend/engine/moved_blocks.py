@@ -37,7 +37,7 @@ class Prefix(NamedTuple):
     """What a sequence has computed."""
 
     origin: Origin
-    tokens: Sequence[int]  # of its full blocks
+    tokens: Sequence[int]  # tokens of its full blocks
     entries: Sequence[Entry]  # contents of these blocks
 
 
@@ -46,9 +46,9 @@ class BlockRun:
     """Consecutive blocks of a sequence for one kind of layer, or a state of the recurrent layers, as bytes."""
 
     origin: Origin
-    tokens: Sequence[int]  # of the sequence, up to the end of the last block
+    tokens: Sequence[int]  # tokens of the sequence, up to the end of the last block
     first: int  # index of the first block in the sequence
-    kind: int | None  # of layer; None: the state after the last block
+    kind: int | None  # kind of layer; None: the state after the last block
     content: Sequence[Tensor]  # uint8: for each tensor of the cache the pages of all blocks, one after the other
     stored: threading.Event = field(default_factory=threading.Event)  # set when the engine has stored it, or cannot
 

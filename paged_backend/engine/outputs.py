@@ -36,7 +36,7 @@ class StepOutput:
     finished_at: float  # time.monotonic() when the tokens were on the host
     started_at: float = 0.0  # time.monotonic() when the step was scheduled
     entered: tuple[int, ...] = ()  # keys of the requests that this step scheduled for the first time
-    report: StepReport | None = None  # of the step that computed the tokens; None without a step, or after an error
+    report: StepReport | None = None  # report of the step; None without a step, or after an error
 
 
 @dataclass(frozen=True)

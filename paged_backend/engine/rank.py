@@ -51,7 +51,7 @@ from paged_kernels.compilation import after_ready
 log = logging.getLogger("paged_llm")
 
 CONNECT_SECONDS = 30
-RANK_LIMIT = 64 * 64  # of tensor_parallel_size and pipeline_parallel_size
+RANK_LIMIT = 64 * 64  # maximum tensor_parallel_size * pipeline_parallel_size
 START_KEY = "paged/start"  # in the store, which anyone can read, while rank 0 waits for the others: an `Invitation`
 STEP_MESSAGES = (PackedBatch, Plan, MemoryCommand, type(None))  # None: the last one
 READY = "ready "  # begins the message of a rank that can use its device, before its facts as JSON

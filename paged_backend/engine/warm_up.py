@@ -56,7 +56,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = tuple(  # kinds of sampling; penalties a
     for more in ({}, {"presence_penalty": 0.1}, {"allowed_token_ids": frozenset((0,)), "logit_bias": ((0, 1.0),)})
     for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}, {"logprobs": InputLimits.max_logprobs})
 )
-MOST_CPU_TOKENS = 128  # of the first step on a CPU, where the memory of larger ones need not be known
+MOST_CPU_TOKENS = 128  # maximum tokens of the step on a CPU, where the memory of larger steps need not be known
 MAX_SAMPLED_ROWS = 512  # maximum sampled rows of a warm-up step, whose float32 logits take reserved memory
 MEASURED_BLOCKS = 8  # blocks in one measured transfer, so that they share its fixed cost as in serving
 

@@ -42,8 +42,8 @@ class _Reading(NamedTuple):
     """CPU times at some time, in seconds."""
 
     time: float
-    busy: float  # of all processes that count, on the cores of the affinity
-    own: float  # of this process
+    busy: float  # CPU time of all processes that count, on the cores of the affinity
+    own: float  # CPU time of this process
     counted: tuple[frozenset[int], bool]  # the cores, and whether processes with a positive nice value count
 
 

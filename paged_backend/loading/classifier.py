@@ -18,7 +18,7 @@ from paged_backend.loading.model_source import ModelSource
 from paged_backend.models.hidden_states import record_hidden_states
 
 HEAD = "score.weight"  # name of the weight in GenericForSequenceClassification of transformers
-TOLERANCE = 0.02  # of the difference of two logits, relative to the largest logit; 16-bit dtypes round to 0.4%
+TOLERANCE = 0.02  # maximum error of a difference of logits, relative to the largest logit; 16-bit dtypes round to 0.4%
 
 
 def is_classifier(hf_config: PretrainedConfig) -> bool:

@@ -51,7 +51,7 @@ from paged_kernels.cpu import native
 log = logging.getLogger("paged_llm")
 
 INT4_GROUP_SIZE = 32
-SCALE_BITS = 16  # of a group of quantized weights
+SCALE_BITS = 16  # bits of the scale of a group of quantized weights
 # The modules of a model that can be divided into stages. Any other module may depend on layers of other stages.
 DIVISIBLE_MODULES = frozenset({"model", "lm_head"})
 DECODER_MODULES = frozenset({"embed_tokens", "layers", "norm", "rotary_emb", "rotary_emb_local"})

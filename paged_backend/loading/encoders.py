@@ -29,7 +29,7 @@ DEFAULT_POOLING = "mean"  # of sentence-transformers for a model without its fil
 CONTENT_TOLERANCE = 1e-4
 # The same when the padding has another length, which changes how numbers are rounded.
 PADDING_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-NEW_MODE = "pooling_mode"  # of newer versions of sentence-transformers, instead of a flag for each mode
+NEW_MODE = "pooling_mode"  # field of newer versions of sentence-transformers, instead of a flag for each mode
 MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_lasttoken": "lasttoken",

@@ -62,7 +62,7 @@ class Found(NamedTuple):
 
     name: str  # in the files
     parameter: nn.Parameter
-    blocks: Blocks  # of this rank
+    blocks: Blocks  # the part of this rank
 
 
 class StoredQuantizer:

@@ -406,7 +406,7 @@ class Expected(NamedTuple):
 
     prompts: tuple[list[int], list[int]]
     logits: Sequence[Tensor] = ()  # last positions of each prompt, [MEASURED, vocab]; empty: any finite logits pass
-    sensitivity: Sequence[float] = ()  # of each prompt: relative change of its logits by one unit in the last place
+    sensitivity: Sequence[float] = ()  # by prompt: relative change of its logits by one unit in the last place
 
 
 def _prompts(model: PreTrainedModel, text: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -554,7 +554,7 @@ def _compare(
     return max(differences, key=lambda difference: difference.found / difference.allowed, default=None)
 
 
-def _eager_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:  # [MEASURED, vocab]: of the last positions
+def _eager_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:  # [MEASURED, vocab], at the last positions
     ids_tensor = torch.tensor([ids], device=model.device)
     logits: Tensor = model(input_ids=ids_tensor, use_cache=False, logits_to_keep=MEASURED).logits[0]
     return logits[-MEASURED:]  # a model without the parameter returns all

@@ -66,7 +66,7 @@ class FewRowsWeight:
 class Projection:
     """Linear layers of the same input, joined into one, with the normalization before and the activation after it."""
 
-    names: tuple[str, ...]  # of the linear layers, inside of the decoder layer
+    names: tuple[str, ...]  # names of the linear layers, inside of the decoder layer
     weight: Weight
     bias: Tensor | None
     norm: Norm | None = None
@@ -142,7 +142,7 @@ class FusedLatents(Part):
     rotation: Rotation
     query_kv: Projection  # to queries, or to their latents; and to latents and shared keys
     query: Projection | None  # from the latents of queries to queries
-    kv_norm: Norm  # of latents
+    kv_norm: Norm  # norm of latents
 
     def __call__(self, states: HiddenStates, angles: Angles, paged: AttentionMeta) -> tuple[Tensor, Tensor]:
         """Return the output of the heads, [num_tokens, num_heads * value_dim], and the residual."""

@@ -52,7 +52,7 @@ class Expanded:
 
     rows: slice  # packed rows
     blocks: Tensor  # [num_blocks] int64: the blocks of its context
-    paging: Paging  # of one sequence, over its expanded blocks
+    paging: Paging  # paging of one sequence, over its expanded blocks
 
 
 @dataclass(frozen=True, eq=False)

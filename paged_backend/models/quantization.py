@@ -91,7 +91,7 @@ def _round_to_int8(blocks: Tensor) -> _Rounded:
 def _round_to_int4(blocks: Tensor) -> _Rounded:
     lowest, highest = blocks.aminmax(dim=-1)
     scales = (highest - lowest) / LEVELS
-    mins = lowest + 8 * scales  # of the code 0, which is in the middle
+    mins = lowest + 8 * scales  # weights of the code 0, which is in the middle
     for _ in range(ITERATIONS):
         codes = _codes(blocks, scales, mins, -8, 7).float()
         mean, mean_code = blocks.mean(-1), codes.mean(-1)

@@ -171,7 +171,7 @@ class RecurrentMixer:
         hidden_states: Tensor,  # [1, num_tokens, hidden]
         *args: Any,
         attention_mask: None = None,
-        **rest: Any,  # of transformers' own kernels, for batches that are not paged
+        **rest: Any,  # arguments of transformers' own kernels, for batches that are not paged
     ) -> Tensor:  # [1, num_tokens, hidden]
         paged = self._model.paged
         if paged is None or paged.states is None or paged.state_rows is None:

@@ -70,7 +70,7 @@ class GatheredLinear(nn.Linear):
     """A linear layer whose outputs are split over ranks, each of which gets the outputs of all."""
 
     ranks: Ranks
-    num_outputs: int  # of all ranks together
+    num_outputs: int  # outputs of all ranks together
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in_features] -> [..., num_outputs]
         product = super().forward(x)

@@ -15,7 +15,7 @@ class LruIndex(Generic[Key, Value]):
 
     def __init__(self) -> None:
         self._entries: dict[Key, tuple[Value, int]] = {}  # value and size
-        self.nbytes = 0  # of all entries
+        self.nbytes = 0  # bytes of all entries
 
     def __len__(self) -> int:
         return len(self._entries)

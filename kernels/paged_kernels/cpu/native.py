@@ -33,7 +33,7 @@ from paged_kernels.paging import Paging
 log = logging.getLogger("paged_llm.kernels")
 _avoided_tiles: list[bool] = []  # not empty if no tile instructions may be used
 
-NAMESPACE = "paged_cpu"  # of the operators
+NAMESPACE = "paged_cpu"  # namespace of the operators
 LEVEL = "PAGED_CPU_LEVEL"
 BUILD_COMMAND = "python -m paged_kernels.cpu.build"
 # Levels with tile instructions, which add in another order for many rows: the level that adds as they do for few rows.

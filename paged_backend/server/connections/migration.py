@@ -38,7 +38,7 @@ log = logging.getLogger("paged_llm")
 
 POLL_SECONDS = 0.25  # time between two searches for a successor, and between moves of requests that arrive late
 BUSY_SECONDS = 0.02  # the interval between searches while blocks are sent
-MAX_UNSENT_BYTES = 256 << 20  # of blocks; further requests run here until fewer wait to be sent
+MAX_UNSENT_BYTES = 256 << 20  # bytes of blocks; further requests run here until fewer wait to be sent
 RELEASE_SECONDS = 5.0  # time after the last move until the memory is released, as late requests may arrive until then
 ANSWER_SECONDS = 5  # time for another instance to describe itself
 MAX_ATTEMPTS = 3  # after which an instance that does not describe itself is not asked again
@@ -177,7 +177,7 @@ class Description:
         return cls(**{name: value[name] for name in kinds})
 
 
-_NONE = Description("", 0, "")  # of an instance that does not describe itself, such as one of an earlier version
+_NONE = Description("", 0, "")  # an instance that does not describe itself, such as one of an earlier version
 
 
 class Successors:

@@ -68,7 +68,7 @@ class Metrics:
                 self._create(family)
         self._stats: Stats | None = None  # the newest statistics
         self._is_current = True  # whether the metrics show `_stats`
-        self._steps, self._sleeping = -1, False  # of the statistics that were reported last
+        self._steps, self._sleeping = -1, False  # in the statistics that were reported last
         self._gauges: dict[tuple[str, str], float] = {}  # values that were set last
         self._counts: dict[tuple[str, str], float] = {}  # counts that were not reported yet
         self._step_reports: list[StepReport] = []  # steps that were not reported yet

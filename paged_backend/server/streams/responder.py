@@ -85,7 +85,7 @@ class Responder:
         self._tenants: Counter[str] = Counter()  # open streams by tenant; guarded by the lock
         self._lock = threading.Lock()
         self._updated: dict[int, Stream] = {}  # streams that this iteration has given tokens or an end
-        self._poll_results: list[PollResult[Stream]] = []  # of this iteration
+        self._poll_results: list[PollResult[Stream]] = []  # results of this iteration
         self._without_response: deque[Stream] = deque()  # streams that may get an empty response, in order of arrival
         self._pool_map_requests: list[tuple[Channel, float]] = []  # with the times of their arrival, in order
         self._engine_error: RequestError | None = None  # set once the engine has died

@@ -63,7 +63,7 @@ class Stream:
     finished: bool = field(default=False, init=False)  # whether all samples have ended
     sent: bool = field(default=False, init=False)  # whether a response has been sent
     sent_bytes: int = field(default=0, init=False)
-    prompt_values: Values = field(default_factory=dict, init=False)  # of the prompt's optional outputs, not sent yet
+    prompt_values: Values = field(default_factory=dict, init=False)  # optional outputs of the prompt, not sent yet
     deadline: float = field(init=False)
     early_finish: FinishReason | None = field(default=None, init=False)  # why the engine ends a search early
 
@@ -229,9 +229,9 @@ class Sample:
     tokens: list[int] = field(default_factory=list)  # tokens whose text is part of the output
     num_decoded: int = 0  # number of `tokens` that were decoded
     text_pieces: list[str] = field(default_factory=list)  # all text so far
-    values: dict[str, list[Any]] = field(default_factory=dict)  # of the unsent tokens, by the optional outputs to send
+    values: dict[str, list[Any]] = field(default_factory=dict)  # optional outputs of the unsent tokens, by name
     cumulative_logprob: float = 0.0  # sum over all tokens so far
-    digest: hashlib._Hash | None = None  # of the logits of its tokens and of the prompt, if it is requested
+    digest: hashlib._Hash | None = None  # digest of the logits of its tokens and of the prompt, if requested
     last_token: float | None = None  # time.monotonic() of its newest token
 
     @property

@@ -29,7 +29,7 @@ log = logging.getLogger("paged_llm")
 SERVICE = "paged_llm"  # service.name, unless OTEL_SERVICE_NAME is set
 PROVIDER = "paged_llm"  # gen_ai.provider.name
 LOGGERS = ("opentelemetry.exporter", "opentelemetry.sdk")
-MESSAGE_CHARS = 160  # of a message
+MESSAGE_CHARS = 160  # maximum characters of a message
 MESSAGE_SECONDS = 60.0  # time between two messages of OpenTelemetry in the log
 FLUSH_MILLIS = 2000  # time to export the last spans when the model is unloaded
 
