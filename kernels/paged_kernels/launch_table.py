@@ -81,7 +81,7 @@ def power_of_two(n: int) -> int:
 
 
 def decode_tile(chip: str, *, block_d: int, itemsize: int, rows: int, quantized: bool) -> Tile:
-    """Return the tile of a loop over the keys of a sequence whose queries are all in one tile of so many rows.
+    """Return the tile of a loop over the keys of a sequence, all of whose queries are in one tile of `rows` rows.
 
     It is in no table: the loop waits for memory, and on an H100 the best ten tiles differ by 0.1%. It compiles without
     spilling, and fits into shared memory, as `default_tile` does.

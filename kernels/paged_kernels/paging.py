@@ -92,7 +92,7 @@ class Paging:
         return {}
 
     def plan(self, key: PlanKey[Plan_co]) -> Plan_co:
-        """Return the plan of the step for layers with this key, which is made for the first of them."""
+        """Return the plan of the step for layers with this key. It is made once, for the first of them."""
         if key not in self.plans:
             self.plans[key] = key.plan(self)
         plan: Plan_co = self.plans[key]

@@ -58,7 +58,7 @@ CompileAhead = Callable[[Sequence[Launch]], "Future[str | None]"]
 
 
 class Show(Protocol):
-    """Shows a line of progress, which the next one replaces unless it is `done`."""
+    """Shows a line of progress. The next line replaces it unless it is `done`."""
 
     def __call__(self, line: str, *, done: bool = False) -> None: ...
 
@@ -328,7 +328,7 @@ def graph_time(run: Callable[[], None]) -> float:
 
 
 def print_progress(line: str, *, done: bool = False) -> None:
-    """Print on one line of a terminal; elsewhere only what is done."""
+    """Print progress on one line of a terminal; elsewhere, print only lines that are `done`."""
     if sys.stdout.isatty():
         print(f"\r\033[K{line}", end="\n" if done else "", flush=True)
     elif done:

@@ -46,7 +46,7 @@ def option(
 
 
 def parse_fields(options: Any) -> None:
-    """Parse the fields of a dataclass of options, in its `__post_init__`. Raises ConfigError for an invalid one."""
+    """Parse the fields of a dataclass of options, in its `__post_init__`. Raises ConfigError for an invalid field."""
     for spec in fields(options):
         value = getattr(options, spec.name)
         if value is None and spec.default is None:

@@ -159,7 +159,7 @@ def flatten_vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def vllm_option_problem(name: str, value: Any) -> str | None:
-    """Return what the value of one of VLLM_OPTIONS must be, and why; None if it changes nothing."""
+    """Return what the value of an option in VLLM_OPTIONS must be, and why; None if the value changes nothing."""
     option = VLLM_OPTIONS[name]
     if option.accepts(value):
         return None

@@ -47,7 +47,7 @@ SPILL_SECONDS = 20.0  # time to write cached blocks to the stores before the poo
 
 
 class SleepingMemory(Protocol):
-    """The memory of a model, of one process or of several under tensor parallelism; see `ModelMemory`."""
+    """The memory of a model in one process, or in several under tensor parallelism; see `ModelMemory`."""
 
     @property
     def released(self) -> ReleasedMemory | None: ...

@@ -92,7 +92,7 @@ class BlockCopier:
     `prefixes` and `read`."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner):
-        """The engine must have a single rank, whose pool holds whole blocks."""
+        """scheduler, runner: parts of an engine with a single rank, whose pool holds whole blocks."""
         self._blocks = scheduler.blocks
         self._runner = runner
 

@@ -1,4 +1,4 @@
-"""Warm-up: on a GPU the largest step and one of every kind, on a CPU one step, before the pools are sized.
+"""Warm-up before the pools are sized: on a GPU the largest step and a step of every kind, on a CPU one step.
 
 Afterwards the peak of activation memory is known, kernels are compiled, and no request pays for initialization. Only
 the first step runs all layers.
@@ -283,7 +283,7 @@ def measure_costs(runner: Runner, seconds_per_token: float, num_host_blocks: int
     num_blocks = len(runner.kv.layers[0].keys)
 
     def transfers(count: int, shift: int = 0) -> tuple[Transfer, ...]:
-        """Return transfers of the first `count` blocks to the ones `shift` later."""
+        """Return transfers of the first `count` blocks, each to the block `shift` later."""
         return tuple(Transfer(block, block + shift, pages=((block, block + shift),)) for block in range(count))
 
     def seconds(plan: Plan) -> float:
@@ -320,7 +320,7 @@ def _synchronize(device: torch.device) -> None:
 
 @contextmanager
 def distinct_layers(model: PreTrainedModel) -> Iterator[int]:
-    """Make the model run its first layers only, up to the first one of the last kind. Yields their number.
+    """Make the model run only its first layers, which include a layer of each kind. Yields their number.
 
     Layers of one kind launch the same kernels. The first layer is a kind of its own, since fused layers add a residual
     from the second one on. The outputs are meaningless. A model whose list of layers is not found runs all of them.

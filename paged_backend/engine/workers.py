@@ -92,7 +92,7 @@ class Workers:
             callback(self.reason)
 
     def send(self, message: Any) -> None:
-        """Send a message to all ranks. Raises RunnerDied if one has ended."""
+        """Send a message to all ranks. Raises RunnerDied if a rank has ended."""
         assert self._steps
         try:
             self._steps.send(message)

@@ -51,7 +51,7 @@ class PendingStep(Protocol):
 
 
 class StepRunner(Protocol):
-    """The interface of a runner, of one process or of several that share the model."""
+    """The interface of a runner in one process, or in several that share the model."""
 
     kv: KVCache
     host: KVCache | None  # the host pool

@@ -256,7 +256,7 @@ class FusedDecoder:
 
     @cached_property
     def native(self) -> native.DecoderLayers | None:
-        """All layers as one call of a CPU kernel; None if it does not support them."""
+        """All layers as one call of a CPU kernel; None if the kernel does not support them."""
         layers = [_to_native(layer) for layer in self.layers]
         return native.DecoderLayers([layer for layer in layers if layer]) if all(layers) else None
 

@@ -1,4 +1,4 @@
-"""Python processes that end with the one that started them: the ranks and replicas of an engine."""
+"""Python processes that end with the process that started them: the ranks and replicas of an engine."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class LruIndex(Generic[Key, Value]):
         return True
 
     def excess(self, max_bytes: int, max_entries: int = sys.maxsize) -> list[Key]:
-        """Return the least recently used keys without which the others are within the limits."""
+        """Return the least recently used keys that must be removed to keep the limits."""
         keys: list[Key] = []
         nbytes, count = self.nbytes, len(self._entries)
         for key, (_, size) in self._entries.items():

@@ -151,7 +151,7 @@ def release_openmp_threads() -> None:
 
 
 def use_single_thread() -> None:
-    """Make the calling thread compute without an OpenMP team, as threads should that only copy while another one
+    """Make the calling thread compute without an OpenMP team, for threads that only copy while another thread
     computes."""
     import torch
 

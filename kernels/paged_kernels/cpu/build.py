@@ -91,7 +91,7 @@ def with_linear(level: str) -> list[str]:
 
 
 def library(name: str) -> Path:
-    """Return the path of the library of a level, or of the common one, built or not."""
+    """Return the path of the library of a level, or of the common library, built or not."""
     digest = hashlib.sha256(repr((FLAGS, LEVELS, TORCH_ABI, platform.machine())).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())

@@ -1,4 +1,4 @@
-"""Live migration: moves the requests of an instance to the one that replaces it.
+"""Live migration: moves the requests of an instance to the instance that replaces it.
 
 Triton loads the model again      the new instance listens; this one finds it
 requests of this process          continue in the new instance; their streams stay here

@@ -59,7 +59,7 @@ class Replicas:
     """The replicas other than this process's engine, which has the number 0. Implements `RequestOwner`."""
 
     def __init__(self, config: EngineConfig, labels: Mapping[str, str], listing: Path | None):
-        """Start the processes of `data_parallel_size` above 1, and do not wait for them.
+        """Start `data_parallel_size` - 1 processes, and do not wait for them.
 
         labels: name and version of the model. listing: the file that lists LoRA adapters. Raises ConfigError.
         """

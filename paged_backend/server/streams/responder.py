@@ -141,7 +141,7 @@ class Responder:
         self._post(self._cancel_by_id, channel, request_id)
 
     def request_pool_map(self, channel: Channel) -> None:
-        """Answer `channel` with the next pool map. Call this before asking the engine for one."""
+        """Answer `channel` with the next pool map. Call this before asking the engine for a map."""
         self._post(self._await_pool_map, channel, time.monotonic())
 
     def emit(self, output: EngineOutput) -> None:
@@ -166,7 +166,8 @@ class Responder:
         self._poller.stop()
 
     def _collect(self) -> list[Message]:
-        """Return all queued messages, waiting for one until the next check, metrics update or session expiry."""
+        """Return all queued messages. If there are none, wait until the next check, metrics update or session
+        expiry."""
         due = self._sessions.next_expiry
         if self.streams or self._pool_map_requests:
             due = min(due, self._next_check)

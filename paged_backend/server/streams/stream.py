@@ -138,7 +138,7 @@ class Stream:
 
     @property
     def returned_samples(self) -> list[Sample]:
-        """The samples that the client gets: of `best_of` samples the `n` most likely ones, best first."""
+        """The samples that the client gets; with `best_of`, the `n` most likely samples, best first."""
         sampling = self.request.sampling
         if not sampling.selects_best_of:
             return self.samples

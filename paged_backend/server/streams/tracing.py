@@ -121,7 +121,7 @@ def _provider(endpoint: str, sample_ratio: float) -> TracerProvider:
 
 
 def _exporter_class() -> Callable[..., SpanExporter]:
-    """Return the exporter that sends protobuf, or, where protobuf is too old for it, the one that sends JSON."""
+    """Return the exporter that sends protobuf, or the JSON exporter where the package protobuf is too old for it."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
