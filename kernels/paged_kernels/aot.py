@@ -54,7 +54,7 @@ SMALL_KERNELS = (*SAMPLING, "block_copy", "step_inputs")  # kernels with few con
 # attention in one launch, its partitions, and their sum.
 INVARIANT = ("invariant", "invariant_split", "add_partitions")
 ATTENTION = ("decode", "split", "prefill", "prefix", *INVARIANT)
-# Multi-head latent attention of DeepSeek-V3: expanded keys and values, the latents of a step, those of one rank of 8.
+# Multi-head latent attention of DeepSeek-V3: expanded keys and values, latents, and latents on one of 8 ranks.
 LATENT_SIZES: tuple[dict[str, Any], ...] = (
     dict(head_dim=192, value_dim=128, group=1),
     dict(head_dim=576, value_dim=512, group=128, latent=True),
@@ -85,7 +85,7 @@ class Case:
     # size by kind: decode, split, invariant: longest context; prefill: longest chunk; prefix: sequences; others: rows
     length: int = 1024
     width: int = 16384  # width of a row; block_copy: bytes of a block; not used by attention
-    outputs: int = 1024  # of a linear layer
+    outputs: int = 1024  # outputs of a linear layer
 
 
 def full_grid(chip: str) -> Iterator[Case]:
@@ -327,9 +327,9 @@ def _registers_on_nvidia(cubin: bytes) -> tuple[int, int]:
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    return int(found[1]), int(found[2])
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert match, usage
+    return int(match[1]), int(match[2])
 
 
 def compile_case(case: Case) -> Cost:

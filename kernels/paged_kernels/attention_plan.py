@@ -119,8 +119,8 @@ def launch_shape(
         return LaunchShape(heads, small, None)
 
     def tile(length: int) -> Tile:
-        found = find_tile(chip, TuningKey(block_d, itemsize, rows, quantized, power_of_two(length)))
-        return found._replace(block_m=max(rows, found.block_m))
+        tuned = find_tile(chip, TuningKey(block_d, itemsize, rows, quantized, power_of_two(length)))
+        return tuned._replace(block_m=max(rows, tuned.block_m))
 
     large = tile(max_query_len)
     programs = (num_tokens * heads // large.block_m + 1) * num_kv_heads * -(-group // heads)
@@ -184,8 +184,8 @@ class LayerKey(NamedTuple):
     head_dim: int  # of keys and queries
     value_dim: int
     num_kv_heads: int
-    dtype: torch.dtype  # of queries
-    query_strides: tuple[int, int]  # of tokens and heads
+    dtype: torch.dtype  # data type of queries
+    query_strides: tuple[int, int]  # strides from token to token and from head to head
     cache: CacheLayout
     shares_memory: bool  # whether values are the first elements of keys
     sliding_window: int | None
@@ -217,7 +217,7 @@ class LayerKey(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The constants of a layer in the kernels of attention, besides those of its cache."""
+    """The constants of a layer in the attention kernels, besides its `CacheLayout`."""
 
     NUM_HEADS: int
     GROUP: int  # query heads per KV head
@@ -231,7 +231,7 @@ class Layer(NamedTuple):
     HAS_WINDOW: bool
     HAS_SOFTCAP: bool
     HAS_SINKS: bool
-    PRECISION: str  # of products
+    PRECISION: str  # input_precision of tl.dot
 
     @classmethod
     def of(cls, key: LayerKey, heads: int) -> "Layer":
@@ -264,7 +264,8 @@ class LaunchTemplate:
 
     @classmethod
     def of(cls, kernel: Any, grid: tuple[int, ...], named: dict[str, Any]) -> "LaunchTemplate":
-        """Create the template from arguments and compiler options by name, of which it takes those it has."""
+        """Create the template from named arguments and compiler options. Names that the kernel does not have are
+        ignored."""
         constants = {name: named[name] for name in (*kernel.arg_names, *OPTIONS) if name in named}
         return cls(kernel, grid, constants, tuple(name for name in kernel.arg_names if name not in named))
 

@@ -41,7 +41,7 @@ def block_copy_kernel(  # type: ignore[no-untyped-def]
 def plan_launch(
     moves: Tensor, table: Tensor, *, largest: int, aligned: int, programs: int | None = None, device: Device
 ) -> Launch:
-    """Return the launch. The parameters are those of `block_copy` and the fields of `BlockPair`."""
+    """Return the launch. For the parameters, see `block_copy` and the fields of `BlockPair`."""
     num_moves, num_tensors = len(moves), table.shape[1]
     tile = row_tile(device.chip, "block_copy", width=largest, rows=num_moves)
     word, num_tiles = 4 if aligned >= 4 else 1, triton.cdiv(largest, tile.elements)

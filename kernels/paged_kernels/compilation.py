@@ -63,7 +63,7 @@ def compile_ahead(
     undefined. A kernel that cannot be compiled raises its error when it is launched.
 
     Args:
-        device: that `run` computes on.
+        device: the device that `run` computes on.
         start_progress: called with the number of kernels. What it returns is called after each of them.
     """
     if device.type != "cuda":

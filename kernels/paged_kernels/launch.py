@@ -25,12 +25,12 @@ class Device:
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """Return the properties of a GPU, or those of an H100 for the CPU, where kernels run in Triton's interpreter."""
+    """Return the properties of a GPU. For the CPU, where Triton's interpreter runs kernels, return an H100's."""
     if device.type != "cuda":
         return Device("sm_90", DEFAULT_MULTIPROCESSORS)
-    found = torch.cuda.get_device_properties(device)
-    hip = getattr(found, "gcnArchName", "") if torch.version.hip else ""
-    return Device(hip.split(":")[0] or f"sm_{found.major}{found.minor}", found.multi_processor_count)
+    properties = torch.cuda.get_device_properties(device)
+    hip = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
+    return Device(hip.split(":")[0] or f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
 
 
 @dataclass(frozen=True)

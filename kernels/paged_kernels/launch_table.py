@@ -81,7 +81,7 @@ def power_of_two(n: int) -> int:
 
 
 def decode_tile(chip: str, *, block_d: int, itemsize: int, rows: int, quantized: bool) -> Tile:
-    """Return the tile of a loop over the keys of a sequence whose queries are all in one tile of so many rows.
+    """Return the tile of a loop over the keys of a sequence, all of whose queries are in one tile of `rows` rows.
 
     It is in no table: the loop waits for memory, and on an H100 the best ten tiles differ by 0.1%. It compiles without
     spilling, and fits into shared memory, as `default_tile` does.
@@ -161,8 +161,8 @@ class Table:
         None if the table has no entry for the key.
         """
         buckets = sorted(other for other in self.tiles if len(other) == len(key) and other[:-1] == key[:-1])
-        found = next((bucket for bucket in buckets if bucket[-1] >= key[-1]), buckets[-1] if buckets else None)
-        return None if found is None else self.tiles[found]
+        nearest = next((bucket for bucket in buckets if bucket[-1] >= key[-1]), buckets[-1] if buckets else None)
+        return None if nearest is None else self.tiles[nearest]
 
 
 def _powers(least: int, most: int) -> tuple[int, ...]:
@@ -279,8 +279,8 @@ def nearest_chip(chip: str, known: list[str]) -> str | None:
 def find_table(chip: str) -> Table | None:
     """Return the table of the chip or of its nearest one; None if there is none."""
     if chip not in _tables:
-        found = nearest_chip(chip, [file.stem for file in CONFIGS.glob("*.json")])
-        _tables[chip] = read_table(CONFIGS / f"{found}.json") if found else None
+        nearest = nearest_chip(chip, [file.stem for file in CONFIGS.glob("*.json")])
+        _tables[chip] = read_table(CONFIGS / f"{nearest}.json") if nearest else None
     return _tables[chip]
 
 
@@ -292,8 +292,8 @@ def use_table(table: Table) -> None:
 def find_tile(chip: str, key: TuningKey) -> Tile:
     """Return the tile from the chip's table, or the default."""
     table = find_table(chip)
-    found = table.find(key) if table else None
-    return found if isinstance(found, Tile) else default_tile(chip, key)
+    tile = table.find(key) if table else None
+    return tile if isinstance(tile, Tile) else default_tile(chip, key)
 
 
 def row_tile(chip: str, kind: str, *, width: int, rows: int) -> RowTile:
@@ -309,5 +309,5 @@ def row_tile(chip: str, kind: str, *, width: int, rows: int) -> RowTile:
 @cache
 def _row_tile(table: Table | None, kind: str, width: int, rows: int) -> RowTile:
     key = RowTuningKey(kind, power_of_two(width), rows)
-    found = table.find(key) if table else None
-    return found if isinstance(found, RowTile) else default_row_tile(key)
+    tile = table.find(key) if table else None
+    return tile if isinstance(tile, RowTile) else default_row_tile(key)

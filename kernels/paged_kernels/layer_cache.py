@@ -128,9 +128,11 @@ class BlockPair:
         for source, target in pairs:
             assert source.is_contiguous() and target.is_contiguous()
             assert source.dtype == target.dtype and source.shape[1:] == target.shape[1:], (source.shape, target.shape)
-        numbers = [[one.data_ptr() for one in sources], [one.data_ptr() for one in targets]]
+        numbers = [[tensor.data_ptr() for tensor in sources], [tensor.data_ptr() for tensor in targets]]
         numbers.append([source[:1].nbytes for source, _ in pairs])
-        device = next((one.device for pair in pairs for one in pair if one.device.type != "cpu"), torch.device("cpu"))
+        device = next(
+            (tensor.device for pair in pairs for tensor in pair if tensor.device.type != "cpu"), torch.device("cpu")
+        )
         return cls(
             tuple(sources),
             tuple(targets),

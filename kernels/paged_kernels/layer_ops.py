@@ -4,7 +4,7 @@
 
     total = x + residual;  y = rms_norm(total) @ weight.T + bias;  y = silu(y[:, :width]) * y[:, width:]
 
-Every part but the product is optional. With few rows the time is that of reading the weight, so every program reads its
+Every part but the product is optional. With few rows, reading the weight takes the time, so every program reads its
 own part of it once, and computes sums of squares for the norm beside the product: the norm divides a whole row by one
 number, which can be done afterwards. If there are too few tiles of outputs to fill the device, several programs split
 the inputs, and the last of them to finish adds their results.

@@ -27,8 +27,8 @@ def _implementation(module: str, function: str, on_cpu: bool) -> Callable[..., A
         name = native.__name__
     elif on_cpu and hasattr(pytorch, function):
         name = pytorch.__name__
-    found: Callable[..., Any] = getattr(import_module(name), function)
-    return found
+    implementation: Callable[..., Any] = getattr(import_module(name), function)
+    return implementation
 
 
 def _dispatch(tensor: Tensor, function: str, module: str | None = None) -> Callable[..., Any]:

@@ -88,15 +88,15 @@ class Paging:
 
     @cached_property
     def plans(self) -> dict[PlanKey[Any], Any]:
-        """The plans of the step that were made; see `plan`."""
+        """The plans that were made for the step; see `plan`."""
         return {}
 
     def plan(self, key: PlanKey[Plan_co]) -> Plan_co:
-        """Return the plan of the step for layers with this key, which is made for the first of them."""
+        """Return the plan of the step for layers with this key. It is made once, for the first of them."""
         if key not in self.plans:
             self.plans[key] = key.plan(self)
-        found: Plan_co = self.plans[key]
-        return found
+        plan: Plan_co = self.plans[key]
+        return plan
 
 
 # --- shared prefixes --------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def find_prefix_groups(
         return None
     eligible = eligible[order]
     bounds = [0, *(changes + 1).tolist(), len(key)]
-    found = []
+    groups = []
     for start, end in itertools.pairwise(bounds):
         if end - start > 1:
             rows = eligible[start:end]
@@ -151,13 +151,13 @@ def find_prefix_groups(
             shared = _leading_columns(block_tables, rows, whole_blocks) * block_size
             tiles = -(-len(rows) // max(1, TILE_ROWS // group))
             if shared >= MIN_SHARED_TOKENS:
-                found.append(((len(rows) - tiles) * shared, shared, rows))
-    found = sorted(found, key=lambda entry: -entry[0])[:MAX_GROUPS]
-    saved = sum(entry[0] for entry in found)
+                groups.append(((len(rows) - tiles) * shared, shared, rows))
+    groups = sorted(groups, key=lambda entry: -entry[0])[:MAX_GROUPS]
+    saved = sum(entry[0] for entry in groups)
     total = int(context_lens[decodes].sum())
     if saved < MIN_SAVED_TOKENS or total < MIN_READ_RATIO * (total - saved):
         return None
-    return _pack(found, len(context_lens))
+    return _pack(groups, len(context_lens))
 
 
 def _leading_columns(block_tables: np.ndarray, rows: np.ndarray, most: int) -> int:
@@ -167,14 +167,14 @@ def _leading_columns(block_tables: np.ndarray, rows: np.ndarray, most: int) -> i
     return most if equal.all() else int(equal.argmin())
 
 
-def _pack(found: list[tuple[int, int, np.ndarray]], num_seqs: int) -> SharedPrefixes:
+def _pack(groups: list[tuple[int, int, np.ndarray]], num_seqs: int) -> SharedPrefixes:
     lens, members = np.zeros(num_seqs, np.int32), np.zeros(num_seqs, np.int32)
     group_starts = np.zeros(MAX_GROUPS + 1, np.int32)
     end = 0
-    for index, (_, shared, rows) in enumerate(found):
+    for index, (_, shared, rows) in enumerate(groups):
         lens[rows] = shared
         start, end = end, end + len(rows)
         members[start:end] = rows
         group_starts[index + 1 :] = end
-    max_len = max(shared for _, shared, _ in found)
+    max_len = max(shared for _, shared, _ in groups)
     return SharedPrefixes(torch.from_numpy(lens), torch.from_numpy(members), torch.from_numpy(group_starts), max_len)

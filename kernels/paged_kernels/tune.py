@@ -2,10 +2,11 @@
 
     python -m paged_kernels.tune [--model NAME_OR_PATH] [--table FILE] [--fresh]
 
-Candidates are compiled in parallel processes, those of the next point while this one is timed, and timed one after the
-other: as one CUDA graph, which replays a call. Chunks attend to shuffled blocks, in enough pools to exceed the L2
-cache. For any other kernel, the rows are in the cache, as if the previous launch of a step had written them. Candidates
-that do not compile or take much longer than others, that spill, or that differ from the reference are skipped.
+Candidates are compiled in parallel processes, while the candidates of the previous point are timed. They are timed one
+after the other, each as a CUDA graph that replays a call. Chunks attend to shuffled blocks, in enough pools to exceed
+the L2 cache. For any other kernel, the rows are in the cache, as if the previous launch of a step had written them.
+Candidates that do not compile, take much longer to compile than others, spill, or differ from the reference are
+skipped.
 
 The table is written after each point. Points that it already has from this GPU, with the same software, are not
 repeated, so an interrupted run can be continued. Exits with 2 without a GPU.
@@ -57,7 +58,7 @@ CompileAhead = Callable[[Sequence[Launch]], "Future[str | None]"]
 
 
 class Show(Protocol):
-    """Shows a line of progress, which the next one replaces unless it is `done`."""
+    """Shows a line of progress. The next line replaces it unless it is `done`."""
 
     def __call__(self, line: str, *, done: bool = False) -> None: ...
 
@@ -93,7 +94,7 @@ def _row_keys(kind: str, width: int) -> list[AnyKey]:
 
 
 def tuning_keys(*, quick: bool) -> list[AnyKey]:
-    """Return the keys for models of all sizes, those of an 8B model first. quick: one key of each kernel."""
+    """Return the keys for models of all sizes, an 8B model's first. quick: one key of each kernel."""
     if quick:
         first = [RowTuningKey(kind, widths[0], ROW_BUCKETS[-1]) for kind, widths in WIDTHS.items()]
         return [TuningKey(128, 2, 16, False, LENGTHS[1]), *first]
@@ -263,8 +264,11 @@ def _plan(problem: Problem, key: AnyKey, tile: AnyTile, device: torch.device) ->
 def _without_tensors(launches: Sequence[Launch]) -> tuple[Any, ...]:
     """Return what distinguishes launches over the same inputs."""
     return tuple(
-        (one.grid, tuple((name, value) for name, value in one.arguments.items() if not isinstance(value, torch.Tensor)))
-        for one in launches
+        (
+            planned.grid,
+            tuple((name, value) for name, value in planned.arguments.items() if not isinstance(value, torch.Tensor)),
+        )
+        for planned in launches
     )
 
 
@@ -291,19 +295,19 @@ def _time(
     """Time all launches of a call with one tile."""
     import triton
 
-    planned = _plan(problem, key, tile, device)
+    launches = _plan(problem, key, tile, device)
     for output in problem.outputs:
         output.zero_()
     try:
-        if any(getattr(one.run(), "n_spills", 0) for one in planned):
+        if any(getattr(planned.run(), "n_spills", 0) for planned in launches):
             return SPILLS
         if not problem.is_correct():
             return WRONG
 
         def run() -> None:
             for plan in problem.plans:
-                for one in plan():
-                    one.run()
+                for planned in plan():
+                    planned.run()
 
         return timer(run) / len(problem.plans)
     except (triton.CompilationError, triton.OutOfResources, RuntimeError):  # e.g. too much shared memory
@@ -324,7 +328,7 @@ def graph_time(run: Callable[[], None]) -> float:
 
 
 def print_progress(line: str, *, done: bool = False) -> None:
-    """Print on one line of a terminal; elsewhere only what is done."""
+    """Print progress on one line of a terminal; elsewhere, print only lines that are `done`."""
     if sys.stdout.isatty():
         print(f"\r\033[K{line}", end="\n" if done else "", flush=True)
     elif done:

@@ -32,7 +32,7 @@ class Problem:
 
     def is_correct(self) -> bool:
         """Compare the outputs: floating-point ones up to rounding; codes, tokens and bytes exactly."""
-        return all(map(_agree, (one[self.checked] for one in self.outputs), self.expected))
+        return all(map(_agree, (output[self.checked] for output in self.outputs), self.expected))
 
 
 def _agree(actual: Tensor, expected: Tensor) -> bool:
@@ -129,7 +129,7 @@ class RowInputs:
 
 
 def _problem(expected: Sequence[Tensor], outputs: Sequence[Tensor], plan: Callable[[], list[Launch]]) -> Problem:
-    return Problem([plan], list(outputs), [one.clone() for one in expected])
+    return Problem([plan], list(outputs), [tensor.clone() for tensor in expected])
 
 
 def _add_rms_norm_problem(inputs: RowInputs) -> Problem:

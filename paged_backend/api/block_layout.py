@@ -21,7 +21,7 @@ MAX_LENGTH = 2**31  # above the length of any sequence; with windows alone, a sm
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers whose blocks are allocated and freed together. Those of this class keep all blocks: full attention.
+    """Layers whose blocks are allocated and freed together. Layers of this class keep all blocks: full attention.
 
     A subclass for another kind of attention overrides all of its methods and properties.
     """
@@ -48,7 +48,7 @@ class LayerKind:
 
     def max_blocks(self, num_blocks: int, pending: int, block_size: int) -> int:
         """Return how many of `num_blocks` consecutive blocks a sequence holds at most at the same time. The first of
-        them may be any block of the sequence, since samples share those of the prompt.
+        them may be any block of the sequence, since samples share the blocks of the prompt.
 
         pending: tokens in the steps that are planned and not committed, whose blocks are not freed yet.
         """

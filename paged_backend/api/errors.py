@@ -128,7 +128,8 @@ def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str |
 
 
 def hint(name: str, known: Collection[str], others: Collection[str] = ()) -> str:
-    """Return the known name that is close to an unknown one, or else all. `others` are known too, but not listed."""
+    """Return the known name that is close to an unknown name, or else all known names. others: also known, but not
+    listed."""
     near = closest_match(name, [*known, *others])
     return f"did you mean {near}?" if near else f"known are {', '.join(known)}"
 

@@ -1,7 +1,7 @@
 """Reads values that clients and operators write: JSON without repeated keys, and numbers and flags that are strings.
 
-Triton's request parameters and model directories often have "true", "2" or "0.5". A function for them returns a value
-that is not one unchanged, for the caller to reject.
+Triton's request parameters and model directories often have "true", "2" or "0.5". The functions for them return any
+other value unchanged, for the caller to reject.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def parse(text: str | bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        counts = Counter(name for name, _ in pairs)  # of thousands of names, in linear time
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        counts = Counter(name for name, _ in pairs)  # linear time, even for thousands of names
         twice = next(name for name, count in counts.items() if count > 1)
         raise ValueError(f"the key {cut(json.dumps(twice))} is there twice")
-    return found
+    return unique
 
 
 def to_integer(value: Any) -> Any:

@@ -32,7 +32,7 @@ class ClassificationSpec:
     """How a model classifies prompts."""
 
     labels: tuple[str, ...]
-    activation: Literal["softmax", "sigmoid", "none"]  # what makes probabilities of the scores
+    activation: Literal["softmax", "sigmoid", "none"]  # the function that turns scores into probabilities
     weight: np.ndarray = field(repr=False, compare=False)  # [num_labels, hidden_size] float32
     renders_pairs: bool = False  # whether the chat template is made for messages with the roles query and document
 
@@ -165,7 +165,7 @@ def merge_options(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """The model's defaults of sampling parameters, which replace those of SamplingParams."""
+    """The model's own defaults of sampling parameters, which replace the defaults in SamplingParams."""
 
     values: Mapping[str, Any] = field(default_factory=dict)  # by name, parsed
     # The default of `max_tokens`, whose entry in `values` is UNBOUNDED_MAX_TOKENS: `fit_max_tokens` applies it, because
@@ -179,7 +179,7 @@ class EngineLimits:
 
     max_model_len: int
     vocab_size: int
-    num_pages: int  # of the pool; blocks, unless the layout divides them into several pages
+    num_pages: int  # pages of the pool; they are blocks, unless the layout divides a block into several
     layout: BlockLayout
     max_num_seqs: int
     embedding: EmbeddingSpec | None = None  # None: the model has no embeddings

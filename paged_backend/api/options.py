@@ -46,7 +46,7 @@ def option(
 
 
 def parse_fields(options: Any) -> None:
-    """Parse the fields of a dataclass of options, in its `__post_init__`. Raises ConfigError for an invalid one."""
+    """Parse the fields of a dataclass of options, in its `__post_init__`. Raises ConfigError for an invalid field."""
     for spec in fields(options):
         value = getattr(options, spec.name)
         if value is None and spec.default is None:
@@ -169,7 +169,8 @@ count = partial(_with_unit, unit=None)
 
 
 def group(cls: type, example: str) -> Kind:
-    """Return the kind of an option whose value is an object with fields of its own; those that are null have defaults.
+    """Return the kind of an option whose value is an object with fields of its own; fields that are null have their
+    defaults.
 
     Args:
         cls: dataclass of the fields.

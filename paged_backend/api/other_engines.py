@@ -31,11 +31,11 @@ EMPTY: tuple[Any, ...] = ("", {}, [])
 
 
 def _read(table: str) -> dict[str, Unsupported]:
-    """Read a table of names. Lines that are indented have names for the reason above them.
+    """Read a table of names. Indented lines list the names that the reason above them applies to.
 
     `name=a|b` is accepted with these values, a name alone with empty ones.
     """
-    found: dict[str, Unsupported] = {}
+    entries: dict[str, Unsupported] = {}
     reason = ""
     for line in table.strip("\n").splitlines():
         if not line.startswith(" "):
@@ -43,8 +43,8 @@ def _read(table: str) -> dict[str, Unsupported]:
             continue
         for entry in line.split():
             name, _, values = entry.partition("=")
-            found[name] = Unsupported(tuple(map(_value, values.split("|"))) if values else EMPTY, reason)
-    return found
+            entries[name] = Unsupported(tuple(map(_value, values.split("|"))) if values else EMPTY, reason)
+    return entries
 
 
 def _value(text: str) -> Any:
@@ -143,7 +143,7 @@ _NESTED: Mapping[str, tuple[Mapping[str, tuple[Any, ...]], Mapping[str, str]]] =
 def flatten_vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Replace vLLM's nested options by the options of this engine that they set.
 
-    One that sets something else, or an option that is there as well, is kept and will be rejected.
+    A nested option that sets something else, or sets an option that is also set directly, is kept and will be rejected.
     """
     flat = dict(options)
     for nested, (ignored, names) in _NESTED.items():
@@ -159,7 +159,7 @@ def flatten_vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def vllm_option_problem(name: str, value: Any) -> str | None:
-    """Return what the value of one of VLLM_OPTIONS must be, and why; None if it changes nothing."""
+    """Return what the value of an option in VLLM_OPTIONS must be, and why; None if the value changes nothing."""
     option = VLLM_OPTIONS[name]
     if option.accepts(value):
         return None

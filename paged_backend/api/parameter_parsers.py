@@ -129,11 +129,11 @@ def strings(max_count: str, max_bytes: str) -> Parser:
 
     def parse(name: str, value: Any, limits: EngineLimits) -> tuple[str, ...]:
         values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list | tuple) or not all(is_utf8_text(one) and one for one in values):
+        if not isinstance(values, list | tuple) or not all(is_utf8_text(text) and text for text in values):
             raise invalid_argument(name, value, "must be a non-empty string of whole characters, or a list of them")
         limits.input_limits.check(max_count, name, len(values), "strings")
-        for one in values:
-            limits.input_limits.check(max_bytes, name, len(one.encode()), "bytes")
+        for text in values:
+            limits.input_limits.check(max_bytes, name, len(text.encode()), "bytes")
         return tuple(values)
 
     return parse
@@ -159,7 +159,7 @@ def token_words(name: str, value: Any, limits: EngineLimits) -> tuple[tuple[int,
     for word in value:
         if not 1 <= len(word) <= most:
             raise invalid_argument(name, f"{len(word)} ids", f"must be 1..{most} ids a word (max_token_word_ids)")
-    return tuple(tuple(_integer(name, one, 0, limits.vocab_size - 1) for one in word) for word in value)
+    return tuple(tuple(_integer(name, token, 0, limits.vocab_size - 1) for token in word) for word in value)
 
 
 def logit_bias(name: str, value: Any, limits: EngineLimits) -> tuple[tuple[int, float], ...]:
@@ -198,7 +198,7 @@ def _token_ids(name: str, value: Any, max_count: str, limits: EngineLimits) -> f
     if not isinstance(value, list | tuple):
         raise invalid_argument(name, value, "must be a list of token ids")
     limits.input_limits.check(max_count, name, len(value), "ids")
-    return frozenset(_integer(name, one, 0, limits.vocab_size - 1) for one in value)
+    return frozenset(_integer(name, token, 0, limits.vocab_size - 1) for token in value)
 
 
 def _integer(name: str, value: Any, low: int, high: int, suffix: str = "") -> int:

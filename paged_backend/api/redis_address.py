@@ -30,7 +30,7 @@ class RedisAddress:
 
     @classmethod
     def parse(cls, url: str) -> RedisAddress:
-        """Parse a URL. Raises ValueError. Of the URL, its message contains only names of query parameters."""
+        """Parse a URL. Raises ValueError, whose message contains nothing of the URL but names of query parameters."""
         try:
             parts = urlsplit(url)
             port, query = parts.port or DEFAULT_PORT, parse_qsl(parts.query, strict_parsing=bool(parts.query))

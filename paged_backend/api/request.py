@@ -101,14 +101,14 @@ class GenerateRequest:
     @cached_property
     def bad_word_endings(self) -> dict[int, list[tuple[list[int], int]]]:
         """Bad words of several tokens, as (all tokens but the last, last token), by their second to last token."""
-        found: dict[int, list[tuple[list[int], int]]] = {}
+        endings: dict[int, list[tuple[list[int], int]]] = {}
         for *before, latest, last in (word for word in self.bad_words if len(word) > 1):
-            found.setdefault(latest, []).append((before, last))
-        return found
+            endings.setdefault(latest, []).append((before, last))
+        return endings
 
     @property
     def can_move(self) -> bool:
-        """Whether another engine can run it from its start. One that ends with its prompt stays."""
+        """Whether another engine can run it from its start. A request that ends with its prompt stays."""
         return not (self.stays or self.embeds or self.sampling.prefill_only)
 
     @property
@@ -198,11 +198,11 @@ def fit_max_tokens(prompt: int, sampling: SamplingParams, limits: EngineLimits) 
     needed = max_blocks_needed(prompt, output, count, limits.layout)
     if needed > limits.num_pages:
         kind = "samples" if sampling.beam_width == 1 else "beams"
-        of = f" of {count} {kind}" if count > 1 else ""
+        of_samples = f" of {count} {kind}" if count > 1 else ""
         raise invalid_argument(
             "max_tokens",
             output,
-            f"prompt and output{of} need {needed} blocks of the KV cache, which has {limits.num_pages}",
+            f"prompt and output{of_samples} need {needed} blocks of the KV cache, which has {limits.num_pages}",
         )
     return sampling
 
@@ -248,8 +248,8 @@ class Usage(NamedTuple):
     stored_tokens: int = 0  # prompt tokens whose blocks the remote cache has, for a `prefill_only` request
 
     def plus(self, more: Usage) -> Usage:
-        """Return the usage of a request that was moved: `more` is that of the later engine."""
-        return Usage._make((self[0], *(one + other for one, other in zip(self[1:], more[1:], strict=True))))
+        """Return the whole usage of a request that was moved. more: its usage in the later engine."""
+        return Usage._make((self[0], *(earlier + later for earlier, later in zip(self[1:], more[1:], strict=True))))
 
 
 HiddenState = array  # [hidden_size] float32: output of the last layer for a token, after the final norm
@@ -268,7 +268,7 @@ class TokenDelta(NamedTuple):
     error: RequestError | None = None
     sample: int = 0  # index of the sample
     usage: Usage | None = None  # usage so far, if requested
-    values: Values = NOTHING  # of the requested optional outputs, one for each token
+    values: Values = NOTHING  # values of the requested optional outputs, one for each token
     hidden: HiddenState | None = None  # hidden state of the last prompt token, for an embedding
     prompt_values: Values | None = None  # one for each prompt token after the first; sent once
 

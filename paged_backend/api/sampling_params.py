@@ -321,7 +321,7 @@ class SamplingParams:
         if not given:
             return
         if len(given) > 1:
-            names = " and ".join(one.field for one in given)
+            names = " and ".join(structure.field for structure in given)
             raise RequestError(ErrorCode.INVALID_ARGUMENT, f"{names}: each sets the form of the output; give one")
         name = given[0].field
         if self.beam_width > 1:
@@ -355,7 +355,9 @@ class SamplingParams:
 
     @property
     def _structures(self) -> list[Structure]:
-        return [one for one in (getattr(self, name) for name in STRUCTURE_PARAMETERS) if one is not None]
+        return [
+            structure for structure in (getattr(self, name) for name in STRUCTURE_PARAMETERS) if structure is not None
+        ]
 
     @property
     def has_penalty(self) -> bool:

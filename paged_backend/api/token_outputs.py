@@ -36,7 +36,7 @@ class TokenOutput(ABC, Generic[Value]):
         return None
 
     def is_finite(self, value: Value) -> bool:
-        """Return whether the value is of finite logits. Logits that are not fail the request."""
+        """Return whether the value was computed from finite logits. Otherwise the request fails."""
         return True
 
     def narrowed(self, value: Value, num_top: int) -> Value:
@@ -93,7 +93,7 @@ class _LogprobsOutput(TokenOutput[Logprobs]):
         return chosen, *(entry for entry in best if entry.token != chosen.token)
 
     def pack(self, values: Sequence[Logprobs]) -> tuple[array[int], array[int], array[float], array[int]]:
-        """12 bytes for each entry of a token."""
+        """Return arrays with 12 bytes for each entry of a token."""
         entries = [entry for value in values for entry in value]
         return (
             array("H", map(len, values)),
@@ -117,7 +117,7 @@ class _LogprobsOutput(TokenOutput[Logprobs]):
 
 
 FINGERPRINT_BYTES = 16
-Fingerprint = bytes  # these many bytes, which change with every bit of the logits of a position
+Fingerprint = bytes  # FINGERPRINT_BYTES long; changes with every bit of the logits of a position
 
 
 class _FingerprintsOutput(TokenOutput[Fingerprint]):
@@ -151,11 +151,11 @@ def split_fingerprints(data: bytes) -> list[Fingerprint]:
 
 
 LOGPROBS, FINGERPRINTS = _LogprobsOutput(), _FingerprintsOutput()
-TOKEN_OUTPUTS: Mapping[str, TokenOutput[Any]] = {one.name: one for one in (LOGPROBS, FINGERPRINTS)}
+TOKEN_OUTPUTS: Mapping[str, TokenOutput[Any]] = {output.name: output for output in (LOGPROBS, FINGERPRINTS)}
 
-# By the name of an output: how many of the most likely tokens its values describe.
+# How many of the most likely tokens the values of an output describe, by its name.
 Requested = Mapping[str, int]
-# By the name of an output: its values, one for each token.
+# The values of an output, one for each token, by its name.
 Values = Mapping[str, Sequence[Any]]
 NOTHING: Mapping[str, Any] = {}
 
@@ -164,23 +164,23 @@ def requested_outputs(returns: Iterable[str], sampling: SamplingParams) -> Reque
     """Return the outputs that a request gets with each output token. returns: output tensors that the client asks
     for."""
     wanted = frozenset(returns)
-    return _without_none({one.name: one.requested(wanted, sampling) for one in TOKEN_OUTPUTS.values()})
+    return _without_none({output.name: output.requested(wanted, sampling) for output in TOKEN_OUTPUTS.values()})
 
 
 def requested_prompt_outputs(sampling: SamplingParams) -> Requested:
     """Return the outputs that a request gets with each token of the prompt but the first."""
-    return _without_none({one.name: one.requested_of_prompt(sampling) for one in TOKEN_OUTPUTS.values()})
+    return _without_none({output.name: output.requested_of_prompt(sampling) for output in TOKEN_OUTPUTS.values()})
 
 
-def _without_none(found: Mapping[str, int | None]) -> Requested:
-    return {name: num_top for name, num_top in found.items() if num_top is not None}
+def _without_none(requested: Mapping[str, int | None]) -> Requested:
+    return {name: num_top for name, num_top in requested.items() if num_top is not None}
 
 
 def write_values(values: Values) -> dict[str, Any]:
     """Return values as JSON."""
-    return {name: TOKEN_OUTPUTS[name].write(found) for name, found in values.items()}
+    return {name: TOKEN_OUTPUTS[name].write(of_output) for name, of_output in values.items()}
 
 
 def read_values(written: Mapping[str, Any]) -> Values:
     """Return the values of `write_values`. Raises KeyError, TypeError or ValueError."""
-    return {name: TOKEN_OUTPUTS[name].read(found) for name, found in written.items()}
+    return {name: TOKEN_OUTPUTS[name].read(of_output) for name, of_output in written.items()}

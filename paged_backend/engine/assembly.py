@@ -93,7 +93,7 @@ class Assembly:
         return engine
 
     def memory(self) -> MemoryUsage:
-        """Return the memory that this process uses, which is rank 0 if there are several."""
+        """Return the memory that this process uses. With several ranks, it is rank 0."""
         if self.device.type != "cuda":
             return MemoryUsage(resident_memory(), 0, 0)
         caches = [cache for cache in (self.runner.host, self.runner.host_states) if cache]

@@ -36,7 +36,7 @@ log = logging.getLogger("paged_llm")
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 REPLAY_SECONDS = 0.1  # time between two looks at requests for past batches while there are no events
-MAX_MESSAGE_BYTES = 4096  # of what subscribers and clients send: topics and numbers
+MAX_MESSAGE_BYTES = 4096  # maximum size of what subscribers and clients send: topics and numbers
 MAX_REPLAYS = 64  # clients that wait for past batches
 LINGER_MILLIS = 1000  # time to send the last batches when the engine stops
 HASH_BITS = 64  # vLLM's events have the low 64 bits of a block's hash
@@ -85,7 +85,7 @@ class CacheEventPublisher:
         self._thread.start()
 
     def publish(self) -> None:
-        """Queue the changes since the last call, on the engine's thread. Those that do not fit the queue are dropped,
+        """Queue the changes since the last call, on the engine's thread. Changes that do not fit the queue are dropped,
         with a warning."""
         events = self.events[:]
         self.events.clear()
@@ -180,7 +180,7 @@ def _bind(socket: Any, name: str, endpoint: str, error_class: type[Exception]) -
 
 
 def _encode(events: Sequence[CacheEvent], block_size: int) -> Iterable[list[Any]]:
-    """Yield vLLM's events. Blocks that follow one another in a prefix are one event, like removed ones."""
+    """Yield vLLM's events. Blocks that follow one another in a prefix share an event. So do removed blocks."""
     start = 0
     for end in range(1, len(events) + 1):
         if end == len(events) or not _continues(events[end - 1], events[end]):

@@ -1,4 +1,4 @@
-"""The engine's thread: runs steps (schedule, pack, launch, commit), and between two steps what other threads ask for.
+"""The engine's thread: runs steps (schedule, pack, launch, commit), and between two steps calls from other threads.
 
 This thread owns the scheduler, the block manager and the device. With overlap (`async_scheduling`) the device does not
 wait for the host: a step is launched before the tokens of the previous one have been read.
@@ -47,7 +47,7 @@ SPILL_SECONDS = 20.0  # time to write cached blocks to the stores before the poo
 
 
 class SleepingMemory(Protocol):
-    """The memory of a model, of one process or of several under tensor parallelism; see `ModelMemory`."""
+    """The memory of a model in one process, or in several under tensor parallelism; see `ModelMemory`."""
 
     @property
     def released(self) -> ReleasedMemory | None: ...
@@ -61,9 +61,8 @@ class Phase(Enum):
     ANNOUNCED = "announced"  # admitted; its grammar, adapter or cached blocks are not ready
     ARRIVING = "arriving"  # the same, for a request that another process admitted
     WAITING = "waiting"  # the scheduler has it, and no step has computed it
-    RUNNING = (
-        "running"  # a step has computed it, or another process admitted it; it may be preempted, or storing blocks
-    )
+    # A step has computed it, or another process admitted it. It may be preempted, or storing blocks.
+    RUNNING = "running"
     ENDING = "ending"  # its end was asked for
 
 
@@ -192,7 +191,7 @@ class InFlightStep:
 
 class EngineCore:
     """Runs steps until it is stopped. `requests`, `post`, `post_stats`, `stop` and `busy_seconds` may be used from any
-    thread. Everything else belongs to the engine's."""
+    thread. Everything else belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -206,7 +205,7 @@ class EngineCore:
         memory: SleepingMemory | None = None,
         blocks: BlockCopier | None = None,
     ):
-        """The arguments are those of `Engine`."""
+        """For the arguments, see `Engine`."""
         self.scheduler = scheduler
         self.requests = OpenRequests()
         self.failed = threading.Event()  # set when no further step can be run
@@ -230,8 +229,8 @@ class EngineCore:
     # --- other threads ----------------------------------------------------------------------------------------------
 
     def post(self, change: Callable[..., object], *arguments: Any, commit: Commit = Commit.NO) -> None:
-        """Apply a change on the engine's thread, between two steps. It returns True if new statistics have to be
-        emitted."""
+        """Apply a change on the engine's thread, between two steps. The change returns True if new statistics have to
+        be emitted."""
         self._inbox.put(Change(change, arguments, commit))
 
     def post_stats(self) -> None:
@@ -264,7 +263,7 @@ class EngineCore:
             self._emit(EngineDied(f"the engine died: {type(error).__name__}: {error}"))
 
     def _receive(self) -> bool:
-        """Apply all changes in the inbox, blocking only if there is nothing else to do. False: stop."""
+        """Apply all changes in the inbox, blocking only if there is nothing else to do. Return False after `stop`."""
         changed, stopped = False, False
         while True:
             timeout = self._stores.poll_timeout if self._stores else None  # None: without limit
@@ -323,8 +322,8 @@ class EngineCore:
             return error
 
     def _commit_steps(self, keep: int = 0) -> None:
-        """Commit steps in flight, the oldest first, until `keep` are left; all of them if the launch of one failed,
-        since no later step may depend on it."""
+        """Commit steps in flight, the oldest first, until `keep` are left. If the newest launch failed, commit all of
+        them: no later step may depend on it."""
         steps = self._in_flight
         while len(steps) > keep or (steps and isinstance(steps[-1].launched, Exception)):
             step = steps.popleft()
@@ -405,7 +404,8 @@ class EngineCore:
         """The statistics of the scheduler, the stores and the kernels."""
         scheduled = self.scheduler.stats
         return scheduled.having(
-            waiting=scheduled.waiting + self.requests.count(*PENDING),  # those for a grammar, an adapter, a store
+            # Pending requests wait for a grammar, an adapter or a store.
+            waiting=scheduled.waiting + self.requests.count(*PENDING),
             sleeping=self._asleep and not self._wakes_on_demand,
             compilations=after_ready.count,  # kernels compiled since the model was ready
             **(self._stores.stats if self._stores else {}),
@@ -528,17 +528,17 @@ class EngineCore:
     ) -> bool:
         """Take out the requests that another engine can continue; see `Engine.take_out`."""
         waiting = sorted(self.scheduler.waiting, key=lambda group: group.key)
-        found = False
+        took_any = False
         for group in (*self.scheduler.running, *waiting):
             if not (group.can_move and is_wanted(group.request)):
                 continue
-            found = True
+            took_any = True
             request = replace(group.request, progress=group.progress)
             prefixes = self._copier.prefixes(group) if self._copier else []
             self.scheduler.abort(group.key)
             blocks = self._copier.read(prefixes) if self._copier else []
             take(request, blocks)
-        return found
+        return took_any
 
     def request_pool_map(self) -> None:
         """Emit a map of the pool before the next step."""
@@ -550,8 +550,8 @@ class EngineCore:
         return self._memory is not None and self._memory.released is not None
 
     def sleep(self) -> ReleasedMemory | int:
-        """Release the memory of the model and forget the prefix cache. Return the number of open requests, with nothing
-        changed, if there are some. Raises MemoryShortage."""
+        """Release the memory of the model and forget the prefix cache. If requests are open, change nothing and
+        return their number. Raises MemoryShortage."""
         if self.requests:
             return len(self.requests)
         if self._asleep:  # its requests were moved
@@ -560,13 +560,14 @@ class EngineCore:
         return self._release()
 
     def wake(self) -> ReleasedMemory:
-        """Restore the memory of a model that is asleep. Raises MemoryShortage, and it stays asleep."""
+        """Restore the memory of a model that is asleep. Raises MemoryShortage; the model then stays asleep."""
         if not self._asleep:  # it was restored for a request that was given back
             return ReleasedMemory(0, 0, 0)
         return self._restore()
 
     def release_unused(self) -> bool:
-        """Release the memory of a model whose requests were moved, if no request is open. The next one restores it."""
+        """Release the memory of a model whose requests were moved, if no request is open. The next request restores
+        it."""
         if self._memory is None or self._asleep or self.requests:
             return False
         try:

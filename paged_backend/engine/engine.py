@@ -49,8 +49,9 @@ class Engine:
         blocks: BlockCopier | None = None,
     ):
         """overlap: launch a step while the previous one runs; useful if the device is not the CPU. A pipeline always
-        does so. cache_events: publishes changes of the prefix cache; closed with the engine. memory: what `sleep_mode`
-        releases. blocks: copies those of requests that move between engines; None: their tokens are computed again."""
+        does. cache_events: publishes changes of the prefix cache; closed with the engine. memory: what `sleep_mode`
+        releases. blocks: copies the blocks of requests that move between engines; None: their tokens are computed
+        again."""
         self._adapters = adapters
         self._cache_events = cache_events
         self._stores = PrefixStores(stores, scheduler.blocks, runner, self._end_prefill) if stores else None
@@ -123,10 +124,10 @@ class Engine:
         self.deliver(replace(request, announcement=self.announce(request.key)))
 
     def announce(self, key: int, *, admitted_elsewhere: bool = False) -> Announcement:
-        """Register a request that will be delivered or rejected later. It can be aborted from now on. The caller holds
-        the result until then, or lets the request hold it; without it the request fails.
+        """Register a request that will be delivered or rejected later. It can be aborted from now on. The caller keeps
+        the result until then, or stores it in the request: once nobody holds it, the request fails.
 
-        admitted_elsewhere: by another process, so that it does not count as `waiting`.
+        admitted_elsewhere: whether another process admitted the request. It then does not count as `waiting`.
         """
         self._core.requests.add(key, Phase.ARRIVING if admitted_elsewhere else Phase.ANNOUNCED)
         return Announcement(self._core, key)
@@ -186,9 +187,9 @@ class Engine:
     ) -> None:
         """Take out the requests that another engine can continue, each with its progress.
 
-        is_wanted: returns whether to take a request; called after those before it were taken. take: called with each
-        request and its blocks, on the engine's thread, after all of its outputs were emitted; must call `forget`, and
-        not block.
+        is_wanted: returns whether to take a request; called after the requests before it were taken. take: called with
+        each request and its blocks, on the engine's thread, after all of its outputs were emitted; must call `forget`,
+        and not block.
         """
         self._core.post(self._core.take_out, is_wanted, take, commit=Commit.ALL)
 
@@ -244,11 +245,11 @@ class Engine:
         self._core.post_stats()
 
     def snapshot_pool(self) -> None:
-        """Emit a map of the pool between two steps. Several calls before that get one map."""
+        """Emit a map of the pool between two steps. Several calls before that share one map."""
         self._core.post(self._core.request_pool_map)
 
     def release_unused(self) -> None:
-        """Release the memory of the model if no request is open. The next one restores it."""
+        """Release the memory of the model if no request is open. The next request restores it."""
         self._core.post(self._core.release_unused, commit=Commit.IF_IDLE)
 
     def fail(self, reason: str) -> None:

@@ -29,8 +29,8 @@ from paged_backend.utils.local_socket import FrameError, pack
 log = logging.getLogger("paged_llm")
 
 FIRST_KEY = -(2**62)  # keys of requests of other processes; they are in front of own requests that wait
-MAX_UNSTORED_BYTES = 64 << 20  # of received blocks, above which a connection waits for the engine to store some
-STORE_SECONDS = 2.0  # the longest that it waits, so that the sender does not give up
+MAX_UNSTORED_BYTES = 64 << 20  # maximum bytes of received blocks; above it, a connection waits for the engine
+STORE_SECONDS = 2.0  # maximum time that it waits, before the sender gives up
 FLUSH_SECONDS = 5.0  # time to send what is queued before a connection is closed
 
 
@@ -57,7 +57,7 @@ class EngineService:
         self._lock = threading.Lock()
         self._keys = itertools.count(FIRST_KEY)
         self._served: dict[int, RemoteClient] = {}  # by key
-        self._clients: set[RemoteClient] = set()  # those that have sent a request
+        self._clients: set[RemoteClient] = set()  # clients that have sent a request
 
     def start(
         self,
@@ -96,7 +96,7 @@ class EngineService:
         self._clients.discard(client)
 
     def give_back(self, key: int) -> None:
-        """Tell the process that a request, which the engine no longer has, may continue elsewhere."""
+        """Tell the process of a request, which the engine no longer has, that it may continue elsewhere."""
         if client := self._served.pop(key, None):
             client.give_back(key)
 
@@ -120,22 +120,22 @@ class EngineService:
         self._submit(replace(request, announcement=announcement))
 
     def store(self, run: BlockRun) -> None:
-        """Put blocks into the prefix cache. Blocks while too many of them wait to be stored."""
+        """Put blocks into the prefix cache. Waits while the engine has too many bytes to store."""
         if self._engine is None:
             run.stored.set()
             return
         self._engine.store(run)
         with self._lock:
-            self._unstored = [one for one in self._unstored if not one.stored.is_set()] + [run]
-            excess, waits_for = sum(one.nbytes for one in self._unstored) - MAX_UNSTORED_BYTES, None
-            for one in self._unstored:
+            self._unstored = [unstored for unstored in self._unstored if not unstored.stored.is_set()] + [run]
+            excess, waits_for = sum(unstored.nbytes for unstored in self._unstored) - MAX_UNSTORED_BYTES, None
+            for unstored in self._unstored:
                 if excess > 0:
-                    excess, waits_for = excess - one.nbytes, one
+                    excess, waits_for = excess - unstored.nbytes, unstored
         if waits_for:
             waits_for.stored.wait(STORE_SECONDS)
 
     def control(self, key: int, control: Any, sample: Any, *, is_last: bool = True) -> None:
-        """Change a request that is running. is_last: whether this ends it. Raises FrameError."""
+        """Change a request that is running. is_last: whether this ends the request. Raises FrameError."""
         assert self._engine
         if is_last:
             self._served.pop(key, None)
@@ -239,8 +239,8 @@ class RemoteClient:
                     self._remove(delta.key)
                     ended.append(delta.key)
         times = {"started_at": float(started_at), "finished_at": float(finished_at)}
-        found = {"stats": vars(stats)} if stats else {}
-        self._frames.put({"step": {"deltas": written, "entered": ids} | times | found})
+        statistics = {"stats": vars(stats)} if stats else {}
+        self._frames.put({"step": {"deltas": written, "entered": ids} | times | statistics})
         return ended
 
     def give_back(self, key: int) -> None:

@@ -72,7 +72,7 @@ class BlockSource:
             "device": self.device.type,
             "code": FORMAT_VERSION,
         }
-        if config.batch_invariant:  # the same bits only with the same arithmetic
+        if config.batch_invariant:  # equal bits need equal arithmetic
             facts["arithmetic"] = _arithmetic(self.device)
         return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 

@@ -31,16 +31,16 @@ def find_tensors(*roots: object) -> Iterator[Tensor]:
     pending: list[Any] = list(roots)
     seen: set[int] = set()
     while pending:
-        found = pending.pop()
-        if id(found) in seen or isinstance(found, _OPAQUE):
+        value = pending.pop()
+        if id(value) in seen or isinstance(value, _OPAQUE):
             continue
-        seen.add(id(found))
-        if isinstance(found, Tensor) and not is_traceable_wrapper_subclass(found):
-            yield found
-        if isinstance(found, types.FunctionType):
-            pending += [found.__closure__, found.__defaults__, found.__kwdefaults__, found.__dict__]
-        elif not (isinstance(found, dict) and "__builtins__" in found):
-            pending += gc.get_referents(found)
+        seen.add(id(value))
+        if isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value):
+            yield value
+        if isinstance(value, types.FunctionType):
+            pending += [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
+        elif not (isinstance(value, dict) and "__builtins__" in value):
+            pending += gc.get_referents(value)
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:

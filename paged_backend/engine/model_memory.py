@@ -87,7 +87,7 @@ class ModelMemory:
         return self._weights.nbytes if self._weights else 0
 
     def run(self, command: MemoryCommand) -> None:
-        """Do what rank 0 does. If there is not enough memory, all ranks agree on it, and rank 0 reports it."""
+        """Follow a command of rank 0. If there is not enough memory, all ranks agree on it, and rank 0 reports it."""
         with suppress(MemoryShortage):
             if command is MemoryCommand.RELEASE:
                 self.release()

@@ -42,7 +42,7 @@ class RankShare(NamedTuple):
 
     layers: int
     weight_bytes: int
-    kv_bytes: int  # of the pool on the device
+    kv_bytes: int  # bytes of the pool on the device
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,7 @@ def check_memory(config: EngineConfig, described: Description, *, device: torch.
 def _check_recurrent(config: EngineConfig, name: str, *, has_states: bool) -> None:
     """Raise ConfigError for an option that was set and that the model's recurrent layers do not support.
 
-    Logs an option that has no effect without recurrent layers. name: of the model's class.
+    Logs an option that has no effect without recurrent layers. name: name of the model's class.
     """
     if has_states:
         config.reject(WITHOUT_STATES, f"not supported for {name}, which has recurrent layers; leave it out")
@@ -126,19 +126,19 @@ def _check_recurrent(config: EngineConfig, name: str, *, has_states: bool) -> No
 
 
 def log_restrictions(loaded: LoadedModel, device: torch.device) -> None:
-    """Log what a model with recurrent layers is served without."""
+    """Log the features that a model with recurrent layers is served without."""
     if loaded.spec.states and device.type == "cuda":
         log.warning("%s has recurrent layers: served without CUDA graphs", type(loaded.model).__name__)
 
 
 def rank_bytes(config: EngineConfig, described: Description) -> int:
-    """Return the bytes of a rank's weights, about."""
+    """Return about how many bytes a rank's weights take."""
     draft = described.draft.weight_bytes if described.draft else 0
     return (described.weight_bytes + draft) // config.num_ranks
 
 
 def rank_cache(config: EngineConfig, cache: CacheSpec) -> CacheSpec:
-    """Return what the rank with the fewest layers keeps."""
+    """Return the part of the cache that the rank with the fewest layers keeps."""
     ranks = config.tensor_parallel_size
     layers = (
         layer if layer.latent else replace(layer, num_kv_heads=layer.num_kv_heads // ranks) for layer in cache.layers

@@ -30,14 +30,14 @@ from paged_backend.scheduling.plan import Plan
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.utils.local_socket import FrameError
 
-PART_BYTES = 8 << 20  # of the blocks that are sent in one frame, unless a single block is larger
+PART_BYTES = 8 << 20  # maximum bytes of blocks in one frame, unless a single block is larger
 
 
 class Prefix(NamedTuple):
     """What a sequence has computed."""
 
     origin: Origin
-    tokens: Sequence[int]  # of its full blocks
+    tokens: Sequence[int]  # tokens of its full blocks
     entries: Sequence[Entry]  # contents of these blocks
 
 
@@ -46,9 +46,9 @@ class BlockRun:
     """Consecutive blocks of a sequence for one kind of layer, or a state of the recurrent layers, as bytes."""
 
     origin: Origin
-    tokens: Sequence[int]  # of the sequence, up to the end of the last block
+    tokens: Sequence[int]  # tokens of the sequence, up to the end of the last block
     first: int  # index of the first block in the sequence
-    kind: int | None  # of layer; None: the state after the last block
+    kind: int | None  # kind of layer; None: the state after the last block
     content: Sequence[Tensor]  # uint8: for each tensor of the cache the pages of all blocks, one after the other
     stored: threading.Event = field(default_factory=threading.Event)  # set when the engine has stored it, or cannot
 
@@ -78,7 +78,7 @@ class BlockRun:
         except (KeyError, TypeError, ValueError) as error:
             raise FrameError(f"blocks: {error!r}") from None
         for name, value in {"tokens": tokens, "content": sizes, "first": [first], "kind": [kind or 0]}.items():
-            if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
+            if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
                 raise FrameError(f"blocks: {name} must be a list of numbers")
         if sum(sizes) != len(attached):
             raise FrameError(f"blocks: {len(attached)} bytes are attached, not {sum(sizes)}")
@@ -92,19 +92,19 @@ class BlockCopier:
     `prefixes` and `read`."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner):
-        """The engine must have a single rank, whose pool holds whole blocks."""
+        """scheduler, runner: parts of an engine with a single rank, whose pool holds whole blocks."""
         self._blocks = scheduler.blocks
         self._runner = runner
 
     def prefixes(self, group: Group) -> list[Prefix]:
         """Return what a request has computed, by sequence. Called before the request is removed."""
-        found, size = list[Prefix](), self._blocks.block_size
+        prefixes, size = list[Prefix](), self._blocks.block_size
         for sequence in group.active if self._blocks.caching else ():
             if full := sequence.committed // size:
                 self._blocks.entry(sequence, full - 1)
                 entries = sequence.chain.entries[:full]
-                found.append(Prefix(sequence.chain.origin, list(sequence.tokens[: full * size]), entries))
-        return found
+                prefixes.append(Prefix(sequence.chain.origin, list(sequence.tokens[: full * size]), entries))
+        return prefixes
 
     def read(self, prefixes: Sequence[Prefix]) -> list[BlockRun]:
         """Return the cached blocks of a request, which was removed, and the latest checkpoint of each sequence. Blocks
@@ -125,7 +125,7 @@ class BlockCopier:
         return runs
 
     def store(self, run: BlockRun) -> None:
-        """Put blocks that another engine has read into the prefix cache, or a state as a checkpoint. Those that do not
+        """Put blocks that another engine has read into the prefix cache, or a state as a checkpoint. Blocks that do not
         fit are left out. Raises ValueError, with nothing changed, if they are not blocks of this model."""
         try:
             self._check(run)
@@ -240,8 +240,8 @@ def _read_pages(cache: KVCache, pages: Sequence[int]) -> list[Tensor]:
 
 
 def _write_pages(cache: KVCache, pages: Sequence[int], content: Sequence[Tensor], source: Sequence[int]) -> None:
-    """Overwrite pages of a cache. content: what `_read_pages` returned. source: for each page of `pages`, the number of
-    its new content among the pages in `content`."""
+    """Overwrite pages of a cache. content: what `_read_pages` returned. source: for each page, the index of its new
+    content in `content`."""
     index, chosen = torch.tensor(pages, dtype=torch.int64, device=cache.device), torch.tensor(source, dtype=torch.int64)
     for tensor, values in zip(cache.tensors, content, strict=True):
         elements = _elements(tensor)

@@ -36,12 +36,12 @@ class StepOutput:
     finished_at: float  # time.monotonic() when the tokens were on the host
     started_at: float = 0.0  # time.monotonic() when the step was scheduled
     entered: tuple[int, ...] = ()  # keys of the requests that this step scheduled for the first time
-    report: StepReport | None = None  # of the step that computed the tokens; None without a step, or after an error
+    report: StepReport | None = None  # report of the step; None without a step, or after an error
 
 
 @dataclass(frozen=True)
 class RemoteOutput:
-    """The new tokens of requests of this process that another engine runs. The fields are those of `StepOutput`."""
+    """The new tokens of requests of this process that another engine runs. For the fields, see `StepOutput`."""
 
     deltas: tuple[TokenDelta, ...]
     finished_at: float

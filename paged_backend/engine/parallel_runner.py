@@ -30,7 +30,7 @@ class ParallelRunner:
     """A `StepRunner` that sends each step to the other ranks before it runs the step itself."""
 
     def __init__(self, runner: Runner, workers: Workers, launch: Callable[[PackedBatch], PendingStep] | None = None):
-        """runner: the runner of rank 0. launch: its part of a step, if that is not `runner.launch`."""
+        """runner: the runner of rank 0. launch: runs rank 0's part of a step; by default `runner.launch`."""
         self._runner = runner
         self._launch = launch or (lambda packed: runner.launch(packed))
         self.workers = workers

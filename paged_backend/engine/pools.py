@@ -41,9 +41,10 @@ def free_bytes(config: EngineConfig, device: torch.device, reserved: int = 0) ->
 
 
 def state_slots(config: EngineConfig) -> tuple[int, int]:
-    """Return the number of state slots of a model with recurrent layers: all of them, and those for draft tokens.
+    """Return the number of state slots of a model with recurrent layers: all slots, and the slots for draft
+    tokens.
 
-    Each sequence has a slot, each draft token of a step, and each checkpoint if prefixes are cached.
+    There is a slot for each sequence, for each draft token of a step, and for each checkpoint if prefixes are cached.
     """
     drafts = num_draft_slots(config.max_num_seqs, config.max_num_batched_tokens, config.num_speculative_tokens)
     checkpoints = config.max_num_seqs if config.max_state_checkpoints is None else config.max_state_checkpoints
@@ -55,7 +56,7 @@ class PoolSizing:
 
     def __init__(self, config: EngineConfig, cache: CacheSpec, device: torch.device):
         layers = cache.layers
-        if config.pipeline_parallel_size > 1:  # all stages have the same blocks, although other layers have windows
+        if config.pipeline_parallel_size > 1:  # all stages have the same blocks, even if their windows differ
             layers = tuple(replace(layer, window=None) for layer in layers)
         self.layout = CacheLayout.of(
             layers,
@@ -96,7 +97,7 @@ class PoolSizing:
     def state_bytes(self, free: int) -> int:
         """Return the bytes of all state slots on the device. free: bytes that are available.
 
-        Raises ConfigError if the states take more, or more than the pool that was asked for.
+        Raises ConfigError if the states take more than that, or more than the configured size of the pool.
         """
         config, total = self._config, self.num_state_slots * self.slot_bytes
         limit, limited_by = free, f"the {free / GIB:.1f} GiB that are free"
@@ -115,11 +116,11 @@ class PoolSizing:
         return total
 
     def pool_bytes(self, states: int, free: int) -> int:
-        """Return the bytes of the device pool: those that were asked for, even if they do not fit, or the default.
+        """Return the bytes of the device pool: the configured size, even if it does not fit, or the default.
 
         Args:
             states: bytes of recurrent states, which `kv_cache_memory_bytes` includes.
-            free: bytes beside them.
+            free: bytes that are available beside them.
         """
         if self._config.num_gpu_blocks_override is not None:
             return self._config.num_gpu_blocks_override * self.block_bytes
@@ -151,7 +152,8 @@ class PoolSizing:
         return max(per_sequence, min(self._config.max_num_seqs * per_sequence, MAX_FREE_BLOCKS))
 
     def _host_bytes(self) -> int:
-        """Return the bytes of host memory for swapping, of all ranks of this machine; 0: none."""
+        """Return the bytes of host memory for swapping, for all ranks of this machine together; 0 if there is no
+        swapping."""
         wanted, free = self._config.swap_space, available_memory()
         if wanted is None:
             wanted = min(DEFAULT_SWAP_SPACE if self._device.type == "cuda" else 0, free / 2 / GIB)
@@ -174,7 +176,7 @@ class PoolSizing:
         return min(self._config.max_num_seqs, max(share // slot, min(1, total // slot)))
 
     def _num_host_pages(self, states: int) -> int:
-        """Return the size of the host pool in pages; 0: no host pool. Each rank holds its share of every block.
+        """Return the size of the host pool in pages; 0 without a host pool. Each rank holds its share of every block.
 
         states: bytes of host memory for the states of recurrent layers.
         """

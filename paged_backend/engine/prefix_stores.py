@@ -49,10 +49,10 @@ from paged_backend.utils.worker import BackgroundWorker
 log = logging.getLogger("paged_llm")
 
 SPILL_BLOCKS = 4  # blocks copied at a time while the engine is idle; a new request waits for these at most
-HANDOVER_SECONDS = 0.002  # the same, while a request waits for its blocks to be written
+HANDOVER_SECONDS = 0.002  # time between two attempts while a request waits for its blocks to be written
 STORE_SECONDS = 0.1  # maximum time that the prefetch thread waits for the engine to store what it has read
 SPILL_SECONDS = 0.05  # time between two attempts while a store's write queue is full
-HANDOVER_BLOCKS = 32  # blocks that a step moves to the host: those of 512 tokens, a step's default
+HANDOVER_BLOCKS = 32  # maximum blocks on their way to the stores: 512 tokens, a step's default
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class PrefetchedBlocks:
     """Some blocks of a prompt that were read from a store."""
 
     request: GenerateRequest
-    chain: Chain  # of the prompt, for the engine's thread, so that no block of it is looked up twice
+    chain: Chain  # of the prompt; lets the engine's thread look up each of its blocks only once
     blocks: Sequence[tuple[int, int, list[Tensor]]]  # (index of the block in the prompt, kind of layer, tensors)
     stored: threading.Event = field(default_factory=threading.Event)  # set when they are in the host pool
 
@@ -104,9 +104,9 @@ class PrefixStores:
         done: Callable[[GenerateRequest], None],
     ) -> None:
         try:
-            for found in self._read(request):
-                deliver(found)
-                found.stored.wait(STORE_SECONDS)  # so that this thread does not slow down the engine's
+            for prefetched in self._read(request):
+                deliver(prefetched)
+                prefetched.stored.wait(STORE_SECONDS)  # to not slow down the engine's thread
             if request.sampling.prefill_only and self._stores.shared:
                 entries = list(self._entries(request))
                 needed = self._blocks.layout.needed(len(entries))
@@ -116,8 +116,8 @@ class PrefixStores:
         done(request)
 
     def _read(self, request: GenerateRequest) -> Iterator[PrefetchedBlocks]:
-        """Yield the blocks of the prompt's prefix that are in neither pool, up to the first one that no store has, and
-        then those of the other kinds of layers that a hit of this length needs.
+        """Yield the blocks of the prompt's prefix that are in neither pool, up to the first block that no store has. Of
+        further kinds of layers, yield the blocks that a hit of this length needs.
 
         The pools' indexes belong to the engine's thread and may change meanwhile. That costs a read or a hit, but never
         gives a wrong block, because every block is looked up by its content.
@@ -125,7 +125,7 @@ class PrefixStores:
         blocks, size = self._blocks, self._blocks.block_size
         count = (len(request.prompt_token_ids) - 1) // size  # the last token is always computed
         entries = list(islice(self._entries(request), count))
-        known: list[Entry | None] = []  # their interned entries, as far as there are some
+        known: list[Entry | None] = []  # their interned entries; None where there is none
         indexed: PrefixParent | None = request.origin
         for entry in entries:
             indexed = None if indexed is None else blocks.contents.find(indexed, entry.tokens)
@@ -138,12 +138,12 @@ class PrefixStores:
                 if (interned := known[index]) is None or blocks.locate(BlockKey(interned, place)) is None
             ]
             wanted, read = missing[: self._host_blocks.num_available // kind.pages], 0
-            for found in self._stores.read([BlockKey(entries[index], place) for index in wanted]):
-                indices = missing[read : read + len(found)]
+            for contents in self._stores.read([BlockKey(entries[index], place) for index in wanted]):
+                indices = missing[read : read + len(contents)]
                 yield PrefetchedBlocks(
-                    request, chain, [(index, place, block) for index, block in zip(indices, found, strict=True)]
+                    request, chain, [(index, place, block) for index, block in zip(indices, contents, strict=True)]
                 )
-                read += len(found)
+                read += len(contents)
             if kind.keeps_all and read < len(missing):
                 count = missing[read]
 
@@ -204,7 +204,7 @@ class PrefixStores:
 
     def spill(self) -> bool:
         """Write a few cached blocks that a store lacks, as many as the write queues take. Called only while no step is
-        in flight. Return whether none are left."""
+        in flight. Return `all_spilled`."""
         slots, blocks = self._stores.free_queue_slots, self._blocks
         if not slots and not blocks.ledger.has_moves_out:
             return False
@@ -242,12 +242,12 @@ class _Handover:
     """The handover of one request's prompt."""
 
     request: GenerateRequest
-    wanted: deque[tuple[int, int]]  # (index, kind) of the blocks to stage: full ones of the prompt; none if lost
+    wanted: deque[tuple[int, int]]  # (index, kind) of full blocks of the prompt to stage; empty if lost
     entries: list[Entry] = field(default_factory=list)  # contents of the first blocks, as far as they were needed
-    keys: list[tuple[int, BlockKey]] = field(default_factory=list)  # (index, block): those that were staged
-    staged: deque[BlockKey] = field(default_factory=deque)  # those that the stores have not got yet
+    keys: list[tuple[int, BlockKey]] = field(default_factory=list)  # (index, block): staged, or in the store before
+    staged: deque[BlockKey] = field(default_factory=deque)  # staged blocks that the stores do not have yet
     end: TokenDelta | None = None  # the end of the request, which waits for the handover
-    waits_for_store: bool = False  # whether the store has got everything
+    waits_for_store: bool = False  # whether the store has everything, and will call back when it is written
 
     @property
     def is_handed_over(self) -> bool:
@@ -295,12 +295,12 @@ class Handovers:
     @property
     def num_waiting(self) -> int:
         """The number of requests that are computed and wait for their handovers."""
-        return sum(one.end is not None for one in self._open.values())
+        return sum(handover.end is not None for handover in self._open.values())
 
     @property
     def needs_hand_over(self) -> bool:
         """Whether a computed request has blocks to hand over, so that `hand_over` has to be called."""
-        return any(one.needs_hand_over for one in self._open.values())
+        return any(handover.needs_hand_over for handover in self._open.values())
 
     def open(self, request: GenerateRequest) -> None:
         """Begin the handover of a request that is about to be computed."""
@@ -312,7 +312,7 @@ class Handovers:
         return self._open.pop(key, None) is not None
 
     def hold(self, deltas: Iterable[TokenDelta]) -> list[TokenDelta]:
-        """Return the deltas without the ends of requests whose handovers are open; `take_end` returns those."""
+        """Return the deltas without the ends of requests whose handovers are open; `take_end` returns these ends."""
         passed = []
         for delta in deltas:
             handover = self._open.get(delta.key)
@@ -331,8 +331,8 @@ class Handovers:
         return any(key in handover.staged for handover in self._open.values())
 
     def hand_over(self) -> bool:
-        """Put staged blocks that are in the host pool into the stores, and stage the next ones, at most
-        HANDOVER_BLOCKS of each. Called between two steps. Return whether the next step has to move blocks."""
+        """Put staged blocks that are in the host pool into the stores, then stage more, up to HANDOVER_BLOCKS in all.
+        Called between two steps. Return whether the next step has to move blocks."""
         num_moves, slots = self._blocks.ledger.num_moves_out, self._stores.free_queue_slots
         for handover in self._open.values():
             while slots and handover.staged and self._put(handover.staged[0]):
@@ -371,8 +371,8 @@ class Handovers:
                 if not is_stored:
                     handover.staged.append(key)
                 return True
-        if handover.end and not any(one.staged for one in self._open.values()):  # none of them frees room on the host
-            handover.wanted.clear()
+        if handover.end and not any(other.staged for other in self._open.values()):
+            handover.wanted.clear()  # no staged block will free room on the host
         return False
 
     def _put(self, key: BlockKey) -> bool:

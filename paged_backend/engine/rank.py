@@ -51,7 +51,7 @@ from paged_kernels.compilation import after_ready
 log = logging.getLogger("paged_llm")
 
 CONNECT_SECONDS = 30
-RANK_LIMIT = 64 * 64  # of tensor_parallel_size and pipeline_parallel_size
+RANK_LIMIT = 64 * 64  # maximum tensor_parallel_size * pipeline_parallel_size
 START_KEY = "paged/start"  # in the store, which anyone can read, while rank 0 waits for the others: an `Invitation`
 STEP_MESSAGES = (PackedBatch, Plan, MemoryCommand, type(None))  # None: the last one
 READY = "ready "  # begins the message of a rank that can use its device, before its facts as JSON
@@ -72,12 +72,12 @@ class Start(NamedTuple):
     session: str  # random
 
     def key(self, secret: bytes) -> bytes:
-        """Return the key of the messages between the ranks, which is another one after each start."""
+        """Return the key of the messages between the ranks, which differs after each start."""
         return hmac.digest(secret, self.session.encode(), "sha256")
 
 
 def write_invitation(invitation: Invitation, secret: bytes) -> str:
-    """Return an invitation as text, with a proof that who has written it knows the secret."""
+    """Return an invitation as text, with a proof that its writer knows the secret."""
     text = json.dumps(invitation)
     return f"{_proof(text.encode(), secret)} {text}"
 
@@ -173,8 +173,8 @@ def end_with(link: Connection) -> None:
 
 
 def main(model: str | None = None) -> None:
-    """Run the rank that the environment names. model: the directory of the model on this machine, if it is another one
-    than on the server's."""
+    """Run the rank that the environment names. model: the directory of the model on this machine, if it differs from
+    the server's."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     rank, seconds = int(os.environ["RANK"]), timedelta(seconds=CONNECT_SECONDS)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=seconds)
@@ -202,9 +202,9 @@ class StageRunner:
         self._runner, self._links, self._stage = runner, links, stage
 
     def messages(self, steps: StepChannel) -> Iterator[tuple[Any, Callable[[], Tensor] | None]]:
-        """Yield the messages of rank 0 until it ends, each with what waits for the hidden states of a step.
+        """Yield the messages of rank 0 until it ends, each with a function that waits for the hidden states of a step.
 
-        A thread receives them, so that rank 0 does not wait until this stage has computed earlier steps. It posts the
+        A thread receives them, so rank 0 need not wait until this stage has computed earlier steps. It posts the
         receive of hidden states as well. Raises the error of the thread.
         """
         received: SimpleQueue[tuple[Any, Callable[[], Tensor] | None]] = SimpleQueue()

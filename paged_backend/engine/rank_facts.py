@@ -27,12 +27,12 @@ def rank_facts(model: Path) -> Facts:
 
     Of a large file, its size and SAMPLES of its bytes are compared, so the time does not depend on the model's size.
     """
-    found = {
+    facts = {
         "version of this project": _digest_code(),
         "version of torch": torch.__version__,
         "version of transformers": transformers.__version__,
     }
-    return found | {f"file {file.name} of the model": _digest(file) for file in _model_files(model)}
+    return facts | {f"file {file.name} of the model": _digest(file) for file in _model_files(model)}
 
 
 def _model_files(model: Path) -> list[Path]:

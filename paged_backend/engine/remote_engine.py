@@ -8,9 +8,9 @@ Frames to the engine:   {"id": 7, "generate": {...}}, see request_frames.py
                         it; with "acknowledge": true in it if the sender waits until they are stored
                         {"id": 7, "control": "abort"}, "end_all", "expire", or "end" with "sample": 0
 Frames from the engine: {"step": {"deltas": [...], "entered": [ids], "started_at": ..., "finished_at": ...,
-                        "stats": {...}}}, the last of which are those of the engine
+                        "stats": {...}}}, with the statistics of the engine
                         {"id": 7, "stored": true}: the blocks with this id are stored, or cannot be
-                        {"id": 7, "returned": "moved"}: it runs the request no longer, another one may
+                        {"id": 7, "returned": "moved"}: it no longer runs the request, another engine may
                         {"id": 7, "returned": "rejected", "text": ...}: it cannot run the request
 """
 
@@ -36,7 +36,7 @@ log = logging.getLogger("paged_llm")
 
 
 class RequestOwner(Protocol):
-    """Whose requests a remote engine runs. Its methods are called on the thread of the remote engine."""
+    """The owner of requests that a remote engine runs. Its methods are called on the thread of the remote engine."""
 
     def on_ended(self, key: int) -> None:
         """Called after the last output of a request was emitted."""
@@ -45,9 +45,9 @@ class RequestOwner(Protocol):
         """Called when the engine has begun to run a request."""
 
     def on_returned(self, engine: RemoteEngine, request: GenerateRequest, rejected: str | None) -> None:
-        """Called with a request, and its progress, that the engine does not run, or no longer.
+        """Called with a request that the engine does not run, or no longer runs. The request has its progress.
 
-        rejected: why it cannot; None if another engine may run it.
+        rejected: why the engine cannot run it; None if another engine may run it.
         """
 
 
@@ -110,8 +110,8 @@ class RemoteEngine:
         on_end: Callable[[], None] = lambda: None,
     ):
         """name: name of the socket, which identifies the engine. emit: receives the outputs, on the thread of the
-        connection, and must not block. stats: the engine's statistics, if they are known. title: names it in errors.
-        on_end: called on that thread when the connection has ended."""
+        connection, and must not block. stats: the engine's statistics, if they are known. title: what errors call the
+        engine. on_end: called on that thread when the connection has ended."""
         self.name = name
         self._title = title
         self._connection = connection
@@ -134,7 +134,7 @@ class RemoteEngine:
 
     @property
     def num_open(self) -> int:
-        """The number of requests that it runs."""
+        """The number of requests that the engine runs."""
         return len(self._open)
 
     @property
@@ -143,8 +143,8 @@ class RemoteEngine:
         return self._sender.unsent_bytes
 
     def submit(self, request: GenerateRequest, blocks: Sequence[BlockRun] = ()) -> None:
-        """Run a request, after its progress if it has any. Its outputs are emitted with its key. blocks: what was
-        computed of it."""
+        """Run a request, after its progress if it has any. Its outputs are emitted with its key. blocks: its computed
+        blocks."""
         with self._lock:
             opened = self._open[request.key] = _Open(next(self._ids), request)
             self._keys[opened.id] = request.key
@@ -154,8 +154,8 @@ class RemoteEngine:
             self._end_all()
 
     def store(self, blocks: Sequence[BlockRun], done: Callable[[], object]) -> None:
-        """Send blocks of a request that another process will submit. done: called once they are stored, or cannot be;
-        on any thread."""
+        """Send blocks of a request that another process will submit. done: called on any thread once the blocks are
+        stored, or cannot be."""
         self._sender.put_blocks(next(self._ids), blocks, done)
 
     def abort(self, key: int) -> None:
@@ -232,7 +232,7 @@ class RemoteEngine:
             raise FrameError(f"unknown frame with {', '.join(sorted(frame))[:100]}")
 
     def _handle_step(self, step: Mapping[str, Any]) -> None:
-        found, ended, first, started = [], [], [], list[int]()
+        deltas, ended, first, started = [], [], [], list[int]()
         started_at, finished_at = step.get("started_at"), step.get("finished_at")
         values, entered = step.get("deltas"), step.get("entered")
         if not (isinstance(values, list) and isinstance(entered, list)):
@@ -253,15 +253,15 @@ class RemoteEngine:
                 if not 0 <= delta.sample < len(opened.outputs):
                     raise FrameError(f"sample {delta.sample} of {len(opened.outputs)}")
                 if delta.error or opened.add(delta):
-                    found.append(delta)
+                    deltas.append(delta)
                 if delta.error or opened.ended:
                     ended.append(delta.key)
-            for key in (self._keys[one] for one in entered if one in self._keys):
+            for key in (self._keys[request_id] for request_id in entered if request_id in self._keys):
                 if self._open[key].request.progress is None:
                     first.append(key)
         for key in started:
             self._owner.on_started(key)
-        self._emit(RemoteOutput(tuple(found), finished_at, started_at, tuple(first)))
+        self._emit(RemoteOutput(tuple(deltas), finished_at, started_at, tuple(first)))
         for key in ended:
             self._close(key)
 
@@ -273,21 +273,21 @@ class RemoteEngine:
             self._owner.on_returned(self, opened.current(), rejected)
 
     def _end_all(self) -> None:
-        """Fail the open requests that the other process has begun to run: it has ended. Another engine may run the
-        others: it may have ended before it read them."""
+        """End all open requests, since the other process has ended. Requests that it has begun to answer fail. Another
+        engine may run the others, which it may not have read."""
         with self._lock:
             opened = list(self._open.values())
             self._open.clear()
             self._keys.clear()
         error = RequestError(ErrorCode.UNAVAILABLE, f"{self._title} has ended; send the request again")
-        keys = [one.request.key for one in opened if one.answered]
+        keys = [open_request.request.key for open_request in opened if open_request.answered]
         if keys:
             self._emit(RemoteOutput(tuple(TokenDelta(key, error=error) for key in keys), 0.0))
         for key in keys:
             self._owner.on_ended(key)
-        for one in opened:
-            if not one.answered:
-                self._owner.on_returned(self, one.current(), None)
+        for open_request in opened:
+            if not open_request.answered:
+                self._owner.on_returned(self, open_request.current(), None)
 
 
 def read_stats(values: Any) -> Stats:

@@ -30,7 +30,7 @@ from paged_backend.text.beam_stops import build_stop_check
 from paged_backend.text.tokenizing import decoder
 from paged_backend.utils.local_socket import FrameError
 
-FRAMES_VERSION = 4  # raised with each change of the frames, so that instances of different code do not exchange them
+FRAMES_VERSION = 4  # raised with each change of the frames: instances with another version exchange none
 _KINDS = ("json_schema", "regex", "choice", "grammar")
 # Parameters that are not sent: the process that has the stream applies them, or did when it read the request.
 _APPLIED = {"seed", "timeout_ms", "truncate_prompt_tokens", "word_bias", "bad_words", *STRUCTURE_PARAMETERS}
@@ -126,10 +126,10 @@ def _read_progress(values: dict[str, Any], sampling: SamplingParams) -> Progress
         return None
     if not isinstance(value, list) or len(value) != 3 or not isinstance(value[0], list):
         raise FrameError("progress: must be outputs, a flag and a usage")
-    outputs = tuple(None if one is None else _checked_integers("progress", one) for one in value[0])
-    if len(outputs) != sampling.num_samples or all(one is None for one in outputs) or sampling.beam_width > 1:
+    outputs = tuple(None if output is None else _checked_integers("progress", output) for output in value[0])
+    if len(outputs) != sampling.num_samples or all(output is None for output in outputs) or sampling.beam_width > 1:
         raise FrameError(f"progress: has {len(outputs)} outputs for {sampling.num_samples} samples")
-    if any(len(one) >= max(1, sampling.max_tokens) for one in outputs if one):
+    if any(len(output) >= max(1, sampling.max_tokens) for output in outputs if output):
         raise FrameError("progress: an output has max_tokens tokens")
     if not isinstance(value[1], bool) or not isinstance(digest, str | None):
         raise FrameError("progress: a value has another type")
@@ -195,7 +195,7 @@ def _integers(values: dict[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _checked_integers(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(one) is int for one in value):
+    if not isinstance(value, list) or not all(type(number) is int for number in value):
         raise FrameError(f"{name}: must be a list of integers")
     return tuple(value)
 

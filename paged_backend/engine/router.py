@@ -1,4 +1,4 @@
-"""Which engine runs each request: that of this process, a replica, or a newer instance of the model.
+"""Which engine runs each request: this process's engine, a replica, or a newer instance of the model.
 
     admission, responder ---> Router ---> Engine          the engine of this process
                                  |
@@ -22,7 +22,7 @@ from paged_backend.engine.engine import Engine
 from paged_backend.engine.moved_blocks import BlockRun
 from paged_backend.engine.remote_engine import RemoteEngine
 
-# Returns the engine that a request goes to; None for a request of another process, which it has told.
+# Returns the engine that a request goes to; None for a request of another process, after telling that process.
 Take = Callable[[GenerateRequest, Sequence[BlockRun]], RemoteEngine | None]
 
 
@@ -42,7 +42,7 @@ class _Route:
 
 
 class Router:
-    """Passes requests, and what is asked for them, to the engine that runs them. The methods may be called from any
+    """Passes requests, and calls that end them, to the engine that runs them. The methods may be called from any
     thread."""
 
     def __init__(self, own: Engine):
@@ -139,7 +139,7 @@ class Router:
 
     def release_memory(self, successor: RemoteEngine, take: Take) -> None:
         """Release the memory of the model if no request is open. Later requests go to the successor, as by `take_out`.
-        The memory is restored if one is given back, or if the successor has ended."""
+        The memory is restored if a request is given back, or if the successor has ended."""
         with self._lock:
             self._successor = _Successor(successor, take)
         self.own.release_unused()

@@ -1,7 +1,7 @@
 """What fits a GPU or CPU, and about how fast it runs, from a model's configuration: `paged plan`.
 
-Times are the larger one of the time for reading memory and the time for arithmetic, at the given rates. They are lower
-bounds: launches, activations and communication come on top.
+A time is the larger of the time for reading memory and the time for arithmetic, at the given rates. It is a lower
+bound: launches, activations and communication come on top.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Row:
     """What fits and how long it takes, for requests of one length."""
 
     context: int
-    requests: int  # that the KV cache has room for
-    batch: int  # of them that run in one step, at most max_num_seqs
-    step_ms: float | None  # of a step that generates a token for each of the batch
-    prefill_ms: float | None  # of the prompt of one request
+    requests: int  # requests that the KV cache has room for
+    batch: int  # requests that run in one step, at most max_num_seqs
+    step_ms: float | None  # time of a step that generates a token for each request of the batch
+    prefill_ms: float | None  # time of the prompt of one request
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _times(
     """Return the milliseconds of a decode step and of the prompt of one request; None if they are not known."""
     if not batch or device.bandwidth is None:
         return None, None
-    # A token reads its own experts, and several tokens read about as many as all of theirs together.
+    # A token reads its own experts. Several tokens are taken to read different ones, up to all experts.
     share = min(described.num_active * batch, described.num_read) / described.num_parameters
     read = described.weight_bytes * share / config.num_ranks + batch * token_bytes(cache, context)
     operations = 2 * described.num_active / config.num_ranks

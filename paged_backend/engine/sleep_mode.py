@@ -35,7 +35,7 @@ class Transition:
     """What `sleep` or `wake` did."""
 
     changed: bool  # False: the model was asleep, or awake, already
-    memory: ReleasedMemory  # of rank 0; zeros if nothing changed
+    memory: ReleasedMemory  # memory of rank 0; zeros if nothing changed
     seconds: float  # without the time for open requests to end
 
 

@@ -108,7 +108,7 @@ def _describe_model(name: str | None, loaded: LoadedModel) -> str:
 
 
 def _class_name(loaded: LoadedModel) -> str:
-    """Return the class of the whole model. That of a classifier is loaded as the decoder below its head."""
+    """Return the class of the whole model. A classifier is loaded as the decoder below its head."""
     names = loaded.model.config.architectures if not loaded.spec.generates else None
     return names[0] if names else type(loaded.model).__name__
 

@@ -1,4 +1,4 @@
-"""Warm-up: on a GPU the largest step and one of every kind, on a CPU one step, before the pools are sized.
+"""Warm-up before the pools are sized: on a GPU the largest step and a step of every kind, on a CPU one step.
 
 Afterwards the peak of activation memory is known, kernels are compiled, and no request pays for initialization. Only
 the first step runs all layers.
@@ -56,7 +56,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = tuple(  # kinds of sampling; penalties a
     for more in ({}, {"presence_penalty": 0.1}, {"allowed_token_ids": frozenset((0,)), "logit_bias": ((0, 1.0),)})
     for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}, {"logprobs": InputLimits.max_logprobs})
 )
-MOST_CPU_TOKENS = 128  # of the first step on a CPU, where the memory of larger ones need not be known
+MOST_CPU_TOKENS = 128  # maximum tokens of the step on a CPU, where the memory of larger steps need not be known
 MAX_SAMPLED_ROWS = 512  # maximum sampled rows of a warm-up step, whose float32 logits take reserved memory
 MEASURED_BLOCKS = 8  # blocks in one measured transfer, so that they share its fixed cost as in serving
 
@@ -194,7 +194,7 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
         sequence.state_slot = 0
         return Chunk(sequence, start, length, sampled_sequences=(sequence,))
 
-    # One sequence stands for several in a step, which have the same block.
+    # A step repeats one sequence instead of several equal ones: all would have the same block.
     for context in (*(context for context in CONTEXTS if context < longest), longest):
         yield WarmUpStep(Plan((chunk(context - 1, 1),) * min(DECODE_ROWS, config.max_num_seqs)))
     for choice, length in itertools.product(CHOICES, (1, *lengths)):
@@ -263,7 +263,7 @@ def graph_bytes(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> in
 
 
 def _free_bytes(device: torch.device) -> int:
-    torch.cuda.empty_cache()  # a capture also empties the cache; do it now, so that the measurement does not include it
+    torch.cuda.empty_cache()  # now, because a capture does it as well, which would be measured
     return torch.cuda.mem_get_info(device)[0]
 
 
@@ -283,7 +283,7 @@ def measure_costs(runner: Runner, seconds_per_token: float, num_host_blocks: int
     num_blocks = len(runner.kv.layers[0].keys)
 
     def transfers(count: int, shift: int = 0) -> tuple[Transfer, ...]:
-        """Return transfers of the first `count` blocks to the ones `shift` later."""
+        """Return transfers of the first `count` blocks, each to the block `shift` later."""
         return tuple(Transfer(block, block + shift, pages=((block, block + shift),)) for block in range(count))
 
     def seconds(plan: Plan) -> float:
@@ -320,7 +320,7 @@ def _synchronize(device: torch.device) -> None:
 
 @contextmanager
 def distinct_layers(model: PreTrainedModel) -> Iterator[int]:
-    """Make the model run its first layers only, up to the first one of the last kind. Yields their number.
+    """Make the model run only its first layers, which include a layer of each kind. Yields their number.
 
     Layers of one kind launch the same kernels. The first layer is a kind of its own, since fused layers add a residual
     from the second one on. The outputs are meaningless. A model whose list of layers is not found runs all of them.
@@ -349,7 +349,7 @@ def _layer_list(model: PreTrainedModel) -> tuple[nn.Module | None, str, nn.Modul
 
 
 def _kind_of(layer: nn.Module) -> tuple[Any, ...]:
-    """Return the properties of a layer that its kernels may depend on: those of its modules and parameters."""
+    """Return the properties of the modules and parameters of a layer that its kernels may depend on."""
     modules = [(name, type(module), _settings(module)) for name, module in layer.named_modules()]
     parameters = [(name, value.shape, value.dtype) for name, value in layer.named_parameters()]
     return (*modules, *parameters)

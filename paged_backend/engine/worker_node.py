@@ -31,9 +31,9 @@ class WorkerNode:
     """The ranks of one machine, for one server after another."""
 
     def __init__(self, address: str, port: int, node_rank: int, secret: bytes, model: str | None = None):
-        """secret: of the ranks of all machines.
+        """secret: the secret that the ranks of all machines share.
 
-        model: the directory of the model on this machine, if it is another one than on the server's.
+        model: the directory of the model on this machine, if it differs from the server's.
         """
         self._address, self._port = address, port
         self._node_rank, self._secret = node_rank, secret
@@ -49,9 +49,9 @@ class WorkerNode:
             self._run_ranks(invitation)
 
     def _find_server(self) -> Invitation:
-        while (found := self._read_invitation()) is None:
+        while (invitation := self._read_invitation()) is None:
             time.sleep(RETRY_SECONDS)
-        return found
+        return invitation
 
     def _read_invitation(self) -> Invitation | None:
         """Return the invitation of a server that waits for ranks; None if there is none."""

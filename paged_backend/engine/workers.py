@@ -57,7 +57,7 @@ class Workers:
     def __init__(self, config: EngineConfig, device: torch.device, topology: Topology):
         """Start the ranks of this machine, wait for the ranks of other machines, and join them all.
 
-        Raises ConfigError if one does not start.
+        Raises ConfigError if a rank does not start.
         """
         self.reason: str | None = None  # reason for which a rank has ended
         self._on_failure: Callable[[str], None] = lambda reason: None
@@ -78,7 +78,7 @@ class Workers:
             raise
 
     def close_store(self) -> None:
-        """Let nobody else reach the store. To be called when all groups of the ranks exist."""
+        """Close the store to everyone else. Called once all groups of the ranks exist."""
         if self._store_port:
             with suppress(OSError):
                 close_port(self._store_port)
@@ -92,7 +92,7 @@ class Workers:
             callback(self.reason)
 
     def send(self, message: Any) -> None:
-        """Send a message to all ranks. Raises RunnerDied if one has ended."""
+        """Send a message to all ranks. Raises RunnerDied if a rank has ended."""
         assert self._steps
         try:
             self._steps.send(message)
@@ -222,16 +222,16 @@ class _Patience:
         self._started = time.monotonic()
         self._reminded = 0.0
 
-    def check(self, found: dict[int, Connection]) -> None:
+    def check(self, connected: dict[int, Connection]) -> None:
         """Raise ConfigError if a rank of this machine has not started. Logs which machines are missing."""
         waited = time.monotonic() - self._started
         for rank, process in self._processes.items():
-            if rank not in found and (code := process.poll()) is not None:
+            if rank not in connected and (code := process.poll()) is not None:
                 raise did_not_start(rank, f"its process ended with code {code}")
-            if rank not in found and waited > START_SECONDS:
+            if rank not in connected and waited > START_SECONDS:
                 raise did_not_start(rank, f"no answer within {START_SECONDS} s")
         nodes = range(1, self._topology.num_nodes)
-        missing = [node for node in nodes if not found.keys() >= set(self._topology.ranks_of(node))]
+        missing = [node for node in nodes if not connected.keys() >= set(self._topology.ranks_of(node))]
         if missing and time.monotonic() - self._reminded > REMINDER_SECONDS:
             self._reminded = time.monotonic()
             address, port = self._topology.master_addr, self._topology.master_port

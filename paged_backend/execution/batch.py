@@ -18,7 +18,7 @@ from paged_backend.sampling.sampler import SamplingBatch, prepare, resolve_token
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_kernels.paging import Paging, SharedPrefixes, find_prefix_groups
 
-# From block tables of a kind of layer [num_seqs, max_blocks] int32 to tables of the pages of these blocks.
+# Takes a kind of layer and its block tables [num_seqs, max_blocks] int32; returns tables of the pages of these blocks.
 PageTables: TypeAlias = Callable[[int, np.ndarray], list[np.ndarray]]
 
 
@@ -61,7 +61,7 @@ class PackedBatch:
     position_ids: Tensor  # [1, num_tokens] int64
     pagings: tuple[Paging, ...]  # one for each page of a block; they differ in slots and block tables only
     sample_rows: Tensor  # [num_samples] int64: the rows whose logits are needed, in order
-    logit_rows: Tensor | None = None  # [num_sampled] int64: row of the logits per token; None: one each, in order
+    logit_rows: Tensor | None = None  # [num_sampled] int64: row of the logits per token; None: one row each, in order
     sampling: SamplingBatch = SamplingBatch()  # noqa: RUF009 (it is immutable)
     uses_previous_step: bool = False  # whether there are placeholders for tokens of the previous step
     checks: tuple[DraftCheck, ...] = ()
@@ -82,7 +82,8 @@ class PackedBatch:
         return self.hidden_rows is None and self.adapters is None
 
     def resolved(self, previous: Tensor) -> PackedBatch:
-        """Return the batch, which is on the device, with the previous step's tokens [num_sampled] int64."""
+        """Return the batch with its placeholders replaced by the previous step's tokens [num_sampled] int64, on the
+        device."""
         resolve = partial(resolve_placeholders, previous=previous)
         return replace(self, input_ids=resolve(self.input_ids), sampling=resolve_tokens(self.sampling, resolve))
 
@@ -245,7 +246,7 @@ def _scored_rows(chunks: tuple[Chunk, ...], row_ends: list[int]) -> np.ndarray:
 
 
 def _prompt_outputs(chunks: tuple[Chunk, ...], rows: Tensor) -> tuple[OutputRows, ...]:
-    """Return the optional outputs of scored positions. rows: [num_scored] int64, the row in the logits of each."""
+    """Return the optional outputs of scored positions. rows: [num_scored] int64, the row of each in the logits."""
     scored = [(index, chunk, position) for index, chunk in enumerate(chunks) for position in chunk.scored]
     return request_prompt_rows(
         [chunk.sequence.request.prompt_outputs for _, chunk, _ in scored],
@@ -273,8 +274,8 @@ def _drafting(chunks: tuple[Chunk, ...], row_ends: list[int]) -> Drafting | None
 
 
 def _padded_lengths(firsts: np.ndarray, ends: np.ndarray, uniform: UniformBatch | None) -> np.ndarray:
-    """Return the number of rows of each sequence. firsts, ends: number of its tokens computed before and after the
-    step."""
+    """Return the number of rows of each sequence. firsts, ends: numbers of its tokens that are computed before and
+    after the step."""
     lengths: np.ndarray = ends - firsts
     if uniform and len(ends) <= uniform.seqs and 1 < lengths.max() <= uniform.queries <= ends.min():
         return np.full_like(lengths, uniform.queries)
@@ -300,6 +301,6 @@ def _block_tables(chunks: tuple[Chunk, ...]) -> list[np.ndarray]:  # by kind of 
 
 
 def resolve_placeholders(tokens: Tensor, previous: Tensor) -> Tensor:
-    """Replace placeholders for tokens of the previous step. previous: [num_sampled] int64, its sampled tokens. A
-    negative one, of logits that are not finite, is replaced by 0, because the step needs a valid token."""
+    """Replace placeholders for tokens of the previous step. previous: [num_sampled] int64, its sampled tokens. Where
+    logits were not finite, that token is negative; it is replaced by 0, because the step needs a valid token."""
     return tokens.where(tokens >= 0, previous[(-1 - tokens).clamp(min=0)].clamp(min=0))

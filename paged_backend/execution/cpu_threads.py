@@ -42,8 +42,8 @@ class _Reading(NamedTuple):
     """CPU times at some time, in seconds."""
 
     time: float
-    busy: float  # of all processes that count, on the cores of the affinity
-    own: float  # of this process
+    busy: float  # CPU time of all processes that count, on the cores of the affinity
+    own: float  # CPU time of this process
     counted: tuple[frozenset[int], bool]  # the cores, and whether processes with a positive nice value count
 
 
@@ -80,7 +80,7 @@ class CpuThreads:
     """Sets the number of threads while steps run."""
 
     def __init__(self, processes: int, *, is_native: bool) -> None:
-        """Take the number of processes that share the cores, and whether the C++ kernels compute whole layers.
+        """processes: number of processes that share the cores. is_native: whether the C++ kernels compute whole layers.
 
         If they do, what remains for PyTorch is too small for several threads, which would wait for each other.
         """
@@ -88,7 +88,7 @@ class CpuThreads:
         self._is_native = is_native
         self._load = OtherLoad()
         self._next = 0.0  # time.monotonic() of the next reading
-        self._last_end = -math.inf  # the same of the end of the last step
+        self._last_end = -math.inf  # time.monotonic() of the end of the last step
         self._prepared = threading.local()  # has `done` in a thread that has run a step; identifiers are reused
 
     def start_step(self) -> None:

@@ -139,10 +139,10 @@ class _StaticInputs:
     context_lens: Tensor  # [seqs] int32
     query_starts: Tensor  # [seqs + 1] int32
     shared: SharedPrefixes | None
-    sampling: SamplingMetadata | None  # of every row; None: the graph does not sample
+    sampling: SamplingMetadata | None  # parameters of every row; None: the graph does not sample
     table_width: Tensor  # [1] int32
-    # [up to pages * seqs * max_blocks] int32: rows of table_width entries, for each page those of all sequences; last,
-    # as its size varies
+    # [up to pages * seqs * max_blocks] int32: a row of table_width entries per page and sequence, page after page. The
+    # last field, because its size varies.
     block_tables: Tensor
 
     @classmethod

@@ -60,7 +60,7 @@ class LaunchedStep:
         return step
 
     def on_host(self) -> LaunchedStep:
-        """Wait for the device, and return the step without what belongs to it."""
+        """Wait for the device, and return the step without its event."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return replace(self, arrived=None)
@@ -79,8 +79,8 @@ class LaunchedStep:
         prompt_errors = {
             chunk: _not_finite()
             for name, by_chunk in prompt_values.items()
-            for chunk, found in by_chunk.items()
-            if not all(map(TOKEN_OUTPUTS[name].is_finite, found))
+            for chunk, values in by_chunk.items()
+            if not all(map(TOKEN_OUTPUTS[name].is_finite, values))
         } | {chunk: _not_finite() for chunk, state in hidden_states.items() if not np.isfinite(state).all()}
         return StepResult(
             tokens=tokens,
@@ -114,15 +114,15 @@ class LaunchedStep:
 
     def _values(self, tokens: list[list[int]], seq_of_row: Sequence[int]) -> dict[str, dict[int, list[Any]]]:
         """Return the values of sampled tokens, by output and sequence."""
-        found: dict[str, dict[int, list[Any]]] = {}
+        by_output: dict[str, dict[int, list[Any]]] = {}
         for output in self.outputs:
             if output.of.source is Source.SAMPLED:
-                by_seq = found.setdefault(output.of.name, {})
+                by_seq = by_output.setdefault(output.of.name, {})
                 for row, (value,) in output.by_row():
                     values = by_seq.setdefault(seq_of_row[row], [])
                     if len(values) < len(tokens[seq_of_row[row]]):  # excludes rows after a rejected draft token
                         values.append(value)
-        return found
+        return by_output
 
     def _candidates(self, beams: TopTokens, seq_of_row: Sequence[int]) -> dict[int, list[Candidate]]:
         """Return the candidates of live beams, with their values, by sequence."""
@@ -138,13 +138,13 @@ class LaunchedStep:
 
     def _prompt_values(self) -> dict[str, dict[int, list[Any]]]:
         """Return the values of scored prompt tokens, by output and chunk."""
-        found: dict[str, dict[int, list[Any]]] = {}
+        by_output: dict[str, dict[int, list[Any]]] = {}
         for output in self.outputs:
             if output.of.source is Source.PROMPT:
-                by_chunk = found.setdefault(output.of.name, {})
+                by_chunk = by_output.setdefault(output.of.name, {})
                 for chunk, (value,) in output.by_row():
                     by_chunk.setdefault(chunk, []).append(value)
-        return found
+        return by_output
 
     def _hidden_states(self) -> dict[int, HiddenState]:
         if self.hidden is None:

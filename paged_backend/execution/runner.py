@@ -51,7 +51,7 @@ class PendingStep(Protocol):
 
 
 class StepRunner(Protocol):
-    """The interface of a runner, of one process or of several that share the model."""
+    """The interface of a runner in one process, or in several that share the model."""
 
     kv: KVCache
     host: KVCache | None  # the host pool
@@ -75,7 +75,8 @@ class StepRunner(Protocol):
 
 
 class Runner:
-    """The model over its KV cache. `move` and `launch` return before the device is done; their work runs in order."""
+    """Runs the model over its KV cache. `move` and `launch` return before the device is done; their work runs in
+    order."""
 
     def __init__(
         self,
@@ -91,9 +92,10 @@ class Runner:
         threads: CpuThreads | None = None,
         broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
     ):
-        """kv: the model's layers, then the drafter's. host: the host pool. max_sampled: maximum sampled tokens.
-        states: those of the model's recurrent layers, if it has any. host_states: those of preempted sequences, on the
-        host. broadcast_tokens: under tensor parallelism, overwrites a tensor of sampled tokens with those of rank 0."""
+        """kv: caches of the model's layers, then of the drafter's. host: the host pool. max_sampled: maximum sampled
+        tokens of a step. states: states of the model's recurrent layers, if it has any. host_states: states of
+        preempted sequences, on the host. broadcast_tokens: under tensor parallelism, overwrites a tensor of sampled
+        tokens with rank 0's tokens."""
         self.model = model
         self.kv = kv
         self.host = host
@@ -275,7 +277,7 @@ def _gqa_group(model: PreTrainedModel, device: torch.device, cache: LayerCache) 
     if device.type == "cpu" or cache.batch_invariant:
         return None
     config = model.config.get_text_config()
-    heads = int(getattr(config, "num_attention_heads", None) or 1)  # none in a model without attention
+    heads = int(getattr(config, "num_attention_heads", None) or 1)  # a model without attention has no such field
     if cache.shares_memory:  # all heads attend to the latents
         return heads
     return heads // (getattr(config, "num_key_value_heads", None) or heads)
@@ -287,7 +289,7 @@ def _gqa_group(model: PreTrainedModel, device: torch.device, cache: LayerCache) 
 @torch.inference_mode()
 def paged_logits(model: PreTrainedModel, batch: PackedBatch, kv: KVCache, states: StateCache | None = None) -> Tensor:
     """Run one forward pass over a packed batch and return the logits [num_samples, vocab] of the rows that sample.
-    states: those of the recurrent layers, if the model has any."""
+    states: states of the recurrent layers, if the model has any."""
     logits = model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,

@@ -72,8 +72,8 @@ class AdapterListFile:
         if self._file is None:
             return
         try:
-            found = os.stat(self._file)
-            state = (found.st_mtime_ns, found.st_size, found.st_ino)
+            status = os.stat(self._file)
+            state = (status.st_mtime_ns, status.st_size, status.st_ino)
         except FileNotFoundError:
             state = None
         except OSError as error:
@@ -113,7 +113,7 @@ class AdapterRegistry:
         # Adapters and digests by directory, each with the signature of its files.
         self._cache: OrderedDict[Path, tuple[Any, Adapter]] = OrderedDict()  # least recently used first
         self._digests: dict[Path, tuple[Any, bytes]] = {}  # digest of every adapter that has been loaded
-        self._broken: set[Path] = set()  # those that could not be used when they were last read
+        self._broken: set[Path] = set()  # adapters that could not be used when they were last read
         self._thread = BackgroundWorker("adapters", use_single_thread)
         for name, path in listing.paths().items():
             try:

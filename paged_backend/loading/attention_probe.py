@@ -68,10 +68,10 @@ class AttentionProbe:
 class Probed(NamedTuple):
     """The properties of a model's layers, recorded in a forward pass of the unmodified model."""
 
-    layers: tuple[LayerShape, ...]  # what each keeps in the KV cache
+    layers: tuple[LayerShape, ...]  # what each layer keeps in the KV cache
     specs: tuple[AttentionSpec, ...]  # the attention parameters of the layers with attention
-    mixers: list[nn.Module]  # the recurrent ones
-    states: list[StateShape]  # what each of them keeps
+    mixers: list[nn.Module]  # the recurrent mixers
+    states: list[StateShape]  # the state that each mixer keeps
 
 
 def probe_layers(model: PreTrainedModel) -> Probed:
@@ -90,7 +90,7 @@ def probe_layers(model: PreTrainedModel) -> Probed:
 def _probe_attention(
     model: PreTrainedModel, mixers: list[nn.Module]
 ) -> tuple[tuple[LayerShape, ...], tuple[AttentionSpec, ...]]:
-    """Return the KV cache shape of each layer, and the attention parameters of those with attention.
+    """Return the KV cache shape of each layer, and the attention parameters of the layers with attention.
 
     mixers: the model's recurrent mixers.
     """
@@ -109,7 +109,8 @@ def _probe_attention(
     _check_layers(model, layers, probe.shapes.keys(), mixers)
     if invalid := [window for window in probe.layer_windows if window is not None and window < 1]:
         raise UnsupportedModel(f"sliding_window={min(invalid)} in its configuration: must be at least 1")
-    unused = frozenset() if Stage.of(model) is None else probe.mask_windows - probe.layer_windows  # by other stages
+    # Windows that no layer here uses belong to layers of other stages.
+    unused = frozenset() if Stage.of(model) is None else probe.mask_windows - probe.layer_windows
     if probe.layer_windows - {None} != probe.mask_windows - unused - {None}:
         raise UnsupportedModel(
             f"its masks have windows {_shown(probe.mask_windows)}, but its layers pass {_shown(probe.layer_windows)}"

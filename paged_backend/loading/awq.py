@@ -18,7 +18,7 @@ from torch import Tensor
 from paged_backend.loading.checkpoint_formats import Format, Layout, Parts, affine, group_size, unpack
 from paged_backend.loading.quantized_blocks import Blocks
 
-POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]  # of each of eight outputs in 32 bits
+POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]  # position of each of eight outputs in 32 bits
 
 
 def awq_format(settings: Mapping[str, Any]) -> Format:

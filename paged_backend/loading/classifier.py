@@ -17,8 +17,8 @@ from paged_backend.loading.model_sizes import read_tensor
 from paged_backend.loading.model_source import ModelSource
 from paged_backend.models.hidden_states import record_hidden_states
 
-HEAD = "score.weight"  # of GenericForSequenceClassification in transformers
-TOLERANCE = 0.02  # of the difference of two logits, relative to the largest logit; 16-bit dtypes round to 0.4%
+HEAD = "score.weight"  # name of the weight in GenericForSequenceClassification of transformers
+TOLERANCE = 0.02  # maximum error of a difference of logits, relative to the largest logit; 16-bit dtypes round to 0.4%
 
 
 def is_classifier(hf_config: PretrainedConfig) -> bool:
@@ -66,7 +66,7 @@ def load_classifier(
 
 
 def _activation(hf_config: PretrainedConfig) -> Any:
-    """Return what transformers' `problem_type` asks for; without one, probabilities of labels that exclude others."""
+    """Return the activation for transformers' `problem_type`. By default, labels exclude one another."""
     problem = getattr(hf_config, "problem_type", None)
     if problem == "regression":
         return "none"
@@ -79,11 +79,11 @@ def _read_head(source: ModelSource) -> np.ndarray:
     shape = (hf_config.num_labels, hf_config.get_text_config().hidden_size)
     if source.dummy_seed is not None:
         return np.random.default_rng(source.dummy_seed).normal(0, 0.02, shape).astype(np.float32)
-    found = read_tensor(path, HEAD)
-    if found is None or found.shape != shape:
-        has = "is missing" if found is None else f"has the shape {list(found.shape)}"
+    weight = read_tensor(path, HEAD)
+    if weight is None or weight.shape != shape:
+        has = "is missing" if weight is None else f"has the shape {list(weight.shape)}"
         raise ConfigError(f"{path}: {HEAD} {has}; {path / CONFIG} describes one of {list(shape)}")
-    return np.ascontiguousarray(found.float().numpy())
+    return np.ascontiguousarray(weight.float().numpy())
 
 
 @torch.inference_mode()
@@ -104,8 +104,8 @@ def _of_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, token
     with record_hidden_states(model) as states:
         logits = model(input_ids=torch.tensor([[ids[0]]], device=model.device), use_cache=False).logits[0, -1].float()
     expected = float(logits[ids[1]] - logits[ids[0]])
-    found = float(difference @ states[0][0, -1].float())
-    if abs(found - expected) > TOLERANCE * float(logits.abs().max()):
+    actual = float(difference @ states[0][0, -1].float())
+    if abs(actual - expected) > TOLERANCE * float(logits.abs().max()):
         raise ConfigError(f"{field}: {type(model).__name__} changes its logits after the output layer")
     return np.ascontiguousarray(difference.cpu().numpy())
 

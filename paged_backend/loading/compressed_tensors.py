@@ -33,7 +33,7 @@ from paged_backend.loading.checkpoint_formats import (
 )
 from paged_backend.loading.quantized_blocks import Blocks
 
-UNUSED = tuple(f".{of}_{kind}" for of in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point"))
+UNUSED = tuple(f".{part}_{kind}" for part in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point"))
 
 
 def compressed_tensors_format(settings: Mapping[str, Any]) -> Format:

@@ -51,8 +51,8 @@ from paged_kernels.cpu import native
 log = logging.getLogger("paged_llm")
 
 INT4_GROUP_SIZE = 32
-SCALE_BITS = 16  # of a group of quantized weights
-# Modules of a model that can be divided: whatever else a model has may depend on layers of other stages.
+SCALE_BITS = 16  # bits of the scale of a group of quantized weights
+# The modules of a model that can be divided into stages. Any other module may depend on layers of other stages.
 DIVISIBLE_MODULES = frozenset({"model", "lm_head"})
 DECODER_MODULES = frozenset({"embed_tokens", "layers", "norm", "rotary_emb", "rotary_emb_local"})
 
@@ -70,7 +70,7 @@ class Description:
 
     source: ModelSource
     dtype: torch.dtype
-    name: str  # of the model's class
+    name: str  # name of the model's class
     num_parameters: int
     num_read: int  # parameters that are multiplied; a table of embeddings is not
     num_active: int  # parameters that one token is multiplied by, which excludes experts that it does not select
@@ -80,8 +80,8 @@ class Description:
 
 
 def describe(config: EngineConfig, root: Path, device: torch.device) -> Description:
-    """Return the description of the model that the options name. Raises ConfigError for one that cannot be loaded, as
-    far as its configuration and the headers of its files show."""
+    """Return the description of the model that the options name. Raises ConfigError for a model that cannot be
+    loaded, as far as its configuration and the headers of its files show."""
     path = find_model(config, root)
     with read_quickly(path):
         return describe_files(config, root, device, path)
@@ -387,7 +387,7 @@ def check_batch_invariance(config: EngineConfig, source: ModelSource, device: to
 
 
 def _has_quantized_weights(source: ModelSource) -> bool:
-    """Return whether weights are quantized that are not dequantized when they are loaded. Raises ConfigError."""
+    """Return whether the model has quantized weights that stay quantized when they are loaded. Raises ConfigError."""
     if source.path.suffix == GGUF:
         return source.dummy_seed is None and model_files.check_gguf(source.path).is_quantized
     quantized = bool(getattr(source.hf_config, "quantization_config", None))

@@ -42,7 +42,7 @@ VARIABLES = ("PAGED_CPU_", "ATEN_", "DNNL_", "ONEDNN_", "MKL_", "TORCH_", "CUBLA
 class Outcome:
     """The result of a verification that rejected no variant."""
 
-    variant: str  # name of the one that runs
+    variant: str  # name of the variant that runs
     latents: bool  # whether multi-head latent attention stores latents
     keeps_unused: bool  # whether the model needs the weights that its variant has copies of
     date: str = ""
@@ -84,7 +84,7 @@ class EarlierStarts:
         except Exception as error:  # a damaged file, or one that may not be read
             log.warning("the result of an earlier start cannot be read: %s: %s", type(error).__name__, error)
             return None
-        with suppress(OSError):  # of another user
+        with suppress(OSError):  # the file belongs to another user
             os.utime(self._file)
         return outcome
 

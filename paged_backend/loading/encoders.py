@@ -25,11 +25,11 @@ log = logging.getLogger("paged_llm")
 # Files of sentence-transformers.
 SETTINGS, PROMPTS = "sentence_*_config.json", "config_sentence_transformers.json"
 DEFAULT_POOLING = "mean"  # of sentence-transformers for a model without its files
-# Most that an embedding may change with the tokens of the padding, which are masked, relative to its length.
+# Maximum change of an embedding, relative to its length, when the padding has other tokens. Padding is masked.
 CONTENT_TOLERANCE = 1e-4
-# The same with the length of the padding, which changes how numbers are rounded.
+# The same when the padding has another length, which changes how numbers are rounded.
 PADDING_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-NEW_MODE = "pooling_mode"  # of newer versions of sentence-transformers, instead of a flag for each mode
+NEW_MODE = "pooling_mode"  # field of newer versions of sentence-transformers, instead of a flag for each mode
 MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_lasttoken": "lasttoken",
@@ -164,8 +164,8 @@ def _check_prompts(path: Path) -> None:
 
 
 def _num_positions(layers: PreTrainedModel) -> int:
-    """Return the longest prompt that a model has positions for. Models like RoBERTa count them from after their padding
-    token."""
+    """Return the longest prompt that a model has positions for. Models like RoBERTa count them from the id after
+    their padding token's."""
     for name, module in layers.named_modules():
         if name.rpartition(".")[2] == "position_embeddings" and isinstance(module, torch.nn.Embedding):
             return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)

@@ -51,7 +51,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 def _signed(codes: Tensor, zero: int) -> Tensor:
-    """Return codes of up to 7 bits as int8, less the one that means zero."""
+    """Return codes of up to 7 bits as int8, minus the code that means zero."""
     return codes.view(torch.int8) - zero
 
 

@@ -33,10 +33,10 @@ UNUSED_FIELDS = ("tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.gg
 def read_quickly(path: Path) -> Iterator[None]:
     """Inside the context, transformers reads a model's GGUF file in a fraction of the time.
 
-    For most architectures it reads the metadata with the package gguf, for the configuration, the tokenizer and the
-    weights: a vocabulary of 150,000 tokens takes seconds each time. It makes a table of all names of weights for each
-    module, and numpy converts the weights. Here the metadata are read once, there is one table, and `decode` converts
-    the formats that it knows. Does nothing for other files, and without gguf.
+    For most architectures, transformers reads the metadata with the package gguf: once for the configuration, once for
+    the tokenizer and once for the weights. A vocabulary of 150,000 tokens takes seconds each time. It also makes a
+    table of all names of weights for each module, and converts the weights with numpy. Here the metadata are read once,
+    there is one table, and `decode` converts the formats that it knows. Does nothing for other files, and without gguf.
     """
     if path.suffix != GGUF or not is_gguf_available():
         yield
@@ -151,7 +151,7 @@ class GgufWeights:
             tensor for tensor in reader.tensors if tensor.data.dtype == np.uint8 and tensor.tensor_type.name != "BF16"
         ]
         self._tensors = {tensor.name: tensor for tensor in quantized}
-        self.sizes = {name: (int(one.n_elements), int(one.n_bytes)) for name, one in self._tensors.items()}
+        self.sizes = {name: (int(tensor.n_elements), int(tensor.n_bytes)) for name, tensor in self._tensors.items()}
         architecture = reader.fields["general.architecture"].contents()
         archs = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
         self._config = config.get_text_config()
@@ -167,7 +167,7 @@ class GgufWeights:
     def read(self, name: str) -> Iterator[Blocks]:
         """Yield a weight in all orders of rows; nothing if its format is not supported."""
         stored = self._tensors[name]
-        if stored.data.ndim != 2:  # of experts
+        if stored.data.ndim != 2:  # weights of experts
             return
         blocks = decode(torch.from_numpy(np.array(stored.data)), stored.tensor_type.name)
         if blocks is not None:

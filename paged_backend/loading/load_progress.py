@@ -63,7 +63,7 @@ def weights_reported() -> Iterator[None]:
 
 
 def make_bar(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what `factory` makes, or for a bar that counts tensors, an iterator that reports them."""
+    """Return what `factory` makes. For a bar that counts tensors, return an iterator that reports them."""
     description = str(kwargs.get("desc"))
     phase = next((phase for begin, phase in WEIGHT_BARS.items() if description.startswith(begin)), None)
     if phase and args and hasattr(args[0], "__len__"):

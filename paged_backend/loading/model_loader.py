@@ -77,9 +77,9 @@ class ModelSpec:
     embedding: EmbeddingSpec | None = None  # None: the model does not support embeddings
     classification: ClassificationSpec | None = None  # None: the model does not classify
     generates: bool = True  # False: the model only classifies or embeds
-    weight_format: str | None = None  # of quantized weights, by option ("int8") or in the files ("AWQ")
-    states: tuple[StateShape, ...] = ()  # of the recurrent layers
-    pooling: str | None = None  # of an encoder, which computes a prompt in one step and keeps nothing of it
+    weight_format: str | None = None  # format of quantized weights, by option ("int8") or in the files ("AWQ")
+    states: tuple[StateShape, ...] = ()  # states of the recurrent layers
+    pooling: str | None = None  # pooling of an encoder, which computes a prompt in one step and keeps nothing of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +170,7 @@ def _load(
         tensor_parallel.replace_dtensors(model)
     if config.pipeline_parallel_size > 1:
         keep_stage(model)
-        num_parameters = described.num_parameters  # of all stages
+        num_parameters = described.num_parameters  # parameters of all stages
     model = model.to(device).eval()
     if config.batch_invariant and device.type == "cpu":
         native.avoid_tiles()

@@ -49,7 +49,7 @@ def check_sizes(
     """Return the model that the configuration describes, without memory for its weights. Raises ConfigError if it has
     no layers or describes more weights than the files contain.
 
-    totals: of the weight files; None without them. kind: class of transformers that finds the model's class.
+    totals: totals of the weight files; None without them. kind: class of transformers that finds the model's class.
     """
     text, name = config.get_text_config(), model_path / CONFIG if model_path.suffix != GGUF else model_path
     packed = (

@@ -28,7 +28,7 @@ class ModelSource:
     path: Path  # a directory or a GGUF file
     hf_config: PretrainedConfig
     trust_remote_code: bool = False
-    dummy_seed: int | None = None  # of random weights; None: the files have the weights
+    dummy_seed: int | None = None  # seed of random weights; None: the files have the weights
 
     @classmethod
     def read(cls, config: EngineConfig, path: Path) -> ModelSource:
@@ -58,12 +58,12 @@ def find_files(name: str, root: Path, config: EngineConfig, revision: str | None
     on the Hugging Face hub, which is downloaded in the given revision if it is not in the cache, unless it ends like a
     GGUF file.
     """
-    found = find_local(name, root)
-    if found and (is_model(found) or (found / FAST).is_file()):
-        return found
-    if found is None and is_on_hub(name):
+    path = find_local(name, root)
+    if path and (is_model(path) or (path / FAST).is_file()):
+        return path
+    if path is None and is_on_hub(name):
         return _download(name, config, revision)
-    raise no_model("model", name, found or possible_paths(name, root)[0])
+    raise no_model("model", name, path or possible_paths(name, root)[0])
 
 
 def _download(name: str, config: EngineConfig, revision: str | None) -> Path:

@@ -42,7 +42,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {  # by quant_met
 
 
 def settings_of(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields of quantization_config; none if the model is not quantized."""
+    """Return the fields of quantization_config; empty if the model is not quantized."""
     settings = getattr(hf_config, model_files.QUANTIZATION, None)
     return settings if isinstance(settings, dict) else settings.to_dict() if settings is not None else {}
 
@@ -94,7 +94,7 @@ class _Weight(NamedTuple):
 
     base: str  # the beginning of its tensors' names
     layout: Layout
-    ends: tuple[str, ...]  # of its tensors' names
+    ends: tuple[str, ...]  # ends of its tensors' names
 
 
 class QuantizedCheckpoint:
@@ -115,7 +115,7 @@ class QuantizedCheckpoint:
         self._unused = {name for name in self._files if name.endswith(tuple(form.unused))} - self._parts
         if self._unused:
             log.info("%d scales of activations are not used: activations stay in the data type", len(self._unused))
-        self.sizes: dict[str, tuple[int, int]] = {}  # of the weights that `state_dict` has read
+        self.sizes: dict[str, tuple[int, int]] = {}  # elements and bytes of the weights that `state_dict` has read
 
     def find(self, name: str) -> str | None:
         """Return the name of a weight in the files, or None if it is not quantized there."""

@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 
 from paged_backend.kv.cache import LayerShape
 
-MOST_LAYERS = 12  # of a copy: first layers, and as many later ones
+MOST_LAYERS = 12  # maximum first layers in a copy, and maximum later ones
 SHARED_LAYERS = "num_kv_shared_layers"  # layers that read the keys and values of another one
 ROWS = 1024  # tokens of a copy: the first rows of the embeddings and of the output layer
 WINDOW = 8  # sliding window of a copy, if the model's is longer: a short prompt exceeds it
 
 
 def representative_layers(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> list[int]:
-    """Return the layers of a copy with one of each kind: the first ones of the model, at most MOST_LAYERS, and of kinds
-    that occur later the first. shapes: what each layer keeps in the KV cache.
+    """Return the layers of a copy that has every kind of layer: the first layers of the model, at most MOST_LAYERS, and
+    the first layer of each kind that occurs only later. shapes: what each layer keeps in the KV cache.
 
     Layers that read the keys and values of another one are left out if they occur later.
     """
@@ -55,7 +55,7 @@ def layer_modules(model: PreTrainedModel) -> nn.ModuleList | None:
 def shallow_copy(model: PreTrainedModel, indices: Sequence[int], dtype: torch.dtype) -> PreTrainedModel:
     """Return a copy with some of the layers of a model. It knows ROWS tokens, and its windows are at most WINDOW.
 
-    indices: of the layers. dtype: replaces the model's data type. Weights in other data types keep theirs.
+    indices: numbers of these layers. dtype: replaces the model's data type. Weights in other data types keep theirs.
     """
     layers = layer_modules(model)
     assert layers is not None

@@ -62,7 +62,7 @@ class Found(NamedTuple):
 
     name: str  # in the files
     parameter: nn.Parameter
-    blocks: Blocks  # of this rank
+    blocks: Blocks  # the part of this rank
 
 
 class StoredQuantizer:
@@ -101,26 +101,26 @@ class StoredQuantizer:
         return packed
 
     def _pack(self, weight: Tensor) -> Weight:
-        found = self._find_linears(weight) or self._find_expert(weight)
-        stored = [part for part in found if isinstance(part, Found)]
+        parts = self._find_linears(weight) or self._find_expert(weight)
+        stored = [part for part in parts if isinstance(part, Found)]
         if not stored:
             return self._packer(weight)
         self.replaced.append(weight)
         self._kept |= {part.name: part.parameter for part in stored}
-        if len(stored) == len(found):
+        if len(stored) == len(parts):
             return pack_joined([part.blocks for part in stored], int8_rows=self.int8_rows)
         # Clones, because a view of the weight would keep all of it in memory.
         return JoinedWeight(
             [
                 part.blocks.pack(int8_rows=self.int8_rows) if isinstance(part, Found) else self._packer(part.clone())
-                for part in found
+                for part in parts
             ]
         )
 
     def log_widened(self) -> str | None:
         """Log the quantized weights that are in memory in the model's data type, and the memory that this adds.
 
-        Returns the format of the others, if there are any.
+        Returns the format of the weights that stay quantized, if there are any.
         """
         extra, names = 0, []
         for name, (elements, nbytes) in self._stored.sizes.items():
@@ -141,7 +141,7 @@ class StoredQuantizer:
 
     @cached_property
     def _progress(self) -> Progress:
-        """Begins with the first weight."""
+        """The progress of packing, which is shown from the first weight on."""
         return Progress("packing weights", sum(linear_sizes(self._model)), "weights")
 
     @cached_property
@@ -156,8 +156,8 @@ class StoredQuantizer:
         return linears
 
     def _find_linears(self, weight: Tensor) -> list[Found | Tensor]:
-        """Return the stored weights of the linear layers whose weights are this one or parts of it, in the order of its
-        rows, or the layer's own weight if it is not stored."""
+        """Return the stored weights of the linear layers that multiply by this weight or by parts of it, in the order
+        of its rows. A layer whose weight is not stored contributes its own."""
         begin = weight.storage_offset()
         inside = [
             (name, layer)
@@ -167,8 +167,8 @@ class StoredQuantizer:
         parts: list[Found | Tensor] = []
         for name, layer in inside:
             stored = self._name_of(name, layer)
-            found = None if stored is None else self._match(stored, layer.weight, layer.weight.data)
-            parts.append(found or layer.weight.data)
+            match = None if stored is None else self._match(stored, layer.weight, layer.weight.data)
+            parts.append(match or layer.weight.data)
         return parts
 
     def _name_of(self, name: str, layer: nn.Linear) -> str | None:
@@ -180,7 +180,7 @@ class StoredQuantizer:
         return stored
 
     def _find_expert(self, weight: Tensor) -> list[Found]:
-        """Return the stored weights of one linear layer of an expert; none if they are not stored."""
+        """Return the stored weights of one linear layer of an expert; empty if they are not stored."""
         for name, parameter in self._model.named_parameters():
             memory = parameter.data
             if memory.dim() != 3 or memory.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
@@ -188,16 +188,16 @@ class StoredQuantizer:
             index = weight.storage_offset() // memory.stride(0)
             module, _, projection = name.rpartition(".")
             if (stored := self._stored.find(name)) is not None:
-                found = self._match(stored, parameter, weight, index)
-                return [found] if found else []
+                match = self._match(stored, parameter, weight, index)
+                return [match] if match else []
             places = [module.replace(EXPERT_MODULES[0], place) for place in EXPERT_MODULES]
             for prefix, parts in ((place, parts) for place in places for parts in EXPERTS.get(projection, ())):
                 names = [self._stored.find(f"{prefix}.{index}.{part}.weight") for part in parts]
                 rows = weight.chunk(len(names))
                 if all(names):
                     matches = [self._match(str(n), parameter, part) for n, part in zip(names, rows, strict=True)]
-                    found_all = [match for match in matches if match]
-                    return found_all if len(found_all) == len(matches) else []
+                    stored_parts = [match for match in matches if match]
+                    return stored_parts if len(stored_parts) == len(matches) else []
         return []
 
     def _match(self, name: str, parameter: nn.Parameter, weight: Tensor, expert: int | None = None) -> Found | None:

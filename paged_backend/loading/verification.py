@@ -2,7 +2,7 @@
 
 A forward pass of the unmodified model records the attention parameters of each layer (heads, head size, window) and the
 masks that the model builds; the windows of both must be equal. Then the engine computes two short prompts over shuffled
-blocks, in chunks and with a decode step. It compares their logits with those of the model's own eager attention. A
+blocks, in chunks and with a decode step. It compares their logits with the model's own, from eager attention. A
 model that fails is refused, and the error names its class.
 
 Two questions are separate:
@@ -68,13 +68,13 @@ MEASURED = 6  # positions at the end of each prompt whose logits are computed
 # Largest error of the logits of a position: the norm of the difference, divided by the norm of the logits after their
 # mean is subtracted. A wrong window, scale or mask gives an error of the order of 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-# Factor of the difference that one unit in the last place makes, which is allowed if it exceeds TOLERANCE. The worst
-# position differs by up to 3 times the root mean square over all positions.
+# Logits may differ by this many times the change that one unit in the last place makes, if that exceeds TOLERANCE. The
+# worst position differs by up to 3 times the root mean square over all positions.
 SENSITIVITY_FACTOR = 3
-SENSITIVE_TOLERANCE = 0.5  # of a sensitive model; 1.4 means unrelated
-# Tolerance for an 8-bit KV cache, for quantized weights, and for activations in 8 bits, likewise. With an 8-bit cache,
-# the error of the demo model is 0.03 in int8 and 0.06 in fp8 (0.07 and 0.1 in bfloat16), that of random models of many
-# families up to 0.3; 1 means unrelated. Many formats of quantized weights round activations to 8 bits as well, which
+SENSITIVE_TOLERANCE = 0.5  # tolerance for a sensitive model; 1.4 means unrelated
+# Tolerance for an 8-bit KV cache, for quantized weights, and for activations in 8 bits; 1 means unrelated. With an
+# 8-bit cache, the error of the demo model is 0.03 in int8 and 0.06 in fp8 (0.07 and 0.1 in bfloat16). Random models of
+# many families have errors up to 0.3. Many formats of quantized weights round activations to 8 bits as well, which
 # amplifies the smallest differences (0.11 to 0.23 on the demo model with the int8 of bitsandbytes and torchao).
 QUANTIZATION_TOLERANCE = 0.5
 # Factor of TOLERANCE for quantized weights of files: the model's own weights are rounded to its data type, so they
@@ -110,9 +110,10 @@ def verify_model(
 ) -> tuple[LayerShape, ...]:
     """Verify the model and return the KV cache shapes of its layers.
 
-    text: token ids for one of the prompts. trained_dtype: data type of the checkpoint, which is not refused for its
-    range. earlier: outcomes of verifications. If there is one for this start, nothing is compared; if it does not fit
-    the model, OutdatedOutcome is raised and the model cannot be used.
+    text: token ids for one of the prompts. trained_dtype: data type of the checkpoint; a model that runs in the type it
+    was trained in is not refused for its range. earlier: outcomes of earlier verifications. If it has one for this
+    start, nothing is compared; if that outcome does not fit the model, OutdatedOutcome is raised and the model cannot
+    be used.
 
     Makes the model run its fastest variant that passes: on paged attention, fused if possible, with
     quantized weights if there is a quantizer. Raises UnsupportedModel, with the name of the model's class, if no
@@ -151,8 +152,8 @@ def verify_model(
                 if batch_invariant and not (variant.is_intermediate or skip):
                     check_invariance(model, run, {model.dtype, kv_dtype})
             except UnsupportedModel as error:
-                of = "" if variant.name == "unmodified" else f"{variant.name}: "
-                rejected.append((UnsupportedModel(f"{of}{error}"), _seconds(run, model.dtype)))
+                prefix = "" if variant.name == "unmodified" else f"{variant.name}: "
+                rejected.append((UnsupportedModel(f"{prefix}{error}"), _seconds(run, model.dtype)))
                 if variant.is_intermediate:
                     break
                 continue
@@ -178,7 +179,7 @@ def verify_model(
 
 
 def _seconds(run: Callable[[torch.dtype], Any], dtype: torch.dtype) -> float | None:
-    """Return the seconds of the second of two calls; None if it fails."""
+    """Return the seconds of the second of two calls; None if a call fails."""
     try:
         for _ in range(2):
             started = time.perf_counter()
@@ -200,7 +201,10 @@ def _restore(
     wrong = None if outcome.latents else UnsupportedModel(f"see the log of the start of {outcome.date}")
     layers, base = _paged(model, probed, options, lambda shapes: wrong)
     variants = model_variants(model, base, probed.specs, quantizer, batch_invariant=options.batch_invariant)
-    variant = next((one for one in variants if one.name == outcome.variant and not one.is_intermediate), None)
+    variant = next(
+        (candidate for candidate in variants if candidate.name == outcome.variant and not candidate.is_intermediate),
+        None,
+    )
     if variant is None or any(layer.latent for layer in layers) != outcome.latents:
         raise OutdatedOutcome(f"{name} has no variant {outcome.variant!r}")
     use(model, variant.overrides)
@@ -248,7 +252,7 @@ class Proof:
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[LayerShape], options: Options) -> None:
-        """model: still unmodified. layers: what each of its layers keeps in the KV cache."""
+        """model: the model, still unmodified. layers: what each of its layers keeps in the KV cache."""
         self._options = options
         self._known: dict[str, UnsupportedModel | None] = {}  # why a variant is wrong, by its name
         self._dtypes: list[torch.dtype] = []
@@ -261,7 +265,7 @@ class Proof:
         if any("forward" in vars(module) for module in model.modules()):  # of transformers, on the model's own weights
             self._dtypes = [model.dtype]
         if len(indices) == len(layers) and all((layer.window or 0) <= WINDOW for layer in layers):
-            self._dtypes.remove(model.dtype)  # the whole model is verified likewise
+            self._dtypes.remove(model.dtype)  # the whole model is verified in it anyway
         if self._dtypes:
             try:
                 self._model = shallow_copy(model, indices, model.dtype)
@@ -290,8 +294,8 @@ class Proof:
         self._dtypes = []
 
     def _failure(self, names: Set[str], dtype: torch.dtype) -> UnsupportedModel | None:
-        """Return why the first variant with one of these names is wrong in a data type, and in which layer. None: there
-        is no such variant, or it is right."""
+        """Return why the first variant with one of these names is wrong in a data type, and in which layer; None if
+        it is right, or if there is no such variant."""
         failure = self._failure_of(names, dtype, len(self._classes))
         if failure is None:
             return None
@@ -321,9 +325,9 @@ def _paged(
     options: Options,
     fails: Callable[[tuple[LayerShape, ...]], UnsupportedModel | None],
 ) -> tuple[tuple[LayerShape, ...], Overrides]:
-    """Make a model call paged attention. Returns the KV cache shapes of its layers, and what it is to run for that.
+    """Make a model call paged attention. Returns the KV cache shapes of its layers, and the overrides for that.
 
-    fails: tells why logits are wrong with a cache of latents, if they are.
+    fails: returns why logits are wrong with a cache of latents; None if they are right.
     """
     model.set_attn_implementation(ATTENTION)
     rope.freeze_rope(model)
@@ -340,7 +344,7 @@ def _latents(
     options: Options,
     fails: Callable[[tuple[LayerShape, ...]], UnsupportedModel | None],
 ) -> tuple[tuple[LayerShape, ...], Overrides]:
-    """Make multi-head latent attention store latents, if its logits are right. Returns the KV cache shapes.
+    """Make multi-head latent attention store latents, if its logits are right. Returns the same as `_paged`.
 
     Both forms of its attention are verified. The prompts are too short for the expanded one, so it is forced. On a CPU
     with `batch_invariant` there is only the absorbed form.
@@ -385,7 +389,8 @@ def _failure(compare: Callable[[], Any]) -> UnsupportedModel | None:
 def _release_unused(
     model: PreTrainedModel, variant: ModelVariant, compare: Callable[[], Any]
 ) -> UnsupportedModel | None:
-    """Free the weights that the variant does not use, unless the model needs them nevertheless. Returns why it does.
+    """Free the weights that the variant does not use, unless the model needs them nevertheless. Returns why it needs
+    them.
 
     Some routers are linear layers that are never called; the model reads their weights.
     """
@@ -400,8 +405,8 @@ class Expected(NamedTuple):
     """What the paged logits are compared with."""
 
     prompts: tuple[list[int], list[int]]
-    logits: Sequence[Tensor] = ()  # of the last positions of each prompt, [MEASURED, vocab]; empty: any that are finite
-    sensitivity: Sequence[float] = ()  # of each prompt: relative change of its logits by one unit in the last place
+    logits: Sequence[Tensor] = ()  # last positions of each prompt, [MEASURED, vocab]; empty: any finite logits pass
+    sensitivity: Sequence[float] = ()  # by prompt: relative change of its logits by one unit in the last place
 
 
 def _prompts(model: PreTrainedModel, text: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -423,21 +428,21 @@ def _expect(model: PreTrainedModel, prompts: tuple[list[int], list[int]], advanc
 
     model.set_attn_implementation("eager")
     logits = [compute(ids) for ids in prompts]
-    if any(one.isnan().any() for one in logits):
+    if any(prompt_logits.isnan().any() for prompt_logits in logits):
         raise UnsupportedModel(f"its own logits contain NaN{_describe_non_finite(model)}")
     with _rounded_differently(model):
         others = [compute(ids) for ids in prompts]
     changes = [
-        [_relative_error(*rows) for rows in zip(other, one, strict=True)]
-        for other, one in zip(others, logits, strict=True)
+        [_relative_error(*rows) for rows in zip(changed, original, strict=True)]
+        for changed, original in zip(others, logits, strict=True)
     ]
     return Expected(prompts, logits, [math.sqrt(sum(x * x for x in change) / len(change)) for change in changes])
 
 
 @contextmanager
 def _rounded_differently(model: PreTrainedModel) -> Iterator[None]:
-    """Change the output of each operation that is a module by one unit in the last place, up or down, inside the
-    context."""
+    """Inside the context, change the output of each operation that is a module by one unit in the last place, up or
+    down."""
     generator = torch.Generator().manual_seed(0)
 
     def change(states: Tensor) -> Tensor:
@@ -466,7 +471,7 @@ def _hooked(modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any], 
 @contextmanager
 def _range_checked(model: PreTrainedModel, trained_dtype: torch.dtype | None) -> Iterator[None]:
     """Raise UnsupportedModel if the model runs in float16, has been trained in another data type, and an output of a
-    module inside the context uses more than USED_RANGE of float16. This error replaces that of NaN logits."""
+    module inside the context uses more than USED_RANGE of float16. This error replaces the one about NaN logits."""
     if model.dtype != torch.float16 or trained_dtype == torch.float16:
         yield
         return
@@ -489,11 +494,11 @@ def _range_checked(model: PreTrainedModel, trained_dtype: torch.dtype | None) ->
 
 
 def _check_range(largest: Mapping[str, float]) -> None:
-    """Raise UnsupportedModel if the outputs of modules use too much of float16. Names the first one beyond its end, or
-    else the one with the largest. largest: absolute value by module."""
+    """Raise UnsupportedModel if the outputs of modules use too much of float16. Names the first module beyond its end,
+    or else the module with the largest output. largest: largest absolute value by module."""
     limit = torch.finfo(torch.float16).max
     beyond = (name for name, value in largest.items() if value > limit)
-    name = next(beyond, max(largest, key=lambda one: largest[one]))
+    name = next(beyond, max(largest, key=lambda name: largest[name]))
     if largest[name] > limit * USED_RANGE:
         raise UnsupportedModel(
             f"dtype=float16: {name} computes numbers of up to {largest[name]:,.0f}, and float16 ends at {limit:,.0f}"
@@ -517,8 +522,8 @@ def _compare(
     options: Options,
     weight_tolerance: float,
 ) -> Difference | None:
-    """Return the difference of the paged logits from the expected ones that is the largest, relative to what is
-    allowed; None if none are expected. Raises UnsupportedModel if it is larger than that."""
+    """Return the largest difference of paged logits from the expected ones, relative to the allowed difference; None if
+    no logits are expected. Raises UnsupportedModel if a difference is larger than allowed."""
     differences = []
     bounds = {model.dtype: weight_tolerance}
     if options.kv_dtype != model.dtype:
@@ -527,13 +532,13 @@ def _compare(
         run = partial(_paged_logits_of, model, layers, options.block_size, expected.prompts, dtype)
         try:
             compile_ahead(model.device, run)
-            found = run()
+            computed = run()
         except UnsupportedModel:
             raise
         except Exception as error:
             raise UnsupportedModel(f"its paged forward pass fails: {type(error).__name__}: {error}") from error
         stored = "" if dtype == model.dtype else f"with {dtype} keys and values (kv_cache_dtype), "
-        for (prompt, position), logits in found.items():
+        for (prompt, position), logits in computed.items():
             if not expected.logits:
                 if not logits.isfinite().all():
                     raise UnsupportedModel(f"{stored}logits at position {position} are not finite")
@@ -546,19 +551,19 @@ def _compare(
                 raise UnsupportedModel(f"{stored}logits at position {position} {difference}")
             if dtype == model.dtype:
                 differences.append(difference)
-    return max(differences, key=lambda one: one.found / one.allowed, default=None)
+    return max(differences, key=lambda difference: difference.found / difference.allowed, default=None)
 
 
-def _eager_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:  # [MEASURED, vocab]: of the last positions
+def _eager_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:  # [MEASURED, vocab], at the last positions
     ids_tensor = torch.tensor([ids], device=model.device)
     logits: Tensor = model(input_ids=ids_tensor, use_cache=False, logits_to_keep=MEASURED).logits[0]
     return logits[-MEASURED:]  # a model without the parameter returns all
 
 
-def _relative_error(found: Tensor, expected: Tensor) -> float:
-    found, expected = found.double(), expected.double()
-    found, expected = found - found.mean(), expected - expected.mean()
-    return float((found - expected).norm() / expected.norm())
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.double(), expected.double()
+    actual, expected = actual - actual.mean(), expected - expected.mean()
+    return float((actual - expected).norm() / expected.norm())
 
 
 def _paged_logits_of(
@@ -569,8 +574,8 @@ def _paged_logits_of(
     dtype: torch.dtype,
     most: int = 11,
 ) -> dict[tuple[int, int], Tensor]:
-    """Return logits by (prompt, position): prompts in chunks of up to `most` tokens, then one decode. By default the
-    long prompt takes two chunks, with the short one beside the first."""
+    """Return logits by (prompt, position). They are computed with prompts in chunks of up to `most` tokens, then one
+    decode step. By default the long prompt takes two chunks; the short one runs beside the first of them."""
     width = -(-len(prompts[0]) // block_size)
     kv = KVCache.allocate(layers, num_pages=2 * width + 1, block_size=block_size, dtype=dtype, device=model.device)
     long, short = (_greedy_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))
@@ -579,7 +584,7 @@ def _paged_logits_of(
     if shapes := recurrent.state_shapes(model):
         states = StateCache.allocate(shapes, num_slots=3, device=model.device)
         long.state_slot, short.state_slot = 2, 1
-    found: dict[tuple[int, int], Tensor] = {}
+    logits_at: dict[tuple[int, int], Tensor] = {}
     stage = DeviceUpload(model.device)
 
     def step() -> None:
@@ -591,14 +596,14 @@ def _paged_logits_of(
         for chunk in chunks:
             chunk.sequence.computed += chunk.length
             if chunk.sampled_sequences:
-                found[chunk.sequence.key, chunk.sequence.computed - 1] = next(logits)
+                logits_at[chunk.sequence.key, chunk.sequence.computed - 1] = next(logits)
 
     while long.pending:
         step()
     for seq in (long, short):
         seq.tokens.append(prompts[seq.key][-1])
     step()
-    return found
+    return logits_at
 
 
 def _greedy_sequence(key: int, ids: list[int]) -> sequence.Sequence:

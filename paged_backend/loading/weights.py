@@ -142,7 +142,7 @@ def _random_weights(
 
 
 def _shard(model: PreTrainedModel, ranks: Parallelism) -> PreTrainedModel:
-    """Return this rank's shards of a whole model. Only `from_pretrained` can shard one."""
+    """Return this rank's shards of a whole model. Only `from_pretrained` can shard a model."""
     return type(model).from_pretrained(
         None,
         config=model.config,

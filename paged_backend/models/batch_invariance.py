@@ -2,15 +2,15 @@
 
 PyTorch chooses how to add products by the number of rows.
 
-On a CPU, every matrix product of a model is therefore computed by the C++ kernels, whose sums have one order: linear
-layers and experts are converted as usual (`linear.py`, `experts.py`), and here the weights of modules that multiply by
-themselves, such as routers. What remains for PyTorch, on one thread, is computed for each row by itself.
-`check_invariance` verifies both when a model is loaded.
+On a CPU, the C++ kernels therefore compute every matrix product of a model, always adding in one order. Linear layers
+and experts are converted as usual (`linear.py`, `experts.py`). This module converts the weights of modules that
+multiply by themselves, such as routers. PyTorch computes the rest on one thread, each row by itself. `check_invariance`
+verifies the result when a model is loaded.
 
-On a GPU, every linear layer is computed by `invariant_linear`, in place of cuBLAS. Between the linear layers and
-attention, the layers of a fused model run kernels of this project, which compute each row by itself. Modules of
-transformers and of other libraries run PyTorch's kernels, of which those with a sum or a product choose their order by
-the number of rows. A model with such modules is rejected.
+On a GPU, `invariant_linear` computes every linear layer in place of cuBLAS. Between linear layers and attention, a
+fused model runs kernels of this project, which compute each row by itself. Modules of transformers and of other
+libraries run PyTorch's kernels, which choose the order of a sum or a product by the number of rows. A model with such
+modules is rejected.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ CASTS = frozenset((Tensor.float, Tensor.to, Tensor.type, Tensor.type_as))
 
 class ConvertedParameter(nn.Parameter):
     """A weight [out_features, in_features] that `F.linear` multiplies in converted form, for modules that multiply by
-    themselves. Their `forward` does more, in every family something else (it scores experts, for example), so it runs
-    unchanged and only its product is replaced."""
+    themselves. Their `forward` also does other work, which differs between families (it scores experts, for example).
+    So it runs unchanged, and only its product is replaced."""
 
     convert: Callable[[Tensor], Weight]
     converted: dict[torch.dtype, Weight]
@@ -63,7 +63,7 @@ class ConvertedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Multiply by the converted weight. What other functions return is a plain tensor, or this weight."""
+        """Multiply by the converted weight in `F.linear`. Other functions return plain tensors, or this weight."""
         kwargs = kwargs or {}
         if function is F.linear and isinstance(args[1], ConvertedParameter):
             return args[1].multiply(args[0], kwargs.get("bias", args[2] if len(args) > 2 else None))
@@ -84,20 +84,20 @@ class ConvertedParameter(nn.Parameter):
 
 def convert_parameters(model: nn.Module, overrides: Overrides, convert: Callable[[Tensor], Weight]) -> Overrides:
     """Convert the weights of modules that multiply by themselves: routers, and the linear layers of GPT-2. overrides:
-    those of other modules."""
-    found: Overrides = {}
+    what other modules run."""
+    converted: Overrides = {}
     for module in model.modules():
         is_other = isinstance(module, nn.Linear | nn.Embedding) or (module, "forward") in overrides
         if is_other or has_custom_forward(module):
             continue
         if type(module) is Conv1D:
             weight = convert(module.weight.data.T.contiguous())
-            found[module, "forward"] = partial(project, weight=weight, bias=module.bias)
+            converted[module, "forward"] = partial(project, weight=weight, bias=module.bias)
             continue
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.dim() == 2 and type(parameter.data) is Tensor:
-                found[module, name] = ConvertedParameter.of(parameter.data, convert)
-    return found
+                converted[module, name] = ConvertedParameter.of(parameter.data, convert)
+    return converted
 
 
 class _Products(TorchDispatchMode):
@@ -117,8 +117,8 @@ class _Products(TorchDispatchMode):
 
 @contextmanager
 def reject_products(model: nn.Module) -> Iterator[None]:
-    """Raise UnsupportedModel at the end if PyTorch has multiplied inside. Recurrent mixers may use it: they get one row
-    at a time (`recurrent.py`)."""
+    """Raise UnsupportedModel on exit if PyTorch has computed a product inside the context. Recurrent mixers may: they
+    get one row at a time (`recurrent.py`)."""
     products, hooks = _Products(), []
 
     def pause(module: nn.Module, inputs: Sequence[Any]) -> None:
@@ -142,9 +142,9 @@ def reject_products(model: nn.Module) -> Iterator[None]:
 def check_invariance(
     model: nn.Module, run: Callable[[torch.dtype, int], Mapping[Any, Tensor]], kv_dtypes: Set[torch.dtype]
 ) -> None:
-    """Raise UnsupportedModel if logits of chunks differ from those of single tokens.
+    """Raise UnsupportedModel if chunks and single tokens give different logits.
 
-    run: returns logits for a data type of the KV cache, with prompts in chunks of up to so many tokens.
+    run: returns logits, given the data type of the KV cache and the maximum tokens of a chunk.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the thread that serves requests

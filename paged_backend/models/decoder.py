@@ -31,7 +31,7 @@ from paged_kernels.cpu import native
 from paged_kernels.cpu.packed_linear import GROUP
 from paged_kernels.ops import add_rms_norm, few_rows_linear, kv_write, latent_kv_write, rope_kv_write, swiglu
 
-Convert: TypeAlias = "Callable[[Any, Sequence[str]], Weight]"  # of a weight and the names of its linear layers
+Convert: TypeAlias = "Callable[[Any, Sequence[str]], Weight]"  # takes a weight and the names of its linear layers
 AnyPart = TypeVar("AnyPart", bound="Part")
 
 
@@ -66,7 +66,7 @@ class FewRowsWeight:
 class Projection:
     """Linear layers of the same input, joined into one, with the normalization before and the activation after it."""
 
-    names: tuple[str, ...]  # of the linear layers, inside of the decoder layer
+    names: tuple[str, ...]  # names of the linear layers, inside of the decoder layer
     weight: Weight
     bias: Tensor | None
     norm: Norm | None = None
@@ -142,7 +142,7 @@ class FusedLatents(Part):
     rotation: Rotation
     query_kv: Projection  # to queries, or to their latents; and to latents and shared keys
     query: Projection | None  # from the latents of queries to queries
-    kv_norm: Norm  # of latents
+    kv_norm: Norm  # norm of latents
 
     def __call__(self, states: HiddenStates, angles: Angles, paged: AttentionMeta) -> tuple[Tensor, Tensor]:
         """Return the output of the heads, [num_tokens, num_heads * value_dim], and the residual."""
@@ -223,7 +223,7 @@ class FusedLayer:
 class FusedDecoder:
     """The `forward` of a decoder of transformers."""
 
-    module: Any  # the decoder in whose place it runs
+    module: Any  # the decoder that this one replaces
     angles: Callable[[Tensor, Tensor], Angles]  # from hidden states and position ids to cosines and sines
     layers: tuple[FusedLayer, ...]
     norm: Norm | None  # after the last layer; None in a stage before the last
@@ -242,7 +242,7 @@ class FusedDecoder:
         angles = self.angles(embedded, position_ids)
         states = HiddenStates(embedded[0], None)
         if self.native and len(paged.pagings) == 1:  # the kernel reads one block table for all layers
-            caches = paged.kv.layers[: len(self.layers)]  # those of a draft model follow
+            caches = paged.kv.layers[: len(self.layers)]  # the draft model's caches follow
             states = HiddenStates(self.native(states.output, *angles, caches, paged.pagings[0]), None)
         else:
             for layer in self.layers[: len(self.module.layers)]:  # warm-up leaves layers out (`distinct_layers`)
@@ -256,9 +256,9 @@ class FusedDecoder:
 
     @cached_property
     def native(self) -> native.DecoderLayers | None:
-        """All layers as one call of a CPU kernel; None if it does not support them."""
-        found = [_to_native(layer) for layer in self.layers]
-        return native.DecoderLayers([one for one in found if one]) if all(found) else None
+        """All layers as one call of a CPU kernel; None if the kernel does not support them."""
+        layers = [_to_native(layer) for layer in self.layers]
+        return native.DecoderLayers([layer for layer in layers if layer]) if all(layers) else None
 
     @property
     def called_modules(self) -> tuple[nn.Module, ...]:
@@ -273,8 +273,8 @@ class FusedDecoder:
     @classmethod
     def of(cls, model: PreTrainedModel) -> FusedDecoder | None:
         """Return the fused decoder that a model runs; None if it runs its own."""
-        found = vars(model.base_model).get("forward")
-        return found if isinstance(found, cls) else None
+        forward = vars(model.base_model).get("forward")
+        return forward if isinstance(forward, cls) else None
 
 
 def projections_by_name(layers: Sequence[FusedLayer]) -> dict[tuple[str, ...], list[Projection]]:
@@ -291,7 +291,7 @@ def _to_native(layer: FusedLayer) -> native.DecoderLayer | None:
     if not isinstance(attention, FusedHeads) or not isinstance(mlp, FusedMlp):
         return None
     qkv, o, gate_up, down = projections = attention.qkv, layer.output, mlp.gate_up, mlp.down
-    packed = [one.weight.packed for one in projections if isinstance(one.weight, GroupedCopy)]
+    packed = [projection.weight.packed for projection in projections if isinstance(projection.weight, GroupedCopy)]
     if len(packed) < len(projections) or packed[-1].in_features % GROUP:
         return None
     assert qkv.norm and gate_up.norm

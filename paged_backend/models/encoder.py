@@ -56,11 +56,11 @@ class Embedder(nn.Module):
 
     def forward(self, input_ids: Tensor, ends: Sequence[int]) -> BaseModelOutput:
         """Return hidden states [1, num_tokens, hidden_size] float32: the embedding at the last token of each sequence,
-        zeros elsewhere. input_ids: [1, num_tokens]. ends: after the last token of each sequence."""
+        zeros elsewhere. input_ids: [1, num_tokens]. ends: row after the last token of each sequence."""
         sequences = [input_ids[0, start:end] for start, end in zip((0, *ends), ends, strict=False)]
-        found = [(batch, self.embed([sequences[index] for index in batch])) for batch in batches(sequences)]
-        states = found[0][1].new_zeros(1, input_ids.shape[1], found[0][1].shape[1])
-        for batch, embeddings in found:
+        embedded = [(batch, self.embed([sequences[index] for index in batch])) for batch in batches(sequences)]
+        states = embedded[0][1].new_zeros(1, input_ids.shape[1], embedded[0][1].shape[1])
+        for batch, embeddings in embedded:
             states[0, [ends[index] - 1 for index in batch]] = embeddings
         return BaseModelOutput(last_hidden_state=states)
 
@@ -69,15 +69,15 @@ class Embedder(nn.Module):
         instead of the model's; embeddings must not depend on it."""
         padding = self._pad_id if pad_id is None else pad_id
         padded = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=padding)
-        lengths = torch.tensor([len(one) for one in sequences], device=padded.device)
+        lengths = torch.tensor([len(sequence) for sequence in sequences], device=padded.device)
         mask = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
         states = self.layers(input_ids=padded, attention_mask=mask.long()).last_hidden_state
         return self._pool(states.float(), mask[..., None].float())
 
 
 class Encoder(nn.Module):
-    """An encoder that takes the arguments of a decoder. It has no logits: those of the rows that are asked for are 0,
-    over a vocabulary of one token."""
+    """An encoder that takes the arguments of a decoder. It has no logits: it returns zeros for the rows that are asked
+    for, over a vocabulary of one token."""
 
     def __init__(self, layers: PreTrainedModel, pooling: str) -> None:
         super().__init__()

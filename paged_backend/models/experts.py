@@ -31,7 +31,7 @@ class ExpertProjection:
     """One linear layer of all experts."""
 
     def __init__(self, weights: list[Weight], biases: Tensor | None, out_features: int) -> None:
-        """weights: of each expert. biases: [experts, out_features]."""
+        """weights: the weight of each expert. biases: [experts, out_features]."""
         self._weights, self._biases = weights, biases
         self._out_features = out_features
         packed = [weight.packed for weight in weights if isinstance(weight, GroupedCopy)]
@@ -119,7 +119,7 @@ def _projection(experts: Any, name: str, convert: Callable[[Tensor], Weight]) ->
         parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
     weight = parameter.data.transpose(1, 2) if experts.is_transposed else parameter.data
     biases = getattr(experts, f"{name}_bias").data if experts.has_bias else None
-    return ExpertProjection([convert(one) for one in weight], biases, weight.shape[1])
+    return ExpertProjection([convert(expert) for expert in weight], biases, weight.shape[1])
 
 
 def _is_swiglu(experts: Any) -> bool:

@@ -32,11 +32,13 @@ Measure = Callable[[Sequence[Callable[[], Any]]], float]  # returns the seconds 
 
 
 def with_few_rows(decoder: FusedDecoder, measure: Measure) -> FusedDecoder | None:
-    """Return the decoder with `few_rows_linear`, for each projection up to the number of rows for which it is faster.
-    None: it never is."""
+    """Return the decoder with `few_rows_linear` in each projection, up to the number of rows for which it is faster.
+    Return None if it never is."""
     groups = projections_by_name(decoder.layers)
     runs = {names: _measured(group[0]) for names, group in groups.items()}
-    weights: dict[tuple[str, ...], list[Any]] = {names: [one.weight for one in groups[names]] for names in groups}
+    weights: dict[tuple[str, ...], list[Any]] = {
+        names: [projection.weight for projection in groups[names]] for names in groups
+    }
 
     def launch_all() -> None:
         for names, run in runs.items():
@@ -57,11 +59,11 @@ def with_few_rows(decoder: FusedDecoder, measure: Measure) -> FusedDecoder | Non
 
 
 def _measured(projection: Projection) -> Callable[[Tensor, Weight], Any]:
-    """Return what is measured of a projection: a function of its input and a weight."""
+    """Return the function that is measured for a projection. It takes the input and a weight."""
 
     def run(x: Tensor, weight: Weight) -> Any:
-        one = replace(projection, weight=weight)
-        return one(x) if one.norm is None else one.add(x, x)
+        converted = replace(projection, weight=weight)
+        return converted(x) if converted.norm is None else converted.add(x, x)
 
     return run
 
@@ -69,17 +71,17 @@ def _measured(projection: Projection) -> Callable[[Tensor, Weight], Any]:
 def choose_max_rows(weights: Sequence[Tensor], run: Callable[[Tensor, Weight], Any], measure: Measure) -> int:
     """Return up to how many rows `few_rows_linear` is faster; 0 if it never is.
 
-    weights: of one linear layer, in several decoder layers. run: computes the layer, with what surrounds it, for rows
-    [num_rows, in_features].
+    weights: weights of one linear layer in several decoder layers. run: computes the layer, with the norm and the
+    activation around it, for rows [num_rows, in_features].
     """
-    weights, found = weights[:MAX_LAYERS], 0
+    weights, max_rows = weights[:MAX_LAYERS], 0
     for count in ROWS:
         rows = _rows(count, weights[0])
         together = measure([partial(run, rows, FewRowsWeight(weight, count)) for weight in weights])
         if together >= measure([partial(run, rows, weight) for weight in weights]):
             break
-        found = count
-    return found
+        max_rows = count
+    return max_rows
 
 
 def _rows(count: int, weight: Tensor) -> Tensor:

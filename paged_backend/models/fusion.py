@@ -11,10 +11,10 @@
 Projections of the same input are joined into one weight, and the model's own parameters become views of it. Memory use
 does not grow, and the original decoder stays intact.
 
-FAMILIES are the families with this layer structure. A fused layer uses the parameters of the modules in its place, so
-`find_obstacle` checks that they are those that transformers creates (no other modules, parameters or hooks; plain
-Linear and Parameter). Modules that a fused layer calls, such as mixtures of experts, run their own forward, and may
-hold anything. The attention parameters are what the layer passed to attention in a probe. The verification at load
+FAMILIES are the families with this layer structure. A fused layer uses the parameters of the modules that it
+replaces, so `find_obstacle` checks that these are as transformers creates them (no other modules, parameters or hooks;
+plain Linear and Parameter). Modules that a fused layer calls, such as mixtures of experts, run their own forward, and
+may hold anything. The attention parameters are what the layer passed to attention in a probe. The verification at load
 (`verification.py`) compares the fused model with the model's own eager attention and so detects whatever these checks
 miss.
 """
@@ -53,8 +53,8 @@ class Family(NamedTuple):
     prefix: str
     experts: str | None = None  # kind of the module of a mixture of experts
     has_sinks: bool = False  # whether attention has sinks
-    rotation_of: Callable[[Any], Rotation] | None = None  # of an attention module over latents
-    convert_angles: Callable[[Any], Angles] | None = None  # of what the rotary embedding returns, if not angles
+    rotation_of: Callable[[Any], Rotation] | None = None  # takes an attention module over latents
+    convert_angles: Callable[[Any], Angles] | None = None  # takes what the rotary embedding returns, if not angles
 
 
 def _rotation_of_deepseek_v3(attention: Any) -> Rotation:
@@ -95,7 +95,7 @@ class Structure:
     """The modules that a fused layer replaces, and those that it calls."""
 
     joined: tuple[tuple[str, ...], ...]  # linear layers, by the weight that they are joined into
-    kinds: dict[str, str]  # classes of the others
+    kinds: dict[str, str]  # class of each other module, by name
     called: Set[str]  # modules that it calls
     unused: Set[str]  # modules whose weights attention has absorbed
 
@@ -104,8 +104,8 @@ class Structure:
         return {name for names in self.joined for name in names}
 
     def owns(self, name: str) -> bool:
-        """Return whether a module or parameter is the layer's, and not inside of another one."""
-        return name not in self.unused and not any(name.startswith(f"{one}.") for one in self.called | self.unused)
+        """Return whether a module or parameter is the layer's own, and not part of a module that it calls."""
+        return name not in self.unused and not any(name.startswith(f"{other}.") for other in self.called | self.unused)
 
 
 def find_family(decoder: nn.Module | None) -> str | None:
@@ -133,7 +133,7 @@ def has_experts(mlp: nn.Module, family: str) -> bool:
 
 
 def find_obstacle(model: PreTrainedModel, latents: Mapping[nn.Module, LatentAttention]) -> str | None:
-    """Return why the model cannot be fused, or None if it can. latents: its attention modules over latents."""
+    """Return why the model cannot be fused, or None if it can. latents: latent attention by attention module."""
     decoder: Any = getattr(model, "model", None)
     family = find_family(decoder)
     if family is None:
@@ -174,7 +174,7 @@ def _differences(
 
 
 def _structure(layer: nn.Module, family: str) -> Structure:
-    """Return the structure that a layer of this family has, with the optional parts of this one."""
+    """Return the structure of a layer of this family, with the optional parts that this layer has."""
     modules, unused = dict(layer.named_modules()), set()
     kinds = {"": "DecoderLayer", "self_attn": "Attention"} | dict.fromkeys(NORMS, "RMSNorm")
     if FAMILIES[family].rotation_of:
@@ -193,7 +193,7 @@ def _structure(layer: nn.Module, family: str) -> Structure:
 def latent_projections(names: Set[str]) -> tuple[tuple[str, ...], ...]:
     """Return the projections of an attention over latents, in a layer with modules of these names.
 
-    The first one is joined with that of latents and shared keys. With low-rank queries, the second one expands them.
+    The first projection also computes latents and shared keys. With low-rank queries, the second one expands them.
     """
     has_query_latents = QUERY_B[0] in names
     first = ("self_attn.q_a_proj" if has_query_latents else "self_attn.q_proj", "self_attn.kv_a_proj_with_mqa")
@@ -221,8 +221,9 @@ def _module_differences(layer: nn.Module, family: str, structure: Structure) -> 
 def _parameter_differences(
     layer: nn.Module, model: PreTrainedModel, structure: Structure, others: Set[str]
 ) -> Iterator[str]:
-    """others: names of parameters besides those of linear layers and norms."""
-    parameters = {name: one for name, one in layer.named_parameters() if structure.owns(name)}
+    """Yield how the parameters of a layer differ from the expected ones. others: names of expected parameters outside
+    of linear layers and norms."""
+    parameters = {name: parameter for name, parameter in layer.named_parameters() if structure.owns(name)}
     norms = {name for name, kind in structure.kinds.items() if kind == "RMSNorm"}
     weights = {f"{name}.weight" for name in structure.linears | norms} | others
     buffers = [name for name, _ in layer.named_buffers() if structure.owns(name)]
@@ -240,7 +241,7 @@ def fuse(model: PreTrainedModel, specs: Sequence[AttentionSpec], overrides: Over
     """Return a fused decoder for a model, or the reason why that is not possible. The parameters of joined projections
     become views of one weight.
 
-    specs: the attention parameters by layer. overrides: what the model is to run besides, such as latent attention.
+    specs: the attention parameters by layer. overrides: what else the model runs, such as latent attention.
     """
     latents = {module: value for (module, _), value in overrides.items() if isinstance(value, LatentAttention)}
     if reason := find_obstacle(model, latents):

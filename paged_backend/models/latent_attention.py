@@ -10,8 +10,8 @@ The cache stores both once per token, in place of the keys and values of every h
 transformers calls `expand_kv` of an attention module with the latents and shared keys of a step, and passes its result
 to attention. Here, `expand_kv` returns latents, as the key of one KV head, and attention has two forms:
 
-- Absorbed: the expansion of keys is applied to the queries, and that of values to the output. All query heads attend to
-  the latents as in multi-query attention. A step reads the latents only.
+- Absorbed: the expansion of keys is applied to the queries, the expansion of values to the output. All query heads
+  attend to the latents as in multi-query attention. A step reads the latents only.
 - Expanded: the latents of a sequence are expanded to the keys and values of the heads, in temporary memory. That costs
   time for each token of the context, but then heads are several times smaller. It pays off for long prefill chunks.
 """
@@ -40,9 +40,9 @@ from paged_kernels.paging import Paging
 
 log = logging.getLogger("paged_llm")
 
-MIN_EXPANDED_ROWS = 128  # rows of a chunk, below which it is always absorbed: steps with fewer rows may be captured
-MAX_EXPANDED_CONTEXT = 32768  # tokens of a context that is expanded, which bounds the temporary memory
-EXPANDED_HEADS = 16  # heads that are expanded at a time, likewise
+MIN_EXPANDED_ROWS = 128  # chunks with fewer rows are always absorbed: their steps may be captured
+MAX_EXPANDED_CONTEXT = 32768  # longest context that is expanded, which bounds the temporary memory
+EXPANDED_HEADS = 16  # heads that are expanded at a time, which bounds it too
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -52,14 +52,14 @@ class Expanded:
 
     rows: slice  # packed rows
     blocks: Tensor  # [num_blocks] int64: the blocks of its context
-    paging: Paging  # of one sequence, over its expanded blocks
+    paging: Paging  # paging of one sequence, over its expanded blocks
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
     """The chunks of a step, by the form of attention."""
 
-    absorbed: Paging | None  # with expanded sequences as padding; None: there is no other sequence
+    absorbed: Paging | None  # in it, expanded sequences are padding; None: all sequences are expanded
     expanded: tuple[Expanded, ...]
 
 
@@ -112,7 +112,7 @@ class LatentAttention:
         """expansion: weight of `kv_b_proj`, [num_heads * (nope + value_dim), kv_lora_rank].
 
         min_expanded_rows: rows of a chunk from which it is expanded; None: as soon as that takes less arithmetic.
-        batch_invariant: never expand, so that the result of a row does not depend on the others.
+        batch_invariant: never expand, because the result of a row would then depend on other rows.
         """
         self.rank, self.nope, self.rope, self.value_dim = (getattr(module, name) for name in SIZES)
         heads = expansion.view(-1, self.nope + self.value_dim, self.rank)
@@ -232,12 +232,12 @@ class LatentLayers:
         return tuple(LayerShape(1, rank + rope, rank, latent=True) for rank, _, rope, _ in sizes)
 
     def over_latents(self, min_expanded_rows: int | None = None, *, batch_invariant: bool = False) -> Overrides:
-        """Make the modules use a cache of latents. The options are those of `LatentAttention`."""
+        """Make the modules use a cache of latents. For the options, see `LatentAttention`."""
         overrides: Overrides = {}
         for module, expansion in zip(self._modules, self._expansions, strict=True):
             attention = LatentAttention(module, expansion, min_expanded_rows, batch_invariant=batch_invariant)
             overrides[module, "expand_kv"], overrides[module, "attend_pages"] = attention.expand_kv, attention
-            overrides[module.kv_b_proj, "forward"] = _not_called  # so that its weight is neither packed nor quantized
+            overrides[module.kv_b_proj, "forward"] = _not_called  # keeps its weight from being packed or quantized
         return overrides
 
 
@@ -246,7 +246,7 @@ def _not_called(*arguments: Any) -> Tensor:
 
 
 def absorbed_layers(model: nn.Module) -> Iterator[str]:
-    """Yield the names of linear layers whose weights attention has absorbed, so that they are not called."""
+    """Yield the names of linear layers that are not called, because attention has absorbed their weights."""
     for name, module in model.named_modules():
         if isinstance(vars(module).get("attend_pages"), LatentAttention):
             yield f"{name}.kv_b_proj"

@@ -88,10 +88,10 @@ COPIES: Mapping[str, type[OneDnnCopy | GroupedCopy]] = {"onednn": OneDnnCopy, "g
 
 @dataclass(frozen=True, eq=False)
 class PermutedWeight:
-    """A weight whose inputs are in another order than those of the layer."""
+    """A weight whose inputs are in another order than the layer's inputs."""
 
     weight: GroupedCopy
-    order: Tensor  # [in_features], the layer's input for each input of the weight
+    order: Tensor  # [in_features]: index of the layer's input for each input of the weight
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self.weight(x[..., self.order], bias)
@@ -171,7 +171,7 @@ def groups_are_fastest(dtype: torch.dtype) -> bool:
 
 
 class Ranks:
-    """The ranks that share the weight of a module. They are those of its copies, too: a group cannot be copied."""
+    """The ranks that share the weight of a module. Copies of the module share this object: a group cannot be copied."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """group: None for all ranks."""
@@ -208,7 +208,7 @@ class RowParallelLinear(nn.Linear):
     ranks: Ranks
 
     def forward(self, x: Tensor, weight: Weight | None = None) -> Tensor:
-        """weight: converted, in place of the layer's own [out_features, in_features of this rank]."""
+        """Compute the layer. weight: replaces its own weight [out_features, in_features of this rank]."""
         product = self.ranks.sum(project(x, self.weight if weight is None else weight, None))
         return product if self.bias is None else product + self.bias
 
@@ -225,9 +225,9 @@ class WeightPacker:
         self._batch_invariant = batch_invariant
         self.replaced: list[Tensor] = []  # original weights that are no longer used
         self.changed = False  # whether any weight was packed
-        self.lacks_memory = False  # whether a weight was not, because its copy did not fit
+        self.lacks_memory = False  # whether a weight was not packed because its copy did not fit
         self._budget = MEMORY_SHARE * available_memory()
-        self._warned: set[torch.Size] = set()  # shapes, as a mixture of experts has thousands of equal weights
+        self._warned: set[torch.Size] = set()  # shapes only: a mixture of experts has thousands of equal weights
 
     def __call__(self, weight: Tensor) -> Weight:
         """Return the packed weight, or the weight itself if no copy is faster or fits the budget."""
@@ -267,7 +267,7 @@ class WeightQuantizer:
 
     def __init__(self, spec: QuantizationSpec, model: PreTrainedModel, *, batch_invariant: bool = False) -> None:
         output_weight = getattr(model.get_output_embeddings(), "weight", None)  # a stage before the last has none
-        self._packer = WeightPacker(batch_invariant=batch_invariant)  # of small weights
+        self._packer = WeightPacker(batch_invariant=batch_invariant)  # for small weights
         self.replaced = self._packer.replaced
         self.bits: int | None = spec.bits
         self.int8_rows = spec.int8_rows
@@ -293,7 +293,8 @@ class WeightQuantizer:
         return GroupedCopy(packed._replace(int8_rows=self.int8_rows))
 
     def log_rounded(self) -> str | None:
-        """Log how many weights are rounded. Weights that are multiplied at once, as of queries and keys, are one.
+        """Log how many weights are rounded. Weights that are multiplied at once, such as queries and keys, count as
+        one.
 
         Returns the name of their format, or None if all weights are too small.
         """

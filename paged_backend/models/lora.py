@@ -130,9 +130,10 @@ class Lora:
     def __init__(
         self, model: PreTrainedModel, shapes: LoraShapes, *, slots: int, rank: int, batch_invariant: bool = False
     ) -> None:
-        """Allocate the slots. `shapes` are those of the adaptable layers. The model must be in its final variant.
+        """Allocate the slots. The model must be in its final variant.
 
-        batch_invariant: multiply in one order, so that the result of a row does not depend on the others.
+        shapes: sizes of the adaptable layers, by name. batch_invariant: multiply in one order; the result of a row then
+        does not depend on other rows.
         """
         self.shapes, self.slots, self.rank = shapes, slots, rank
         # On a CPU, torch multiplies the few rows of a decode step half as fast in 16 bits as in 32.
@@ -217,18 +218,18 @@ def find_adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """Return the linear layers that adapters may change, by name, with their input and output sizes.
 
     These are the layers that process every token of a batch exactly once and in order, which excludes the output layer
-    and routed experts. Returns none if the forward pass fails; `verify_model` then reports the error. The model must be
-    unmodified.
+    and routed experts. Returns an empty dict if the forward pass fails; `verify_model` then reports the error. The
+    model must be unmodified.
     """
     calls: Counter[str] = Counter()
-    found: dict[str, tuple[int, int]] = {}
+    adaptable: dict[str, tuple[int, int]] = {}
     hooks = []
 
     def count_calls(name: str, sizes: tuple[int, int]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def called(module: nn.Module, arguments: tuple[Any, ...]) -> None:
             calls[name] += 1
             if arguments and arguments[0].shape[:-1].numel() == PROBE_TOKENS:
-                found[name] = sizes
+                adaptable[name] = sizes
 
         return called
 
@@ -245,7 +246,7 @@ def find_adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: sizes for name, sizes in found.items() if calls[name] == 1}
+    return {name: sizes for name, sizes in adaptable.items() if calls[name] == 1}
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:

@@ -26,7 +26,7 @@ class ModelVariant(NamedTuple):
     overrides: Overrides
     unused: Sequence[Tensor] = ()  # weights that have been replaced by packed or quantized copies
     weight_bits: int | None = None  # bits to which this variant rounds weights
-    is_stored: bool = False  # whether weights are those of the files, which the model's are rounded from
+    is_stored: bool = False  # whether it has the quantized weights of the files, which the model's own are rounded from
     int8_rows: bool = False  # whether activations are rounded to 8 bits
     is_intermediate: bool = False  # whether it is to be verified, but not used
     obstacle: str | None = None  # why the layers are not fused, if they cannot be
@@ -34,12 +34,12 @@ class ModelVariant(NamedTuple):
 
     @property
     def layers(self) -> str:
-        """The form of the layers, which is also the name of the variant that has them with the model's own weights."""
+        """The form of the layers. The variant that has it with the model's own weights has the same name."""
         return self.name.partition(",")[0]
 
     @property
     def is_quantized(self) -> bool:
-        """Whether weights are rounded, or those of quantized files."""
+        """Whether weights are rounded, or were quantized in the files."""
         return self.weight_bits is not None or self.is_stored
 
     def release_unused(self, model: PreTrainedModel) -> Callable[[], None]:
@@ -55,14 +55,14 @@ def model_variants(
     *,
     batch_invariant: bool = False,
 ) -> Iterator[ModelVariant]:
-    """Yield the variants of a model, for `use`. base: what it runs in all of them.
+    """Yield the variants of a model, for `use`. base: overrides that all of them have.
 
-    With a quantizer that rounds weights, these are a variant with the model's weights, which is intermediate, and one
-    with rounded weights. With `batch_invariant`, all other variants multiply in the C++ kernels only, and on a
-    GPU there is one, which multiplies in `invariant_linear`.
+    A quantizer that rounds weights gives two variants: an intermediate one with the model's own weights, then one with
+    rounded weights. With `batch_invariant`, all other variants multiply in the C++ kernels only. On a GPU it gives a
+    single variant, which multiplies in `invariant_linear`.
 
-    Each variant is built when it is asked for. The one before is taken out of use and emptied first, so that copies of
-    weights are in memory for one variant at a time.
+    A variant is built when it is asked for. Before that, the previous one is taken out of use and emptied: only one
+    variant has copies of weights in memory at a time.
     """
     use(model, {})
     fused = fuse(model, specs, base)
@@ -79,7 +79,7 @@ def model_variants(
 
 
 class _Builder:
-    """Builds the variants of a model, which is not in any of them meanwhile."""
+    """Builds the variants of a model. The model is in none of them while one is built."""
 
     def __init__(self, model: PreTrainedModel, base: Overrides, batch_invariant: bool) -> None:
         self._model, self._base = model, base
@@ -87,7 +87,7 @@ class _Builder:
         self.lacks_memory = False  # whether a weight was not packed for lack of memory
 
     def quantized(self, decoder: FusedDecoder | None, quantizer: Quantizer) -> Iterator[ModelVariant]:
-        """Yield the variants with quantized weights. If they are not rounded but stored, all others follow."""
+        """Yield the variants with quantized weights. If the files have them, all other variants follow."""
         plain = self._plain(decoder)
         if quantizer.bits:
             yield plain._replace(is_intermediate=True)
@@ -129,7 +129,8 @@ class _Builder:
             yield ModelVariant(f"{self._plain(decoder).name}, with packed weights", overrides, packer.replaced)
 
     def _plain(self, decoder: FusedDecoder | None) -> ModelVariant:
-        """Return the variant with the model's own weights, or those of a fused decoder."""
+        """Return the variant without converted weights: the fused decoder if there is one, else the unmodified
+        model."""
         if decoder is None:
             return ModelVariant("unmodified", dict(self._base))
         return ModelVariant("fused", self._base | {(decoder.module, "forward"): decoder})
@@ -140,14 +141,14 @@ class _Builder:
         if decoder:
             overrides[decoder.module, "forward"] = decoder.with_weights(lambda weight, _: convert(weight))
         linears = [module for module in self._running(decoder) if is_convertible(module)]
-        overrides |= convert_linears([one for one in linears if (one, "forward") not in overrides], convert)
+        overrides |= convert_linears([linear for linear in linears if (linear, "forward") not in overrides], convert)
         overrides |= convert_experts(self._model, convert)
         if self._batch_invariant:
             overrides |= convert_parameters(self._model, overrides, WeightPacker(batch_invariant=True))
         return overrides
 
     def _running(self, decoder: FusedDecoder | None) -> Iterator[nn.Module]:
-        """Yield the modules that run their own code, which excludes those of fused layers."""
+        """Yield the modules that run their own code, which excludes modules that fused layers replace."""
         modules: list[nn.Module] = [self._model]
         while modules:
             module = modules.pop()

@@ -23,7 +23,7 @@ OWN = "_own_attributes"  # attribute of a model: its modules' own values of the 
 
 
 def use(model: nn.Module, overrides: Overrides) -> None:
-    """Make the modules of a model run these overrides, and nothing else of what they ran because of an earlier call."""
+    """Make the modules of a model run these overrides, in place of the overrides of an earlier call."""
     _assign(vars(model).pop(OWN, {}))
     vars(model)[OWN] = _values(overrides)
     _assign(overrides)

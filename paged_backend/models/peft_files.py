@@ -134,7 +134,7 @@ def signature(directory: Path) -> tuple[Any, ...]:
 
 def _stat(file: Path) -> tuple[int, int, int]:
     try:
-        found = os.stat(file)
+        status = os.stat(file)
     except OSError as error:
         if file.name == WEIGHTS and file.with_name(PICKLE).exists():
             raise AdapterError(
@@ -142,9 +142,9 @@ def _stat(file: Path) -> tuple[int, int, int]:
             ) from error
         name = file.name if file.parent.is_dir() else "its directory"
         raise AdapterError(f"{name}: {error.strerror}") from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise AdapterError(f"{file.name}: not a regular file")
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def read_config(directory: Path, max_rank: int) -> PeftConfig:
@@ -172,8 +172,8 @@ def read_adapter(name: str, directory: Path, shapes: LoraShapes, dtype: torch.dt
 
 
 def check_adapter(directory: Path, shapes: LoraShapes, max_rank: int) -> None:
-    """Raise AdapterError for an adapter that is not one of the model with these layers, as far as its configuration and
-    the header of its weights show."""
+    """Raise AdapterError if an adapter does not fit a model with these layers. Reads only its configuration and the
+    header of its weights."""
     config = read_config(directory, max_rank)
     with _as_adapter_error():
         try:
@@ -265,14 +265,14 @@ def _patterns(field: str, values: Mapping[str, Any], read: Callable[[str, Any], 
 def _factors(
     tensors: Mapping[str, Tensor], config: PeftConfig, shapes: LoraShapes, dtype: torch.dtype
 ) -> dict[str, Factors]:
-    found: dict[str, dict[str, Tensor]] = {}
+    pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         layer, which = _parse_name(name, shapes)
-        found.setdefault(layer, {})[which] = _checked(name, tensor, which, config.rank_of(layer), shapes[layer])
-    if not found:
+        pairs.setdefault(layer, {})[which] = _checked(name, tensor, which, config.rank_of(layer), shapes[layer])
+    if not pairs:
         raise AdapterError(f"{WEIGHTS}: contains no tensor")
     factors = {}
-    for layer, pair in found.items():
+    for layer, pair in pairs.items():
         if missing := {"A", "B"} - pair.keys():
             raise AdapterError(f"{WEIGHTS}: base_model.model.{layer}.lora_{missing.pop()}.weight is missing")
         b = pair["B"].float() * config.scaling_of(layer)
@@ -301,7 +301,7 @@ def _checked(name: str, tensor: Tensor, which: str, rank: int, shape: tuple[int,
     return tensor
 
 
-def _check_shape(name: str, found: list[int], which: str, rank: int, shape: tuple[int, int]) -> None:
+def _check_shape(name: str, actual: list[int], which: str, rank: int, shape: tuple[int, int]) -> None:
     expected = [rank, shape[0]] if which == "A" else [shape[1], rank]
-    if found != expected:
-        raise AdapterError(f"{WEIGHTS}: {name}: has shape {found}; must be {expected}")
+    if actual != expected:
+        raise AdapterError(f"{WEIGHTS}: {name}: has shape {actual}; must be {expected}")

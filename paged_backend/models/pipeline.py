@@ -8,8 +8,8 @@ these, so that a stage is a model of its own, with fewer layers:
     middle    hidden states (StageInput)     2, 3      hidden states (StageOutput)
     last      hidden states (StageInput)     4, 5      final norm, output layer: logits
 
-It is verified, fused and quantized as a whole model is. For that, the input of a stage that receives nothing is an
-example that depends on the token, as embeddings do.
+A stage is verified, fused and quantized like a whole model. For that, a stage that receives nothing computes from an
+example, which depends on the token as embeddings do.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def plans_of_stage() -> Iterator[None]:
 
 
 def keep_stage(model: PreTrainedModel) -> None:
-    """Make a model that transformers has loaded for one stage a model of the layers of this stage. Raises
+    """Reduce a model that transformers has loaded for one stage to the layers of this stage. Raises
     UnsupportedModel."""
     from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 

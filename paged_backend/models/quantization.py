@@ -5,8 +5,8 @@ A block of consecutive inputs of one output shares a scale, and with 4 bits also
     int8    weight = scale * code,             code -127..127
     int4    weight = scale * code + minimum,   code -8..7
 
-Scales and minima are float16. For int4 they minimize the squared error of a block, given its codes, and the codes are
-those nearest to the weights, given scale and minimum; both are determined in turn.
+Scales and minima are float16. For int4, two steps alternate: scale and minimum become the values that minimize the
+squared error of a block, given its codes; then each code becomes the nearest to its weight, given both.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def quantize(weight: Tensor, bits: int, block_inputs: int | None) -> PackedLinea
 
 
 def _blocks(weight: Tensor, size: int) -> Iterator[Tensor]:
-    """Yield float32 [outputs, blocks, size] of some outputs each. A short last block is filled with its last weight."""
+    """Yield float32 tensors [outputs, blocks, size], each of some of the outputs. A short last block is filled with its
+    last weight."""
     for rows in weight.split(max(1, CHUNK // weight.shape[1])):
         missing = -rows.shape[1] % size
         yield torch.cat([rows, rows[:, -1:].expand(-1, missing)], 1).float().unflatten(1, (-1, size))
@@ -90,7 +91,7 @@ def _round_to_int8(blocks: Tensor) -> _Rounded:
 def _round_to_int4(blocks: Tensor) -> _Rounded:
     lowest, highest = blocks.aminmax(dim=-1)
     scales = (highest - lowest) / LEVELS
-    mins = lowest + 8 * scales  # of the code 0, which is in the middle
+    mins = lowest + 8 * scales  # weights of the code 0, which is in the middle
     for _ in range(ITERATIONS):
         codes = _codes(blocks, scales, mins, -8, 7).float()
         mean, mean_code = blocks.mean(-1), codes.mean(-1)

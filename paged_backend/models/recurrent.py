@@ -9,8 +9,8 @@ unchanged, with a cache object of transformers that holds the states of some slo
     states          gathered  view of c's  zero, then
                     and back  slot         d's slot
 
-The rows arrive in the keyword argument `paged` of the model, like those of attention. Not every model passes it on to
-its mixers, so they get it from a `forward` before the model's own (`RecurrentModel`).
+The rows arrive in the keyword argument `paged` of the model, as for attention. Not every model passes it on to its
+mixers, so they get it from `RecurrentModel`, which runs before the model's own `forward`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _family(module: nn.Module) -> str:
 @contextmanager
 def record_states(mixers: Sequence[Any]) -> Iterator[dict[int, StateShape]]:
     """Collect the states that each mixer stores in forward passes inside the context, by its index in `mixers`."""
-    found: dict[int, StateShape] = {}
+    shapes: dict[int, StateShape] = {}
 
     def recorder(index: int, mixer: Any) -> Any:
         run = _Call(mixer)
@@ -83,13 +83,13 @@ def record_states(mixers: Sequence[Any]) -> Iterator[dict[int, StateShape]]:
         def forward(hidden_states: Tensor, *args: Any, **rest: Any) -> Tensor:
             layer = LinearAttentionLayer()
             output = run(hidden_states, layer)
-            found[index] = _shape_of(layer, mixer)
+            shapes[index] = _shape_of(layer, mixer)
             return output
 
         return forward
 
     with overridden({(mixer, "forward"): recorder(index, mixer) for index, mixer in enumerate(mixers)}):
-        yield found
+        yield shapes
 
 
 def _shape_of(layer: LinearAttentionLayer, mixer: nn.Module) -> StateShape:
@@ -140,7 +140,7 @@ class RecurrentModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._forward = model.forward
-        self.paged: AttentionMeta | None = None  # that of the forward pass in progress
+        self.paged: AttentionMeta | None = None  # the rows of the forward pass in progress
 
     def __call__(self, *args: Any, paged: AttentionMeta, **rest: Any) -> Any:
         """Run a forward pass over a packed batch."""
@@ -158,8 +158,8 @@ class RecurrentMixer:
     def __init__(
         self, mixer: Any, model: RecurrentModel, index: int, shape: StateShape, *, batch_invariant: bool = False
     ) -> None:
-        """index: the number of the mixer in the state cache. batch_invariant: compute one row after the other, so that
-        a row depends neither on other sequences nor on how a prompt is split."""
+        """index: the number of the mixer in the state cache. batch_invariant: compute one row after the other; a
+        row then depends neither on other sequences nor on how a prompt is split."""
         self._call, self._model, self._index = _Call(mixer), model, index
         self._name = type(mixer).__name__
         self._single_step = batch_invariant or _family(mixer) in SINGLE_STEP
@@ -171,7 +171,7 @@ class RecurrentMixer:
         hidden_states: Tensor,  # [1, num_tokens, hidden]
         *args: Any,
         attention_mask: None = None,
-        **rest: Any,  # of transformers' own kernels, for batches that are not paged
+        **rest: Any,  # arguments of transformers' own kernels, for batches that are not paged
     ) -> Tensor:  # [1, num_tokens, hidden]
         paged = self._model.paged
         if paged is None or paged.states is None or paged.state_rows is None:
@@ -219,7 +219,7 @@ class RecurrentMixer:
 def over_packed_batches(
     model: PreTrainedModel, mixers: Sequence[Any], shapes: Sequence[StateShape], *, batch_invariant: bool = False
 ) -> Overrides:
-    """Make the mixers of a model run over packed batches. shapes: the states of each."""
+    """Make the mixers of a model run over packed batches. shapes: the shapes of the states of each mixer."""
     if not mixers:
         return {}
     whole = RecurrentModel(model)

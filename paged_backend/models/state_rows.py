@@ -16,7 +16,7 @@ class StateChunk(NamedTuple):
     first_row: int
     length: int
     slot: int
-    is_start: bool  # whether it starts at position 0, so from the zero state whatever the slot holds
+    is_start: bool  # whether it starts at position 0: from the zero state, whatever the slot holds
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +32,8 @@ class StateDecode:
 class StateRows:
     """The rows of a step by the slot of their sequence's state.
 
-    Sequences that decode have one row each, which all run as one batch, then a row for each draft token: the first
-    draft tokens of all sequences run as one batch, then the second ones. Every other chunk runs by itself.
+    A sequence that decodes has one row, then a row for each draft token. The first rows of all these sequences run as
+    one batch, then the rows of their first draft tokens, and so on. Every other chunk runs by itself.
     """
 
     decodes: tuple[StateDecode, ...]  # in order; each reads what the one before has written
@@ -47,8 +47,8 @@ def state_rows(
 
     Args:
         slots: the slot of each sequence's state, in the order of the packed batch.
-        starts: the position of the first row of each.
-        lengths: the number of rows of each, including draft tokens.
+        starts: the position of the first row of each sequence.
+        lengths: the number of rows of each sequence, including draft tokens.
         draft_slots: the slots for the states after each draft token, which are the last rows of a sequence that
             decodes.
     """

@@ -70,7 +70,7 @@ class GatheredLinear(nn.Linear):
     """A linear layer whose outputs are split over ranks, each of which gets the outputs of all."""
 
     ranks: Ranks
-    num_outputs: int  # of all ranks together
+    num_outputs: int  # outputs of all ranks together
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in_features] -> [..., num_outputs]
         product = super().forward(x)
@@ -118,7 +118,7 @@ def replace_dtensors(model: PreTrainedModel) -> None:
 
 
 def _become(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None:
-    """Make a module one of a subclass of its class, with these attributes."""
+    """Change the class of a module to a subclass of it, and set attributes."""
     module.__class__ = kind
     vars(module).update(attributes)
 

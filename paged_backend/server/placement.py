@@ -28,13 +28,13 @@ def visible_gpus(kind: str, device: int, wanted: str, processes: int, visible: s
         ids = _numbers(wanted, processes)
     else:
         return None
-    return ",".join(_name(one, visible) for one in ids)
+    return ",".join(_name(gpu, visible) for gpu in ids)
 
 
 def replica_gpus(number: int, size: int, visible: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES for one data parallel engine. number: the engine's. size: GPUs for each engine.
+    """Return CUDA_VISIBLE_DEVICES for one data parallel engine. number: the engine's number. size: GPUs of each engine.
     Raises ConfigError if there are too few."""
-    return ",".join(_name(one, visible) for one in range(number * size, (number + 1) * size))
+    return ",".join(_name(gpu, visible) for gpu in range(number * size, (number + 1) * size))
 
 
 def _numbers(wanted: str, processes: int) -> list[int]:

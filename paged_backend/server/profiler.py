@@ -128,7 +128,8 @@ def _step_events(pid: int, steps: list[StepOutput]) -> list[Event]:
 
 
 def _thread_events(pid: int, threads: list[dict[str, Any]], began: float, ended: float) -> list[Event]:
-    """Return an event for each thread of tritonserver. Its row shows the share of a core, not when."""
+    """Return an event for each thread of tritonserver. Its length shows the share of a core, not when the thread
+    ran."""
     events: list[Event] = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": "tritonserver"}}]
     for thread in threads:
         row = {"pid": pid, "tid": thread["thread"]}

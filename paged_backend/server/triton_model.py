@@ -29,7 +29,7 @@ class TritonPythonModel:
     def auto_complete_config(model_config: Any) -> Any:
         """Add what config.pbtxt omits. Triton rejects a config that declares a tensor differently."""
         given = model_config.as_dict()
-        declared = {one["name"] for one in given["input"]}
+        declared = {tensor["name"] for tensor in given["input"]}
         for name, spec in INPUTS.items():
             optional = {} if name in declared else {"optional": True}
             model_config.add_input({"name": name, "data_type": spec.data_type, "dims": list(spec.dims), **optional})

@@ -1,4 +1,4 @@
-"""Python processes that end with the one that started them: the ranks and replicas of an engine."""
+"""Python processes that end with the process that started them: the ranks and replicas of an engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def start_module(
     pipe: it is closed when this process ends.
 
     first: what is written to the pipe first. It may be secret: other users can read arguments, but no pipe.
-    environment: changes to that of this process. stdout: as in `subprocess.Popen`. Raises OSError.
+    environment: variables that differ from this process's. stdout: as in `subprocess.Popen`. Raises OSError.
     """
     process = subprocess.Popen(
         [find_python(), "-m", module, *arguments],

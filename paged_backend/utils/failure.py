@@ -23,8 +23,8 @@ def report(reason: str) -> None:
 
 def reported(line: str, mark: str) -> str | None:
     """Return the reason that a line of the log reports; None if it is another line, or does not have the mark."""
-    found = re.search(rf" ERROR paged_llm\.failure: {re.escape(_begin(mark))}(.*)", line)
-    return found and found[1]
+    match = re.search(rf" ERROR paged_llm\.failure: {re.escape(_begin(mark))}(.*)", line)
+    return match and match[1]
 
 
 def _begin(mark: str | None) -> str:

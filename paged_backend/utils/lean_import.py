@@ -19,7 +19,7 @@ DECORATORS = {"allow_in_graph", "assume_constant_result", "disable"}
 
 
 def import_transformers() -> None:
-    """Import the modules of transformers that every model needs. Must run before others import them.
+    """Import the modules of transformers that every model needs. Must run before other modules import them.
 
     They take no part in distributed tensors then. `torch.compile` works, but ignores `torch.compiler.disable` of
     functions that were imported or called before.

@@ -2,7 +2,7 @@
 `paged profile`, `paged sleep` and `paged wake`.
 
 It is a Unix domain socket in a directory that only this user can access, and carries JSON frames. A frame with
-"attached": N is followed by as many bytes, which are its value of that name once it is received.
+"attached": N is followed by N bytes; the receiver gets them as its value "attached".
 
 Frames to the engine:   {"id": 7, "request": {"tensors": {name: [values]}, "parameters": ..., "timeout_us": ...}}
                         {"id": 7, "profile": seconds}, {"id": 7, "sleep": seconds to wait for open requests},
@@ -21,7 +21,7 @@ Frames from the engine: {"id": 7, "outputs": {name: [values]}, "final": false}
 Instances of a model move requests to each other with the frames of engine/remote_engine.py.
 
 The sender of a request chooses its id, unique on the connection. Each frame is preceded by its length as a 4-byte
-big-endian integer. The types of tensors are those of server/wire/tensors.py.
+big-endian integer. server/wire/tensors.py defines the types of tensors.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def _directory() -> Iterator[int]:
         os.mkdir(path, 0o700)
     opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        found = os.fstat(opened)
-        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        status = os.fstat(opened)
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise PermissionError(f"{path}: must belong to user {os.getuid()}, with the mode 0700, for its sockets")
         yield opened
     finally:

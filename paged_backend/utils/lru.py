@@ -15,7 +15,7 @@ class LruIndex(Generic[Key, Value]):
 
     def __init__(self) -> None:
         self._entries: dict[Key, tuple[Value, int]] = {}  # value and size
-        self.nbytes = 0  # of all entries
+        self.nbytes = 0  # bytes of all entries
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -57,12 +57,12 @@ class LruIndex(Generic[Key, Value]):
         return True
 
     def excess(self, max_bytes: int, max_entries: int = sys.maxsize) -> list[Key]:
-        """Return the least recently used keys without which the others are within the limits."""
-        found: list[Key] = []
+        """Return the least recently used keys that must be removed to keep the limits."""
+        keys: list[Key] = []
         nbytes, count = self.nbytes, len(self._entries)
         for key, (_, size) in self._entries.items():
             if nbytes <= max_bytes and count <= max_entries:
                 break
-            found.append(key)
+            keys.append(key)
             nbytes, count = nbytes - size, count - 1
-        return found
+        return keys

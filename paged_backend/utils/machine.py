@@ -151,7 +151,7 @@ def release_openmp_threads() -> None:
 
 
 def use_single_thread() -> None:
-    """Make the calling thread compute without an OpenMP team, as threads should that only copy while another one
+    """Make the calling thread compute without an OpenMP team, for threads that only copy while another thread
     computes."""
     import torch
 
@@ -163,8 +163,8 @@ def _call_openmp(function: str, argument: int) -> None:
     """Call a function in every OpenMP library that is loaded."""
     mapped = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
     for path in {fields[5] for fields in mapped if len(fields) == 6}:
-        if Path(path).name.startswith(OPENMP) and (found := getattr(ctypes.CDLL(path), function, None)):
-            found(argument)
+        if Path(path).name.startswith(OPENMP) and (function_of_library := getattr(ctypes.CDLL(path), function, None)):
+            function_of_library(argument)
 
 
 def _free_in_cgroups() -> Iterator[int]:

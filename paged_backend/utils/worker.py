@@ -51,7 +51,7 @@ class BackgroundWorker:
 
 def call_with_timeout(call: Callable[[], Result], seconds: float, name: str) -> Result:
     """Return the result of a call, or raise its exception. Raises CallTimeout if it takes longer; the call then goes on
-    in a thread that is abandoned. name: of the thread."""
+    in a thread that is abandoned. name: name of the thread."""
     answer: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
 
     def run() -> None:

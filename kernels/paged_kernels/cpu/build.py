@@ -86,12 +86,12 @@ def _may_use_tiles() -> bool:
 
 
 def with_linear(level: str) -> list[str]:
-    """Return the levels whose libraries a level needs: its own, and that of its linear layers."""
+    """Return the levels whose libraries a level needs: itself, and the level of its linear layers."""
     return [level, *([LINEAR[level]] if level in LINEAR else [])]
 
 
 def library(name: str) -> Path:
-    """Return the path of the library of a level, or of the common one, built or not."""
+    """Return the path of the library of a level, or of the common library, built or not."""
     digest = hashlib.sha256(repr((FLAGS, LEVELS, TORCH_ABI, platform.machine())).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
@@ -107,7 +107,7 @@ def find_compiler() -> str:
 
 
 def build(names: Sequence[str], report: Report = lambda done, total: None) -> dict[str, BuildFailed]:
-    """Compile those of these libraries that do not exist. Returns the ones that failed, and why.
+    """Compile these libraries, except for existing ones. Returns the error of each library that failed.
 
     Several processes may do so at the same time: each library is compiled once, and is complete as soon as it exists.
     Raises BuildFailed if there is no compiler.
@@ -174,13 +174,13 @@ def _units(name: str, failed: dict[str, BuildFailed]) -> list[tuple[str, list[st
     """Return the sources of a library with their flags, the slowest first."""
     if name != COMMON:
         flags = [*LEVELS[name].split(), *(["-DPAGED_OTHER_LINEAR"] if name in LINEAR else [])]
-        return [(one, flags) for one in LEVEL_SOURCES if one != "linear.cpp" or name not in LINEAR]
+        return [(source, flags) for source in LEVEL_SOURCES if source != "linear.cpp" or name not in LINEAR]
     torch = _torch()
     if torch is None:
         failed[name] = BuildFailed("torch is not installed")
         return []
     flags = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", f"-DTORCH_TARGET_VERSION={TORCH_ABI}"]
-    return [*((one, flags) for one in TORCH_SOURCES), *((one, []) for one in PLAIN_SOURCES)]
+    return [*((source, flags) for source in TORCH_SOURCES), *((source, []) for source in PLAIN_SOURCES)]
 
 
 def _torch() -> Path | None:
@@ -206,7 +206,7 @@ class Progress:
     Use it as a context manager. `update` may be called from any thread.
     """
 
-    WIDTH = 20  # of the bar
+    WIDTH = 20  # characters of the bar
 
     def __init__(self) -> None:
         self._parts: dict[str, tuple[int, int, str, float]] = {}
@@ -238,7 +238,7 @@ class Progress:
             self._parts = {name: shown for name, shown in self._parts.items() if not name.startswith(part)}
 
     def line(self) -> str:
-        """Return a text such as "Compiling: 3 of 9 files, 21 s", with that of each part."""
+        """Return a text such as "Compiling: 3 of 9 files, 21 s", with the progress of each part."""
         with self._lock:
             parts = list(self._parts.items())
         now = time.monotonic()

@@ -25,14 +25,14 @@ def request_huge_pages(memory: Tensor) -> None:
 
 
 class HugePageAllocator:
-    """Allocates tensors that are kept for long, such as weights, in huge pages, also those smaller than a page.
+    """Allocates tensors that are kept for long, such as weights, in huge pages, even tensors smaller than a page.
 
     Small tensors are parts of a chunk, whose memory is freed when none of them is left.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunk = torch.empty(0, dtype=torch.uint8)  # what is left of the newest one
+        self._chunk = torch.empty(0, dtype=torch.uint8)  # what is left of the newest chunk
 
     def copy(self, values: Tensor) -> Tensor:
         """Return a dense copy of a CPU tensor."""
@@ -56,7 +56,7 @@ class HugePageAllocator:
 
 def populate_pages(memory: Tensor, start: int, end: int) -> None:
     """Make the system provide the pages of the bytes start..end of CPU memory, as writing to them would, without
-    changing their content. Some systems ignore this: Linux before 5.14, and all others."""
+    changing their content. Linux before 5.14 and other systems ignore this."""
     if sys.platform == "linux":
         _advise(memory, start, end, mmap.PAGESIZE, MADV_POPULATE_WRITE)
 

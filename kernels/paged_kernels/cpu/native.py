@@ -33,10 +33,10 @@ from paged_kernels.paging import Paging
 log = logging.getLogger("paged_llm.kernels")
 _avoided_tiles: list[bool] = []  # not empty if no tile instructions may be used
 
-NAMESPACE = "paged_cpu"  # of the operators
+NAMESPACE = "paged_cpu"  # namespace of the operators
 LEVEL = "PAGED_CPU_LEVEL"
 BUILD_COMMAND = "python -m paged_kernels.cpu.build"
-# Levels with tile instructions, which add in another order for many rows, and those that add as these do for few rows.
+# Levels with tile instructions, which add in another order for many rows: the level that adds as they do for few rows.
 WITHOUT_TILES = {"amx": "avx512_bf16", "amx_emulated": "plain"}
 TIMED_OPS = ("linear", "add_rms_norm", "swiglu", "rope_kv_write", "paged_attention")  # in the order of OpKind in C++
 
@@ -46,16 +46,16 @@ class PoolCounts(NamedTuple):
 
     programs: int  # calls of operators
     repeats: int  # work items that a waiting thread computed again
-    discarded: int  # results that came after those of another thread
+    discarded: int  # results that came after another thread's
 
 
 _compiles: list[bool] = []  # not empty if levels are compiled when they are used
 
 
 def compile_on_demand() -> None:
-    """Compile the best level, and from now on each other one that is asked for by name. For tests.
+    """Compile the best level now, and every other level when it is asked for by name. For tests.
 
-    Does nothing without a compiler. Otherwise a process never compiles.
+    Does nothing without a compiler. A process that has not called this never compiles.
     """
     with suppress(BuildFailed):
         find_compiler()
@@ -119,36 +119,39 @@ def pool_counts() -> PoolCounts:
 def levels() -> tuple[str, ...]:
     """Return the levels that were compiled and that this machine supports, the best first.
 
-    Logs a warning and returns none if nothing was compiled. Raises ValueError if PAGED_CPU_LEVEL is not among them.
+    Logs a warning and returns an empty tuple if nothing was compiled. Raises ValueError if PAGED_CPU_LEVEL is not among
+    them.
     """
-    found = tuple(one for one in supported() if _compiles or all(library(name).exists() for name in with_linear(one)))
+    compiled = tuple(
+        level for level in supported() if _compiles or all(library(name).exists() for name in with_linear(level))
+    )
     requested = os.environ.get(LEVEL)
     try:
-        if not found or not library(COMMON).exists():
+        if not compiled or not library(COMMON).exists():
             raise OSError("not compiled")
         torch.ops.load_library(library(COMMON))
         if requested:
-            _check(requested, LEVEL, found)
-        _number(requested or found[0])
+            _check(requested, LEVEL, compiled)
+        _number(requested or compiled[0])
     except OSError as error:
         log.warning("no C++ kernels (%s): PyTorch is used, which is slower. Fix: run %s", error, BUILD_COMMAND)
         return ()
-    log.info("C++ kernels: level %s", requested or found[0])
-    if found[0] != supported()[0]:
+    log.info("C++ kernels: level %s", requested or compiled[0])
+    if compiled[0] != supported()[0]:
         log.warning(
             "This processor has level %s, which is not compiled; it is faster. Fix: run %s",
             supported()[0],
             BUILD_COMMAND,
         )
-    return found
+    return compiled
 
 
-def _check(level: str, field: str, found: Sequence[str]) -> None:
-    if level in found:
+def _check(level: str, field: str, known: Sequence[str]) -> None:
+    if level in known:
         return
     if level in supported():
         raise ValueError(f"{field}={level}: not compiled; run {BUILD_COMMAND} {level}")
-    raise ValueError(f"{field}={level}: this machine has {', '.join(found)}")
+    raise ValueError(f"{field}={level}: this machine has {', '.join(known)}")
 
 
 def seconds() -> dict[str, float]:
@@ -168,7 +171,7 @@ def level() -> str:
 
 
 def avoid_tiles() -> None:
-    """Use no tile instructions from now on, so that the result of a row does not depend on the number of rows."""
+    """Use no tile instructions from now on. The result of a row then does not depend on the number of rows."""
     _avoided_tiles.append(True)
     _index.cache_clear()
 
@@ -281,9 +284,9 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None, *, level
 class DecoderLayer(NamedTuple):
     """The weights of a plain decoder layer, for `DecoderLayers`.
 
-    The result is that of `add_rms_norm`, `linear`, `rope_kv_write` (or `kv_write`), `paged_attention`, `linear`,
-    `add_rms_norm`, `linear`, `swiglu` and `linear` in this order, bit for bit. The number of inputs of `down` must be a
-    multiple of 16.
+    The result is the same as from `add_rms_norm`, `linear`, `rope_kv_write` (or `kv_write`), `paged_attention`,
+    `linear`, `add_rms_norm`, `linear`, `swiglu` and `linear` in this order, bit for bit. The number of inputs of `down`
+    must be a multiple of 16.
     """
 
     norm: Tensor
@@ -324,7 +327,7 @@ class DecoderLayers:
         Args:
             stream: the residual stream before the layers, [num_tokens, hidden].
             cos, sin: [1, num_tokens, head_dim].
-            caches: of each layer.
+            caches: the cache of each layer.
         """
         keys = [cache.keys for cache in caches]
         values = [cache.values for cache in caches]
@@ -343,14 +346,15 @@ class ExpertLinear:
     def __init__(
         self, weights: Sequence[PackedLinear], biases: Tensor | None = None, *, level: str | None = None
     ) -> None:
-        """weights: of each expert, all of the same shape. biases: [experts, out_features]."""
+        """weights: the weight of each expert, all of one shape. biases: [experts, out_features]."""
         in_features, out_features = weights[0].in_features, weights[0].out_features
-        if any((one.in_features, one.out_features) != (in_features, out_features) for one in weights):
+        if any((weight.in_features, weight.out_features) != (in_features, out_features) for weight in weights):
             raise RuntimeError("the weights of the experts have different shapes")
         number: int = _operator("make_experts")(
-            [one.groups for one in weights], [one.scales for one in weights], [one.mins for one in weights],
+            [weight.groups for weight in weights], [weight.scales for weight in weights],
+            [weight.mins for weight in weights],
             [None] * len(weights) if biases is None else list(biases.contiguous()),
-            [one.block_inputs for one in weights], [int(one.int8_rows) for one in weights],
+            [weight.block_inputs for weight in weights], [int(weight.int8_rows) for weight in weights],
             in_features, out_features, _index(level),
         )  # fmt: skip
         self._number = number
@@ -378,9 +382,10 @@ def _make_layer(layer: DecoderLayer, level: int) -> int:
         layer.query_norm, layer.key_norm, layer.head_eps,
         layer.scale, layer.sliding_window or 0, layer.softcap or 0.0, layer.sinks,
         layer.post_norm.contiguous(), layer.post_eps, layer.down.in_features,
-        [one.groups for one in weights], [one.scales for one in weights], [one.mins for one in weights],
+        [weight.groups for weight in weights], [weight.scales for weight in weights],
+        [weight.mins for weight in weights],
         [layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias],
-        [one.block_inputs for one in weights], [int(one.int8_rows) for one in weights], level,
+        [weight.block_inputs for weight in weights], [int(weight.int8_rows) for weight in weights], level,
     )  # fmt: skip
     return number
 

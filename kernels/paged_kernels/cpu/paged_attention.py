@@ -122,7 +122,7 @@ class LayerKey:
     block_size: int
     head_dim: int
     value_dim: int  # elements of a value that are stored apart from keys
-    dtype: torch.dtype  # of queries
+    dtype: torch.dtype  # data type of queries
     window: int | None
 
     def plan(self, paging: Paging) -> list[Call]:

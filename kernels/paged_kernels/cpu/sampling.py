@@ -1,8 +1,8 @@
 """Token sampling on a CPU, row by row with numpy, whose sort and argmax of a row are many times faster than PyTorch's.
 
-The result is that of `paged_kernels.sampling`: the largest logit * scale + noise. The noise, which takes a logarithm,
-is computed for few tokens only: first for those whose number w is below SMALL_W; then, of all others, whose noise is at
-most MAX_OTHER_NOISE, for those whose logit is large enough to exceed the best score so far.
+The result is the same as in `paged_kernels.sampling`: the token with the largest logit * scale + noise. The noise takes
+a logarithm, so it is computed for few tokens only. First come the tokens whose number w is below SMALL_W. The noise of
+all others is at most MAX_OTHER_NOISE; it is computed only if their logit is large enough to exceed the best score.
 """
 
 import math
@@ -88,7 +88,7 @@ def _kept_tokens(logits: np.ndarray, scale: np.float32, top_k: int, top_p: float
 
 def _threshold(logits: np.ndarray, top: np.float32, scale: np.float32, top_k: int, top_p: float) -> np.float32:
     """Return the smallest logit that top_k and top_p keep."""
-    total = None  # sum of all weights, or with top_k of those that it keeps
+    total = None  # sum of all weights, or with top_k of the weights that it keeps
     if top_k >= len(logits):
         total = _weights(logits, top, scale).sum(dtype=np.float64)
     for reach in SEARCH_RANGES:

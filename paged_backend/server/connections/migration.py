@@ -1,4 +1,4 @@
-"""Live migration: moves the requests of an instance to the one that replaces it.
+"""Live migration: moves the requests of an instance to the instance that replaces it.
 
 Triton loads the model again      the new instance listens; this one finds it
 requests of this process          continue in the new instance; their streams stay here
@@ -38,7 +38,7 @@ log = logging.getLogger("paged_llm")
 
 POLL_SECONDS = 0.25  # time between two searches for a successor, and between moves of requests that arrive late
 BUSY_SECONDS = 0.02  # the interval between searches while blocks are sent
-MAX_UNSENT_BYTES = 256 << 20  # of blocks; further requests run here until fewer wait to be sent
+MAX_UNSENT_BYTES = 256 << 20  # bytes of blocks; further requests run here until fewer wait to be sent
 RELEASE_SECONDS = 5.0  # time after the last move until the memory is released, as late requests may arrive until then
 ANSWER_SECONDS = 5  # time for another instance to describe itself
 MAX_ATTEMPTS = 3  # after which an instance that does not describe itself is not asked again
@@ -95,7 +95,7 @@ class Migration:
         self._router.remove(key)
 
     def on_returned(self, engine: RemoteEngine, request: GenerateRequest, rejected: str | None) -> None:
-        """Continue a request that the successor does not run, or no longer."""
+        """Continue a request that the successor does not run, or no longer runs."""
         if rejected is not None:
             log.warning("a request is not moved: %s", rejected)
             self._router.put_back(replace(request, stays=True))
@@ -170,14 +170,14 @@ class Description:
 
     @classmethod
     def read(cls, value: Any) -> Description:
-        """Raises FrameError."""
+        """Return the description that another instance sent. Raises FrameError."""
         kinds = {"instance": str, "started": int, "fingerprint": str}
         if not isinstance(value, Mapping) or not all(type(value.get(name)) is kind for name, kind in kinds.items()):
             raise FrameError("invalid description of an instance")
         return cls(**{name: value[name] for name in kinds})
 
 
-_NONE = Description("", 0, "")  # of an instance that does not describe itself, such as one of an earlier version
+_NONE = Description("", 0, "")  # an instance that does not describe itself, such as one of an earlier version
 
 
 class Successors:
@@ -201,8 +201,8 @@ class Successors:
         except OSError as error:
             log.debug("other instances cannot be found: %s", error)
             return None
-        found = {name: one for name in names if (one := self._describe(name))}
-        return max(found, key=lambda name: found[name].started, default=None)
+        successors = {name: description for name in names if (description := self._describe(name))}
+        return max(successors, key=lambda name: successors[name].started, default=None)
 
     def _describe(self, name: str) -> Description | None:
         """Return the description of an instance, if it is a successor."""

@@ -59,7 +59,7 @@ class Replicas:
     """The replicas other than this process's engine, which has the number 0. Implements `RequestOwner`."""
 
     def __init__(self, config: EngineConfig, labels: Mapping[str, str], listing: Path | None):
-        """Start the processes of `data_parallel_size` above 1, and do not wait for them.
+        """Start `data_parallel_size` - 1 processes, and do not wait for them.
 
         labels: name and version of the model. listing: the file that lists LoRA adapters. Raises ConfigError.
         """
@@ -93,7 +93,7 @@ class Replicas:
     def connect(self, router: Router, emit: Emit) -> None:
         """Wait until the replicas have loaded the model, and connect to them.
 
-        router: of this process. emit: receives the outputs of the replicas. Raises ConfigError if a replica does
+        router: this process's router. emit: receives the outputs of the replicas. Raises ConfigError if a replica does
         not start.
         """
         self._router = router
@@ -132,7 +132,7 @@ class Replicas:
         return sum(engine.stats.waiting for engine in self._engines if engine.stats)
 
     def add_stats(self, stats: Stats) -> Stats:
-        """Return the statistics of this process's engine with those of the replicas added."""
+        """Return statistics of this process's engine with the replicas' statistics added."""
         for engine in self._engines:
             if engine.stats:
                 stats = stats.plus(engine.stats)
@@ -240,7 +240,7 @@ class ReplicaChoice:
         return best
 
     def _chain(self, owner: Hashable, prompt: Sequence[int]) -> list[int]:
-        """Return a hash for each full block of a prompt, of everything up to its end."""
+        """Return a hash for each full block of a prompt. It covers the prompt up to the end of the block."""
         size, parent, chain = self._block_size, hash(owner), []
         for start in range(0, len(prompt) - size + 1, size):
             parent = hash((parent, *prompt[start : start + size]))

@@ -3,7 +3,8 @@
 To add a metric, declare a family here. It shows a value of the scheduler's statistics, which no other module reads, or
 an event, which the code that knows of it reports to `Metrics` by its name. Families of one event show it under several
 names or with several buckets. `make reference` writes the descriptions to docs/reference/metrics.md. `paged_` metrics
-are this engine's own; those of vLLM (`vllm:`) and TensorRT-LLM (`nv_`) keep existing dashboards working.
+are this engine's own; metrics with names of vLLM (`vllm:`) and TensorRT-LLM (`nv_`) keep existing dashboards
+working.
 """
 
 from __future__ import annotations

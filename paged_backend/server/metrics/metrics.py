@@ -51,7 +51,7 @@ class Metrics:
         labels: labels of every metric.
         max_model_len: bounds the buckets of token counts.
         memory: measures the memory in use.
-        add_stats: adds the statistics of other engines to those of this process's engine.
+        add_stats: adds the statistics of other engines to this process's engine's.
         enabled: whether to report metrics."""
         self._pb_utils = pb_utils
         self._labels = dict(labels)
@@ -68,13 +68,13 @@ class Metrics:
                 self._create(family)
         self._stats: Stats | None = None  # the newest statistics
         self._is_current = True  # whether the metrics show `_stats`
-        self._steps, self._sleeping = -1, False  # of the statistics that were reported last
+        self._steps, self._sleeping = -1, False  # in the statistics that were reported last
         self._gauges: dict[tuple[str, str], float] = {}  # values that were set last
         self._counts: dict[tuple[str, str], float] = {}  # counts that were not reported yet
         self._observations: list[tuple[str, float]] = []  # observations that were not reported yet, by event
         self._step_reports: list[StepReport] = []  # steps that were not reported yet
         self._bulk_pending = False  # whether a bulk histogram has observations that were not reported yet
-        self._next_memory = 0.0  # time.monotonic(), like those below
+        self._next_memory = 0.0  # time.monotonic(), like the times below
         self._last_bulk = -math.inf
         self.next_update = 0.0
 
@@ -265,7 +265,7 @@ class _BulkHistogram:
     """
 
     def __init__(self, bounds: tuple[float, ...], buckets: list[Any], total: Any, count: Any):
-        """bounds: of the buckets but the last, which has none."""
+        """bounds: upper bounds of all buckets but the last, which has no bound."""
         self._bounds, self._buckets, self._total, self._count = bounds, buckets, total, count
         self._pending = [0] * len(buckets)  # observations not reported yet, by the first bucket that holds them
         self._pending_sum = 0.0

@@ -55,7 +55,7 @@ class PollResult(Generic[Request]):
 
 
 class CancellationPoller(Generic[Request]):
-    """Polls running and waiting requests from separate queues, so that those that hold blocks are polled more often.
+    """Polls running and waiting requests from separate queues, so that requests that hold blocks are polled more often.
 
     After a round that found a cancelled request the next round follows at once: its client may have cancelled more.
     """

@@ -85,7 +85,7 @@ class Responder:
         self._tenants: Counter[str] = Counter()  # open streams by tenant; guarded by the lock
         self._lock = threading.Lock()
         self._updated: dict[int, Stream] = {}  # streams that this iteration has given tokens or an end
-        self._poll_results: list[PollResult[Stream]] = []  # of this iteration
+        self._poll_results: list[PollResult[Stream]] = []  # results of this iteration
         self._without_response: deque[Stream] = deque()  # streams that may get an empty response, in order of arrival
         self._pool_map_requests: list[tuple[Channel, float]] = []  # with the times of their arrival, in order
         self._engine_error: RequestError | None = None  # set once the engine has died
@@ -141,7 +141,7 @@ class Responder:
         self._post(self._cancel_by_id, channel, request_id)
 
     def request_pool_map(self, channel: Channel) -> None:
-        """Answer `channel` with the next pool map. Call this before asking the engine for one."""
+        """Answer `channel` with the next pool map. Call this before asking the engine for a map."""
         self._post(self._await_pool_map, channel, time.monotonic())
 
     def emit(self, output: EngineOutput) -> None:
@@ -166,7 +166,8 @@ class Responder:
         self._poller.stop()
 
     def _collect(self) -> list[Message]:
-        """Return all queued messages, waiting for one until the next check, metrics update or session expiry."""
+        """Return all queued messages. If there are none, wait until the next check, metrics update or session
+        expiry."""
         due = self._sessions.next_expiry
         if self.streams or self._pool_map_requests:
             due = min(due, self._next_check)
@@ -399,11 +400,11 @@ class Responder:
         self._end_trace(stream)
 
     def _cancel_by_id(self, channel: Channel, request_id: str) -> None:
-        found = [
+        streams = [
             stream for stream in self.streams.values() if stream.call.request_id == request_id and not stream.ended
         ]
-        self._fail(found, RequestError(ErrorCode.CANCELLED, "the request was ended by a stop_request"))
-        respond(channel, lambda: write_num_stopped(len(found)))
+        self._fail(streams, RequestError(ErrorCode.CANCELLED, "the request was ended by a stop_request"))
+        respond(channel, lambda: write_num_stopped(len(streams)))
 
     def _take_poll_result(self, result: PollResult[Stream]) -> None:
         self._poll_results.append(result)
@@ -448,7 +449,7 @@ class Responder:
     # Watching deadlines and the engine
 
     def _check(self, now: float) -> None:
-        """End overdue requests, and fail those of an engine that has stalled."""
+        """End overdue requests. If the engine has stalled, fail all its requests."""
         self._fail_stalled()
         if self._pool_map_requests:
             self._end_overdue_pool_maps(now)

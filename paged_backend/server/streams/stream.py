@@ -63,7 +63,7 @@ class Stream:
     finished: bool = field(default=False, init=False)  # whether all samples have ended
     sent: bool = field(default=False, init=False)  # whether a response has been sent
     sent_bytes: int = field(default=0, init=False)
-    prompt_values: Values = field(default_factory=dict, init=False)  # of the prompt's optional outputs, not sent yet
+    prompt_values: Values = field(default_factory=dict, init=False)  # optional outputs of the prompt, not sent yet
     deadline: float = field(init=False)
     early_finish: FinishReason | None = field(default=None, init=False)  # why the engine ends a search early
 
@@ -98,7 +98,7 @@ class Stream:
 
     @property
     def outcome(self) -> str:
-        """Why it ended, for the metrics: of samples with different reasons, the last in FinishReason's order."""
+        """Why it ended, for the metrics. Of several reasons of samples: the last in FinishReason's order."""
         if self.error:
             return self.error.outcome
         reasons = {sample.finish for sample in self.returned_samples}
@@ -116,8 +116,8 @@ class Stream:
             self.last_token = when
         self.error = delta.error
         if delta.prompt_values:
-            for each in self.samples:
-                each.add_to_digest(delta.prompt_values)
+            for sample in self.samples:
+                sample.add_to_digest(delta.prompt_values)
         sample = self.samples[delta.sample]
         if delta.hidden is not None:
             assert self.call.pooling
@@ -126,7 +126,7 @@ class Stream:
         if sample.finish:
             if self.early_finish:
                 sample.finish, sample.stop_reason = self.early_finish, None
-            self.finished = all(one.finish for one in self.samples)
+            self.finished = all(sample.finish for sample in self.samples)
 
     def has_new_text(self) -> bool:
         """Return whether a streaming request has text to send, after decoding its tokens."""
@@ -138,11 +138,11 @@ class Stream:
 
     @property
     def returned_samples(self) -> list[Sample]:
-        """The samples that the client gets: of `best_of` samples the `n` most likely ones, best first."""
+        """The samples that the client gets; with `best_of`, the `n` most likely samples, best first."""
         sampling = self.request.sampling
         if not sampling.selects_best_of:
             return self.samples
-        return sorted(self.samples, key=lambda one: one.cumulative_logprob, reverse=True)[: sampling.n]
+        return sorted(self.samples, key=lambda sample: sample.cumulative_logprob, reverse=True)[: sampling.n]
 
     def take_outputs(self) -> dict[str, np.ndarray]:
         """Return the output tensors of the next response, and mark their content as sent."""
@@ -229,9 +229,9 @@ class Sample:
     tokens: list[int] = field(default_factory=list)  # tokens whose text is part of the output
     num_decoded: int = 0  # number of `tokens` that were decoded
     text_pieces: list[str] = field(default_factory=list)  # all text so far
-    values: dict[str, list[Any]] = field(default_factory=dict)  # of the unsent tokens, by the optional outputs to send
+    values: dict[str, list[Any]] = field(default_factory=dict)  # optional outputs of the unsent tokens, by name
     cumulative_logprob: float = 0.0  # sum over all tokens so far
-    digest: hashlib._Hash | None = None  # of the logits of its tokens and of the prompt, if it is requested
+    digest: hashlib._Hash | None = None  # digest of the logits of its tokens and of the prompt, if requested
     last_token: float | None = None  # time.monotonic() of its newest token
 
     @property
@@ -241,9 +241,9 @@ class Sample:
     def take(self, delta: TokenDelta) -> None:
         """Add the tokens of one step. A stop string or stop word may end the sample before the engine does."""
         tokens, finish, include_last = delta.token_ids, delta.finish, self.include_stop
-        if self.stop_tokens.words and (found := self.stop_tokens.find(self.tokens, tokens)):
-            tokens, finish, include_last = tokens[: found[0]], FinishReason.STOP, True
-            self.stop_reason = stop_word_reason(found[1])
+        if self.stop_tokens.words and (matched := self.stop_tokens.find(self.tokens, tokens)):
+            tokens, finish, include_last = tokens[: matched[0]], FinishReason.STOP, True
+            self.stop_reason = stop_word_reason(matched[1])
         elif finish is FinishReason.STOP and tokens:
             self.stop_reason = self.stop_tokens.reason(tokens[-1])
         count = len(tokens)
@@ -302,9 +302,9 @@ class Sample:
         return output
 
     def _unsent_offsets(self) -> list[int]:
-        found = self.detokenizer.offsets[self.num_tokens - len(self.unsent) : self.num_tokens]
+        offsets = self.detokenizer.offsets[self.num_tokens - len(self.unsent) : self.num_tokens]
         # A token that ended the sample and has no text in the output begins where the text ends.
-        return found + [self.detokenizer.num_chars] * (len(self.unsent) - len(found))
+        return offsets + [self.detokenizer.num_chars] * (len(self.unsent) - len(offsets))
 
     def _append(self, text: str) -> None:
         if text:

@@ -29,7 +29,7 @@ log = logging.getLogger("paged_llm")
 SERVICE = "paged_llm"  # service.name, unless OTEL_SERVICE_NAME is set
 PROVIDER = "paged_llm"  # gen_ai.provider.name
 LOGGERS = ("opentelemetry.exporter", "opentelemetry.sdk")
-MESSAGE_CHARS = 160  # of a message
+MESSAGE_CHARS = 160  # maximum characters of a message
 MESSAGE_SECONDS = 60.0  # time between two messages of OpenTelemetry in the log
 FLUSH_MILLIS = 2000  # time to export the last spans when the model is unloaded
 
@@ -121,7 +121,7 @@ def _provider(endpoint: str, sample_ratio: float) -> TracerProvider:
 
 
 def _exporter_class() -> Callable[..., SpanExporter]:
-    """Return the exporter that sends protobuf, or, where protobuf is too old for it, the one that sends JSON."""
+    """Return the exporter that sends protobuf, or the JSON exporter where the package protobuf is too old for it."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
@@ -130,7 +130,7 @@ def _exporter_class() -> Callable[..., SpanExporter]:
 
 
 class _MessageLimit(logging.Handler):
-    """Passes a message on to the root logger, as one line, every MESSAGE_SECONDS, with the number of those left out.
+    """Passes a message on to the root logger, as one line, every MESSAGE_SECONDS, with the number of messages left out.
 
     Without it, a collector that is down fills the log: each batch is reported several times, with a traceback.
     """
@@ -162,7 +162,7 @@ def _limit_messages() -> None:
     """Limit what OpenTelemetry logs. A filter of a logger would not apply to the loggers below it."""
     limit = _MessageLimit()
     for logger in map(logging.getLogger, LOGGERS):
-        logger.handlers = [limit, *(one for one in logger.handlers if not isinstance(one, _MessageLimit))]
+        logger.handlers = [limit, *(handler for handler in logger.handlers if not isinstance(handler, _MessageLimit))]
         logger.propagate = False
 
 
