@@ -185,8 +185,10 @@ def test_drop_is_logged_when_its_blocks_are_free(faulty, caplog):
     caplog.set_level("INFO", "paged_llm")
     with faulty(log_drops=1) as calls:
         gone = Caller(**ASKED | {"sampling_parameters": '{"max_tokens": 200, "ignore_eos": true}', "stream": True})
-        gone.request_id, gone.is_cancelled = lambda: "gone", lambda: True
+        gone.request_id = lambda: "gone"
         calls.service.submit(gone)
+        gone.get(timeout=WAIT)  # the first token, so the engine has blocks to free
+        gone.is_cancelled = lambda: True
         assert "CANCELLED" in ends(gone)[1]
         calls.ask(**ASKED)  # which is not logged
     (line,) = [one.getMessage() for one in caplog.records if "dropped" in one.getMessage()]

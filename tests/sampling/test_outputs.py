@@ -24,7 +24,8 @@ def test_outputs_are_computed_for_the_rows_that_request_them():
     logits = torch.arange(9.0).expand(4, -1)
     requested = request_rows(Source.SAMPLED, [{}, {"logprobs": 2}, {"fingerprints": 0}, {"logprobs": 0}])
     assert {one.name: one.owners for one in requested} == {"logprobs": (1, 3), "fingerprints": (2,)}
-    values = {one.name: dict(one.by_row()) for one in compute_outputs(requested, logits, torch.arange(4), None, logits)}
+    computed = compute_outputs(requested, logits, torch.arange(4), None, logits)
+    values = {output.of.name: dict(output.by_row()) for output in computed}
     tokens = {row: [entry.token for entry in value] for row, (value,) in values["logprobs"].items()}
     assert tokens == {1: [1, 8, 7], 3: [3]}
     assert list(values["fingerprints"]) == [2]
