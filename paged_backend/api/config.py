@@ -588,6 +588,15 @@ class Rule(NamedTuple):
     problem: str  # format string over `config`
 
 
+# Options that have no effect unless another one is set.
+NEEDED_BY: Mapping[str, tuple[str, ...]] = {
+    "enable_lora": ("max_loras", "max_lora_rank", "max_cpu_loras"),
+    "num_speculative_tokens": ("prompt_lookup_min", "prompt_lookup_max"),
+    "disk_cache_dir": ("disk_cache_gib",),
+    "remote_cache_url": ("remote_cache_gib", "remote_cache_ttl", "remote_cache_timeout_ms"),
+}
+
+
 def _is_set(config: EngineConfig, option: str) -> bool:
     value = getattr(config, option)
     return bool(value) and value != EngineConfig.__dataclass_fields__[option].default
@@ -670,5 +679,11 @@ RULES = (
         _excludes(store, parallel, "stores whole blocks, and with {other} each process has only a part of every block")
         for store in STORES
         for parallel in ("tensor_parallel_size", "pipeline_parallel_size")
+    ),
+    Rule(
+        "nnodes",
+        lambda config: config.nnodes is not None and config.num_ranks % config.nnodes != 0,
+        "must divide the product of tensor_parallel_size={config.tensor_parallel_size} and"
+        " pipeline_parallel_size={config.pipeline_parallel_size}",
     ),
 )

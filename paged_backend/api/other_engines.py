@@ -152,6 +152,8 @@ def flatten_vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
             continue
         changes_nothing = all(values.get(name) in accepted for name, accepted in ignored.items())
         own = {names[name]: value for name, value in values.items() if name in names}
+        if nested == "speculative_config" and values and "num_speculative_tokens" not in values.keys() | options.keys():
+            continue  # vLLM takes the number from the draft model, which this engine does not
         if changes_nothing and not own.keys() & options.keys():
             del flat[nested]
             flat |= own

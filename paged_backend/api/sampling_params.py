@@ -237,7 +237,8 @@ class SamplingParams:
         parsers.kept_tokens,
         None,
         "Keep only this many tokens of a longer prompt: the last ones, or the first ones if the model is an encoder."
-        " -1: as many as the context length allows, with one token left to generate. Not in a session.",
+        " -1: as many as the context length allows beside `max_tokens`, or beside one token if `max_tokens` is `null`."
+        " Not in a session.",
     )
     priority: int = parameter(
         parsers.priority,

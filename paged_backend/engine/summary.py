@@ -9,7 +9,7 @@ from dataclasses import fields
 import torch
 
 from paged_backend.api.block_layout import FULL
-from paged_backend.api.config import EngineConfig
+from paged_backend.api.config import NEEDED_BY, EngineConfig
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.model_preparation import PreparedModel
@@ -28,6 +28,8 @@ def log_startup(config: EngineConfig, prepared: PreparedModel, seconds: float) -
     device = prepared.runner.kv.device
     if unused := unused_options(config, device):
         startup_log.warning("no effect on a %s: %s", _device_kind(device), ", ".join(unused))
+    for needed, names in without_effect(config, prepared).items():
+        startup_log.warning("no effect without %s: %s", needed, ", ".join(names))
     for line in summary(config, prepared):
         startup_log.info("%s", line)
     startup_log.info("Loaded in %.1f s", seconds)
@@ -35,10 +37,25 @@ def log_startup(config: EngineConfig, prepared: PreparedModel, seconds: float) -
 
 def unused_options(config: EngineConfig, device: torch.device) -> list[str]:
     """Return the options that were set although the device does not use them, as `name=value`."""
+    return _changed(
+        config, [spec.name for spec in fields(config) if spec.metadata["device"] not in (None, device.type)]
+    )
+
+
+def without_effect(config: EngineConfig, prepared: PreparedModel) -> dict[str, list[str]]:
+    """Return the options that were set without the option that they need, as `name=value`, by this option."""
+    found = {needed: _changed(config, names) for needed, names in NEEDED_BY.items() if not getattr(config, needed)}
+    if config.preemption_mode == "swap" and not prepared.pools.num_host_pages:
+        found["swap_space"] = _changed(config, ["preemption_mode"])
+    return {needed: names for needed, names in found.items() if names}
+
+
+def _changed(config: EngineConfig, names: Sequence[str]) -> list[str]:
+    """Return which of these options differ from their defaults, as `name=value`."""
     return [
         f"{spec.name}={json.dumps(getattr(config, spec.name))}"
         for spec in fields(config)
-        if spec.metadata["device"] not in (None, device.type) and getattr(config, spec.name) != spec.default
+        if spec.name in names and getattr(config, spec.name) != spec.default
     ]
 
 

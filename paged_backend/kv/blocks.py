@@ -281,8 +281,8 @@ class BlockManager:
         return Allocation(bool(shared) + more, int(bool(shared)))
 
     def grow(self, sequence: Sequence, num_tokens: int) -> int | None:
-        """Give a sequence that shares no block to be written blocks for its first `num_tokens` tokens, and return how
-        many of the first kind are new. None, with nothing changed, if the pool is exhausted."""
+        """Do what `extend` does, for a sequence whose next block is not shared. Return how many blocks of the first
+        kind are new; None, with nothing changed, if the pool is exhausted."""
         more = max(0, self.layout.blocks_for(num_tokens) - sequence.num_blocks)
         if more * self.layout.pages > self.pool.num_available:
             return None
@@ -408,7 +408,8 @@ class BlockManager:
 
     def swap_in(self, sequences: Items[Sequence]) -> int:
         """Move blocks and states of sequences back to the device, and return how many blocks of the first kind are
-        moved. Content that is still cached on the device is not. The device must have room for the rest."""
+        moved. Blocks whose content is still cached on the device are reused, not moved. The device must have room for
+        the rest."""
         host = self.host
         assert host
         places = [block for sequence in sequences for table in sequence.tables for block in table if block != NULL]
@@ -548,9 +549,9 @@ class BlockManager:
         return True
 
     def _missing_block(self, entries: Items[Entry], count: int) -> int | None:
-        """Return the index of a block that a hit of `count` blocks needs and that is not cached, or None. A hit has at
-        most that many blocks then. Kinds that keep all blocks are not searched. A missing checkpoint of recurrent
-        layers counts as the last block."""
+        """Return the index of a block that a hit of `count` blocks needs and that is not cached, or None. The hit must
+        end before this block. Kinds that keep all blocks are not searched. A missing checkpoint of recurrent layers
+        counts as the last block."""
         if self.states.pool and not self.states.has_checkpoint(entries[count - 1]):
             return count - 1
         for place, kind in self._dropping:

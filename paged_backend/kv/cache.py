@@ -254,8 +254,8 @@ class StateCache:
         return tuple(part for part in parts if part is not None)
 
     def copy_slots(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy slots, given as (source, destination), as if all at once. This forks a sequence, or keeps its state at
-        this position."""
+        """Copy slots, given as (source, destination), as if all at once. Forks a sequence, or writes a checkpoint of
+        its state."""
         copies = list(pairs)
         if not copies:
             return

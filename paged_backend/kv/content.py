@@ -7,8 +7,8 @@ first block of a sequence links to an origin (cache salt and adapter) instead.
                                                 <-  Entry [t16..t29 and two others]
 
 `Contents` interns entries by (parent, tokens), so there is one object per content, and comparing two prefixes of any
-length means comparing the identity of their last entries. Keys are hashes, which only name blocks in stores;
-there the content is compared as well.
+length means comparing the identity of their last entries. Stores name blocks by hashes (keys), and still compare the
+content.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Contents:
     """The entries of an engine's pools, one object per content, weakly referenced.
 
     A cached block keeps its own entry alive, an entry keeps its parent, and a sequence keeps its chain. The number of
-    entries is therefore bounded by the entries of open sequences plus cached blocks times the blocks of the longest
-    sequence. As tails are evicted before heads, it stays close to the number of cached blocks.
+    entries is therefore at most (entries of open sequences) + (cached blocks) x (blocks of the longest sequence). As
+    tails are evicted before heads, it stays close to the number of cached blocks.
     """
 
     def __init__(self) -> None:

@@ -71,8 +71,8 @@ class TransferLedger:
         return block not in self._arriving
 
     def move_out(self, block: int) -> int | None:
-        """Return a block of the host with this block's content and one more reference: the cached one, or the target
-        of a new move. None if the host has no room."""
+        """Return a block of the host with this block's content: one that is cached there, or the target of a new move.
+        The caller owns one reference to it. None if the host has no room."""
         device, host = self._device, self._host
         assert host
         entry, kind = device.entry(block), device.kind_of(block)

@@ -56,7 +56,7 @@ class Sequence:
         self.tables: list[list[int]] = [[] for _ in range(num_kinds)]
         self.state_slot: int | None = None  # slot of the recurrent layers' states; None: the model has no such layers
         self.on_host = False  # whether its blocks and state are on the host, as the request is swapped out
-        self.latest_checkpoint: Entry | None = None  # content before the latest checkpoint in the output
+        self.latest_checkpoint: Entry | None = None  # where its latest checkpoint in the output is indexed
         self.computed = 0
         self.committed = 0
         self.ended = False

@@ -217,6 +217,7 @@ VIOLATIONS = (
     {"quantization": "int8", "tensor_parallel_size": 2},
     {"quantization_group_size": 32},
     {"data_parallel_size": 2, "nnodes": 2},
+    {"nnodes": 2, "tensor_parallel_size": 3},
     {"data_parallel_size": 2, "disk_cache_dir": "d"},
     {"data_parallel_size": 2, "kv_events_config": {"enable_kv_cache_events": True}},
     {"batch_invariant": True, "tensor_parallel_size": 2},

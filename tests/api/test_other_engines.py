@@ -201,6 +201,7 @@ def test_spellings_of_values_in_vllm_model_files(written, meant):
 def test_other_speculation_methods_are_rejected(more):
     config = {"model": "d", "num_speculative_tokens": 3} | more
     assert rejection(speculative_config=config).startswith('speculative_config={"model": "d"')
+    assert rejection(speculative_config={"method": "ngram"}).startswith("speculative_config=")  # no number of tokens
 
 
 def test_speculation_set_by_two_options_is_rejected():

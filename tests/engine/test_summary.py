@@ -10,7 +10,7 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.engine.model_preparation import prepare_model
-from paged_backend.engine.summary import _invariance_cost, log_startup, summary, unused_options
+from paged_backend.engine.summary import _invariance_cost, log_startup, summary, unused_options, without_effect
 from paged_backend.utils.startup import NO_CHAT
 from tests.support.classifiers import save_classifier
 from tests.support.families import HYBRID_FAMILIES
@@ -34,6 +34,19 @@ def test_options_of_the_other_device_are_reported():
     assert unused_options(config, CPU) == ["enforce_eager=true", "gpu_memory_utilization=0.5"]
     assert unused_options(config, GPU) == []
     assert unused_options(replace(config, enforce_eager=False, gpu_memory_utilization=0.9), CPU) == []
+
+
+def test_options_without_the_option_that_they_need_are_reported(config, prepared):
+    assert without_effect(config, prepared) == {}
+    own = replace(config, max_loras=4, prompt_lookup_max=3, disk_cache_gib=5, preemption_mode="swap")
+    assert without_effect(own, prepared) == {
+        "enable_lora": ["max_loras=4"],
+        "num_speculative_tokens": ["prompt_lookup_max=3"],
+        "disk_cache_dir": ["disk_cache_gib=5"],
+    }
+    assert without_effect(replace(own, enable_lora=True, num_speculative_tokens=2, disk_cache_dir="d"), prepared) == {}
+    alone = replace(prepared, pools=prepared.pools._replace(num_host_pages=0))
+    assert without_effect(replace(config, preemption_mode="swap"), alone) == {"swap_space": ['preemption_mode="swap"']}
 
 
 def test_lines(config, prepared):

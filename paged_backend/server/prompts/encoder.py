@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
-from paged_backend.api.limits import EngineLimits
+from paged_backend.api.limits import UNBOUNDED_MAX_TOKENS, EngineLimits
 from paged_backend.api.request import check_prompt_length
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.server.wire.call import Call, read_prompt
@@ -179,6 +179,8 @@ class PromptEncoder:
             return tokens
         # Leaves room for a token if any is to be generated: a prompt must be shorter than the context then.
         kept = min(sampling.truncate_prompt_tokens, self._limits.max_model_len - min(sampling.max_tokens, 1))
+        if kept < sampling.truncate_prompt_tokens and sampling.max_tokens != UNBOUNDED_MAX_TOKENS:  # -1: all that fit
+            kept = max(1, self._limits.max_model_len - sampling.max_tokens)
         return tokens[:kept] if self._keeps_first else tokens[-kept:]
 
     def _check_token_ids(self, ids: np.ndarray, sampling: SamplingParams) -> list[int]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paged_backend.api.errors import RequestError
-from paged_backend.api.limits import InputLimits
+from paged_backend.api.limits import UNBOUNDED_MAX_TOKENS, InputLimits
 from paged_backend.api.sampling_params import SamplingParams
 from tests.support.prompts import LIMITS, arrival, encoder, ids, tokens_of
 from tests.support.wire_requests import read, text
@@ -49,8 +49,12 @@ def test_a_truncated_text_keeps_its_last_tokens():
     assert tokens_of(encoder(), arrival(read(text_input=text("abcd")), truncate_prompt_tokens=3)) == ids("bcd")
 
 
-@pytest.mark.parametrize(("max_tokens", "kept"), [(0, LIMITS.max_model_len), (5, LIMITS.max_model_len - 1)])
-def test_truncation_to_the_context_length_leaves_a_token_to_generate(max_tokens, kept):
+@pytest.mark.parametrize(
+    ("max_tokens", "room"),
+    [(0, 0), (5, 5), (UNBOUNDED_MAX_TOKENS, 1), (LIMITS.max_model_len + 5, LIMITS.max_model_len - 1)],
+)
+def test_truncation_to_the_context_length_leaves_room_for_the_output(max_tokens, room):
+    kept = LIMITS.max_model_len - room
     prompt = np.arange(300, dtype=np.int32)
     sampling = {"truncate_prompt_tokens": LIMITS.max_model_len, "max_tokens": max_tokens}
     assert tokens_of(encoder(), arrival(read(input_ids=prompt), **sampling)) == prompt[-kept:].tolist()
