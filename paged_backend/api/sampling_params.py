@@ -216,8 +216,8 @@ class SamplingParams:
         parsers.samples,
         1,
         "Above 1: beam search with the outputs of transformers' `generate(num_beams=...)`, of which the best `n` are"
-        " returned. When streaming, text is sent as soon as all beams agree on it. Parameters under Sampling are"
-        " rejected, except `temperature` 0.",
+        " returned. When streaming, text is sent as soon as all beams agree on it. Parameters under Sampling must"
+        " have their defaults, but `temperature` may be 0.",
     )
     length_penalty: float = parameter(
         parsers.between(-10, 10),
