@@ -175,7 +175,7 @@ def count_splits(programs: int, max_len: int, multiprocessors: int) -> int:
 
 
 class LayerKey(NamedTuple):
-    """What the launches of a layer's attention depend on, besides the addresses of the step. See `paging.PlanKey`."""
+    """The properties of a layer that decide how its attention is launched. A `paging.PlanKey`."""
 
     planner: Callable[[Any, Paging], "AttentionPlan"]  # from the key itself and the addresses of a step
     device: Device

@@ -46,7 +46,7 @@ class SharedPrefixes:
 
 
 class PlanKey(Protocol[Plan_co]):
-    """What a plan of attention depends on in a layer. Layers with equal keys share one plan of a step."""
+    """The properties of a layer from which attention is planned. Layers with equal keys share one plan of a step."""
 
     def plan(self, paging: "Paging") -> Plan_co:
         """Return the plan of a step."""

@@ -108,7 +108,7 @@ class GenerateRequest:
 
     @property
     def can_move(self) -> bool:
-        """Whether another engine can run it from its start. A request that ends with its prompt stays."""
+        """Whether another engine can run the request from its start. Embeddings and `prefill_only` requests stay."""
         return not (self.stays or self.embeds or self.sampling.prefill_only)
 
     @property

@@ -129,8 +129,10 @@ class OpenRequests:
 
 
 class Announcement:
-    """A request on its way to the engine's thread. Whoever has to deliver or reject the request holds its announcement.
-    If nobody holds it any longer, the request is lost, and fails. This happens only after a bug."""
+    """A request on its way to the engine's thread, held by whoever has to deliver or reject it.
+
+    When the last reference is dropped before that, the request fails. Only a bug can cause this.
+    """
 
     def __init__(self, core: EngineCore, key: int):
         self._core = core

@@ -116,7 +116,7 @@ def _call(spans: list[Span], paging: Paging, key: "LayerKey", scratch: list[Tens
 
 @dataclass(frozen=True)
 class LayerKey:
-    """What the calls of a layer depend on, besides the addresses of the step. See `paging.PlanKey`."""
+    """The properties of a layer that decide how its attention is called. A `paging.PlanKey`."""
 
     num_kv_heads: int
     block_size: int
