@@ -126,16 +126,19 @@ prompts are text or token ids, and plugins are not supported; leave it out
   enable_prompt_embeds=false logits_processors logits_processor_pattern
 """)
 
-# vLLM's nested options: fields with the values that change nothing, and fields that are options here.
-_NESTED: Mapping[str, tuple[Mapping[str, tuple[Any, ...]], Mapping[str, str]]] = {
+# vLLM's nested options: fields with the values that change nothing, fields that are options here, and which of these
+# options must be set, because it has no default here that would do what vLLM does without it.
+_NESTED: Mapping[str, tuple[Mapping[str, tuple[Any, ...]], Mapping[str, str], str | None]] = {
     "speculative_config": (
         {"method": (None, "ngram", "draft_model")},
         {"model": "speculative_model"}
         | {name: name for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")},
+        "num_speculative_tokens",
     ),
     "structured_outputs_config": (
         {"backend": (None, *VLLM_OPTIONS["guided_decoding_backend"].accepted)},
         {"disable_any_whitespace": "disable_any_whitespace"},
+        None,
     ),
 }
 
@@ -143,17 +146,18 @@ _NESTED: Mapping[str, tuple[Mapping[str, tuple[Any, ...]], Mapping[str, str]]] =
 def flatten_vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Replace vLLM's nested options by the options of this engine that they set.
 
-    A nested option that sets something else, or sets an option that is also set directly, is kept and will be rejected.
+    A nested option is kept, and will be rejected, if it sets something else, sets an option that is also set directly,
+    or lacks an option that it needs.
     """
     flat = dict(options)
-    for nested, (ignored, names) in _NESTED.items():
+    for nested, (ignored, names, needed) in _NESTED.items():
         values = options.get(nested)
         if not isinstance(values, Mapping) or values.keys() - ignored.keys() - names.keys():
             continue
         changes_nothing = all(values.get(name) in accepted for name, accepted in ignored.items())
         own = {names[name]: value for name, value in values.items() if name in names}
-        if nested == "speculative_config" and values and "num_speculative_tokens" not in values.keys() | options.keys():
-            continue  # vLLM takes the number from the draft model, which this engine does not
+        if values and needed and needed not in values.keys() | options.keys():
+            continue
         if changes_nothing and not own.keys() & options.keys():
             del flat[nested]
             flat |= own

@@ -45,12 +45,12 @@ class Topology:
         """Return the topology that the options set. Options that are not set are read from the environment variables of
         torchrun: NNODES, MASTER_ADDR and MASTER_PORT. Raises ConfigError."""
         nodes = config.nnodes if config.nnodes is not None else read_number(environment, "NNODES", 1)
-        size, stages = config.num_ranks, config.pipeline_parallel_size
-        if size % nodes:
-            name = f"nnodes={nodes}" if config.nnodes is not None else f"NNODES={nodes} in the environment"
+        size = config.num_ranks
+        if size % nodes:  # `EngineConfig` checks its option nnodes
             raise ConfigError(
-                f"{name}: must divide the product of tensor_parallel_size={config.tensor_parallel_size} and"
-                f" pipeline_parallel_size={stages}"
+                f"NNODES={nodes} in the environment: must divide the product of"
+                f" tensor_parallel_size={config.tensor_parallel_size} and"
+                f" pipeline_parallel_size={config.pipeline_parallel_size}"
             )
         if node_rank := read_number(environment, "NODE_RANK", 0):
             raise ConfigError(f"NODE_RANK={node_rank}: the server is node 0; run `paged worker` on the other machines")

@@ -77,9 +77,11 @@ class PoolSizing:
     def sizes(self, reserved: int) -> Pools:
         """Return the sizes beside `reserved` bytes of the device. Raises ConfigError if a pool does not fit."""
         states = self.state_bytes(free_bytes(self._config, self._device, reserved))
-        host_slots = self._num_host_state_slots()
+        host = self._host_bytes()
+        host_slots = self._num_host_state_slots(host)
         if self.page_bytes:
-            pages, host_pages = self._num_pages(reserved, states), self._num_host_pages(host_slots * self.slot_bytes)
+            pages = self._num_pages(reserved, states)
+            host_pages = self._num_host_pages(host, host_slots * self.slot_bytes)
         else:
             enough = self._pages_without_memory()
             pages, host_pages = self._config.num_gpu_blocks_override or enough, enough if host_slots else 0
@@ -161,11 +163,10 @@ class PoolSizing:
             raise ConfigError(f"swap_space={wanted}: must fit into the {free / GIB:.1f} GiB that are free")
         return int(wanted * GIB)
 
-    def _num_host_state_slots(self) -> int:
+    def _num_host_state_slots(self, total: int) -> int:
         """Return the number of state slots on the host: at most one per sequence that may run. They take at most half
-        of the host's memory, or all of it if the model has no attention, whose keys and values would need the other
-        half."""
-        slot, total, swap_space = self.slot_bytes, self._host_bytes(), self._config.swap_space
+        of the `total` bytes, or all if the model has no attention, whose keys and values would need the other half."""
+        slot, swap_space = self.slot_bytes, self._config.swap_space
         if not slot or not total:
             return 0
         if total < slot and swap_space:
@@ -175,12 +176,12 @@ class PoolSizing:
         share = total // 2 if self.page_bytes else total
         return min(self._config.max_num_seqs, max(share // slot, min(1, total // slot)))
 
-    def _num_host_pages(self, states: int) -> int:
+    def _num_host_pages(self, total: int, states: int) -> int:
         """Return the size of the host pool in pages; 0 without a host pool. Each rank holds its share of every block.
 
-        states: bytes of host memory for the states of recurrent layers.
+        total: bytes of host memory. states: how many of them are for the states of recurrent layers.
         """
-        config, total, ranks = self._config, self._host_bytes(), self._config.ranks_per_node
+        config, ranks = self._config, self._config.ranks_per_node
         if config.swap_space and total < self.page_bytes * ranks + states:
             taken = f"{self.page_bytes * ranks} bytes" + (f" and a recurrent state {states} bytes" if states else "")
             raise ConfigError(

@@ -168,13 +168,13 @@ def _load(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # some are freed later
     if ranks.tensor > 1:
         tensor_parallel.replace_dtensors(model)
-    if config.pipeline_parallel_size > 1:
+    if ranks.pipeline > 1:
         keep_stage(model)
         num_parameters = described.num_parameters  # parameters of all stages
     model = model.to(device).eval()
     if config.batch_invariant and device.type == "cpu":
         native.avoid_tiles()
-    if config.pipeline_parallel_size > 1:
+    if ranks.pipeline > 1:
         _check_stage(config, model)
     kv_dtype = pick_kv_dtype(config.kv_cache_dtype, dtype)
     embedding = pick_embedding(hf_config, hidden_size(model))

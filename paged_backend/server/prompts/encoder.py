@@ -177,10 +177,10 @@ class PromptEncoder:
         """Return at most `truncate_prompt_tokens` of the tokens: the first ones for an encoder, otherwise the last."""
         if sampling.truncate_prompt_tokens is None:
             return tokens
-        # Leaves room for a token if any is to be generated: a prompt must be shorter than the context then.
-        kept = min(sampling.truncate_prompt_tokens, self._limits.max_model_len - min(sampling.max_tokens, 1))
-        if kept < sampling.truncate_prompt_tokens and sampling.max_tokens != UNBOUNDED_MAX_TOKENS:  # -1: all that fit
-            kept = max(1, self._limits.max_model_len - sampling.max_tokens)
+        kept, longest = sampling.truncate_prompt_tokens, self._limits.max_model_len
+        if kept == longest:  # leaves room for the output, or for one token if it is not limited
+            room = 1 if sampling.max_tokens == UNBOUNDED_MAX_TOKENS else sampling.max_tokens
+            kept = max(1, longest - room)
         return tokens[:kept] if self._keeps_first else tokens[-kept:]
 
     def _check_token_ids(self, ids: np.ndarray, sampling: SamplingParams) -> list[int]:
