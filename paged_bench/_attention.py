@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_backend.execution.upload import DeviceUpload
-from paged_backend.kv.cache import KVCache, LayerShape
+from paged_backend.kv.cache import CacheLayout, KVCache, LayerShape
 from paged_bench._timing import Call, rotations
 from paged_kernels.cpu import native
 from paged_kernels.cpu import paged_attention as in_pytorch
@@ -112,7 +112,7 @@ class AttentionInputs:
         self.width = -(-cell.context // cell.block_size)
         shape = LayerShape(cell.kv_heads, cell.head_dim)
         blocks = self.count * cell.batch * self.width
-        kv = KVCache.allocate([shape], num_pages=blocks, block_size=cell.block_size, dtype=cell.pool, device=device)
+        kv = KVCache.allocate(CacheLayout.of([shape], cell.block_size, cell.pool), blocks, device)
         (self.cache,) = kv.layers
         tables = torch.randperm(blocks, generator=generator).to(torch.int32)
         tables = tables.view(self.count, cell.batch, self.width)
@@ -313,7 +313,7 @@ def flex(prepared: AttentionInputs) -> Call:
 
 
 def flashinfer(prepared: AttentionInputs) -> Call:
-    """Run FlashInfer's paged wrappers, planned once, on our pool: its layout is FlashInfer's HND.
+    """Run FlashInfer's paged wrappers, planned once, on copies of our keys and values, as HND.
 
     The arguments are as for `BatchDecodeWithPagedKVCacheWrapper` and `BatchPrefillWithPagedKVCacheWrapper` in
     FlashInfer 0.6 (docs.flashinfer.ai/api/attention.html). Its workspace is scratch memory of a call.
@@ -340,7 +340,7 @@ def flashinfer(prepared: AttentionInputs) -> Call:
             wrapper = module.BatchPrefillWithPagedKVCacheWrapper(space, "HND")
             wrapper.plan(prepared.starts, indptr, indices, last, *heads, causal=True, **types)
         wrappers.append(wrapper)
-    pool = (prepared.cache.keys, prepared.cache.values)
+    pool = (prepared.cache.keys.contiguous(), prepared.cache.values.contiguous())
     return lambda index: wrappers[index].run(prepared.query, pool)
 
 

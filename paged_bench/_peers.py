@@ -415,7 +415,7 @@ def start_vllm(config: EngineConfig, assembly: Assembly, stack: ExitStack) -> Vl
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         gpu_memory_utilization=FREE_SHARE * free / total,
-        kv_cache_memory_bytes=sum(tensor.nbytes for tensor in assembly.runner.kv.tensors),
+        kv_cache_memory_bytes=assembly.runner.kv.memory.nbytes,
     )
     print_settings(VLLM, settings)
     return Vllm(child, int(settings["kv_cache_tokens"]))

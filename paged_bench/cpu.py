@@ -22,7 +22,7 @@ from torch import nn
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.assembly import Assembly, assemble
-from paged_backend.kv.cache import bytes_per_block
+from paged_backend.kv.cache import bytes_per_token
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.utils.machine import usable_cores
 from paged_bench._engine import (
@@ -445,7 +445,7 @@ def step_bytes(assembly: Assembly, jobs: Sequence[Job]) -> dict[str, int]:
     weights = sum(module.in_features * module.out_features for module in linears) * spec.dtype.itemsize
     weights += sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in excluded)
     tokens = sum(len(job.prompt) + job.output // 2 for job in jobs)
-    kv_bytes = tokens * bytes_per_block(assembly.loaded.layers, 1, spec.kv_dtype)
+    kv_bytes = tokens * bytes_per_token(assembly.loaded.layers, spec.kv_dtype)
     return {"weights": weights, "keys and values": kv_bytes}
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paged_backend.kv.cache import KVCache, LayerShape
+from paged_backend.kv.cache import CacheLayout, KVCache, LayerShape
 from paged_bench._attention import OURS, UNQUANTIZED, AttentionInputs, Cell, Unavailable, contestants, error, targets
 from paged_bench._harness import (
     Bars,
@@ -238,11 +238,11 @@ def _rows(tokens: int) -> int:
 def block_copy(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Call, int, int]:
     """Copy blocks as copy-on-write does: whole blocks in all layers, here four."""
     copies = max(1, tokens // BLOCK)
-    kv = KVCache.allocate([SHAPE] * 4, num_pages=4 * copies, block_size=BLOCK, dtype=dtype, device=device)
-    pair = BlockPair.of(kv.tensors, kv.tensors)
+    kv = KVCache.allocate(CacheLayout.of([SHAPE] * 4, BLOCK, dtype), 4 * copies, device)
+    pair = BlockPair.of([kv.memory], [kv.memory])
     order = torch.randperm(4 * copies, generator=torch.Generator().manual_seed(0))
     moves = order[: 2 * copies].view(2, copies).T.contiguous().to(device)
-    return lambda _: ops.block_copy(pair, moves), 1, 2 * copies * sum(tensor[0].nbytes for tensor in kv.tensors)
+    return lambda _: ops.block_copy(pair, moves), 1, 2 * copies * kv.memory.shape[1]
 
 
 def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -251,7 +251,7 @@ def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tens
 
 def _pool(slots: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
     blocks = -(-slots // BLOCK)
-    kv = KVCache.allocate([SHAPE], num_pages=blocks, block_size=BLOCK, dtype=dtype, device=device)
+    kv = KVCache.allocate(CacheLayout.of([SHAPE], BLOCK, dtype), blocks, device)
     return kv.layers[0]
 
 

@@ -20,8 +20,7 @@ from paged_backend.engine.assembly import Assembly
 from paged_backend.execution.batch import pack
 from paged_backend.execution.runner import paged_logits
 from paged_backend.execution.upload import DeviceUpload
-from paged_backend.kv import cache as kv_cache
-from paged_backend.kv.cache import KVCache
+from paged_backend.kv.cache import CacheLayout, KVCache, bytes_per_token
 from paged_backend.loading.description import pick_kv_dtype
 from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
@@ -133,9 +132,7 @@ def attention(assembly: Assembly, dtype: torch.dtype, rounds: int) -> list[Recor
 
     def timed(name: str) -> Callable[[], float]:
         kv_dtype = pick_kv_dtype(name, dtype)
-        pool = KVCache.allocate(
-            [shape], num_pages=DECODING * width, block_size=BLOCK_SIZE, dtype=kv_dtype, device=device
-        )
+        pool = KVCache.allocate(CacheLayout.of([shape], BLOCK_SIZE, kv_dtype), DECODING * width, device)
         (cache,) = pool.layers
         kv_write(key, value, cache, paging.slots)
         seconds = timer(lambda _: paged_attention(query, cache, paging, scale=shape.head_dim**-0.5), 1, device)
@@ -158,12 +155,12 @@ def measure(args: Namespace) -> Iterator[Record]:
     models = {
         name: (
             assembly,
-            KVCache.allocate(spec.layers, num_pages=blocks, block_size=BLOCK_SIZE, dtype=dtype, device=assembly.device),
+            KVCache.allocate(CacheLayout.of(spec.layers, BLOCK_SIZE, dtype), blocks, assembly.device),
         )
         for name, dtype in types.items()
     }
     scores = accuracy(models, windows(assembly, args.windows, args.length), TYPES[0])
-    held = {name: kv_cache.bytes_per_block(spec.layers, 1, dtype) for name, dtype in types.items()}
+    held = {name: bytes_per_token(spec.layers, dtype) for name, dtype in types.items()}
     for name, score in scores.items():
         yield Record(f"bytes per token {name}", held[name], "bytes", peers={"bfloat16": held["auto"] / 2})
         yield from score.records(name)

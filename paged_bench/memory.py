@@ -27,8 +27,7 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.pools import state_slots
 from paged_backend.kv.blocks import BlockManager
-from paged_backend.kv.cache import LayerShape, StateShape, TensorShape, bytes_per_block, bytes_per_slot
-from paged_backend.kv.cache_layout import CacheLayout
+from paged_backend.kv.cache import CacheLayout, LayerShape, StateShape, TensorShape, bytes_per_slot, bytes_per_token
 from paged_backend.kv.sequence import Sequence
 from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.plan import Plan, StepResult
@@ -251,7 +250,7 @@ class ModelShape:
 
     def layout(self, length: int) -> CacheLayout:
         """Return the layout for contexts of at most `length` tokens."""
-        return CacheLayout.of(self.layers, BLOCK_SIZE, max_model_len=length, max_pending=2 * CHUNK)
+        return CacheLayout.of(self.layers, BLOCK_SIZE, DTYPE, max_model_len=length, max_pending=2 * CHUNK)
 
     def required(self, length: int) -> int:
         """Return the bytes that the model needs to continue a sequence of `length` tokens."""
@@ -262,7 +261,7 @@ class ModelShape:
         """Return the most bytes that a sequence holds while it decodes up to `length` tokens."""
         layout = self.layout(length)
         pages = held_pages(layout, length)
-        return pages * bytes_per_block(layout.shapes, BLOCK_SIZE, DTYPE) + bytes_per_slot(self.states)
+        return pages * layout.page_bytes + bytes_per_slot(self.states)
 
     def requests(self, length: int) -> int:
         """Return how many sequences of `length` tokens fit into POOL. With the default options, each has a second state
@@ -271,12 +270,12 @@ class ModelShape:
         pages = layout.blocks.pages_for([length], [1], 0)
         config = EngineConfig.from_options({"model": self.name, "max_num_seqs": 1})
         slots = state_slots(config)[0] if self.states else 0
-        sequence = pages * bytes_per_block(layout.shapes, BLOCK_SIZE, DTYPE) + slots * bytes_per_slot(self.states)
+        sequence = pages * layout.page_bytes + slots * bytes_per_slot(self.states)
         return POOL // sequence
 
 
 def _token_bytes(layers: Rows[LayerShape]) -> int:
-    return bytes_per_block(layers, 1, DTYPE)
+    return bytes_per_token(layers, DTYPE)
 
 
 def _windowed(name: str, full: int, windowed: int, window: int, heads: int, head_dim: int) -> ModelShape:

@@ -90,6 +90,11 @@ class BlockLayout:
     max_pending: int = 0  # maximum tokens of a sequence in the steps that may be planned and not committed
 
     @property
+    def has_null(self) -> bool:
+        """Whether block tables have NULL in place of freed blocks, or are turned into tables of pages."""
+        return self.kinds != (FULL,)
+
+    @property
     def pages(self) -> int:
         """The pages of a block in all kinds together."""
         return sum(kind.pages for kind in self.kinds)

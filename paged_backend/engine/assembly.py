@@ -96,9 +96,9 @@ class Assembly:
         """Return the memory that this process uses. With several ranks, it is rank 0."""
         if self.device.type != "cuda":
             return MemoryUsage(resident_memory(), 0, 0)
-        caches = [cache for cache in (self.runner.host, self.runner.host_states) if cache]
-        pinned = sum(tensor.nbytes for cache in caches for tensor in cache.tensors)
-        pinned += self.model_memory.host_bytes
+        host, states = self.runner.host, self.runner.host_states
+        tensors = [*([host.memory] if host else []), *(states.tensors if states else [])]
+        pinned = sum(tensor.nbytes for tensor in tensors) + self.model_memory.host_bytes
         return MemoryUsage(resident_memory(), torch.cuda.memory_allocated(self.device), pinned)
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ class ModelMemory:
         self._loaded, self._runner, self._group = loaded, runner, group
         self._ranks_per_node = ranks_per_node
         self._capture = capture
-        self._pool = distinct_storages((*runner.kv.tensors, *(runner.states.tensors if runner.states else ())))
+        self._pool = distinct_storages((runner.kv.memory, *(runner.states.tensors if runner.states else ())))
         self._pool_sizes = [storage.nbytes() for storage in self._pool]
         self._moves_weights = runner.kv.device.type != "cpu"
         self._weights: HostCopy | None = None

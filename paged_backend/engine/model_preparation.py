@@ -23,7 +23,7 @@ from paged_backend.execution.cpu_threads import count_threads
 from paged_backend.execution.launched_step import LaunchedStep
 from paged_backend.execution.runner import Runner
 from paged_backend.files.start_checks import ROOT
-from paged_backend.kv.cache_layout import CacheSpec
+from paged_backend.kv.cache import CacheSpec
 from paged_backend.loading import model_loader
 from paged_backend.loading.description import Description
 from paged_backend.loading.model_loader import LoadedModel
@@ -152,7 +152,7 @@ def _share(loaded: LoadedModel, runner: Runner) -> RankShare:
     plain = [tensor for tensor in tensors if tensor.layout is torch.strided]
     packed = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.layout is not torch.strided)
     weights = sum(storage.nbytes() for storage in distinct_storages(plain))
-    pool = sum(storage.nbytes() for storage in distinct_storages(runner.kv.tensors))
+    pool = sum(storage.nbytes() for storage in distinct_storages([runner.kv.memory]))
     return RankShare(len(loaded.spec.layers), weights + packed, pool)
 
 

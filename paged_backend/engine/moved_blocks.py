@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,13 +48,13 @@ class BlockRun:
     tokens: Sequence[int]  # tokens of the sequence, up to the end of the last block
     first: int  # index of the first block in the sequence
     kind: int | None  # kind of layer; None: the state after the last block
-    content: Sequence[Tensor]  # uint8: for each tensor of the cache the pages of all blocks, one after the other
+    content: Tensor  # uint8: the pages of all blocks, [num_pages, page_bytes], or the bytes of a state
     stored: threading.Event = field(default_factory=threading.Event)  # set when the engine has stored it, or cannot
 
     @property
     def nbytes(self) -> int:
         """The bytes of the content."""
-        return sum(part.numel() for part in self.content)
+        return self.content.nbytes
 
     def write(self) -> tuple[dict[str, Any], list[memoryview]]:
         """Return the run as JSON values, and the bytes that follow them."""
@@ -64,9 +63,8 @@ class BlockRun:
             "tokens": list(self.tokens),
             "first": self.first,
             "kind": self.kind,
-            "content": [part.numel() for part in self.content],
         }
-        return values, [memoryview(part.numpy()) for part in self.content]
+        return values, [memoryview(self.content.view(-1).numpy())]
 
     @classmethod
     def read(cls, values: Any, attached: bytes) -> BlockRun:
@@ -74,17 +72,13 @@ class BlockRun:
         try:
             salt, adapter = values["origin"]
             origin = Origin(str(salt), bytes.fromhex(adapter))
-            tokens, first, kind, sizes = (values[name] for name in ("tokens", "first", "kind", "content"))
+            tokens, first, kind = (values[name] for name in ("tokens", "first", "kind"))
         except (KeyError, TypeError, ValueError) as error:
             raise FrameError(f"blocks: {error!r}") from None
-        for name, value in {"tokens": tokens, "content": sizes, "first": [first], "kind": [kind or 0]}.items():
+        for name, value in {"tokens": tokens, "first": [first], "kind": [kind or 0]}.items():
             if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
                 raise FrameError(f"blocks: {name} must be a list of numbers")
-        if sum(sizes) != len(attached):
-            raise FrameError(f"blocks: {len(attached)} bytes are attached, not {sum(sizes)}")
-        whole = torch.from_numpy(np.frombuffer(attached, dtype=np.uint8).copy())
-        parts = [whole[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
-        return cls(origin, tokens, first, kind, parts)
+        return cls(origin, tokens, first, kind, torch.from_numpy(np.frombuffer(attached, dtype=np.uint8).copy()))
 
 
 class BlockCopier:
@@ -143,7 +137,7 @@ class BlockCopier:
         """Yield the blocks of one kind that are needed after `count` blocks, as far as they are cached and not `known`,
         a part at a time. The blocks of a part are in the same pool."""
         blocks, layers = self._blocks, self._blocks.layout.kinds[kind]
-        most = max(1, PART_BYTES // (layers.pages * sum(_page_bytes(self._runner.kv))))
+        most = max(1, PART_BYTES // (layers.pages * max(1, _page_bytes(self._runner.kv))))
         part: list[tuple[int, Location]] = []
         for index in layers.needed(count, blocks.block_size):
             key = BlockKey(prefix.entries[index], kind)
@@ -162,7 +156,7 @@ class BlockCopier:
         on_host = part[0][1].on_host
         pool, cache = (self._blocks.host, self._runner.host) if on_host else (self._blocks.pool, self._runner.kv)
         assert pool and cache
-        content = _read_pages(cache, [page for _, location in part for page in pool.pages_of(location.block)])
+        content = cache.read([page for _, location in part for page in pool.pages_of(location.block)])
         tokens = prefix.tokens[: (part[-1][0] + 1) * self._blocks.block_size]
         return BlockRun(prefix.origin, tokens, part[0][0], kind, content)
 
@@ -171,12 +165,12 @@ class BlockCopier:
         counts = range(len(entries), 0, -1)
         return next((count for count in counts if self._blocks.states.has_checkpoint(entries[count - 1])), 0)
 
-    def _read_state(self, entry: Entry) -> list[Tensor]:
+    def _read_state(self, entry: Entry) -> Tensor:
         slots, states = self._blocks.states.pool, self._runner.states
         assert slots and states
         slot = slots.find(entry)
         assert slot is not None
-        return [_bytes_of(part) for part in states.read_slot(slot)]
+        return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in states.read_slot(slot)])
 
     def _store_blocks(self, run: BlockRun, keys: Sequence[BlockKey]) -> None:
         blocks = self._blocks
@@ -188,7 +182,7 @@ class BlockCopier:
             of_block = blocks.pool.pages_of(block)
             pages += of_block
             chosen += range(source[key] * len(of_block), (source[key] + 1) * len(of_block))
-        _write_pages(self._runner.kv, pages, run.content, chosen)
+        self._runner.kv.write(pages, run.content.view(-1, _page_bytes(self._runner.kv))[chosen])
         blocks.insert(reserved)
 
     def _store_state(self, run: BlockRun, entry: Entry) -> None:
@@ -196,18 +190,19 @@ class BlockCopier:
         assert states
         slot = self._blocks.states.add_checkpoint(entry)
         if slot is not None:
-            values = zip(run.content, states.tensors, strict=True)
-            states.write_slot(slot, [part.view(to.dtype).view(to.shape[1:]) for part, to in values])
+            parts = run.content.split([to[0].nbytes for to in states.tensors])
+            values = zip(parts, states.tensors, strict=True)
+            states.write_slot(slot, [part.clone().view(to.dtype).view(to.shape[1:]) for part, to in values])
 
     def _check(self, run: BlockRun) -> None:
         layout, states = self._blocks.layout, self._runner.states
         count = len(run.tokens) / layout.block_size - run.first
         if run.kind is None:
-            sizes = [tensor[0].nbytes for tensor in states.tensors] if states else None
+            size = sum(tensor[0].nbytes for tensor in states.tensors) if states else None
         else:
             pages = layout.kinds[run.kind].pages if run.kind < len(layout.kinds) else 0
-            sizes = [int(count) * pages * nbytes for nbytes in _page_bytes(self._runner.kv)]
-        if count < 1 or count % 1 or [part.numel() for part in run.content] != sizes:
+            size = int(count) * pages * _page_bytes(self._runner.kv)
+        if count < 1 or count % 1 or run.content.nbytes != size:
             raise ValueError("the blocks of another instance have another size")
 
     def _finish_moves_out(self) -> None:
@@ -224,31 +219,5 @@ def read_blocks(frame: Mapping[str, Any]) -> BlockRun:
     return BlockRun.read(frame["blocks"], frame.get("attached", b""))
 
 
-def _page_bytes(cache: KVCache) -> list[int]:
-    """Return the bytes of a page in each tensor of a cache."""
-    return [tensor[0].nbytes for tensor in cache.tensors]
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _read_pages(cache: KVCache, pages: Sequence[int]) -> list[Tensor]:
-    """Return a copy of pages on the host: for each tensor of the cache their bytes, one page after the other."""
-    index = torch.tensor(pages, dtype=torch.int64, device=cache.device)
-    return [_bytes_of(_elements(tensor)[index].cpu()) for tensor in cache.tensors]
-
-
-def _write_pages(cache: KVCache, pages: Sequence[int], content: Sequence[Tensor], source: Sequence[int]) -> None:
-    """Overwrite pages of a cache. content: what `_read_pages` returned. source: for each page, the index of its new
-    content in `content`."""
-    index, chosen = torch.tensor(pages, dtype=torch.int64, device=cache.device), torch.tensor(source, dtype=torch.int64)
-    for tensor, values in zip(cache.tensors, content, strict=True):
-        elements = _elements(tensor)
-        shaped = values.view(elements.dtype).view(-1, *elements.shape[1:])
-        elements[index] = shaped[chosen].to(cache.device)
-
-
-def _elements(tensor: Tensor) -> Tensor:
-    """Return a tensor of 8-bit numbers as integers: PyTorch cannot index FP8 on every device."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+def _page_bytes(cache: KVCache) -> int:
+    return cache.memory.shape[1]

@@ -10,8 +10,7 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.sizes import GIB
-from paged_backend.kv.cache import bytes_per_block, bytes_per_slot
-from paged_backend.kv.cache_layout import CacheLayout, CacheSpec
+from paged_backend.kv.cache import CacheLayout, CacheSpec, bytes_per_slot
 from paged_backend.kv.states import num_draft_slots
 from paged_backend.utils.machine import available_memory
 
@@ -61,10 +60,11 @@ class PoolSizing:
         self.layout = CacheLayout.of(
             layers,
             config.block_size,
+            cache.kv_dtype,
             max_model_len=cache.max_model_len,
             max_pending=2 * config.max_num_batched_tokens,  # a step may be planned while another is in flight
         )
-        self.page_bytes = bytes_per_block(self.layout.shapes, config.block_size, cache.kv_dtype)
+        self.page_bytes = self.layout.page_bytes
         self.slot_bytes = bytes_per_slot(cache.states)
         self.num_state_slots = state_slots(config)[0] if cache.states else 0
         self._config, self._device, self._max_model_len = config, device, cache.max_model_len

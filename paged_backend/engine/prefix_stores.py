@@ -22,7 +22,6 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from paged_backend.api.config import EngineConfig
@@ -38,6 +37,7 @@ from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.cache import KVCache
 from paged_backend.kv.content import BlockKey, Chain, Contents, Entry, PrefixParent
 from paged_backend.kv.ledger import Transfers
+from paged_backend.kv.stores.block_file import BlockFormat
 from paged_backend.kv.stores.chain import StoreChain
 from paged_backend.kv.stores.disk import DiskStore
 from paged_backend.kv.stores.remote import RedisClient, RemoteStore
@@ -61,7 +61,7 @@ class PrefetchedBlocks:
 
     request: GenerateRequest
     chain: Chain  # of the prompt; lets the engine's thread look up each of its blocks only once
-    blocks: Sequence[tuple[int, int, list[Tensor]]]  # (index of the block in the prompt, kind of layer, tensors)
+    blocks: Sequence[tuple[int, int, Tensor]]  # (index of the block in the prompt, kind of layer, content)
     stored: threading.Event = field(default_factory=threading.Event)  # set when they are in the host pool
 
 
@@ -168,7 +168,7 @@ class PrefixStores:
             entry = self._blocks.contents.extend(prefetched.chain, tokens, index + 1, self._blocks.block_size)
             block = self._blocks.add_to_host(BlockKey(entry, kind))
             if block is not None:
-                self._host_cache.write_block(self._host_blocks.pages_of(block), content)
+                self._host_cache.write(self._host_blocks.pages_of(block), content)
 
     def write_moved_out(self, transfers: Transfers) -> None:
         """Also write the blocks that a step moved to the host pool to the stores. Called after the step."""
@@ -177,7 +177,7 @@ class PrefixStores:
                 key = BlockKey(move.entry, self._host_blocks.kind_of(move.target))
                 staged = self.handovers is not None and self.handovers.stages(key)
                 if not staged and self._stores.should_write(key):
-                    self._stores.put(key, self._host_cache.read_block([target for _, target in move.pages]))
+                    self._stores.put(key, self._host_cache.read([target for _, target in move.pages]))
 
     def hand_over(self) -> None:
         """Hand the next blocks of `prefill_only` requests to the shared store. Called between two steps."""
@@ -382,7 +382,7 @@ class Handovers:
         if block is not None and self._stores.should_write(key):
             if not self._blocks.ledger.has_arrived(block):
                 return False
-            self._stores.put(key, self._host_cache.read_block(self._host.pages_of(block)))
+            self._stores.put(key, self._host_cache.read(self._host.pages_of(block)))
         return True
 
 
@@ -409,42 +409,36 @@ def build_stores(config: EngineConfig, prepared: PreparedModel, runner: StepRunn
     """Return the stores behind the host pool, or None if there are none."""
     if runner.host is None:
         return None
-    loaded, layout = prepared.loaded, prepared.pools.layout.blocks
+    loaded, layout = prepared.loaded, prepared.pools.layout
     paths = [loaded.path, *([loaded.draft.path] if loaded.draft else [])]
-    source = BlockSource(config, layout, paths, loaded.spec.dtype, loaded.spec.kv_dtype, prepared.runner.kv.device)
-    blocks = [runner.host.read_block(range(kind.pages)) for kind in layout.kinds]
+    spec, device = loaded.spec, prepared.runner.kv.device
+    source = BlockSource(config, layout.blocks, paths, spec.dtype, spec.kv_dtype, device)
+    block_format = BlockFormat([kind.pages for kind in layout.blocks.kinds], layout.page_bytes)
+    block_bytes = layout.blocks.pages * layout.page_bytes
     stores: list[BlockStore] = []
     shared = None
     if config.disk_cache_dir is not None:
         directory = Path(config.disk_cache_dir).expanduser()
-        budget = _budget(config, "disk_cache_gib", blocks)
-        stores.append(DiskStore(directory, source.fingerprint, budget, blocks))
+        budget = _budget(config, "disk_cache_gib", block_bytes)
+        stores.append(DiskStore(directory, source.fingerprint, budget, block_format))
     if access := read_remote_access(config):
-        shared = _remote_store(config, access, source, blocks)
+        shared = RemoteStore(
+            RedisClient(access.address, access.password, config.remote_cache_timeout_ms / 1e3),
+            source.fingerprint,
+            block_format,
+            budget=_budget(config, "remote_cache_gib", block_bytes),
+            ttl=config.remote_cache_ttl,
+            secret=access.key,
+        )
         stores.append(shared)
     compute_seconds = prepared.costs.token * config.block_size
     max_seconds = compute_seconds if config.tier_read_mode == "auto" else math.inf
     return StoreChain(stores, max_seconds, shared=shared) if stores else None
 
 
-def _budget(config: EngineConfig, option: str, blocks: list[list[torch.Tensor]]) -> int:
+def _budget(config: EngineConfig, option: str, block_bytes: int) -> int:
     """Return the bytes of a store. Raises ConfigError if they hold no block."""
-    wanted, block_bytes = getattr(config, option), sum(tensor.nbytes for block in blocks for tensor in block)
+    wanted = getattr(config, option)
     if wanted * GIB < block_bytes:
         raise ConfigError(f"{option}={wanted:g}: one block takes {block_bytes} bytes; raise it")
     return int(wanted * GIB)
-
-
-def _remote_store(
-    config: EngineConfig, access: RemoteAccess, source: BlockSource, blocks: list[list[torch.Tensor]]
-) -> RemoteStore:
-    """Return the store of a Redis server. Raises ConfigError if its budget holds no block."""
-    budget = _budget(config, "remote_cache_gib", blocks)
-    return RemoteStore(
-        RedisClient(access.address, access.password, config.remote_cache_timeout_ms / 1e3),
-        source.fingerprint,
-        blocks,
-        budget=budget,
-        ttl=config.remote_cache_ttl,
-        secret=access.key,
-    )

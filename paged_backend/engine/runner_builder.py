@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from paged_backend.api.block_layout import FULL
 from paged_backend.api.config import EngineConfig
 from paged_backend.engine.pools import Pools
 from paged_backend.execution.cpu_threads import CpuThreads
@@ -32,22 +31,11 @@ def build_runner(
     """
     layout, cpu, pinned = pools.layout, torch.device("cpu"), device.type == "cuda"
 
-    def cache(num_pages: int, device: torch.device, *, pinned: bool = False) -> KVCache:
-        return KVCache.allocate(
-            layout.shapes,
-            num_pages=num_pages,
-            block_size=layout.blocks.block_size,
-            dtype=loaded.spec.kv_dtype,
-            device=device,
-            pinned=pinned,
-            places=layout.places if layout.blocks.kinds != (FULL,) else None,
-        )
-
     def states(num_slots: int, device: torch.device, *, pinned: bool = False) -> StateCache | None:
         shapes = loaded.spec.states
         return StateCache.allocate(shapes, num_slots=num_slots, device=device, pinned=pinned) if num_slots else None
 
-    kv, drafter, threads = cache(pools.num_pages, device), None, None
+    kv, drafter, threads = KVCache.allocate(layout, pools.num_pages, device), None, None
     if device.type == "cpu":
         populate_in_background(kv)
         fused = FusedDecoder.of(loaded.model)
@@ -58,7 +46,7 @@ def build_runner(
     return Runner(
         loaded.model,
         kv,
-        cache(pools.num_host_pages, cpu, pinned=pinned) if pools.num_host_pages else None,
+        KVCache.allocate(layout, pools.num_host_pages, cpu, pinned=pinned) if pools.num_host_pages else None,
         max_sampled=config.max_num_seqs + config.max_num_batched_tokens,  # one more per draft token
         drafter=drafter,
         lora=loaded.lora,

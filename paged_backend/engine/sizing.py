@@ -22,8 +22,7 @@ from paged_backend.distributed.topology import Topology
 from paged_backend.engine.model_preparation import rank_bytes, rank_cache
 from paged_backend.engine.pools import PoolSizing
 from paged_backend.files.start_checks import ROOT, find_local
-from paged_backend.kv.cache import bytes_per_block
-from paged_backend.kv.cache_layout import CacheSpec
+from paged_backend.kv.cache import CacheSpec, bytes_per_token
 from paged_backend.loading.description import Description, describe
 from paged_backend.utils.machine import available_memory
 
@@ -111,7 +110,7 @@ def plan(config: EngineConfig, device: Device, contexts: Sequence[int] = ()) -> 
 def token_bytes(cache: CacheSpec, context: int) -> int:
     """Return the bytes that attention reads of a sequence of `context` tokens."""
     return sum(
-        bytes_per_block([layer], 1, cache.kv_dtype) * min(context, layer.window or context) for layer in cache.layers
+        bytes_per_token([layer], cache.kv_dtype) * min(context, layer.window or context) for layer in cache.layers
     )
 
 

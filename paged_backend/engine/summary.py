@@ -13,7 +13,6 @@ from paged_backend.api.config import NEEDED_BY, EngineConfig
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.model_preparation import PreparedModel
-from paged_backend.kv import cache as kv_cache
 from paged_backend.kv.cache import bytes_per_slot
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.utils.machine import cpu_name, usable_cores
@@ -192,13 +191,12 @@ def _states(prepared: PreparedModel) -> str:
 def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
     loaded, size, pools = prepared.loaded, config.block_size, prepared.pools
     layout, pages = pools.layout, pools.num_pages
-    block = kv_cache.bytes_per_block(layout.shapes, size, loaded.spec.kv_dtype)
 
     def pool(blocks: int) -> str:
         held = f"{blocks * size} tokens in {blocks} blocks"
         if layout.blocks.kinds != (FULL,):
-            held = f"{blocks} pages of {size} tokens in {len(layout.shapes)} layers"
-        return f"{held}, {blocks * block / GIB:.2f} GiB"
+            held = f"{blocks} pages of {layout.page_bytes} bytes"
+        return f"{held}, {blocks * layout.page_bytes / GIB:.2f} GiB"
 
     length = loaded.spec.max_model_len
     parts = [pool(pages)]

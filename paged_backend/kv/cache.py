@@ -1,7 +1,20 @@
-"""The tensors of the pools: keys and values in pages, and states of recurrent layers in slots.
+"""The memory of the pools: keys and values in pages, and states of recurrent layers in slots.
 
-A layer with attention stores keys and values for every token, in blocks. A recurrent layer (Mamba, a gated delta net, a
-short convolution) stores the same few tensors however long the sequence is:
+A pool is one tensor of bytes, a row per page. All pages have the same size, so that a freed page can hold anything. A
+page has room for `block_size` tokens of some layers of one kind, each at its place:
+
+    layers      0 window, 1 window, 2 full, 3 window, 4 window, 5 full
+    full        a page with layers 2, 5
+    window      a page with layers 0, 1 and one with layers 3, 4
+
+    page        |----- layer 2 ------|----- layer 5 ------|        or layers 0 and 1, or 3 and 4
+    layer       | keys | values | scales of keys | scales of values |
+
+The keys of a layer are a view of the pool, whose stride from block to block is the size of a page. A page is copied to
+the host, to a store or to another instance as one piece.
+
+A recurrent layer (Mamba, a gated delta net, a short convolution) stores the same few tensors however long the sequence
+is:
 
     slot           0         1         2       first dimension of every tensor
     layer 0     conv state, recurrent state    the last inputs of its convolution; the state of its scan
@@ -17,18 +30,23 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paged_backend.api.block_layout import BlockLayout, LayerKind, WindowKind
 from paged_kernels.cpu.huge_pages import HUGE_PAGE, populate_pages, request_huge_pages
 from paged_kernels.layer_cache import FORMATS, LayerCache
 
 SCALE = torch.float32
-ALIGNMENT = 16  # bytes that a copy kernel moves at a time
+ALIGNMENT = 16  # bytes: of every tensor in a page, and of a page; what a copy kernel moves at a time
+
+# Maximum share of memory that no layer uses, because the layers of a kind do not fill their pages: in the blocks of all
+# kinds together, and in those of one kind, which may be most of what a long sequence holds.
+PADDING_LIMIT, KIND_PADDING_LIMIT = 0.05, 0.2
 
 LOWEST_PRIORITY = 19  # nice value
 POPULATING_THREAD = "kv-cache-pages"
@@ -57,90 +75,174 @@ class LayerShape:
     window: int | None = None  # tokens that a query sees; None: all
     batch_invariant: bool = False  # whether a GPU computes the attention of each query by itself
 
-    def tensors(self, num_pages: int, block_size: int, dtype: torch.dtype) -> list[TensorShape]:
-        """Return shapes and types of the tensors of a pool, in the order of `LayerCache.tensors`."""
-        slots = (num_pages, self.num_kv_heads, block_size)
+    def tensors(self, block_size: int, dtype: torch.dtype) -> list[TensorShape]:
+        """Return what a page holds of the layer, in the order of `LayerCache.tensors`."""
+        slots = (self.num_kv_heads, block_size)
         sizes = [self.head_dim] if self.latent else [self.head_dim, self.value_dim or self.head_dim]
         stored = [TensorShape((*slots, size), dtype) for size in sizes]
         return stored + ([TensorShape(slots, SCALE)] * len(sizes) if dtype in FORMATS else [])
 
-    def cache(self, tensors: Sequence[Tensor]) -> LayerCache:
-        """Return the cache of these tensors."""
+    def page_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of the layer in a page."""
+        return sum(_aligned(tensor.nbytes) for tensor in self.tensors(block_size, dtype))
+
+    def cache(self, memory: Tensor, offset: int, block_size: int, dtype: torch.dtype) -> LayerCache:
+        """Return views of the layer's tensors. memory: [num_pages, page_bytes] uint8. offset: the layer's first byte in
+        a page."""
+        views: list[Tensor] = []
+        for shape, of_type in self.tensors(block_size, dtype):
+            if nbytes := math.prod(shape) * of_type.itemsize:
+                part = memory[:, offset : offset + nbytes].view(of_type)
+                views.append(part.unflatten(1, shape))
+            else:
+                views.append(torch.empty((len(memory), *shape), dtype=of_type, device=memory.device))
+            offset += _aligned(nbytes)
         if self.latent:
-            cache = LayerCache.latent(tensors[0], self.value_dim or self.head_dim, *tensors[1:])
+            cache = LayerCache.latent(views[0], self.value_dim or self.head_dim, *views[1:])
         else:
-            cache = LayerCache(*tensors)
+            cache = LayerCache(*views)
         return replace(cache, batch_invariant=self.batch_invariant)
 
 
 NO_ATTENTION = LayerShape(0, 0)  # the shape of a layer that stores no keys and values
 
 
+def bytes_per_token(layers: Iterable[LayerShape], dtype: torch.dtype) -> int:
+    """Return the bytes of a token in all layers: keys, values, and the scales of a quantized `dtype`."""
+    return sum(tensor.nbytes for layer in layers for tensor in layer.tensors(1, dtype))
+
+
+class CacheSpec(NamedTuple):
+    """What a model and its draft model store."""
+
+    layers: tuple[LayerShape, ...]  # for each token
+    states: tuple[StateShape, ...]  # for each sequence
+    kv_dtype: torch.dtype
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The places of all layers in the pages of a pool."""
+
+    blocks: BlockLayout
+    layers: tuple[LayerShape, ...]
+    dtype: torch.dtype  # a quantized type, or the type of the model's keys and values
+    places: tuple[tuple[int, int], ...]  # of each layer: its page, counted over the blocks of all kinds; its first byte
+    page_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[LayerShape],
+        block_size: int,
+        dtype: torch.dtype,
+        *,
+        max_model_len: int | None = None,
+        max_pending: int = 0,
+    ) -> CacheLayout:
+        """Return the layout for the layers of a model.
+
+        Args:
+            layers: shapes and windows of all layers.
+            block_size: tokens of a block.
+            dtype: the type of the cache.
+            max_model_len: maximum tokens of a sequence. Windows this long count as full attention, all if it is None.
+            max_pending: maximum tokens of a sequence in steps that are planned but not committed.
+        """
+        windowed = [
+            index
+            for index, layer in enumerate(layers)
+            if layer.window and max_model_len is not None and layer.window < max_model_len
+        ]
+        full = [index for index in range(len(layers)) if index not in windowed]
+        kinds = [kind for kind in (full, windowed) if kind]
+        sizes = [[layers[index].page_bytes(block_size, dtype) for index in kind] for kind in kinds]
+        page_bytes = _page_bytes(sizes)
+        places: dict[int, tuple[int, int]] = {}
+        counts: list[int] = []  # pages of a block, by kind
+        for kind, of_kind in zip(kinds, sizes, strict=True):
+            packed = _packed(of_kind, page_bytes)
+            places |= {index: (sum(counts) + page, offset) for index, (page, offset) in zip(kind, packed, strict=True)}
+            counts.append(packed[-1][0] + 1)
+        if not windowed:
+            blocks = BlockLayout(block_size)
+        else:
+            window = WindowKind(counts[-1], max(layers[index].window or 0 for index in windowed))
+            blocks = BlockLayout(block_size, (LayerKind(counts[0]), window) if full else (window,), max_pending)
+        return cls(blocks, tuple(layers), dtype, tuple(places[index] for index in range(len(layers))), page_bytes)
+
+
+def _packed(sizes: Sequence[int], page_bytes: int) -> list[tuple[int, int]]:
+    """Return the page and the first byte of layers of these sizes, which fill pages in their order."""
+    places: list[tuple[int, int]] = []
+    page = used = 0
+    for size in sizes:
+        if used + size > page_bytes:
+            page, used = page + 1, 0
+        places.append((page, used))
+        used += size
+    return places
+
+
+def _page_bytes(kinds: Sequence[Sequence[int]]) -> int:
+    """Return the largest size of a page within the limits of padding; the one with least padding if there is none.
+
+    kinds: the sizes of the layers of each kind. A page has room for the first layers of a kind, and for any layer.
+    """
+    total = sum(map(sum, kinds))
+    if len(kinds) < 2:
+        return total
+    largest = max(map(max, kinds))
+    candidates = sorted({size for kind in kinds for size in accumulate(kind) if size >= largest}, reverse=True)
+
+    def held(kind: Sequence[int], size: int) -> int:
+        return (_packed(kind, size)[-1][0] + 1) * size
+
+    def padding(size: int) -> float:
+        return sum(held(kind, size) for kind in kinds) / total - 1
+
+    for size in candidates:
+        if padding(size) <= PADDING_LIMIT and all(
+            held(kind, size) <= (1 + KIND_PADDING_LIMIT) * sum(kind) for kind in kinds
+        ):
+            return size
+    return min(candidates, key=padding)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True, eq=False)
 class KVCache:
     """The keys and values of every layer, in pages; see `CacheLayout`. With one kind of layer a block is one page, and
-    one block table serves the whole model. The tensors of a layer without attention are empty."""
+    one block table serves the whole model."""
 
-    layers: tuple[LayerCache, ...]  # layers in different pages of a block share their tensors
-    pages: tuple[int, ...] = ()  # page of each layer, counted over the blocks of all kinds; empty: all in page 0
+    memory: Tensor  # [num_pages, page_bytes] uint8
+    layers: tuple[LayerCache, ...]  # views of the memory; the tensors of a layer without attention are empty
+    pages: tuple[int, ...]  # page of each layer, counted over the blocks of all kinds
 
     @classmethod
-    def allocate(
-        cls,
-        layers: Sequence[LayerShape],
-        *,
-        num_pages: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        pinned: bool = False,
-        places: Sequence[tuple[int, int]] | None = None,
-    ) -> KVCache:
-        """Return a cache filled with zeros.
-
-        Args:
-            layers: shapes of the layers in a page.
-            block_size: tokens of a page.
-            dtype: a quantized type, or the type of the model's keys and values.
-            device: where to allocate it.
-            pinned: whether to allocate host memory that a GPU can access directly.
-            places: see `CacheLayout`; by default all layers are in one page. With places, one more page is allocated,
-                which stays zero and stands for NULL in block tables.
-        """
-        if places is not None:
-            pages = tuple(page for page, _ in places)
-            cache = cls.allocate(
-                layers,
-                num_pages=num_pages + 1,
-                block_size=block_size,
-                dtype=dtype,
-                device=device,
-                pinned=pinned,
-            )
-            return cls(tuple(cache.layers[index] for _, index in places), pages)
-
-        shapes = [layer.tensors(num_pages, block_size, dtype) for layer in layers]
-        if not pinned:
-            pools = [[_zeros(*shape, device) for shape in layer_shapes] for layer_shapes in shapes]
-            return cls(tuple(layer.cache(pool) for layer, pool in zip(layers, pools, strict=True)))
-        tensors = iter(pinned_tensors([shape for layer_shapes in shapes for shape in layer_shapes]))
-        parts = (tuple(islice(tensors, len(layer_shapes))) for layer_shapes in shapes)
-        return cls(tuple(layer.cache(part) for layer, part in zip(layers, parts, strict=True)))
+    def allocate(cls, layout: CacheLayout, num_pages: int, device: torch.device, *, pinned: bool = False) -> KVCache:
+        """Return a cache filled with zeros. Unless all blocks are single pages that are kept, it has one more page,
+        which stays zero and stands for NULL in block tables. pinned: whether to allocate host memory that a GPU can
+        access directly."""
+        num_pages += layout.blocks.has_null
+        size = num_pages * layout.page_bytes
+        memory = (pinned_zeros(size) if pinned else _zeros(size, device)).view(num_pages, layout.page_bytes)
+        places = zip(layout.layers, layout.places, strict=True)
+        caches = [layer.cache(memory, offset, layout.blocks.block_size, layout.dtype) for layer, (_, offset) in places]
+        return cls(memory, tuple(caches), tuple(page for page, _ in layout.places))
 
     @property
     def device(self) -> torch.device:
-        """The device of the tensors."""
-        return self.layers[0].keys.device
-
-    @cached_property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of all layers with attention. The first dimension of each is the block."""
-        distinct = {id(layer): layer for layer in self.layers}.values()
-        return tuple(tensor for layer in distinct for tensor in layer.tensors if tensor.numel())
+        """The device of the memory."""
+        return self.memory.device
 
     def layer_range(self, start: int, end: int) -> KVCache:
         """Return a view of some of the layers, in the same memory."""
-        return KVCache(self.layers[start:end], self.pages[start:end])
+        return KVCache(self.memory, self.layers[start:end], self.pages[start:end])
 
     @property
     def pages_per_block(self) -> int:
@@ -149,17 +251,15 @@ class KVCache:
 
     def page_of(self, layer: int) -> int:
         """Return the page of a block that holds a layer."""
-        return self.pages[layer] if self.pages else 0
+        return self.pages[layer]
 
-    def read_block(self, pages: Sequence[int]) -> list[Tensor]:
-        """Return a copy of a block on the host: for each of its pages a tensor for each of `tensors`."""
-        return [tensor[page].to("cpu", copy=True) for page in pages for tensor in self.tensors]
+    def read(self, pages: Sequence[int]) -> Tensor:
+        """Return a copy of pages on the host, [len(pages), page_bytes] uint8."""
+        return self.memory[torch.tensor(pages, device=self.device)].cpu()
 
-    def write_block(self, pages: Sequence[int], content: Sequence[Tensor]) -> None:
-        """Overwrite a block with what `read_block` returned."""
-        targets = [tensor[page] for page in pages for tensor in self.tensors]
-        for target, value in zip(targets, content, strict=True):
-            target.copy_(value)
+    def write(self, pages: Sequence[int], content: Tensor) -> None:
+        """Overwrite pages with what `read` returned."""
+        self.memory[torch.tensor(pages, device=self.device)] = content.to(self.device)
 
 
 def pinned_zeros(nbytes: int) -> Tensor:
@@ -171,7 +271,7 @@ def pinned_zeros(nbytes: int) -> Tensor:
 def pinned_tensors(shapes: Sequence[TensorShape]) -> list[Tensor]:
     """Return tensors filled with zeros, one after the other in one allocation of pinned memory."""
     sizes = [shape.nbytes for shape in shapes]
-    ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+    ends = list(accumulate(map(_aligned, sizes)))
     memory = pinned_zeros(ends[-1])
     return [
         memory[start : start + size].view(dtype).view(shape)
@@ -179,21 +279,15 @@ def pinned_tensors(shapes: Sequence[TensorShape]) -> list[Tensor]:
     ]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of zeros. Attention multiplies slots that were never written by a weight of 0, and NaN would
-    survive that. On a CPU, NumPy's zeros come from calloc: the system provides the memory later, in
-    `populate_in_background` or when a block is first used."""
-    nbytes = math.prod(shape) * dtype.itemsize
+def _zeros(nbytes: int, device: torch.device) -> Tensor:
+    """Return zeros. Attention multiplies slots that were never written by a weight of 0, and NaN would survive that. On
+    a CPU, NumPy's zeros come from calloc: the system provides the memory later, in `populate_in_background` or when a
+    block is first used."""
     if device.type != "cpu" or not nbytes:
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     zeros = torch.from_numpy(np.zeros(nbytes, dtype=np.uint8))
     request_huge_pages(zeros)
-    return zeros.view(dtype).view(shape)
-
-
-def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block in all layers: keys, values, and the scales of a quantized `dtype`."""
-    return sum(tensor.nbytes for layer in layers for tensor in layer.tensors(1, block_size, dtype))
+    return zeros
 
 
 @dataclass(frozen=True)
@@ -306,11 +400,8 @@ def wait_until_populated() -> None:
 
 def _populate(reference: weakref.ref[KVCache]) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-    start = 0  # bytes of each tensor that are done
-    while (cache := reference()) is not None:
-        if start >= max((tensor.nbytes for tensor in cache.tensors), default=0):
-            return
-        for tensor in cache.tensors:
-            populate_pages(tensor, start, min(start + HUGE_PAGE, tensor.nbytes))
-        del cache, tensor
+    start = 0  # bytes that are done
+    while (cache := reference()) is not None and start < (total := cache.memory.nbytes):
+        populate_pages(cache.memory, start, min(start + HUGE_PAGE, total))
+        del cache
         start += HUGE_PAGE

@@ -117,9 +117,9 @@ class PageCopier:
     def update_addresses(self) -> None:
         """Record the addresses of both pools, after their memory was allocated again."""
         kv, host = self._kv, self._host
-        self._within = BlockPair.of(kv.tensors, kv.tensors)
-        self._out = BlockPair.of(kv.tensors, host.tensors) if host else None
-        self._in = BlockPair.of(host.tensors, kv.tensors) if host else None
+        self._within = BlockPair.of([kv.memory], [kv.memory])
+        self._out = BlockPair.of([kv.memory], [host.memory]) if host else None
+        self._in = BlockPair.of([host.memory], [kv.memory]) if host else None
 
     def move(self, transfers: Transfers) -> None:
         """Enqueue the transfers of a step, before the step itself: outs, then ins, then copies."""

@@ -29,7 +29,7 @@ from paged_backend.files.start_checks import (
     draft_errors,
     ranks_named,
 )
-from paged_backend.kv.cache_layout import CacheSpec
+from paged_backend.kv.cache import CacheSpec
 from paged_backend.loading import model_sizes
 from paged_backend.loading.attention_probe import probe_layers
 from paged_backend.loading.classifier import is_classifier

@@ -20,8 +20,7 @@ from paged_backend.files.generation_config import read_sampling_defaults
 from paged_backend.files.model_files import GGUF
 from paged_backend.files.quantization_fields import method_of
 from paged_backend.files.start_checks import draft_errors
-from paged_backend.kv.cache import NO_ATTENTION, LayerShape, StateShape
-from paged_backend.kv.cache_layout import CacheSpec
+from paged_backend.kv.cache import NO_ATTENTION, CacheSpec, LayerShape, StateShape
 from paged_backend.loading import encoders
 from paged_backend.loading.classifier import is_classifier, load_classifier
 from paged_backend.loading.description import (

@@ -45,7 +45,7 @@ from paged_backend.execution.batch import pack
 from paged_backend.execution.runner import paged_logits
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.kv import sequence
-from paged_backend.kv.cache import KVCache, LayerShape, StateCache
+from paged_backend.kv.cache import CacheLayout, KVCache, LayerShape, StateCache
 from paged_backend.loading.attention_probe import Probed, probe_layers
 from paged_backend.loading.earlier_starts import EarlierStarts, Outcome, OutdatedOutcome
 from paged_backend.loading.shallow_copy import WINDOW, layer_modules, representative_layers, shallow_copy
@@ -577,7 +577,7 @@ def _paged_logits_of(
     """Return logits by (prompt, position). They are computed with prompts in chunks of up to `most` tokens, then one
     decode step. By default the long prompt takes two chunks; the short one runs beside the first of them."""
     width = -(-len(prompts[0]) // block_size)
-    kv = KVCache.allocate(layers, num_pages=2 * width + 1, block_size=block_size, dtype=dtype, device=model.device)
+    kv = KVCache.allocate(CacheLayout.of(layers, block_size, dtype), 2 * width + 1, model.device)
     long, short = (_greedy_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))
     long.tables, short.tables = [list(range(2 * width, 0, -2))], [list(range(1, 2 * width, 2))]
     states = None

@@ -8,8 +8,6 @@ import torch
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.engine import assembly, pools
-from paged_backend.kv import cache as kv_cache
-from paged_backend.kv.cache import LayerShape
 from paged_backend.loading import model_loader
 from tests.support.in_process import tiny_assembly
 
@@ -59,11 +57,9 @@ def test_prompt_tokens_beside_decode_follow_the_target_time_of_a_step(device, op
 
 def test_pool_size_follows_byte_budget(tiny):
     assembly = tiny_assembly(tiny[0], num_gpu_blocks_override=None, kv_cache_memory_bytes=100_000)
-    layers = (LayerShape(num_kv_heads=2, head_dim=16),) * 3
-    per_block = kv_cache.bytes_per_block(layers, 4, torch.float32)
-    assert per_block == 3 * 2 * 2 * 16 * 4 * 4
+    per_block = 3 * 2 * 2 * 16 * 4 * 4  # layers, keys and values, heads, elements, bytes, tokens
     assert assembly.scheduler.blocks.num_pages == 100_000 // per_block
-    nbytes = sum(tensor.nbytes for tensor in assembly.runner.kv.tensors)
+    nbytes = assembly.runner.kv.memory.nbytes
     assert nbytes == assembly.scheduler.blocks.num_pages * per_block
 
 

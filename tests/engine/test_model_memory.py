@@ -45,11 +45,11 @@ def test_pool_of_a_cpu_is_given_back_to_the_system(tiny):
     assembly = tiny_assembly(tiny[0], num_gpu_blocks_override=32 * MIB // 1024, device="cpu")
     expected = generate(assembly)
     wait_until_populated()
-    (tensor, *_), memory = assembly.runner.kv.tensors, assembly.model_memory
+    tensor, memory = assembly.runner.kv.memory, assembly.model_memory
     assert tensor.nbytes >= 4 * MIB
     assert resident_bytes(tensor) >= tensor.nbytes - MIB
     released = memory.release()
-    assert released == ReleasedMemory(sum(one.nbytes for one in assembly.runner.kv.tensors), weights=0, graphs=0)
+    assert released == ReleasedMemory(tensor.nbytes, weights=0, graphs=0)
     assert memory.released == released
     released_bytes = resident_bytes(tensor)  # a message with the tensor would read it
     assert released_bytes == 0
@@ -64,13 +64,13 @@ def as_on_gpu(monkeypatch):
     load_weights = model_loader.load_weights
     monkeypatch.setattr(native, "levels", tuple)
     monkeypatch.setattr(model_loader, "load_weights", lambda *arguments: deepcopy(load_weights(*arguments)))
-    monkeypatch.setattr(kv_cache, "_zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
+    monkeypatch.setattr(kv_cache, "_zeros", lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
 
 
 def weights_of(assembly):
     """Return the tensors that a model computes with, besides the pools."""
     runner = assembly.runner
-    pools = distinct_storages((*runner.kv.tensors, *(runner.states.tensors if runner.states else ())))
+    pools = distinct_storages((runner.kv.memory, *(runner.states.tensors if runner.states else ())))
     pools, found = {one._cdata for one in pools}, find_tensors(assembly.loaded, runner)
     return [one for one in found if one.numel() and one.untyped_storage()._cdata not in pools]
 
@@ -86,7 +86,7 @@ def check_weights_move(assembly, **sampling):
         parameters = [*assembly.loaded.model.parameters(), *assembly.loaded.model.buffers()]
         released = engine.engine.sleep_mode.sleep(WAIT).memory
         assert memory.host_bytes == released.weights >= sum(one.nbytes() for one in distinct_storages(parameters))
-        left = len(distinct_storages((*weights, *parameters, *assembly.runner.kv.tensors)))
+        left = len(distinct_storages((*weights, *parameters, assembly.runner.kv.memory)))
         assert left == 0, "memory was not freed"
         assert engine.engine.sleep_mode.wake().memory == released
         assert memory.host_bytes == 0
@@ -145,7 +145,7 @@ def test_a_host_without_room_for_the_weights_changes_nothing(tiny, monkeypatch):
             memory.release()
         memory.run(MemoryCommand.RELEASE)  # on another rank, which rank 0 reports
     assert memory.released is None
-    assert distinct_storages(assembly.runner.kv.tensors)
+    assert distinct_storages([assembly.runner.kv.memory])
     assert generate(assembly) == expected
 
 
@@ -178,7 +178,7 @@ def test_an_allocation_that_fails_leaves_the_model_asleep(tiny, monkeypatch):
         patch.setattr(model_memory, "allocate", fail)
         with pytest.raises(MemoryShortage, match="not all of it could be allocated"):
             memory.restore()
-    left = len(distinct_storages(assembly.runner.kv.tensors))  # a message with the tensors would read them
+    left = len(distinct_storages([assembly.runner.kv.memory]))  # a message with the tensors would read them
     assert memory.released and left == 0
     memory.restore()
     assembly.scheduler.clear_cache()
@@ -205,7 +205,7 @@ def test_one_rank_without_memory_keeps_all_from_changing(tiny, monkeypatch):
         memory._group = SimpleNamespace(all_reduce_min=reduced)
         with pytest.raises(MemoryShortage):
             memory.restore()
-        left = len(distinct_storages(assembly.runner.kv.tensors))
+        left = len(distinct_storages([assembly.runner.kv.memory]))
         assert memory.released and left == 0
     memory._group = alone
     memory.restore()

@@ -59,7 +59,7 @@ def test_tokens_after_waking_equal_those_before(awake, alone):
     began = time.monotonic()
     slept = mode.sleep(WAIT)
     assert slept.changed and 0 < slept.seconds <= time.monotonic() - began
-    assert slept.memory.pool == sum(tensor.nbytes for tensor in awake.assembly.runner.kv.tensors)
+    assert slept.memory.pool == awake.assembly.runner.kv.memory.nbytes
     assert (mode.problem, mode.sleep(WAIT)) == (ASLEEP, NOTHING)
     until(lambda: sleeping(awake))
     woken = mode.wake()

@@ -13,7 +13,7 @@ from paged_backend.execution.batch import pack
 from paged_backend.execution.runner import Drafter, Runner, paged_logits, propose
 from paged_backend.execution.upload import map_tensors
 from paged_backend.kv.blocks import BlockManager
-from paged_backend.kv.cache import KVCache, LayerShape
+from paged_backend.kv.cache import CacheLayout, KVCache, LayerShape
 from paged_backend.models import rope
 from paged_backend.models.attention import ATTENTION, AttentionSpec
 from paged_backend.models.decoder import FusedDecoder
@@ -86,7 +86,7 @@ def drawn(plan):
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids="+".join)
 @pytest.mark.usefixtures("kernels_without_values")
 def test_launch_does_not_synchronize(model, sampling):
-    kv = KVCache.allocate([LayerShape(2, 8)] * 2, num_pages=32, block_size=4, dtype=torch.float32, device=META)
+    kv = KVCache.allocate(CacheLayout.of([LayerShape(2, 8)] * 2, 4, torch.float32), 32, META)
     runner = Runner(model, kv, max_sampled=8)
     runner._upload = lambda tree, head=None: map_tensors(tree, lambda tensor: tensor.to(META))
     scheduler = Scheduler(BlockManager(32, BlockLayout(4), caching=True), max_num_seqs=8, max_num_batched_tokens=8)
@@ -111,7 +111,7 @@ def test_launch_does_not_synchronize(model, sampling):
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.usefixtures("kernels_without_values")
 def test_drafting_and_verification_do_not_synchronize(model, captured):
-    kv = KVCache.allocate([LayerShape(2, 8)] * 4, num_pages=32, block_size=4, dtype=torch.float32, device=META)
+    kv = KVCache.allocate(CacheLayout.of([LayerShape(2, 8)] * 4, 4, torch.float32), 32, META)
     runner = Runner(model, kv, max_sampled=64, drafter=Drafter(model, kv.layer_range(2, 4)))
     runner._upload = lambda tree, head=None: map_tensors(tree, lambda tensor: tensor.to(META))
     replays = []

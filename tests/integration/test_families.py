@@ -12,7 +12,7 @@ from packaging.version import Version
 from paged_backend.models.attention import UnsupportedModel
 from tests.support.beams import MAX_TOKENS as NUM_BEAM_TOKENS
 from tests.support.beams import beams
-from tests.support.families import ACCEPTED_SINCE, DEFAULT_FAMILIES, REJECTED_FAMILIES
+from tests.support.families import ACCEPTED_SINCE, COMMON, DEFAULT_FAMILIES, REJECTED_FAMILIES
 from tests.support.in_process import WAIT, running, save_tiny, tiny_assembly
 from tests.support.pairwise import mostly_nightly
 from tests.support.tiny_family import MATRIX_FAMILIES, MAX_TOKENS, TinyFamily, describe_layers, serve_or_reject
@@ -174,6 +174,21 @@ def test_speculation(family, serve, support_matrix):
         stats = engine.history[-1].stats
         assert 0 < stats.accepted_tokens < stats.draft_tokens
     support_matrix.record(family.name, "speculation", "tested")
+
+
+def test_layers_of_a_draft_model_share_the_pages_of_windows(family_of, tmp_path):
+    """Its heads have another size. Blocks outside of the windows are freed all the same, also during preemption."""
+    family, draft = family_of("gemma3"), transformers.LlamaConfig(**COMMON | {"head_dim": 24, "num_key_value_heads": 1})
+    save_tiny(draft, tmp_path)
+    options = SWAPPED | {"num_speculative_tokens": 2, "speculative_model": str(tmp_path)}
+    roomy = family.assembly(**options)
+    full, window = roomy.scheduler.blocks.layout.kinds
+    assert full.keeps_all and not window.keeps_all
+    assert len({layer.keys.shape for layer in roomy.runner.kv.layers}) == 2
+    small = family.assembly(num_gpu_blocks_override=family.smallest_pool(roomy, options["block_size"]), **options)
+    with running(small) as engine:
+        assert engine.generate(family.prompts, max_tokens=MAX_TOKENS) == family.outputs
+        assert engine.history[-1].stats.swapped > 0
 
 
 @for_each_layout

@@ -11,7 +11,6 @@ from paged_backend.api.errors import ConfigError, ErrorCode
 from paged_backend.api.sizes import GIB
 from paged_backend.engine import model_preparation, pools
 from paged_backend.engine.model_preparation import log_restrictions
-from paged_backend.kv import cache as kv_cache
 from paged_backend.kv.cache import bytes_per_slot
 from tests.support.families import DEFAULT_HYBRIDS, HYBRID_FAMILIES
 from tests.support.in_process import WAIT, generate_with_transformers, running, save_tiny, tiny_assembly
@@ -159,7 +158,7 @@ def test_states_are_part_of_the_memory_budget(lfm2, monkeypatch):
     monkeypatch.setattr(model_preparation, "rank_bytes", lambda *arguments: 0)  # what is free beside weights
     assembly = assembly_of(lfm2, max_num_seqs=8, num_gpu_blocks_override=None)
     assert assembly.runner.states.num_slots == 8 + 8  # sequences and checkpoints
-    block = assembly.runner.kv.tensors[0][0].nbytes * 2
+    block = assembly.runner.kv.memory[0].nbytes
     assert assembly.scheduler.blocks.num_pages == 100_000 // block
 
 
@@ -168,7 +167,7 @@ def test_states_are_part_of_the_pool_that_was_asked_for(lfm2):
     size = 1 << 20
     with_states = tiny_assembly(lfm2, **options, kv_cache_memory_bytes=size)
     slot = bytes_per_slot(with_states.loaded.spec.states)
-    block = kv_cache.bytes_per_block(with_states.loaded.layers, with_states.scheduler.blocks.block_size, torch.float32)
+    block = with_states.runner.kv.memory[0].nbytes
     assert with_states.scheduler.blocks.num_pages == (size - 8 * slot) // block
     with pytest.raises(ConfigError, match=f"must fit into kv_cache_memory_bytes={7 * slot}; lower"):
         tiny_assembly(lfm2, **options, kv_cache_memory_bytes=7 * slot)
@@ -265,7 +264,7 @@ def test_states_take_at_most_half_of_the_host_memory(lfm2):
     for total, slots in ((8 * 2304 * 2, 8), (3 * 2304 * 2, 3), (2304 + block, 1)):
         runner = assembly_of(lfm2, swap_space=total / GIB, max_num_seqs=8).runner
         assert runner.host_states.num_slots == slots
-        assert len(runner.host.tensors[0]) == (total - slots * 2304) // block
+        assert len(runner.host.memory) == (total - slots * 2304) // block
 
 
 @pytest.mark.parametrize(

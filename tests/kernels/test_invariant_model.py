@@ -9,7 +9,7 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import pack
 from paged_backend.execution.runner import paged_logits
 from paged_backend.execution.upload import DeviceUpload
-from paged_backend.kv.cache import KVCache, LayerShape
+from paged_backend.kv.cache import CacheLayout, KVCache, LayerShape
 from paged_backend.models import fusion
 from paged_backend.models.attention import ATTENTION, AttentionSpec
 from paged_backend.models.batch_invariance import convert_on_gpu
@@ -49,9 +49,7 @@ class Steps:
     def __init__(self, model, kv_dtype):
         shape = LayerShape(COMMON["num_key_value_heads"], 16, batch_invariant=True)
         self.model = model
-        self.kv = KVCache.allocate(
-            [shape] * LAYERS, num_pages=30, block_size=BLOCK_SIZE, dtype=kv_dtype, device=model.device
-        )
+        self.kv = KVCache.allocate(CacheLayout.of([shape] * LAYERS, BLOCK_SIZE, kv_dtype), 30, model.device)
         self.sequences = [
             Group(GenerateRequest(key, tuple(ids), SamplingParams(), 0, frozenset())).leader
             for key, ids in enumerate((PROMPT, OTHER))

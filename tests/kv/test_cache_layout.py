@@ -1,24 +1,27 @@
 """The places of layers in the pages of a block."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from paged_backend.api import block_layout
 from paged_backend.api.block_layout import LayerKind, WindowKind
-from paged_backend.kv.cache import KVCache, LayerShape
-from paged_backend.kv.cache_layout import PADDING_LIMIT, CacheLayout
+from paged_backend.kv.cache import PADDING_LIMIT, CacheLayout, KVCache, LayerShape
 
 FULL, WINDOW = LayerShape(2, 16), LayerShape(2, 16, window=512)
+PAGE = 2 * 2 * 16 * 16 * 4  # bytes of one of these layers: keys and values, heads, tokens, elements, bytes
 
 
 def layout_of(*layers, max_model_len=8192):
-    return CacheLayout.of(layers, 16, max_model_len=max_model_len, max_pending=4096)
+    return CacheLayout.of(layers, 16, torch.float32, max_model_len=max_model_len, max_pending=4096)
 
 
 def test_layers_without_windows_are_in_one_page():
     layout = layout_of(FULL, LayerShape(4, 8), FULL)
     assert layout.blocks.kinds == (block_layout.FULL,)
-    assert layout.places == ((0, 0), (0, 1), (0, 2))
+    assert layout.places == ((0, 0), (0, PAGE), (0, 2 * PAGE))
+    assert layout.page_bytes == 3 * PAGE
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,7 @@ def test_pages_of_known_models(full, windowed, pages):
     layout = layout_of(*[FULL] * full, *[WINDOW] * windowed)
     kinds = [kind for kind in (LayerKind(pages[0]), WindowKind(pages[1], 512)) if kind.pages]
     assert list(layout.blocks.kinds) == kinds
-    assert layout.blocks.pages * len(layout.shapes) <= (full + windowed) * (1 + PADDING_LIMIT)
+    assert layout.blocks.pages * layout.page_bytes <= (full + windowed) * PAGE * (1 + PADDING_LIMIT)
     assert len(set(layout.places)) == full + windowed
     base = [page < pages[0] for page, _ in layout.places]
     assert base == [True] * full + [False] * windowed
@@ -40,37 +43,61 @@ def test_windows_that_no_sequence_exceeds_are_none():
     assert layout_of(FULL, WINDOW, max_model_len=512).blocks.kinds == (block_layout.FULL,)
 
 
-def test_layers_of_different_shapes_keep_all_blocks(caplog):
-    caplog.set_level("INFO", "paged_llm")
-    assert layout_of(FULL, LayerShape(2, 32, window=512)).blocks.kinds == (block_layout.FULL,)
-    assert "different shapes" in caplog.text
+@pytest.mark.parametrize(
+    ("full", "windowed", "pages"),
+    [
+        ([LayerShape(2, 32)] * 2, [WINDOW] * 4, (1, 1)),  # twice as large, half as many
+        ([LayerShape(2, 32)] * 2, [WINDOW] * 10, (2, 5)),
+        ([LayerShape(4, 16, 8)] * 2, [WINDOW] * 6, (1, 2)),  # 1.5 times as large
+    ],
+)
+def test_layers_of_different_shapes_share_pages(full, windowed, pages):
+    layout = layout_of(*full, *windowed)
+    assert [kind.pages for kind in layout.blocks.kinds] == list(pages)
+    sizes = [layer.page_bytes(16, torch.float32) for layer in layout.layers]
+    assert layout.blocks.pages * layout.page_bytes <= sum(sizes) * (1 + PADDING_LIMIT)
+    ends = [(page, offset + size) for (page, offset), size in zip(layout.places, sizes, strict=True)]
+    assert all(end <= layout.page_bytes for _, end in ends)
+    starts = sorted(zip(layout.places, ends, strict=True))
+    assert all(end <= start for (_, end), (start, _) in pairwise(starts)), "layers overlap"
+
+
+def test_sizes_that_do_not_fit_together_leave_as_little_as_possible_unused():
+    """Two layers of 3 units and one of 5: of pages of 3, 5 and 6 units, those of 6 leave 1 of 12 unused."""
+    layers = LayerShape(3, 16), LayerShape(3, 16), LayerShape(5, 16, window=512)
+    layout = layout_of(*layers)
+    assert [kind.pages for kind in layout.blocks.kinds] == [1, 1]
+    assert layout.page_bytes == 3 * PAGE
 
 
 def windowed_cache():
     """Return a cache of 7 pages for three layers, the middle one with full attention."""
-    layout = layout_of(WINDOW, FULL, WINDOW)
-    return KVCache.allocate(
-        layout.shapes,
-        num_pages=7,
-        block_size=16,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        places=layout.places,
-    )
+    return KVCache.allocate(layout_of(WINDOW, FULL, WINDOW), 7, torch.device("cpu"))
 
 
-def test_layers_in_different_pages_share_tensors():
+def test_layers_in_different_pages_have_the_same_place():
     kv = windowed_cache()
-    assert kv.layers[0] is kv.layers[1] is kv.layers[2]
+    assert {layer.keys.data_ptr() for layer in kv.layers} == {kv.memory.data_ptr()}
     assert [kv.page_of(layer) for layer in range(3)] == [1, 0, 2]
-    assert [len(tensor) for tensor in kv.tensors] == [8, 8]  # and the null page
+    assert len(kv.memory) == 8  # and the null page
+
+
+def test_tensors_of_layers_do_not_overlap():
+    """Each of them has its own bytes of every page, with a quantized type too."""
+    layers = LayerShape(2, 8), LayerShape(1, 12, 4), LayerShape(3, 4), LayerShape(1, 12, 8, latent=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn):
+        kv = KVCache.allocate(CacheLayout.of(layers, 4, dtype), 3, torch.device("cpu"))
+        tensors = [tensor for layer in kv.layers for tensor in layer.tensors]
+        for value, tensor in enumerate(tensors, 1):
+            assert not tensor.any()
+            tensor.fill_(value)
+        assert [tensor.float().unique().tolist() for tensor in tensors] == [[n] for n in range(1, 1 + len(tensors))]
+        used = sum(tensor.nbytes for tensor in tensors)
+        assert used <= kv.memory.nbytes <= used + 3 * 16 * len(tensors)
 
 
 def test_blocks_are_read_and_written_page_by_page():
     kv = windowed_cache()
-    for tensor in kv.tensors:
-        tensor.copy_(torch.randn_like(tensor))
-    content = kv.read_block([3, 5])
-    kv.write_block([0, 1], content)
-    for tensor in kv.tensors:
-        assert tensor[0].equal(tensor[3]) and tensor[1].equal(tensor[5])
+    kv.memory.copy_(torch.randint(256, kv.memory.shape))
+    kv.write([0, 1], kv.read([3, 5]))
+    assert kv.memory[0].equal(kv.memory[3]) and kv.memory[1].equal(kv.memory[5])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paged_backend.kv import cache as kv_cache
-from paged_backend.kv.cache import KVCache, LayerShape, populate_in_background, wait_until_populated
+from paged_backend.kv.cache import CacheLayout, KVCache, LayerShape, populate_in_background, wait_until_populated
 from paged_kernels.cpu.huge_pages import HUGE_PAGE
 from tests.support.waiting import WAIT
 
@@ -19,11 +19,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only on Linux")
 
 
 def new_cache():
-    """A cache of 8 MiB per tensor, of which no page is resident."""
+    """A cache of 32 MiB, of which no page is resident."""
     layer = LayerShape(num_kv_heads=4, head_dim=64)
-    return KVCache.allocate(
-        [layer] * 2, num_pages=1024, block_size=16, dtype=torch.bfloat16, device=torch.device("cpu")
-    )
+    return KVCache.allocate(CacheLayout.of([layer] * 2, 16, torch.bfloat16), 1024, torch.device("cpu"))
 
 
 def resident_bytes(tensor):
@@ -39,13 +37,12 @@ def resident_bytes(tensor):
 
 def test_every_page_becomes_resident_and_keeps_its_content():
     cache = new_cache()
-    assert all(tensor.nbytes == 4 * HUGE_PAGE for tensor in cache.tensors)
-    for tensor in cache.tensors:
-        tensor[::100] = 3
+    memory = cache.memory
+    assert memory.nbytes == 16 * HUGE_PAGE
+    memory[::100] = 3
     populate_in_background(cache).join(WAIT)
-    for tensor in cache.tensors:
-        assert resident_bytes(tensor) >= tensor.nbytes - 2 * mmap.PAGESIZE
-        assert int((tensor == 3).sum()) == tensor[::100].numel() == int(tensor.count_nonzero())
+    assert resident_bytes(memory) >= memory.nbytes - 2 * mmap.PAGESIZE
+    assert int((memory == 3).sum()) == memory[::100].numel() == int(memory.count_nonzero())
 
 
 def test_the_thread_ends_when_the_cache_is_dropped(monkeypatch):
@@ -58,13 +55,13 @@ def test_the_thread_ends_when_the_cache_is_dropped(monkeypatch):
 
     monkeypatch.setattr(kv_cache, "populate_pages", populate)
     cache = new_cache()
-    tensors, reference, thread = len(cache.tensors), weakref.ref(cache), populate_in_background(cache)
+    reference, thread = weakref.ref(cache), populate_in_background(cache)
     assert begun.wait(WAIT)
     del cache
     dropped.set()
     thread.join(WAIT)
     assert reference() is None and not thread.is_alive()
-    assert len(calls) == tensors  # one huge page of each, of four
+    assert len(calls) == 1  # of 16 huge pages
 
 
 def test_waiting_for_all_caches():

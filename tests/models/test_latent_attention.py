@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paged_backend.kv.cache import LayerShape, bytes_per_block
+from paged_backend.kv.cache import LayerShape, bytes_per_token
 from paged_backend.models import latent_attention
 from paged_backend.models.latent_attention import LatentAttention
 from tests.support.adapters import LORA, make_adapter, write_adapter_list
@@ -22,16 +22,16 @@ def test_latents_are_stored_once(family):
     config = family.model.config
     size = config.kv_lora_rank + config.qk_rope_head_dim
     kv = family.assembly().runner.kv
-    assert len(kv.tensors) == config.num_hidden_layers
-    assert {tuple(tensor.shape[1:]) for tensor in kv.tensors} == {(1, 4, size)}
+    assert kv.memory[0].nbytes == config.num_hidden_layers * 4 * size * kv.layers[0].keys.itemsize
+    assert {tuple(layer.keys.shape[1:]) for layer in kv.layers} == {(1, 4, size)}
     assert all(layer.values.data_ptr() == layer.keys.data_ptr() for layer in kv.layers)
 
 
 def test_memory_of_deepseek_v3():
     """576 elements per token and layer, in place of keys of 192 and values of 128 for each of 128 heads."""
     latent, expanded = LayerShape(1, 576, 512, latent=True), LayerShape(128, 192, 128)
-    assert bytes_per_block([latent], 1, torch.bfloat16) == 2 * 576
-    assert bytes_per_block([expanded], 1, torch.bfloat16) == 2 * 128 * (192 + 128)
+    assert bytes_per_token([latent], torch.bfloat16) == 2 * 576
+    assert bytes_per_token([expanded], torch.bfloat16) == 2 * 128 * (192 + 128)
 
 
 def test_long_chunks_are_expanded(family, monkeypatch):

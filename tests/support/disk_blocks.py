@@ -7,10 +7,11 @@ from torch import Tensor
 
 from paged_backend.api.request import Origin
 from paged_backend.kv.content import BlockKey, Entry, PrefixParent
+from paged_backend.kv.stores.block_file import BlockFormat
 
 ORIGIN = Origin("")
-LAYOUT = [torch.zeros(2, 3), torch.zeros(1, dtype=torch.bfloat16)]
-LAYOUTS = [LAYOUT, LAYOUT[:1]]  # of two kinds of layers
+PAGE_BYTES = 48
+FORMAT = BlockFormat([2, 1], PAGE_BYTES)  # of two kinds of layers
 
 
 def key_of(*tokens: int, before: BlockKey | PrefixParent = ORIGIN, kind: int = 0) -> BlockKey:
@@ -27,6 +28,6 @@ def prefix(count: int, parent: PrefixParent = ORIGIN) -> list[BlockKey]:
     return keys
 
 
-def content(value: float) -> list[Tensor]:
-    """Return the tensors of a block, filled with a value."""
-    return [torch.full((2, 3), float(value)), torch.full((1,), float(value), dtype=torch.bfloat16)]
+def content(value: int) -> Tensor:
+    """Return a block of the first kind, filled with a value."""
+    return torch.full((2, PAGE_BYTES), value, dtype=torch.uint8)

@@ -11,7 +11,7 @@ from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.execution.batch import pack
 from paged_backend.execution.runner import paged_logits
-from paged_backend.kv.cache import KVCache, StateCache
+from paged_backend.kv.cache import CacheLayout, KVCache, StateCache
 from paged_backend.kv.sequence import Sequence
 from paged_backend.loading.verification import verify_model
 from paged_backend.models.recurrent import state_shapes
@@ -29,9 +29,7 @@ class PackedSteps:
         layers = verify_model(model, block_size=BLOCK_SIZE, kv_dtype=model.dtype)
         self.model, self.rng = model, rng
         num_blocks = num_seqs * MAX_BLOCKS
-        self.kv = KVCache.allocate(
-            layers, num_pages=num_blocks, block_size=BLOCK_SIZE, dtype=model.dtype, device=model.device
-        )
+        self.kv = KVCache.allocate(CacheLayout.of(layers, BLOCK_SIZE, model.dtype), num_blocks, model.device)
         self.states = StateCache.allocate(state_shapes(model), num_slots=num_seqs, device=model.device)
         for tensor in self.states.tensors:
             tensor.fill_(7.0)  # a new sequence must not read what its slot holds
@@ -50,7 +48,7 @@ class PackedSteps:
         """Return a copy of a sequence, with copies of its blocks and of its state."""
         copy = self.sequence(sequence.tokens)
         for source, destination in zip(sequence.tables[0], copy.tables[0], strict=True):
-            self.kv.write_block([destination], self.kv.read_block([source]))
+            self.kv.write([destination], self.kv.read([source]))
         assert sequence.state_slot is not None and copy.state_slot is not None
         self.states.copy_slots([(sequence.state_slot, copy.state_slot)])
         copy.computed = sequence.computed

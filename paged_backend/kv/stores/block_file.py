@@ -1,7 +1,7 @@
 """The format of a cached block on disk or in a remote store.
 
-A block of one kind of layer is one safetensors file: its numbered tensors, all tokens of its prefix up to the block's
-end, and as metadata the origin (cache salt and adapter) and a digest of the tensors' bytes. A read compares origin and
+A block of one kind of layer is one safetensors file: the bytes of its pages, all tokens of its prefix up to the block's
+end, and as metadata the origin (cache salt and adapter) and a digest of the pages. A read compares origin and
 tokens with the requested ones, so a colliding key is a miss and never gives a wrong block.
 """
 
@@ -22,11 +22,11 @@ from paged_backend.kv.content import BlockKey, Chain, Contents, Key
 from paged_backend.utils.worker import CallTimeout, call_with_timeout
 
 READ_SECONDS = 5.0  # limit of one read, for which every request that prefetches from disk waits
-MAX_HEADER_BYTES = 1 << 20  # maximum size of a file besides its tensors
+MAX_HEADER_BYTES = 1 << 20  # maximum size of a file besides pages and tokens
 MAX_PREFIX_BYTES = 1 << 26  # maximum size of the prefix tokens, four bytes each
-TOKENS = "tokens"  # name of the tensor that holds the prefix
+PAGES, TOKENS = "pages", "tokens"  # names of the tensors that hold the block and its prefix
 TOKEN_TYPE = torch.int32
-FORMAT_VERSION = "4"  # part of the fingerprint; changed with the format
+FORMAT_VERSION = "5"  # part of the fingerprint; changed with the format
 
 
 class DiskStalled(Exception):
@@ -40,20 +40,19 @@ class CorruptFile(Exception):
 class BlockFormat:
     """Encodes and decodes the blocks of a model."""
 
-    def __init__(self, layouts: Sequence[Sequence[Tensor]]):
-        """layouts: for each kind of layer, tensors with the shapes and types of a block's tensors."""
-        self._layouts = [[(tensor.shape, tensor.dtype) for tensor in layout] for layout in layouts]
-        self.tensor_bytes = max(sum(tensor.nbytes for tensor in layout) for layout in layouts)
-        self._max_bytes = MAX_HEADER_BYTES + MAX_PREFIX_BYTES + self.tensor_bytes
+    def __init__(self, num_pages: Sequence[int], page_bytes: int):
+        """num_pages: pages of a block, by kind of layer."""
+        self._shapes = [(pages, page_bytes) for pages in num_pages]
+        self.block_bytes = max(num_pages) * page_bytes
+        self._max_bytes = MAX_HEADER_BYTES + MAX_PREFIX_BYTES + self.block_bytes
 
-    def encode(self, key: BlockKey, tensors: Sequence[Tensor]) -> bytes:
-        """Return the content of a block's file."""
+    def encode(self, key: BlockKey, block: Tensor) -> bytes:
+        """Return the content of a block's file. block: [pages, page_bytes] uint8."""
         origin, tokens = key.entry.prefix
-        metadata = {"salt": origin.salt, "adapter": origin.adapter.hex(), "digest": _digest(tensors)}
-        held = {str(index): tensor for index, tensor in enumerate(tensors)}
-        return save(held | {TOKENS: torch.tensor(tokens, dtype=TOKEN_TYPE)}, metadata)
+        metadata = {"salt": origin.salt, "adapter": origin.adapter.hex(), "digest": _digest(block)}
+        return save({PAGES: block, TOKENS: torch.tensor(tokens, dtype=TOKEN_TYPE)}, metadata)
 
-    def read(self, key: BlockKey, path: Path) -> list[Tensor] | None:
+    def read(self, key: BlockKey, path: Path) -> Tensor | None:
         """Return the block in a file, or None if it is another block with the same key.
 
         Raises DiskStalled, CorruptFile, OSError, and whatever safetensors raises for files that it cannot read.
@@ -63,24 +62,23 @@ class BlockFormat:
             raise CorruptFile("is larger than a block")
         return self.decode(key, data)
 
-    def decode(self, key: BlockKey, data: bytes) -> list[Tensor] | None:
+    def decode(self, key: BlockKey, data: bytes) -> Tensor | None:
         """Return the block in the content of a file, or None if it is another block with the same key.
 
         Raises CorruptFile, and whatever safetensors raises for content that it cannot read.
         """
         entry, metadata, held = key.entry, _metadata(data), load(data)
-        origin, tokens = Origin(metadata["salt"], bytes.fromhex(metadata["adapter"])), held.pop(TOKENS).tolist()
-        tensors = [held[str(index)] for index in range(len(held))]
+        origin, tokens = Origin(metadata["salt"], bytes.fromhex(metadata["adapter"])), held[TOKENS].tolist()
         if (origin, tokens) != entry.prefix:
             if _key(origin, tokens, len(entry.tokens)) != entry.key:
                 raise CorruptFile("holds other tokens than its name says")
             return None
-        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        if shapes != self._layouts[key.kind]:
-            raise CorruptFile("holds tensors of other shapes or types")
-        if _digest(tensors) != metadata["digest"]:
+        block = held[PAGES]
+        if (block.shape, block.dtype) != (self._shapes[key.kind], torch.uint8):
+            raise CorruptFile("holds pages of another size")
+        if _digest(block) != metadata["digest"]:
             raise CorruptFile("its bytes have changed")
-        return tensors
+        return block
 
 
 def _key(origin: Origin, tokens: list[int], block_size: int) -> Key:
@@ -110,8 +108,5 @@ def _metadata(data: bytes) -> dict[str, str]:
     return dict(json.loads(data[8:end]).get("__metadata__", {}))
 
 
-def _digest(tensors: Sequence[Tensor]) -> str:
-    digest = blake2b(digest_size=16)
-    for tensor in tensors:
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _digest(block: Tensor) -> str:
+    return blake2b(block.numpy().data, digest_size=16).hexdigest()

@@ -45,14 +45,14 @@ class StoreChain:
         """Return whether a store should get the block."""
         return any(store.should_write(key) for store in self._stores)
 
-    def put(self, key: BlockKey, tensors: Sequence[Tensor]) -> None:
-        """Queue a block to be written to every store that should get it. `tensors` must not change afterwards."""
+    def put(self, key: BlockKey, block: Tensor) -> None:
+        """Queue a block to be written to every store that should get it. `block` must not change afterwards."""
         for store in self._stores:
             if store.should_write(key):
-                store.put(key, tensors)
+                store.put(key, block)
 
-    def read(self, keys: Sequence[BlockKey]) -> Iterator[list[list[Tensor]]]:
-        """Yield the tensors of the first of `keys`, up to READ_BLOCKS at a time, up to the first one that no store
+    def read(self, keys: Sequence[BlockKey]) -> Iterator[list[Tensor]]:
+        """Yield the first of the blocks, up to READ_BLOCKS at a time, up to the first one that no store
         has, or that is faster to compute."""
         count = 0
         while count < len(keys) and (blocks := self._read_next(keys[count : count + READ_BLOCKS])):
@@ -81,7 +81,7 @@ class StoreChain:
         """The statistics of all stores, by name."""
         return {name: value for store in self._stores for name, value in store.stats.items()}
 
-    def _read_next(self, keys: Sequence[BlockKey]) -> list[list[Tensor]]:
+    def _read_next(self, keys: Sequence[BlockKey]) -> list[Tensor]:
         """Return the first blocks of the cheapest store that has any."""
         for index in sorted(range(len(self._stores)), key=lambda index: self._stores[index].cost.seconds_per_block):
             if self._is_worth_reading(index) and (blocks := self._stores[index].read(keys)):

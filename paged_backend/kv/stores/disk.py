@@ -38,12 +38,12 @@ NAME = re.compile(rf"[0-9a-f]+/[0-9a-f]{{2}}/[0-9a-f]{{64}}(-\d+)?{re.escape(SUF
 class DiskStore(BlockStore):
     """Cached blocks on disk. The store stays disabled after an error."""
 
-    def __init__(self, directory: Path, fingerprint: str, budget: int, layouts: Sequence[Sequence[Tensor]]):
-        """budget: maximum bytes in the whole directory. layouts: see `BlockFormat`."""
+    def __init__(self, directory: Path, fingerprint: str, budget: int, block_format: BlockFormat):
+        """budget: maximum bytes in the whole directory."""
         self._directory = directory
         self._fingerprint = fingerprint
         self._budget = budget
-        self._format = BlockFormat(layouts)
+        self._format = block_format
         self._lock = threading.Lock()
         self._files: LruIndex[str, None] = LruIndex()  # with any fingerprint; changed with the lock
         self._num_blocks = self._read = self._written = 0
@@ -68,9 +68,9 @@ class DiskStore(BlockStore):
         """Return whether the store is in use and has no file with the block's key."""
         return self._up and self._name(key) not in self._files
 
-    def read(self, keys: Sequence[BlockKey]) -> list[list[Tensor]]:
-        """Return the tensors of the first of `keys`, up to the first one that is not on disk or cannot be read."""
-        blocks: list[list[Tensor]] = []
+    def read(self, keys: Sequence[BlockKey]) -> list[Tensor]:
+        """Return the first of the blocks, up to the first one that is not on disk or cannot be read."""
+        blocks: list[Tensor] = []
         for key in keys:
             began = time.monotonic()
             if (block := self.get(key)) is None:
@@ -79,15 +79,15 @@ class DiskStore(BlockStore):
             blocks.append(block)
         return blocks
 
-    def get(self, key: BlockKey) -> list[Tensor] | None:
-        """Return a block's tensors; None if it is not on disk or could not be read."""
+    def get(self, key: BlockKey) -> Tensor | None:
+        """Return a block; None if it is not on disk or could not be read."""
         name = self._name(key)
         with self._lock:
             if not (self._up and self._files.touch(name)):
                 return None
         path = self._directory / name
         try:
-            tensors = self._format.read(key, path)
+            block = self._format.read(key, path)
         except DiskStalled as error:  # keeps the file: deleting it would stall as well
             self._disable(f"{path}: {error}")
             return None
@@ -99,8 +99,8 @@ class DiskStore(BlockStore):
             self._forget(name)
             return None
         with self._lock:
-            self._read += tensors is not None
-        return tensors
+            self._read += block is not None
+        return block
 
     def _scan(self) -> None:
         """Index the files of earlier servers, and remove stale partial files."""
@@ -126,15 +126,15 @@ class DiskStore(BlockStore):
     def _name(self, key: BlockKey) -> str:
         return f"{self._fingerprint}/{key.name[:2]}/{key.name}{SUFFIX}"
 
-    def _write(self, key: BlockKey, tensors: list[Tensor]) -> None:
+    def _write(self, key: BlockKey, block: Tensor) -> None:
         if self.should_write(key):
             try:
-                self._write_file(key, tensors)
+                self._write_file(key, block)
             except Exception as error:  # the writer must survive any error, or the queue would never empty
                 self._disable(f"cannot be written: {type(error).__name__}: {error}")
 
-    def _write_file(self, key: BlockKey, tensors: list[Tensor]) -> None:
-        data = self._format.encode(key, tensors)
+    def _write_file(self, key: BlockKey, block: Tensor) -> None:
+        data = self._format.encode(key, block)
         if len(data) > self._budget:
             raise OSError(f"a block takes {len(data)} bytes, and the budget is {self._budget}")
         self._evict(len(data))

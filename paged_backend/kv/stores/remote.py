@@ -267,7 +267,7 @@ class RemoteStore(BlockStore):
         self,
         client: RedisClient,
         fingerprint: str,
-        layouts: Sequence[Sequence[Tensor]],
+        block_format: BlockFormat,
         *,
         budget: int,
         ttl: int,
@@ -278,13 +278,12 @@ class RemoteStore(BlockStore):
         Args:
             client: the server; closed with the store.
             fingerprint: digest of everything besides the tokens that keys and values depend on.
-            layouts: see `BlockFormat`.
             budget: maximum bytes of the values that this process has written.
             ttl: seconds after the last use of a block until it expires.
             secret: see `Seal`.
         """
         self._client = client
-        self._format = BlockFormat(layouts)
+        self._format = block_format
         self._seal = Seal(secret)
         self._namespace = f"paged:{fingerprint}:{self._seal.name}:".encode()
         self._budget = budget
@@ -335,8 +334,8 @@ class RemoteStore(BlockStore):
             for key, is_there in zip(keys, renewed, strict=True):
                 self._keys.add(key) if is_there else self._keys.remove(key)
 
-    def read(self, keys: Sequence[BlockKey]) -> list[list[Tensor]]:
-        """Return the tensors of the first of `keys`, up to the first one that is not in the server or not valid."""
+    def read(self, keys: Sequence[BlockKey]) -> list[Tensor]:
+        """Return the first of the blocks, up to the first one that is not in the server or not valid."""
         if not self._up or not keys:
             return []
         began, names = time.monotonic(), [self._key(key) for key in keys]
@@ -345,7 +344,7 @@ class RemoteStore(BlockStore):
         except StoreError as error:
             self._disable(str(error))
             return []
-        blocks: list[list[Tensor]] = []
+        blocks: list[Tensor] = []
         for key, name, value in zip(keys, names, values, strict=True):
             if (block := self._decode(key, name, value)) is None:
                 break
@@ -367,9 +366,9 @@ class RemoteStore(BlockStore):
     def _max_bytes(self, key: BlockKey) -> int:
         """Return the maximum size of a block's value. Values of blocks before it in the prefix are smaller."""
         tokens = TOKEN_TYPE.itemsize * len(key.entry.prefix[1])
-        return self._format.tensor_bytes + tokens + MAX_HEADER_BYTES + self._seal.extra_bytes
+        return self._format.block_bytes + tokens + MAX_HEADER_BYTES + self._seal.extra_bytes
 
-    def _decode(self, key: BlockKey, name: bytes, value: bytes) -> list[Tensor] | None:
+    def _decode(self, key: BlockKey, name: bytes, value: bytes) -> Tensor | None:
         """Return the block in a value. None if there is no value, it is not valid, or it holds another block with the
         same key."""
         if not value:
@@ -385,12 +384,12 @@ class RemoteStore(BlockStore):
         self._keys.add(name)
         return block
 
-    def _write(self, key: BlockKey, tensors: list[Tensor]) -> None:
+    def _write(self, key: BlockKey, block: Tensor) -> None:
         if not self.should_write(key):
             return
         try:
             name = self._key(key)
-            value = self._seal.close(name, self._format.encode(key, tensors))
+            value = self._seal.close(name, self._format.encode(key, block))
             if len(value) > self._budget:
                 raise StoreError(f"a block takes {len(value)} bytes, and remote_cache_gib is {self._budget} bytes")
             evicted = self._keys.evictable(len(value))
@@ -406,7 +405,7 @@ class RemoteStore(BlockStore):
     def _probe(self) -> None:
         """Write and read a value of a block's size. Raises StoreError."""
         self._client.connect()
-        key, value = self._namespace + b"probe:" + uuid.uuid4().hex.encode(), bytes(self._format.tensor_bytes)
+        key, value = self._namespace + b"probe:" + uuid.uuid4().hex.encode(), bytes(self._format.block_bytes)
         self._client.set(key, value, PROBE_TTL)
         values = self._client.get([key], len(value), PROBE_TTL)
         self._client.delete([key])

@@ -42,13 +42,13 @@ class ReadCost:
 
 
 # A block to write, a callback, or the end.
-_Item: TypeAlias = tuple[BlockKey, list[Tensor]] | Callable[[], object] | None
+_Item: TypeAlias = tuple[BlockKey, Tensor] | Callable[[], object] | None
 
 
 class BlockWriter:
     """Writes queued blocks one after the other on a thread of its own."""
 
-    def __init__(self, name: str, write: Callable[[BlockKey, list[Tensor]], None]):
+    def __init__(self, name: str, write: Callable[[BlockKey, Tensor], None]):
         """Start the thread. name: name of the thread. write: writes a block; must not raise."""
         self._write = write
         self._queue: Queue[_Item] = Queue(MAX_QUEUED_BLOCKS)
@@ -65,10 +65,10 @@ class BlockWriter:
         """Whether every queued block is written."""
         return not self._queue.unfinished_tasks
 
-    def put(self, key: BlockKey, tensors: Sequence[Tensor]) -> None:
+    def put(self, key: BlockKey, block: Tensor) -> None:
         """Queue a block, unless the queue is full."""
         with contextlib.suppress(Full):
-            self._queue.put_nowait((key, list(tensors)))
+            self._queue.put_nowait((key, block))
 
     def call_when_written(self, callback: Callable[[], object]) -> bool:
         """Call `callback` on the thread once every block that is queued now is written. Return False, with nothing
@@ -102,7 +102,8 @@ class BlockWriter:
 
 
 class BlockStore(ABC):
-    """Keeps copies of cached blocks, which are addressed by their content. Safe to use from any thread.
+    """Keeps copies of cached blocks, [pages, page_bytes] uint8, which are addressed by their content. Safe to use from
+    any thread.
 
     Reads run on the caller's thread, writes on the store's own thread. A store never raises an error of its medium: it
     is disabled instead, and then has no block. It returns a block only if its origin and all tokens of its prefix match
@@ -131,9 +132,9 @@ class BlockStore(ABC):
         """Whether every queued block is written."""
         return self._writer.is_idle
 
-    def put(self, key: BlockKey, tensors: Sequence[Tensor]) -> None:
-        """Queue a block to be written, unless the queue is full. `tensors` must not change afterwards."""
-        self._writer.put(key, tensors)
+    def put(self, key: BlockKey, block: Tensor) -> None:
+        """Queue a block to be written, unless the queue is full. `block` must not change afterwards."""
+        self._writer.put(key, block)
 
     def call_when_written(self, callback: Callable[[], object]) -> bool:
         """Call `callback` on the store's thread once every block that is queued now is written. Return False, with
@@ -157,8 +158,8 @@ class BlockStore(ABC):
         """Return whether the store is in use and is not known to have the block."""
 
     @abstractmethod
-    def read(self, keys: Sequence[BlockKey]) -> list[list[Tensor]]:
-        """Return the tensors of the first of `keys`, up to the first one that the store does not have."""
+    def read(self, keys: Sequence[BlockKey]) -> list[Tensor]:
+        """Return the first of the blocks, up to the first one that the store does not have."""
 
     @property
     @abstractmethod
@@ -166,5 +167,5 @@ class BlockStore(ABC):
         """The statistics of the store, by names that begin with the store's. Counters count since the start."""
 
     @abstractmethod
-    def _write(self, key: BlockKey, tensors: list[Tensor]) -> None:
+    def _write(self, key: BlockKey, block: Tensor) -> None:
         """Write a block if `should_write`. Called on the store's thread; must not raise."""

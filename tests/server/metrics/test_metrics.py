@@ -16,7 +16,7 @@ from paged_backend.scheduling.stats import Stats
 from paged_backend.server.metrics import metrics as metrics_module
 from paged_backend.server.metrics.families import FAMILIES, token_buckets
 from paged_backend.server.metrics.metrics import FLUSH_SECONDS, IDLE_FLUSH_SECONDS, Metrics
-from tests.support.disk_blocks import LAYOUTS
+from tests.support.disk_blocks import FORMAT
 from tests.support.in_process import WAIT
 from tests.support.metric_families import RecordedFamilies
 from tests.support.streams import STATS, Client, step
@@ -115,8 +115,8 @@ def test_stores_report_what_families_show_of_them(tmp_path):
         for read in family.series.values():
             if callable(read):
                 read(Asked(**vars(STATS)))
-    disk = DiskStore(tmp_path, "ab12", 10**6, LAYOUTS)
-    remote = RemoteStore(Mock(connect=Mock(side_effect=StoreError("down"))), "ab12", LAYOUTS, budget=1, ttl=1)
+    disk = DiskStore(tmp_path, "ab12", 10**6, FORMAT)
+    remote = RemoteStore(Mock(connect=Mock(side_effect=StoreError("down"))), "ab12", FORMAT, budget=1, ttl=1)
     assert shown == disk.stats.keys() | remote.stats.keys()
     for store in (disk, remote):
         store.close()
