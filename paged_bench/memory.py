@@ -1,4 +1,5 @@
-"""Measure what paging does for memory: wasted slots, capacity, sharing, windows, latents and states, bookkeeping.
+"""Measure what paging does for memory: wasted slots, capacity, sharing, extents, windows, latents and states,
+bookkeeping.
 
 All parts but the last run the scheduler and block manager without a model, because block allocation depends only on
 lengths. Lengths are log-normal, with the means that the paper reports for ShareGPT (161 in, 338 out) and Alpaca (19
@@ -59,6 +60,7 @@ WASTE_TARGETS = {("ShareGPT", 16): 2.5, ("Alpaca", 4): 3.5}
 WASTE_LIMITS = {("ShareGPT", 16): 2.2, ("Alpaca", 4): 3.0}
 RESERVATION = 2048  # slots that a contiguous cache reserves for each request
 POOL_SLOTS = 16_384
+EXTENT_POOL, EXTENT_SEQUENCES = 4096, 134  # blocks, and sequences that run at once, in about 90% of them
 
 
 # --- a block pool without a model -------------------------------------------------------------------------------------
@@ -80,16 +82,22 @@ class Sample:
 
 
 def requests(
-    dataset: str, count: int, sampling: Mapping[str, Any] | None = None, *, equal: bool = False
-) -> list[GenerateRequest]:
-    """Return requests with the lengths of a dataset or, with `equal`, all with its mean lengths."""
+    dataset: str, count: int, sampling: Mapping[str, Any] | None = None, *, equal: bool = False, factor: int = 1,
+    salted: bool = False,
+) -> list[GenerateRequest]:  # fmt: skip
+    """Return requests with the lengths of a dataset or, with `equal`, all with its mean lengths, times `factor`.
+    salted: whether none finds blocks of another one in the prefix cache."""
     rng = random.Random(0)
     count *= 1 if dataset == "ShareGPT" else 6  # Alpaca is shorter: about the same number of tokens
     prompts, outputs = ([mean] * count if equal else lengths(mean, count, rng) for mean in DATASETS[dataset])
     rng.shuffle(outputs)
     return [
         GenerateRequest(
-            key, tuple(range(prompt)), SamplingParams(max_tokens=output, **(sampling or {})), 0, frozenset()
+            key,
+            tuple(range(factor * prompt)),
+            SamplingParams(max_tokens=factor * output, cache_salt=str(key) if salted else "", **(sampling or {})),
+            0,
+            frozenset(),
         )
         for key, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
@@ -205,6 +213,35 @@ def sharing(requested: int, widths: Rows[int]) -> Iterator[Record]:
         analytic = 100 * (1 - sum(sample.analytic for sample in samples) / unshared)
         name = f"saved by sharing {dataset} {kind}={width}"
         yield Record(name, saved, "%", peers={"by arithmetic": analytic})
+
+
+def extents(requested: int) -> Iterator[Record]:
+    """Measure how many blocks follow each other in memory, on average over the block tables of running sequences.
+
+    With prefix caching, blocks of ended sequences fill the rest of the pool. Requests are measured while others wait,
+    but not the first third of them.
+    """
+    for factor, caching in itertools.product((1, 4), (False, True)):
+        pool = factor * EXTENT_POOL
+        blocks = BlockManager(pool, BlockLayout(BLOCK_SIZE), caching=caching)
+        scheduler = Scheduler(blocks, max_num_seqs=EXTENT_SEQUENCES, max_num_batched_tokens=2048)
+        for request in requests("ShareGPT", requested, factor=factor, salted=True):
+            scheduler.add(request)
+        held = runs = used = samples = step = 0
+        while scheduler.has_work and (waiting := scheduler.stats.waiting or not step):
+            plan = scheduler.schedule()
+            assert plan is not None
+            scheduler.commit(plan, StepResult.of_tokens([0] * sum(len(c.sampled_sequences) for c in plan.chunks)))
+            step += 1
+            if step % 8 == 0 and 3 * waiting < 2 * requested:
+                tables = [table for group in scheduler.running for table in group.leader.tables if table]
+                held += sum(map(len, tables))
+                runs += sum(1 + sum(b != a + 1 for a, b in itertools.pairwise(table)) for table in tables)
+                used, samples = used + blocks.num_used, samples + 1
+        lengths_of = "ShareGPT" if factor == 1 else f"{factor} x ShareGPT"
+        name = f"extents {lengths_of}, {'with' if caching else 'without'} prefix caching"
+        peers = {"% of the pool in use": 100 * used / max(1, samples) / pool}
+        yield Record(name, held / max(1, runs), "blocks", 6.0, peers=peers)
 
 
 def bookkeeping(steps: int) -> Iterator[Record]:
@@ -422,6 +459,7 @@ def measure(args: Namespace) -> Iterator[Record]:
     yield from capacity(args.requests)
     yield from sharing(args.requests, WIDTHS[:2] if args.quick else WIDTHS)
     yield from cache_memory()
+    yield from extents(args.requests)
     yield from bookkeeping(min(args.requests, 200))
     yield from attention_speed(10 if args.quick else 50)
     yield from system_prompt(args.model, 2 if args.quick else args.requests // 10)

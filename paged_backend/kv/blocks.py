@@ -181,11 +181,17 @@ class BlockManager:
             for location in located:
                 if location is None:
                     table.append(NULL)
+                elif location.on_host:
+                    table.append(ledger.move_in(key, location.block, after=table[-1] if table else NULL))
                 else:
-                    table.append(ledger.move_in(key, location.block) if location.on_host else location.block)
+                    table.append(location.block)
             tables.append(table)
         for table, (block, on_host) in zip(tables, hit.partial, strict=False):
-            table.append(ledger.move_in(key, block, indexed=False) if on_host else ledger.copy(key, block))
+            after = table[-1] if table else NULL
+            if on_host:
+                table.append(ledger.move_in(key, block, indexed=False, after=after))
+            else:
+                table.append(ledger.copy(key, block, after=after))
         sequence.tables = tables
         sequence.computed = sequence.committed = hit.num_blocks * self.block_size + hit.partial_tokens
         self.states.adopt(sequence, hit.num_blocks)
@@ -276,7 +282,7 @@ class BlockManager:
             source = table[index]
             self.pool.lock(source)
             self.pool.free(source)  # drops the table's reference; the lock keeps one until the copy is made
-            table[index] = self.ledger.copy(sequence.key, source)
+            table[index] = self.ledger.copy(sequence.key, source, after=table[index - 1] if index else NULL)
         self._grow(sequence, more)
         return Allocation(bool(shared) + more, int(bool(shared)))
 
@@ -397,8 +403,7 @@ class BlockManager:
             return False
         targets: dict[int, int] = {}
         for sequence in sequences:
-            swapped = [[self._move_out(block, targets) for block in table] for table in sequence.tables]
-            sequence.tables, left = swapped, sequence.tables
+            sequence.tables, left = [self._move_out(table, targets) for table in sequence.tables], sequence.tables
             for table in left:
                 self.pool.free_table(table)
         self.states.swap_out(sequences)
@@ -421,11 +426,14 @@ class BlockManager:
                 self.pool.touch(cached)
                 targets[block] = cached
         moved = 0
-        for block in places:
-            if block not in targets:
-                host.lock(block)
-                targets[block] = self.ledger.move_in(sequences[0].key, block)
-                moved += host.kind_of(block) == 0
+        for table in (table for sequence in sequences for table in sequence.tables):
+            after = NULL
+            for block in table:
+                if block != NULL and block not in targets:
+                    host.lock(block)
+                    targets[block] = self.ledger.move_in(sequences[0].key, block, after=after)
+                    moved += host.kind_of(block) == 0
+                after = targets.get(block, NULL)
         for block in places:
             self.pool.touch(targets[block])
         for target in targets.values():  # the references from above; the tables have theirs
@@ -482,12 +490,13 @@ class BlockManager:
         """Return new blocks of the device for the contents that neither pool has, as far as there is room. The caller
         fills them, then calls `insert`."""
         reserved: dict[BlockKey, int] = {}
+        after = NULL
         for key in keys:
             if self.locate(key) is None:
-                allocated = self.pool.allocate(1, key.kind)
+                allocated = self.pool.allocate(1, key.kind, after=after)
                 if allocated is None:
                     break
-                reserved[key] = allocated[0]
+                after = reserved[key] = allocated[0]
         return reserved
 
     def insert(self, reserved: dict[BlockKey, int]) -> None:
@@ -577,7 +586,7 @@ class BlockManager:
 
     def _grow(self, sequence: Sequence, more: int) -> None:
         for kind, table in enumerate(sequence.tables):
-            table.extend(self.pool.claim(more, kind))
+            table.extend(self.pool.claim(more, kind, after=table[-1] if table else NULL))
 
     def _cache(self, block: int, entry: Entry) -> None:
         """Index a block, unless another one has the same content."""
@@ -603,17 +612,20 @@ class BlockManager:
         assert pool
         pool.lock(block)
 
-    def _move_out(self, block: int, targets: dict[int, int]) -> int:
-        if block == NULL:
-            return NULL
+    def _move_out(self, table: Items[int], targets: dict[int, int]) -> list[int]:
+        """Return a block table of the host in place of one of the device. targets: blocks of the host, by those of the
+        device, of all tables so far."""
         assert self.host
-        if block in targets:
-            self.host.touch(targets[block])
-        else:
-            target = self.ledger.move_out(block)
-            assert target is not None, "pages that were counted available are not"
-            targets[block] = target
-        return targets[block]
+        swapped: list[int] = []
+        for block in table:
+            if block in targets:
+                self.host.touch(targets[block])
+            elif block != NULL:
+                target = self.ledger.move_out(block, after=swapped[-1] if swapped else NULL)
+                assert target is not None, "pages that were counted available are not"
+                targets[block] = target
+            swapped.append(targets.get(block, NULL))
+        return swapped
 
     def _held(self, sequence: Sequence, place: int) -> list[int]:
         """Return the blocks of one kind that a sequence holds."""

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 from paged_backend.kv.content import Entry
-from paged_backend.kv.pages import PagePool
+from paged_backend.kv.pages import NULL, PagePool
 
 PagePairs: TypeAlias = tuple[tuple[int, int], ...]  # (source, target) of pages
 
@@ -70,9 +70,9 @@ class TransferLedger:
         """Return whether the content of a block of the host is there: False until its move is finished."""
         return block not in self._arriving
 
-    def move_out(self, block: int) -> int | None:
+    def move_out(self, block: int, *, after: int = NULL) -> int | None:
         """Return a block of the host with this block's content: one that is cached there, or the target of a new move.
-        The caller owns one reference to it. None if the host has no room."""
+        The caller owns one reference to it. None if the host has no room. after: see `PagePool.allocate`."""
         device, host = self._device, self._host
         assert host
         entry, kind = device.entry(block), device.kind_of(block)
@@ -80,7 +80,7 @@ class TransferLedger:
         if cached is not None:
             host.touch(cached)
             return cached
-        allocated = host.allocate(1, kind)
+        allocated = host.allocate(1, kind, after=after)
         if allocated is None:
             return None
         target = allocated[0]
@@ -92,12 +92,13 @@ class TransferLedger:
         self.num_moves_out += 1
         return target
 
-    def move_in(self, request: int, block: int, *, indexed: bool = True) -> int:
+    def move_in(self, request: int, block: int, *, indexed: bool = True, after: int = NULL) -> int:
         """Plan to move a block of the host, which the caller has locked, to a new block of the device, and return the
-        new block. indexed: whether the new block keeps the content; False if the request will write into it."""
+        new block. indexed: whether the new block keeps the content; False if the request will write into it. after: see
+        `PagePool.allocate`."""
         device, host = self._device, self._host
         assert host
-        target = device.claim(1, host.kind_of(block))[0]
+        target = device.claim(1, host.kind_of(block), after=after)[0]
         device.lock(target)
         entry = host.entry(block) if indexed else None
         move = Transfer(block, target, entry, _pairs(host, block, device, target))
@@ -105,9 +106,10 @@ class TransferLedger:
         self.num_moves_in += 1
         return target
 
-    def copy(self, request: int, block: int) -> int:
-        """Plan to copy a block of the device, which the caller has locked, to a new block, and return the new block."""
-        target = self._device.claim(1, self._device.kind_of(block))[0]
+    def copy(self, request: int, block: int, *, after: int = NULL) -> int:
+        """Plan to copy a block of the device, which the caller has locked, to a new block, and return the new block.
+        after: see `PagePool.allocate`."""
+        target = self._device.claim(1, self._device.kind_of(block), after=after)[0]
         copy = Transfer(block, target, None, _pairs(self._device, block, self._device, target))
         self._copies.setdefault(request, []).append(copy)
         self.num_copies += 1

@@ -1,9 +1,9 @@
-"""The pages of one memory, and the blocks that are made of them: reference counts, free list, LRU list and index.
+"""The pages of one memory, and the blocks that are made of them: reference counts, free runs, LRU list and index.
 
 pages    | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |     one page has room for block_size tokens of some layers
 kind 0   blocks 0, 3 and 4                     a block of a single page has the number of its page
 kind 1   block 6, of pages 6, 1 and 7          a block of several pages has the number of its first page
-free     [5, 2]                                a stack: the page freed last is reused first, still in the CPU cache
+free     2, 5                                  in runs, so that the blocks of a sequence follow each other (extents)
 cached   6 -> 0                                not referenced, content still indexed; least recently used first
 in use   {3: 1, 4: 2}                          references of each block: block tables, sessions and transfers
 
@@ -16,17 +16,133 @@ memory, with a pool of its own (states.py).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
 from paged_backend.kv.content import DEVICE, Entry, Listener, PrefixIndex
 
 NULL = -1  # in a block table: a block that no later token reads, and that was freed
+RUN_PAGES = 8  # free pages that a sequence should find when its blocks do not continue an extent
 
 # Marks in a pool map: free; cached; number of references to the block; referenced by sessions only.
 FREE, CACHED, HELD, HELD_BY_MORE, PINNED = ".", "c", "123456789", "+", "p"
 _MARK_OF_COUNT = np.frombuffer((FREE + HELD).encode().ljust(256, HELD_BY_MORE.encode()), dtype=np.uint8)
+
+
+class FreePages:
+    """The free pages of a pool, in runs that are as long as possible.
+
+    The page after the last one of a growing sequence is claimed: the sequence takes it next, unless there is nothing
+    else. A sequence that starts a run gets the first page of the longest run that is not claimed, or else the middle of
+    the longest one that is, which leaves the other sequence half of it.
+    """
+
+    def __init__(self, num_pages: int):
+        """Start with all pages free."""
+        self._count = 0
+        self._lengths: dict[int, int] = {}  # of each run, by its first page
+        self._starts: dict[int, int] = {}  # first page of each run, by the page after its last one
+        self._growing: set[int] = set()  # pages at the end of growing sequences
+        # Runs as (-length, first page), not claimed and claimed. Entries may be outdated; each run has one that is not.
+        self._heaps: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        self._add(0, num_pages)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        return (page for start, length in self._lengths.items() for page in range(start, start + length))
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest run that is not claimed; 0 if there is none."""
+        return -self._top(0)[0]
+
+    def take(self, page: int) -> bool:
+        """Take the first page of a run. False, with nothing changed, if no run begins with this page."""
+        length = self._lengths.get(page)
+        if length is None:
+            return False
+        self._remove(page, length)
+        self._add(page + 1, length - 1)
+        return True
+
+    def start_run(self) -> int:
+        """Take a page after which as many as possible are free."""
+        length, start = self._top(0)
+        page = start
+        if not length:
+            length, start = self._top(1)
+            page = start + -length // 2
+        self._remove(start, -length)
+        self._add(start, page - start)
+        self._add(page + 1, start - length - page - 1)
+        return page
+
+    def put(self, page: int) -> None:
+        """Free a page."""
+        self.end_growth(page)
+        start = end = page
+        if page in self._starts:
+            start = self._starts[page]
+            self._remove(start, page - start)
+        if length := self._lengths.get(page + 1):
+            end += length
+            self._remove(page + 1, length)
+        self._add(start, end - start + 1)
+
+    def grow(self, page: int) -> None:
+        """Claim the page after this one, which a growing sequence has taken."""
+        self._growing.add(page)
+        self._push(page + 1)
+
+    def end_growth(self, page: int) -> None:
+        """Release the claim on the page after this one, if there is one."""
+        if page in self._growing:
+            self._growing.remove(page)
+            self._push(page + 1)
+
+    def check(self) -> None:
+        """Assert every invariant. For tests and idle moments."""
+        assert {start + length: start for start, length in self._lengths.items()} == self._starts, "ends of free runs"
+        assert sum(self._lengths.values()) == self._count and 0 not in self._lengths.values()
+        assert not self._lengths.keys() & self._starts.keys(), "two free runs that are one"
+        assert self._growing.isdisjoint(self), "a growing sequence ends with a free page"
+        for start, length in self._lengths.items():
+            assert (-length, start) in self._heaps[start - 1 in self._growing], "a free run cannot be found"
+
+    def _add(self, start: int, length: int) -> None:
+        if length:
+            self._count += length
+            self._lengths[start] = length
+            self._starts[start + length] = start
+            self._push(start)
+
+    def _remove(self, start: int, length: int) -> None:
+        self._count -= length
+        del self._lengths[start], self._starts[start + length]
+
+    def _push(self, start: int) -> None:
+        """Enter the run at `start`, if there is one, in its heap."""
+        if start in self._lengths:
+            heap = self._heaps[start - 1 in self._growing]
+            heappush(heap, (-self._lengths[start], start))
+            if len(heap) > 64 + 4 * len(self._lengths):
+                heap[:] = {entry for entry in heap if self._is_valid(entry, heap)}
+                heapify(heap)
+
+    def _top(self, claimed: int) -> tuple[int, int]:
+        """Return the longest run of a heap, as (-length, first page); (0, 0) if there is none."""
+        heap = self._heaps[claimed]
+        while heap and not self._is_valid(heap[0], heap):
+            heappop(heap)
+        return heap[0] if heap else (0, 0)
+
+    def _is_valid(self, entry: tuple[int, int], heap: list[tuple[int, int]]) -> bool:
+        length, start = entry
+        return self._lengths.get(start) == -length and self._heaps[start - 1 in self._growing] is heap
 
 
 class PagePool:
@@ -53,7 +169,9 @@ class PagePool:
         self.num_evictions = 0
         self._sizes = tuple(kinds)
         self._on_evict = on_evict
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = FreePages(num_pages)
+        # Cached blocks are evicted until there is a run of this length, unless the pool is small.
+        self._run_pages = min(RUN_PAGES, num_pages >> 7)
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_cached = 0  # pages of cached blocks
         self._references = [0] * num_pages  # by block
@@ -83,22 +201,24 @@ class PagePool:
         """The blocks that are in use or cached."""
         return {block for block, count in enumerate(self._references) if count} | self._cached.keys()
 
-    def allocate(self, count: int, kind: int = 0) -> list[int] | None:
+    def allocate(self, count: int, kind: int = 0, *, after: int = NULL) -> list[int] | None:
         """Allocate `count` blocks, each with one reference. None, with nothing changed, if too few pages are available.
 
-        Free pages go first; then the least recently used cached blocks are evicted.
+        Free pages go first; then the least recently used cached blocks are evicted. after: the block before them in
+        their block table, whose pages they continue if the next pages are free.
         """
         assert count >= 0, count
-        size = self._sizes[kind]
-        if count * size > self.num_available:
+        if count * self._sizes[kind] > self.num_available:
             return None
-        while len(self._free) < count * size:
-            self._evict()
-        return [self._take(kind, size) for _ in range(count)]
+        blocks: list[int] = []
+        for _ in range(count):
+            after = self._take(kind, after)
+            blocks.append(after)
+        return blocks
 
-    def claim(self, count: int, kind: int = 0) -> list[int]:
+    def claim(self, count: int, kind: int = 0, *, after: int = NULL) -> list[int]:
         """Allocate blocks whose pages the caller has checked to be available."""
-        blocks = self.allocate(count, kind)
+        blocks = self.allocate(count, kind, after=after)
         assert blocks is not None, "pages that were counted available are not"
         return blocks
 
@@ -128,6 +248,8 @@ class PagePool:
             if self.indexes[kind].contains(block):
                 self._cached[block] = None
                 self._num_cached += self._sizes[kind]
+                for page in self.pages_of(block):
+                    self._free.end_growth(page)
             else:
                 self._release(block)
 
@@ -236,7 +358,8 @@ class PagePool:
         assert all(count == owned[block] for block, count in enumerate(self._references)), "a wrong reference count"
         assert not self._cached.keys() & owned.keys(), "a cached block is in use"
         pages = [page for block in (*owned, *self._cached) for page in self.pages_of(block)]
-        assert sorted(pages + self._free) == list(range(self.num_pages)), "a page is lost or used twice"
+        assert sorted([*pages, *self._free]) == list(range(self.num_pages)), "a page is lost or used twice"
+        self._free.check()
         assert self._num_cached == sum(len(self.pages_of(block)) for block in self._cached), "cached pages miscounted"
         assert self.num_shared == sum(count > 1 for count in owned.values()), "the number of shared blocks is wrong"
         for kind, index in enumerate(self.indexes):
@@ -245,21 +368,38 @@ class PagePool:
         indexed = {block for index in self.indexes for block in index.blocks}
         assert self._cached.keys() <= indexed, "a cached block is not indexed"
 
-    def _take(self, kind: int, size: int) -> int:
-        block = self._free.pop()
+    def _take(self, kind: int, after: int) -> int:
+        pages = self._pages[kind]
+        if pages is None:
+            block = self._take_page(after)
+        else:
+            before = [NULL] * self._sizes[kind] if after == NULL else pages[after].tolist()
+            taken = [self._take_page(page) for page in before]
+            block = taken[0]
+            pages[block] = taken
         self._references[block] = 1
         self._kinds[block] = kind
-        pages = self._pages[kind]
-        if pages is not None:
-            pages[block] = [block, *(self._free.pop() for _ in range(size - 1))]
         return block
+
+    def _take_page(self, before: int) -> int:
+        """Take the page after `before`, or start a new extent, for which a few more blocks may be evicted."""
+        free = self._free
+        free.end_growth(before)
+        if before != NULL and free.take(before + 1):
+            page = before + 1
+        else:
+            left = 2 * self._run_pages
+            while (self._cached and left > 0 and free.longest < self._run_pages) or not free:
+                self._evict()
+                left -= 1
+            page = free.start_run()
+        free.grow(page)
+        return page
 
     def _release(self, block: int) -> None:
         pages = self._pages[self._kinds[block]]
-        if pages is None:
-            self._free.append(block)
-        else:
-            self._free += pages[block].tolist()
+        for page in (block,) if pages is None else pages[block].tolist():
+            self._free.put(page)
 
     def _evict(self) -> None:
         """Free the least recently used cached block, and drop its content."""

@@ -192,7 +192,7 @@ def test_vllm_runs_the_same_requests_with_a_kv_cache_of_the_same_size(tiny, opti
     assert options["enable_prefix_caching"] is False and options["load_format"] == "auto"
     assert options["max_model_len"] == assembly.limits.max_model_len
     assert options["max_num_seqs"] == config.max_num_seqs
-    assert options["kv_cache_memory_bytes"] == sum(tensor.nbytes for tensor in assembly.runner.kv.tensors)
+    assert options["kv_cache_memory_bytes"] == assembly.runner.kv.memory.nbytes
     assert options["gpu_memory_utilization"] < 30 / 80
     sizes = records["KV cache 2x3/4"]
     assert (sizes.value, sizes.unit, sizes.peers) == (64 * 4, "tokens", {VLLM: 7 * 16})

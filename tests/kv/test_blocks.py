@@ -218,9 +218,9 @@ def test_source_of_a_copy_is_referenced_until_copied():
     blocks.fork(one, other)
     assert blocks.extend(one, 3) == (1, 1)
     blocks.free(other)
-    assert blocks.pool.map() == "11."
+    assert blocks.pool.map() == "1.1"
     blocks.ledger.finish(blocks.ledger.take())
-    assert blocks.pool.map() == ".1."
+    assert blocks.pool.map() == "..1"
 
 
 def test_source_of_a_partial_hit_is_not_evicted_for_its_copy():

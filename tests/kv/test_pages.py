@@ -1,6 +1,7 @@
 """The page pool: blocks of one or several pages, their references, the order of eviction, and the pool map."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from paged_backend.api.request import Origin
 from paged_backend.kv.content import Chain, Contents
-from paged_backend.kv.pages import NULL, PagePool
+from paged_backend.kv.pages import NULL, FreePages, PagePool
 from tests.support.stress import table
 
 KINDS = (1, 2, 3)  # pages of a block
@@ -40,7 +41,7 @@ class Model:
     """A pool made of dicts that are searched one by one."""
 
     def __init__(self, num_pages):
-        self.free = list(range(num_pages))[::-1]  # a stack
+        self.free = set(range(num_pages))
         self.kinds = {}  # by block that is in use or cached
         self.references = {}
         self.pages = {}
@@ -59,8 +60,8 @@ class Model:
 
     def take(self, pages, kind):
         """Follow the allocation of a block, given its pages."""
-        assert pages == tuple(self.free[: -len(pages) - 1 : -1])
-        del self.free[-len(pages) :]
+        assert self.free.issuperset(pages) and len(pages) == KINDS[kind]
+        self.free.difference_update(pages)
         self.kinds[pages[0]], self.references[pages[0]] = kind, 1
         self.pages[pages[0]] = pages
 
@@ -82,7 +83,7 @@ class Model:
 
     def release(self, block):
         del self.kinds[block]
-        self.free += self.pages[block]
+        self.free.update(self.pages[block])
 
 
 def play(seed, num_steps=200):
@@ -96,12 +97,21 @@ def play(seed, num_steps=200):
         choice = rnd.random()
         if choice < 0.35:
             count, kind = rnd.randint(0, 5), rnd.randrange(3)
-            blocks = pool.allocate(count, kind)
+            after = rnd.choice([NULL, *(block for block in held if model.kinds[block] == kind)])
+            before = () if after == NULL else model.pages[after]
+            free = set(model.free)
+            blocks = pool.allocate(count, kind, after=after)
             assert (blocks is None) == (count * KINDS[kind] > model.available())
             if blocks:
                 model.evict(count * KINDS[kind])
             for block in blocks or ():
-                model.take(pool.pages_of(block), kind)
+                pages = pool.pages_of(block)
+                for last, page in zip(before or [NULL] * len(pages), pages, strict=True):
+                    continues = last == NULL or page == last + 1 or last + 1 not in free
+                    assert continues, "an extent is not continued"
+                    free.discard(page)
+                model.take(pages, kind)
+                before = pages
                 assert pool.kind_of(block) == kind
             if blocks:
                 tables.append((blocks, False))
@@ -163,13 +173,76 @@ def test_random_operations_match_a_simple_model(examples):
     run()
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 70), st.integers(0, 2**32))
+def test_free_runs_hold_the_free_pages(num_pages, seed):
+    """A new run starts where most pages follow that no growing sequence takes next."""
+    rnd, free, taken, growing = random.Random(seed), FreePages(num_pages), set(), set()
+    for _ in range(4 * num_pages):
+        page, choice = rnd.randrange(num_pages + 1), rnd.random()
+        if page in taken and choice < 0.5:
+            free.put(page)
+            taken.remove(page)
+            growing.discard(page)
+        elif page in taken and choice < 0.8:
+            free.grow(page) if choice < 0.7 else free.end_growth(page)
+            growing.add(page) if choice < 0.7 else growing.discard(page)
+        elif choice < 0.5:
+            begins = page < num_pages and page not in taken and (not page or page - 1 in taken)
+            assert free.take(page) == begins
+            taken.update({page} if begins else ())
+        elif len(taken) < num_pages:
+            runs = runs_of(set(range(num_pages)) - taken)
+            unclaimed = [run for run in runs if run[0] - 1 not in growing]
+            assert free.longest == max(map(len, unclaimed), default=0)
+            page = free.start_run()
+            (run,) = (run for run in runs if page in run)
+            assert len(run) == max(map(len, unclaimed or runs))
+            assert page == (run[0] if unclaimed else run[len(run) // 2])
+            taken.add(page)
+        free.check()
+        assert sorted(free) == sorted(set(range(num_pages)) - taken) and len(free) == num_pages - len(taken)
+
+
+def runs_of(pages):
+    """Return the runs of consecutive numbers in a set."""
+    runs = []
+    for page in sorted(pages):
+        if not runs or page != runs[-1][-1] + 1:
+            runs.append([])
+        runs[-1].append(page)
+    return runs
+
+
+def test_growing_sequences_have_long_extents():
+    """In a pool that is full of cached blocks, of which running sequences hold 60%. Others end and begin meanwhile."""
+    rnd, entries, pool = random.Random(0), Entries(), PagePool(4096, caching=True)
+    tables, means = [], []
+    for step in range(40_000):
+        table = rnd.choice(tables) if tables and step % 100 else []
+        if not table:
+            tables.append(table)
+            table += pool.allocate(rnd.randint(1, 30))
+        table += pool.allocate(1, after=table[-1])
+        while sum(map(len, tables)) > 0.6 * 4096:
+            ended = tables.pop(rnd.randrange(len(tables)))
+            for block in ended:
+                pool.index(block, next(entries))
+            pool.free_table(ended)
+        if step > 20_000 and not step % 1000:
+            breaks = sum(second != first + 1 for table in tables for first, second in pairwise(table))
+            means.append(sum(map(len, tables)) / (len(tables) + breaks))
+    pool.check(tables)
+    assert pool.num_evictions > 20_000
+    assert min(means) >= 6, means
+
+
 def test_least_recently_used_block_is_evicted_first():
     pool = PagePool(4, caching=True)
     blocks = cached(pool, 4)
     pool.touch(blocks[0])
     pool.free(blocks[0])
-    taken = [pool.allocate(1)[0] for _ in range(4)]
-    assert taken == [*blocks[1:], blocks[0]]
+    assert [pool.allocate(1)[0] for _ in range(4)] == [*blocks[1:], blocks[0]]
     assert pool.num_evictions == 4
 
 

@@ -335,7 +335,7 @@ def test_sequence_continues_in_the_slot_of_the_last_accepted_token(accepted):
     slots.check([one])
     slots.free_draft_slots()
     slots.check([one])
-    assert set(slots.take_draft_slots(3)) == {own, *drafts} - {one.state_slot}
+    assert {own, *drafts} - {one.state_slot} <= set(slots.pool._free)
 
 
 def test_state_that_accepted_tokens_have_passed_becomes_a_checkpoint():
