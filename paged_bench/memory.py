@@ -55,6 +55,7 @@ from paged_kernels.paging import Paging
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BLOCK_SIZE = 16  # block size of the other parts
 MIN_REQUESTS = 100
+MIN_EXTENT_REQUESTS = 600  # so that the pool is fragmented
 WIDTHS = (2, 4, 6)  # samples or beams of one prompt
 WASTE_TARGETS = {("ShareGPT", 16): 2.5, ("Alpaca", 4): 3.5}
 WASTE_LIMITS = {("ShareGPT", 16): 2.2, ("Alpaca", 4): 3.0}
@@ -459,7 +460,7 @@ def measure(args: Namespace) -> Iterator[Record]:
     yield from capacity(args.requests)
     yield from sharing(args.requests, WIDTHS[:2] if args.quick else WIDTHS)
     yield from cache_memory()
-    yield from extents(args.requests)
+    yield from extents(max(args.requests, MIN_EXTENT_REQUESTS))
     yield from bookkeeping(min(args.requests, 200))
     yield from attention_speed(10 if args.quick else 50)
     yield from system_prompt(args.model, 2 if args.quick else args.requests // 10)

@@ -85,9 +85,9 @@ class CacheEventPublisher:
         self._thread.start()
 
     def publish(self) -> None:
-        """Queue the changes since the last call, on the engine's thread. Changes that do not fit the queue are dropped,
-        with a warning."""
-        events = self.events[:]
+        """Queue the changes of full blocks since the last call, on the engine's thread. Changes that do not fit the
+        queue are dropped, with a warning."""
+        events = [event for event in self.events if len(event.entry.tokens) >= self._block_size]
         self.events.clear()
         if not events:
             return

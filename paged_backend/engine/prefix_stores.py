@@ -171,9 +171,9 @@ class PrefixStores:
                 self._host_cache.write(self._host_blocks.pages_of(block), content)
 
     def write_moved_out(self, transfers: Transfers) -> None:
-        """Also write the blocks that a step moved to the host pool to the stores. Called after the step."""
+        """Also write the full blocks that a step moved to the host pool to the stores. Called after the step."""
         for move in transfers.moves_out:
-            if move.entry:
+            if move.entry and len(move.entry.tokens) == self._blocks.block_size:
                 key = BlockKey(move.entry, self._host_blocks.kind_of(move.target))
                 staged = self.handovers is not None and self.handovers.stages(key)
                 if not staged and self._stores.should_write(key):

@@ -7,7 +7,8 @@
     ledger                ledger.py: the transfers between device and host, and the copies on write
 
 The life of a block: `extend` allocates it, steps write it, `commit` caches it when it is full, `free` leaves it cached,
-`match` and `adopt` find it for another sequence, and at last it is evicted, to the host if there is room.
+`match` and `adopt` find it for another sequence, and at last it is evicted, to the host if there is room. The last block
+of a sequence, which may not be full, is cached by `free`.
 """
 
 from __future__ import annotations
@@ -165,15 +166,20 @@ class BlockManager:
         """Begin the block tables of a sequence with the blocks of a hit, and plan the transfers that fill them.
 
         Full blocks on the device are shared. Blocks on the host are moved in. The partial block is copied, as the
-        sequence will write into it. The pool must have room for the new blocks.
+        sequence will write into it, or taken over. The pool must have room for the new blocks.
         """
+        taken_over = self.takes_over_partial(hit)
         for block, on_host in hit.locations:  # references all blocks first: allocating below may evict
             if on_host:
                 self._lock(block, on_host=True)
             else:
                 self.pool.touch(block)
         for block, on_host in hit.partial:
-            self._lock(block, on_host=on_host)
+            if taken_over:
+                self.pool.touch(block)
+                self.pool.forget(block)
+            else:
+                self._lock(block, on_host=on_host)
         key, ledger = sequence.key, self.ledger
         tables: list[list[int]] = []
         for located in hit.tables or [[] for _ in self.layout.kinds]:
@@ -188,21 +194,32 @@ class BlockManager:
             tables.append(table)
         for table, (block, on_host) in zip(tables, hit.partial, strict=False):
             after = table[-1] if table else NULL
-            if on_host:
+            if taken_over:
+                table.append(block)
+            elif on_host:
                 table.append(ledger.move_in(key, block, indexed=False, after=after))
             else:
                 table.append(ledger.copy(key, block, after=after))
         sequence.tables = tables
         sequence.computed = sequence.committed = hit.num_blocks * self.block_size + hit.partial_tokens
+        sequence.placed = sequence.committed
         self.states.adopt(sequence, hit.num_blocks)
         usage = sequence.usage
         first = [location for location in (*(hit.tables[0] if hit.tables else ()), *hit.partial[:1]) if location]
         moved = sum(location.on_host for location in first)
-        copied = sum(not location.on_host for location in hit.partial[:1])
+        copied = sum(not location.on_host for location in hit.partial[:1] if not taken_over)
         usage.reused += len(first) - moved - copied
         usage.new += moved + copied
         usage.from_host += moved
         usage.copied += copied
+
+    def takes_over_partial(self, hit: Hit) -> bool:
+        """Return whether a sequence may write into the partial block of a hit, after its tokens, without a copy: if no
+        other sequence has it, and all tokens in it match."""
+        if any(on_host or not self.pool.is_cached(block) for block, on_host in hit.partial):
+            return False
+        entry = self.pool.entry(hit.partial[0].block) if hit.partial else None
+        return entry is not None and len(entry.tokens) == hit.partial_tokens
 
     def commit(self, sequence: Sequence, end: int) -> None:
         """Record that keys and values are written up to `end`, cache the blocks that are full, and free those that no
@@ -247,6 +264,7 @@ class BlockManager:
                 on_host = self.host.find(entry, self.pool.kind_of(block)) if self.host else None
                 if self.host and on_host is not None:
                     self.host.forget(on_host)
+        sequence.committed = 0  # so that `free` does not cache the last block either
 
     def find_scores(self, sequence: Sequence, index: int) -> BlockScores | None:
         """Return the scores of a sequence's full block `index`, or None if the device does not have them."""
@@ -282,6 +300,7 @@ class BlockManager:
             source = table[index]
             self.pool.lock(source)
             self.pool.free(source)  # drops the table's reference; the lock keeps one until the copy is made
+            sequence.placed = sequence.committed
             table[index] = self.ledger.copy(sequence.key, source, after=table[index - 1] if index else NULL)
         self._grow(sequence, more)
         return Allocation(bool(shared) + more, int(bool(shared)))
@@ -310,14 +329,16 @@ class BlockManager:
         for block in _blocks_of(child.tables):
             assert self.pool.is_used(block), "a fork of blocks that are not in use"
             self.pool.touch(block)
-        child.computed, child.committed = parent.computed, parent.committed
+        child.computed, child.committed, child.placed = parent.computed, parent.committed, parent.committed
         child.chain = parent.chain.head(parent.computed // self.block_size)
         self.states.fork(parent, child)
 
     def free(self, sequence: Sequence) -> None:
-        """Free all blocks and the state of a sequence, on the device or on the host."""
+        """Free all blocks and the state of a sequence, on the device or on the host. On the device, its full blocks
+        remain cached, and so does the last one."""
         pool = self.host if sequence.on_host else self.pool
         assert pool
+        self._cache_last(sequence)
         for table in sequence.tables:
             pool.free_table(table)
         self.states.release(sequence)
@@ -366,7 +387,9 @@ class BlockManager:
 
     def pages_to_copy_partial(self, hit: Hit) -> int:
         """Return how many more pages must be available to copy the partial block of a hit: its source, if only cached,
-        is locked meanwhile."""
+        is locked meanwhile, unless it is taken over."""
+        if self.takes_over_partial(hit):
+            return 0
         sources = (location.block for location in hit.partial if not location.on_host)
         return sum(len(self.pool.pages_of(block)) for block in sources if self.pool.is_cached(block))
 
@@ -443,7 +466,7 @@ class BlockManager:
             sequence.tables = [[targets.get(block, NULL) for block in table] for table in left]
             for table in left:
                 host.free_table(table)
-            sequence.on_host = False
+            sequence.on_host, sequence.placed = False, sequence.committed
         self.states.swap_in(sequences)
         sequences[0].usage.new += moved
         sequences[0].usage.from_host += moved
@@ -592,6 +615,23 @@ class BlockManager:
         """Index a block, unless another one has the same content."""
         if self.pool.index(block, entry) and self.host:
             self._unspilled[block] = None
+
+    def _cache_last(self, sequence: Sequence) -> None:
+        """Index the last block of a sequence that ends within it, unless other tokens are or may be written to it, or a
+        cached block has the same ones."""
+        index, count = divmod(sequence.committed, self.block_size)
+        if not self.caching or not count or sequence.on_host or self.states.pool:
+            return
+        last = [table[index] for table in sequence.tables]
+        if sequence.committed == sequence.placed or any(map(self.pool.is_shared, last)):
+            return
+        tokens = tuple(sequence.tokens[sequence.committed - count : sequence.committed])
+        parent = self.entry(sequence, index - 1) if index else sequence.chain.origin
+        _, length = self.pool.indexes[0].nearest_child(parent, tokens) or (-1, 0)
+        if length < count:
+            entry = self.contents.intern(parent, tokens)
+            for block in last:
+                self.pool.index(block, entry)
 
     def _offload(self, block: int) -> None:
         """Move a cached block that is about to be evicted to the host, if it has room."""

@@ -27,7 +27,8 @@ Key = bytes
 
 
 class Entry:
-    """The content of a full block and of all blocks before it.
+    """The content of a block and of all blocks before it. Only the last block of an ended sequence may have fewer tokens
+    than a full one.
 
     `Contents` creates the entries that the pools use, one per content. An entry that is constructed directly is only
     for reading its `prefix` and `key`.
@@ -114,6 +115,13 @@ class Contents:
         """Return the entry of this content, or None. Thread-safe."""
         return self._entries.get((parent, tokens))
 
+    def intern(self, parent: PrefixParent, tokens: tuple[int, ...]) -> Entry:
+        """Return the entry of this content, which is made if there is none. Not thread-safe."""
+        entry = self.find(parent, tokens)
+        if entry is None:
+            entry = self._entries[parent, tokens] = Entry(parent, tokens)
+        return entry
+
     def extend(self, chain: Chain, tokens: Sequence[int], count: int, block_size: int) -> Entry:
         """Extend `chain` to `count` entries and return the last. Not thread-safe.
 
@@ -121,11 +129,7 @@ class Contents:
         """
         entries = chain.entries
         for start in range(len(entries) * block_size, count * block_size, block_size):
-            parent, content = chain.parent_of(len(entries)), tuple(tokens[start : start + block_size])
-            entry = self.find(parent, content)
-            if entry is None:
-                entry = self._entries[parent, content] = Entry(parent, content)
-            entries.append(entry)
+            entries.append(self.intern(chain.parent_of(len(entries)), tuple(tokens[start : start + block_size])))
         return entries[count - 1]
 
 

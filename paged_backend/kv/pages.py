@@ -34,9 +34,9 @@ _MARK_OF_COUNT = np.frombuffer((FREE + HELD).encode().ljust(256, HELD_BY_MORE.en
 class FreePages:
     """The free pages of a pool, in runs that are as long as possible.
 
-    The page after the last one of a growing sequence is claimed: the sequence takes it next, unless there is nothing
-    else. A sequence that starts a run gets the first page of the longest run that is not claimed, or else the middle of
-    the longest one that is, which leaves the other sequence half of it.
+    The page after the last one of a growing sequence is claimed: the sequence takes it next. Another one that starts a
+    run gets the first page of the longest run that is not claimed, or the middle of a claimed one if half of that is
+    longer.
     """
 
     def __init__(self, num_pages: int):
@@ -57,8 +57,8 @@ class FreePages:
 
     @property
     def longest(self) -> int:
-        """The length of the longest run that is not claimed; 0 if there is none."""
-        return -self._top(0)[0]
+        """The number of pages that a sequence can take one after the other if it starts a run."""
+        return max(-self._top(0)[0], (1 - self._top(1)[0]) // 2)
 
     def take(self, page: int) -> bool:
         """Take the first page of a run. False, with nothing changed, if no run begins with this page."""
@@ -70,12 +70,12 @@ class FreePages:
         return True
 
     def start_run(self) -> int:
-        """Take a page after which as many as possible are free."""
-        length, start = self._top(0)
+        """Take the first of the `longest` pages."""
+        longest, (length, start) = self.longest, self._top(0)
         page = start
-        if not length:
+        if -length < longest:
             length, start = self._top(1)
-            page = start + -length // 2
+            page = start - length - longest
         self._remove(start, -length)
         self._add(start, page - start)
         self._add(page + 1, start - length - page - 1)

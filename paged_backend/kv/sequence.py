@@ -32,7 +32,7 @@ class Sequence:
 
     __slots__ = (
         "chain", "committed", "computed", "ended", "history", "index", "latest_checkpoint", "mask_seconds", "mask_turn",
-        "num_prompt", "on_host", "request", "state_slot", "tables", "tokens", "usage",
+        "num_prompt", "on_host", "placed", "request", "state_slot", "tables", "tokens", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +59,7 @@ class Sequence:
         self.latest_checkpoint: Entry | None = None  # where its latest checkpoint in the output is indexed
         self.computed = 0
         self.committed = 0
+        self.placed = 0  # value of `committed` when blocks were last moved or copied for it, by the next step
         self.ended = False
         self.history: array[int] = array("i")  # copy of `tokens` that prompt lookup searches
         self.mask_seconds = 0.0  # what its masks cost, by `MaskBudget`

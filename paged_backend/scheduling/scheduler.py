@@ -461,6 +461,8 @@ class Scheduler:
         if not hit.partial:
             return hit
         cost = self.costs.move if hit.partial[0].on_host else self.costs.copy
+        if self.blocks.takes_over_partial(hit):
+            cost = 0
         fits = self._fits(demand.pages + self.blocks.pages_to_copy_partial(hit), room)
         return hit if fits and cost <= hit.partial_tokens * self.costs.token else hit.without_partial()
 

@@ -89,7 +89,7 @@ def test_batches_have_the_format_of_vllm(published):
     device, publisher, subscriber = published
     start = min(subscriber.replay(0))
     first, second, third = entries(3)
-    for entry in (first, second):
+    for entry in (first, second, Entry(second, (7,))):  # the last block is not full, so no other server can use it
         device.stored(entry)
     publisher.publish()
     publisher.publish()  # nothing new: no batch

@@ -99,6 +99,17 @@ def test_idle_engine_spills_its_cache_to_disk(assembly, tmp_path):
         assert len(files(tmp_path)) == 13
 
 
+def test_blocks_that_are_not_full_stay_in_memory(assembly, tmp_path):
+    """They are moved to the host pool, like others, but no further."""
+    with running(assembly(num_gpu_blocks_override=20, preemption_mode="recompute")) as engine:
+        for first in range(4):
+            prompt = [3 + first, *PROMPT[:-2]]
+            engine.generate([prompt], max_tokens=MAX_TOKENS)
+        stats = engine.history[-1].stats
+    assert stats.moves_out > stats.disk_written > 0
+    assert {len(load_file(path)[TOKENS]) % 4 for path in files(tmp_path)} == {0}
+
+
 def test_different_fingerprint_finds_nothing(assembly, tmp_path, alone):
     ask(assembly())
     others = [{"block_size": 8}, {"load_format": "dummy"}, {"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}]

@@ -72,12 +72,13 @@ def longest(blocks, one):
     start = count * size
     rest = tokens[start : min(start + size, len(tokens) - 1)]
     children = [prefix for prefix in prefixes[0] if all(prefix in others for others in prefixes)]
-    children = [content[start:] for of, content in children if of == origin and content[:-size] == tokens[:start]]
-    return count, max((common(child, rest) for child in children), default=0)
+    children = [content[start:] for of, content in children if of == origin and content[:start] == tokens[:start]]
+    return count, max((common(child, rest) for child in children if len(child) <= size), default=0)
 
 
 def common(first, second):
-    return next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def test_without_caching_nothing_is_a_hit():
@@ -263,20 +264,90 @@ def test_restart_begins_with_the_first_token():
     assert (one.num_blocks, one.computed, one.committed, blocks.num_used) == (0, 0, 0, 0)
 
 
-def test_blocks_of_a_freed_sequence_are_cached_but_not_the_last():
+def test_last_block_of_a_freed_sequence_is_cached_for_the_tokens_in_it():
     blocks = manager(8)
     blocks.free(cached(blocks, range(10)))
-    assert (blocks.pool.num_cached, blocks.pool.num_used) == (2, 0)
+    assert (blocks.pool.num_cached, blocks.pool.num_used) == (3, 0)
+    for tokens, partial in (([*range(10), 50], 2), ([*range(9), 50, 51], 1), ([*range(8), 50, 51], 0)):
+        hit = blocks.match(sequence(blocks, tokens), len(tokens))
+        assert (hit.num_blocks, hit.partial_tokens) == (2, partial)
+
+
+def test_last_block_is_taken_over_by_the_sequence_that_continues_it():
+    """A second one finds what the first left: the full blocks, and its own last block once it has ended."""
+    blocks = manager(8)
+    blocks.free(cached(blocks, range(10)))
+    (one, other), last = (sequence(blocks, [*range(10), 50 + n, 60, 61]) for n in range(2)), 2
+    hit = blocks.match(one, 13)
+    assert blocks.takes_over_partial(hit) and blocks.pages_to_copy_partial(hit) == 0
+    blocks.adopt(one, hit)
+    assert (one.tables[0][last], one.usage.reused, one.usage.copied) == (hit.partial[0].block, 3, 0)
+    assert blocks.ledger.num_copies == 0
+    assert blocks.match(other, 13).partial_tokens == 0
+    assert compute(blocks, one)
+    blocks.check([one])
+    assert blocks.match(other, 13).partial_tokens == 2  # of the block that is full now
+    assert not blocks.takes_over_partial(blocks.match(other, 13))
+    blocks.free(one)
+    blocks.check([])
+
+
+def test_last_block_that_diverges_or_is_in_use_is_copied():
+    blocks = manager(12)
+    blocks.free(cached(blocks, range(11)))
+    one = sequence(blocks, [*range(10), 50, 51])  # shares two of the three tokens in it
+    assert not blocks.takes_over_partial(blocks.match(one, 12))
+    blocks.adopt(one, blocks.match(one, 12))
+    other = sequence(blocks, [*range(11), 50])  # shares all of them, while they are the source of the copy
+    hit = blocks.match(other, 12)
+    assert hit.partial_tokens == 3 and not blocks.takes_over_partial(hit)
+    blocks.adopt(other, hit)
+    assert blocks.ledger.num_copies == 2
+    blocks.ledger.finish(blocks.ledger.take())
+    blocks.check([one, other])
+
+
+def test_last_block_is_not_cached_before_its_content_is_there():
+    """The copy that fills it was planned, and taken back."""
+    blocks = manager(12)
+    blocks.free(cached(blocks, range(11)))
+    one = sequence(blocks, [*range(10), 50, 51])
+    hit = blocks.match(one, 12)
+    blocks.adopt(one, hit)
+    assert blocks.ledger.cancel(one.key)
+    blocks.pool.forget(hit.partial[0].block)
+    blocks.free(one)
+    assert known(blocks, range(8)) == 2 and blocks.pool.num_cached == 2
+
+
+def test_last_block_is_cached_once():
+    blocks = manager(12)
+    for count in (11, 10, 11):
+        one = sequence(blocks, range(count))
+        assert compute(blocks, one)
+        blocks.free(one)
+    assert blocks.pool.num_cached == 3
+
+
+def test_last_block_that_another_sequence_shares_is_not_cached():
+    """It could not be found by its further tokens later."""
+    blocks = manager(12)
+    one, other = cached(blocks, range(10)), sequence(blocks, range(10))
+    blocks.fork(one, other)
+    blocks.free(one)
+    assert blocks.match(sequence(blocks, [*range(10), 50]), 11).partial_tokens == 0
+    blocks.free(other)
+    blocks.check([])
 
 
 @pytest.mark.parametrize("kinds", [(FULL,), (FULL, WindowKind(1, window=100))])
 def test_invalidated_contents_are_found_nowhere(kinds):
     blocks = manager(16, kinds=kinds, host=16)
-    one = cached(blocks, range(8))
+    one = cached(blocks, range(10))
     blocks.ledger.finish(blocks.spill(lambda key: True, 9))
     assert blocks.host.num_cached == 2 * len(kinds)
     blocks.invalidate(one)
-    assert known(blocks, range(8)) == 0
+    assert known(blocks, range(10)) == 0
     assert blocks.host.num_cached == 0 and not blocks.has_unspilled
     blocks.free(one)
     assert (blocks.pool.num_used, blocks.pool.num_cached) == (0, 0)

@@ -12,7 +12,19 @@ from random import SystemRandom
 
 import pytest
 
-from tests.support.mutants import BEAM_SEARCH, DISK, ENDLESS, FIRST, LATE, MUTANTS, RARE, ROOT, found_by, mutated_source
+from tests.support.mutants import (
+    BEAM_SEARCH,
+    DISK,
+    ENDLESS,
+    FIRST,
+    LATE,
+    MUTANTS,
+    RARE,
+    ROOT,
+    STORES,
+    found_by,
+    mutated_source,
+)
 from tests.support.stress import table
 
 NO_SHRINKING = (
@@ -57,7 +69,7 @@ def test_stress_kills_quick_mutants(first, figures):
 
 def unit_tests_of(file):
     """The test files that find a rare mutant of a file."""
-    if file == DISK:
+    if file in (DISK, STORES):
         return ("kv/stores/test_block_file", "engine/test_prefix_stores")
     slow = {"test_speculation"} if file == BEAM_SEARCH else {"test_speculation", "test_beam_search"}
     names = sorted(file.stem for file in (ROOT / "tests/scheduling").glob("test_*.py"))

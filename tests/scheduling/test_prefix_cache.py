@@ -14,7 +14,7 @@ def test_request_hits_blocks_of_finished_request():
     store = ShadowStore(sched, 5)
     prompt = list(range(18))
     finish(sched, store, request(0, prompt))
-    assert (sched.blocks.pool.num_used, sched.blocks.pool.num_cached) == (0, 5)
+    assert (sched.blocks.pool.num_used, sched.blocks.pool.num_cached) == (0, 6)
     sched.add(request(1, prompt))
     plan = sched.schedule()
     # Hits four full blocks, and one token of the fifth, which holds tokens 16 to 19. The last token is computed.

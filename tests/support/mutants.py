@@ -23,12 +23,13 @@ ACCOUNTS, BEAM_SEARCH, GROUP, MASKS, PLAN, SCHEDULER, WAITING = (
 BLOCKS, CONTENT, LEDGER, PAGES, SEQUENCE, STATES = (
     f"kv/{module}.py" for module in ("blocks", "content", "ledger", "pages", "sequence", "states")
 )
-LAYOUT, REQUEST, TOKEN_OUTPUTS, SESSIONS, DISK = (
+LAYOUT, REQUEST, TOKEN_OUTPUTS, SESSIONS, DISK, STORES = (
     "api/block_layout.py",
     "api/request.py",
     "api/token_outputs.py",
     "server/prompts/sessions.py",
     "kv/stores/block_file.py",
+    "engine/prefix_stores.py",
 )
 
 MUTANTS = {  # name: (file, source, replacement)
@@ -65,13 +66,13 @@ MUTANTS = {  # name: (file, source, replacement)
     "double free is accepted": (PAGES, " or not self._references[block]:", ":"),
     "allocate returns fewer blocks": (
         PAGES,
-        "        if count * size > self.num_available:\n            return None\n",
-        "        count = min(count, self.num_available // size)\n",
+        "        if count * self._sizes[kind] > self.num_available:\n            return None\n",
+        "        count = min(count, self.num_available // self._sizes[kind])\n",
     ),
     "a failed allocation evicts": (
         PAGES,
-        "        if count * size > self.num_available:\n            return None\n",
-        "        if count * size > self.num_available:\n"
+        "        if count * self._sizes[kind] > self.num_available:\n            return None\n",
+        "        if count * self._sizes[kind] > self.num_available:\n"
         "            while self._cached:\n"
         "                self._evict()\n"
         "            return None\n",
@@ -81,12 +82,27 @@ MUTANTS = {  # name: (file, source, replacement)
         "                self._num_cached += self._sizes[kind]\n",
         "                self._num_cached += 1\n",
     ),
-    "one page of a block is freed": (PAGES, "self._free += pages[block].tolist()", "self._free.append(block)"),
+    "one page of a block is freed": (
+        PAGES,
+        "for page in (block,) if pages is None else pages[block].tolist():",
+        "for page in (block,):",
+    ),
     "a block keeps the kind that it had": (PAGES, "        self._kinds[block] = kind\n", ""),
     "a block keeps the pages that it had": (
         PAGES,
-        "[block, *(self._free.pop() for _ in range(size - 1))]",
-        "[block, *range(block + 1, block + size)]",
+        "            pages[block] = taken\n",
+        "            pages[block] = range(block, block + len(taken))\n",
+    ),
+    "an extent is not continued": (PAGES, "free.take(before + 1):", "False:"),
+    "a claimed run is taken": (
+        PAGES,
+        "self.longest, self._top(0)",
+        "self.longest, self._top(1)",
+    ),
+    "the page after an ended sequence stays claimed": (
+        PAGES,
+        "                    self._free.end_growth(page)\n",
+        "                    pass\n",
     ),
     # content
     "tokens are not compared": (
@@ -104,7 +120,7 @@ MUTANTS = {  # name: (file, source, replacement)
         "return self._entries.get((parent, tokens))",
         "return next((one for one in self._entries.values() if one.tokens == tokens), None)",
     ),
-    "equal content gets two entries": (CONTENT, "            if entry is None:\n", "            if True:\n"),
+    "equal content gets two entries": (CONTENT, "        if entry is None:\n", "        if True:\n"),
     "entries are kept for ever": (CONTENT, "= WeakValueDictionary()", "= {}"),
     "adapters share prefixes": (REQUEST, 'self.adapter.digest if self.adapter else b""', 'b""'),
     "the content of a file is not compared": (DISK, "if (origin, tokens) != entry.prefix:", "if False:"),
@@ -125,8 +141,13 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "invalidated content is still found": (
         BLOCKS,
-        "                self.pool.forget(block)\n",
-        "                pass\n",
+        "                self.pool.forget(block)\n                self._unspilled",
+        "                self._unspilled",
+    ),
+    "the last block of invalidated content is found": (
+        BLOCKS,
+        "        sequence.committed = 0  # so",
+        "        pass  # so",
     ),
     "invalidated content is still found on the host": (
         BLOCKS,
@@ -146,6 +167,22 @@ MUTANTS = {  # name: (file, source, replacement)
     "cache salts share prefixes": (REQUEST, "Origin(self.sampling.cache_salt, ", 'Origin("", '),
     "a hit covers all tokens": (BLOCKS, "self.block_size, num_tokens - 1, ", "self.block_size, num_tokens, "),
     "a partial hit is one token too long": (BLOCKS, "partial_tokens=length)", "partial_tokens=length + 1)"),
+    "the last block of a sequence is not cached": (BLOCKS, "        self._cache_last(sequence)\n", ""),
+    "a last block without its content is cached": (BLOCKS, "sequence.committed == sequence.placed or ", ""),
+    "a last block that others may write to is cached": (BLOCKS, " or any(map(self.pool.is_shared, last)):", ":"),
+    "the same last block is cached twice": (BLOCKS, "        if length < count:\n", "        if True:\n"),
+    "a last block in use is taken over": (BLOCKS, "on_host or not self.pool.is_cached(block)", "on_host"),
+    "a last block with other tokens is taken over": (BLOCKS, "len(entry.tokens) == hit.partial_tokens", "True"),
+    "a block that is taken over is still found": (
+        BLOCKS,
+        "                self.pool.touch(block)\n                self.pool.forget(block)\n",
+        "                self.pool.touch(block)\n",
+    ),
+    "blocks that are not full are written to stores": (
+        STORES,
+        " and len(move.entry.tokens) == self._blocks.block_size:",
+        ":",
+    ),
     "children are searched on one side only": (CONTENT, "max(0, place - 1) : place + 1", "place : place + 1"),
     # copy-on-write and forks
     "the source of a copy is not locked": (
@@ -387,8 +424,8 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "a partial hit from the host is indexed": (
         BLOCKS,
-        "ledger.move_in(key, block, indexed=False)",
-        "ledger.move_in(key, block)",
+        "ledger.move_in(key, block, indexed=False, after=after)",
+        "ledger.move_in(key, block, after=after)",
     ),
     "blocks of a hit on the host are not locked": (
         BLOCKS,
@@ -403,8 +440,8 @@ MUTANTS = {  # name: (file, source, replacement)
     "the target of a move out can be evicted": (LEDGER, "        host.lock(target)\n", ""),
     "a shared block is swapped out twice": (
         BLOCKS,
-        "        if block in targets:\n            self.host.touch(targets[block])\n        else:",
-        "        if True:",
+        "            if block in targets:\n                self.host.touch(targets[block])\n            elif",
+        "            if",
     ),
     "a shared block is swapped in with one reference": (
         BLOCKS,
@@ -490,7 +527,7 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "a block goes to the host as one of the first kind": (
         LEDGER,
-        "allocated = host.allocate(1, kind)",
+        "allocated = host.allocate(1, kind, after=after)",
         "allocated = host.allocate(1)",
     ),
     "only the first kind is offloaded": (
@@ -513,7 +550,7 @@ MUTANTS = {  # name: (file, source, replacement)
         "(self.window + pending - 4) // block_size + 3",
         "(self.window - 4) // block_size + 3",
     ),
-    "swap-in moves NULL": (BLOCKS, "targets.get(block, NULL)", "targets.get(block, 0)"),
+    "swap-in moves NULL": (BLOCKS, "targets.get(block, NULL) for", "targets.get(block, 0) for"),
     # log probabilities of prompts, and digests
     "scores outlive their block": (CONTENT, "        self.scores.pop(block, None)\n", ""),
     "the first token of a block has the scores of the next one": (
@@ -657,6 +694,18 @@ RARE = {
     "children are searched on one side only",
     "a failed allocation evicts",
     "entries are kept for ever",
+    "the last block of invalidated content is found",
+    "the last block of a sequence is not cached",
+    "a last block that others may write to is cached",
+    "a last block in use is taken over",
+    "a last block with other tokens is taken over",
+    "a block that is taken over is still found",
+    "a last block without its content is cached",
+    "the same last block is cached twice",
+    "blocks that are not full are written to stores",
+    "an extent is not continued",
+    "a claimed run is taken",
+    "the page after an ended sequence stays claimed",
     "invalidated content is still found",
     "invalidated content is still found on the host",
     "scores are taken twice",
