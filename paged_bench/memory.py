@@ -1,5 +1,5 @@
-"""Measure what paging does for memory: wasted slots, capacity, sharing, extents, windows, latents and states,
-bookkeeping.
+"""Measure what paging does for memory: wasted slots, capacity, sharing, extents, hits, windows, latents and
+states, bookkeeping.
 
 All parts but the last run the scheduler and block manager without a model, because block allocation depends only on
 lengths. Lengths are log-normal, with the means that the paper reports for ShareGPT (161 in, 338 out) and Alpaca (19
@@ -55,6 +55,7 @@ from paged_kernels.paging import Paging
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BLOCK_SIZE = 16  # block size of the other parts
 MIN_REQUESTS = 100
+CONVERSATIONS, TURNS = 32, 12
 MIN_EXTENT_REQUESTS = 600  # so that the pool is fragmented
 WIDTHS = (2, 4, 6)  # samples or beams of one prompt
 WASTE_TARGETS = {("ShareGPT", 16): 2.5, ("Alpaca", 4): 3.5}
@@ -243,6 +244,37 @@ def extents(requested: int) -> Iterator[Record]:
         name = f"extents {lengths_of}, {'with' if caching else 'without'} prefix caching"
         peers = {"% of the pool in use": 100 * used / max(1, samples) / pool}
         yield Record(name, held / max(1, runs), "blocks", 6.0, peers=peers)
+
+
+def conversations() -> Iterator[Record]:
+    """Measure the share of prompt tokens that conversations with short turns find in the cache.
+
+    The limit is what a cache of single tokens finds: all tokens of the turn before but the last one, which was sampled
+    but not computed.
+    """
+    for size in (16, 64):
+        blocks = BlockManager(1 << 16, BlockLayout(size), caching=True)
+        scheduler, rng = Scheduler(blocks, max_num_seqs=CONVERSATIONS, max_num_batched_tokens=8192), random.Random(0)
+        history: list[list[int]] = [[] for _ in range(CONVERSATIONS)]
+        asked = known = whole = 0
+        for turn, index in itertools.product(range(TURNS), range(CONVERSATIONS)):
+            before = len(history[index])
+            prompt = history[index] + [rng.randrange(1, 50_000) for _ in range(rng.randint(5, 20))]
+            sampling = SamplingParams(max_tokens=rng.randint(5, 20))
+            history[index] = prompt + [0] * sampling.max_tokens
+            asked += len(prompt)
+            known += max(0, before - 1)
+            whole += max(0, before - 1) // size * size
+            scheduler.add(GenerateRequest(turn * CONVERSATIONS + index, tuple(prompt), sampling, 0, frozenset()))
+            while index + 1 == CONVERSATIONS and scheduler.has_work:
+                plan = scheduler.schedule()
+                assert plan is not None
+                scheduler.commit(plan, StepResult.of_tokens([0] * sum(len(c.sampled_sequences) for c in plan.chunks)))
+        found, stats = 100 / asked, scheduler.stats
+        peers = {"full blocks only": found * whole, "% of blocks copied": 100 * stats.copies / (TURNS * CONVERSATIONS)}
+        yield Record(
+            f"hits, conversations, block_size={size}", found * stats.cached_tokens, "%", None, found * known, peers
+        )
 
 
 def bookkeeping(steps: int) -> Iterator[Record]:
@@ -461,6 +493,7 @@ def measure(args: Namespace) -> Iterator[Record]:
     yield from sharing(args.requests, WIDTHS[:2] if args.quick else WIDTHS)
     yield from cache_memory()
     yield from extents(max(args.requests, MIN_EXTENT_REQUESTS))
+    yield from conversations()
     yield from bookkeeping(min(args.requests, 200))
     yield from attention_speed(10 if args.quick else 50)
     yield from system_prompt(args.model, 2 if args.quick else args.requests // 10)

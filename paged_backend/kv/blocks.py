@@ -7,8 +7,8 @@
     ledger                ledger.py: the transfers between device and host, and the copies on write
 
 The life of a block: `extend` allocates it, steps write it, `commit` caches it when it is full, `free` leaves it cached,
-`match` and `adopt` find it for another sequence, and at last it is evicted, to the host if there is room. The last block
-of a sequence, which may not be full, is cached by `free`.
+`match` and `adopt` find it for another sequence, and at last it is evicted, to the host if there is room. `free` also
+caches the last block of a sequence, which need not be full.
 """
 
 from __future__ import annotations

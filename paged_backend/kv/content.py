@@ -27,8 +27,8 @@ Key = bytes
 
 
 class Entry:
-    """The content of a block and of all blocks before it. Only the last block of an ended sequence may have fewer tokens
-    than a full one.
+    """The content of a block and of all blocks before it. Only the last block of a sequence may have fewer tokens than
+    a full one.
 
     `Contents` creates the entries that the pools use, one per content. An entry that is constructed directly is only
     for reading its `prefix` and `key`.
