@@ -91,7 +91,7 @@ class BlockLayout:
 
     @property
     def has_null(self) -> bool:
-        """Whether block tables have NULL in place of freed blocks, or are turned into tables of pages."""
+        """Whether block tables may have NULL in place of blocks that were freed."""
         return self.kinds != (FULL,)
 
     @property

@@ -182,7 +182,9 @@ class BlockCopier:
             of_block = blocks.pool.pages_of(block)
             pages += of_block
             chosen += range(source[key] * len(of_block), (source[key] + 1) * len(of_block))
-        self._runner.kv.write(pages, run.content.view(-1, _page_bytes(self._runner.kv))[chosen])
+        if page_bytes := _page_bytes(self._runner.kv):
+            content = run.content.view(-1, page_bytes).index_select(0, torch.tensor(chosen, dtype=torch.int64))
+            self._runner.kv.write(pages, content)
         blocks.insert(reserved)
 
     def _store_state(self, run: BlockRun, entry: Entry) -> None:

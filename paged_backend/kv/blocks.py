@@ -25,7 +25,7 @@ import numpy as np
 from paged_backend.api.block_layout import FULL, BlockLayout
 from paged_backend.kv.content import HOST, BlockKey, BlockScores, Contents, Entry, Listener, PrefixParent
 from paged_backend.kv.ledger import TransferLedger, Transfers
-from paged_backend.kv.pages import NULL, PagePool
+from paged_backend.kv.pages import NULL, RUN_PAGES, PagePool
 from paged_backend.kv.sequence import Sequence
 from paged_backend.kv.states import StateSlots
 
@@ -91,7 +91,9 @@ class BlockManager:
         self.caching = caching
         self.keeps_scores = keeps_scores and caching
         sizes = [kind.pages for kind in layout.kinds]
-        self.pool = PagePool(num_pages, sizes, caching=caching, on_evict=self._offload, listener=listener)
+        self.pool = PagePool(
+            num_pages, sizes, caching=caching, on_evict=self._offload, listener=listener, run_pages=RUN_PAGES
+        )
         self.host = (
             PagePool(num_host_pages, sizes, caching=caching, listener=listener, medium=HOST) if num_host_pages else None
         )
@@ -121,7 +123,7 @@ class BlockManager:
             "blocks_used": pool.num_used,
             "blocks_cached": pool.num_cached,
             "blocks_shared": pool.num_shared,
-            "evictions": pool.num_evictions,  # cached blocks whose content was dropped for another request
+            "evictions": pool.num_evictions,  # cached blocks whose content was dropped to make room
             "host_total": host.num_pages if host else 0,
             "host_used": host.num_used if host else 0,  # by preempted requests
             "host_cached": host.num_cached if host else 0,
@@ -300,7 +302,7 @@ class BlockManager:
             source = table[index]
             self.pool.lock(source)
             self.pool.free(source)  # drops the table's reference; the lock keeps one until the copy is made
-            sequence.placed = sequence.committed
+            sequence.placed = sequence.computed
             table[index] = self.ledger.copy(sequence.key, source, after=table[index - 1] if index else NULL)
         self._grow(sequence, more)
         return Allocation(bool(shared) + more, int(bool(shared)))
@@ -329,7 +331,7 @@ class BlockManager:
         for block in _blocks_of(child.tables):
             assert self.pool.is_used(block), "a fork of blocks that are not in use"
             self.pool.touch(block)
-        child.computed, child.committed, child.placed = parent.computed, parent.committed, parent.committed
+        child.computed, child.committed, child.placed = parent.computed, parent.committed, parent.computed
         child.chain = parent.chain.head(parent.computed // self.block_size)
         self.states.fork(parent, child)
 
@@ -387,7 +389,7 @@ class BlockManager:
 
     def pages_to_copy_partial(self, hit: Hit) -> int:
         """Return how many more pages must be available to copy the partial block of a hit: its source, if only cached,
-        is locked meanwhile, unless it is taken over."""
+        is locked meanwhile. None if it is taken over."""
         if self.takes_over_partial(hit):
             return 0
         sources = (location.block for location in hit.partial if not location.on_host)
@@ -466,7 +468,7 @@ class BlockManager:
             sequence.tables = [[targets.get(block, NULL) for block in table] for table in left]
             for table in left:
                 host.free_table(table)
-            sequence.on_host, sequence.placed = False, sequence.committed
+            sequence.on_host, sequence.placed = False, sequence.computed
         self.states.swap_in(sequences)
         sequences[0].usage.new += moved
         sequences[0].usage.from_host += moved
@@ -617,13 +619,15 @@ class BlockManager:
             self._unspilled[block] = None
 
     def _cache_last(self, sequence: Sequence) -> None:
-        """Index the last block of a sequence that ends within it, unless other tokens are or may be written to it, or a
-        cached block has the same ones."""
+        """Index the last block of a sequence that ends within it. Not if its content may not be there yet, if another
+        sequence may write to it, if a cached block has the same tokens, or for a beam, of which most are dropped."""
         index, count = divmod(sequence.committed, self.block_size)
         if not self.caching or not count or sequence.on_host or self.states.pool:
             return
+        if sequence.committed <= sequence.placed or sequence.request.sampling.beam_width > 1:
+            return
         last = [table[index] for table in sequence.tables]
-        if sequence.committed == sequence.placed or any(map(self.pool.is_shared, last)):
+        if any(map(self.pool.is_shared, last)):
             return
         tokens = tuple(sequence.tokens[sequence.committed - count : sequence.committed])
         parent = self.entry(sequence, index - 1) if index else sequence.chain.origin

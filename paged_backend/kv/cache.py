@@ -44,8 +44,8 @@ from paged_kernels.layer_cache import FORMATS, LayerCache
 SCALE = torch.float32
 ALIGNMENT = 16  # bytes: of every tensor in a page, and of a page; what a copy kernel moves at a time
 
-# Maximum share of memory that no layer uses, because the layers of a kind do not fill their pages: in the blocks of all
-# kinds together, and in those of one kind, which may be most of what a long sequence holds.
+# Maximum share of memory that no layer uses, because the layers of a kind do not fill their pages: in a block of each
+# kind together, and in the blocks of any kind. (A long sequence holds most blocks of full attention.)
 PADDING_LIMIT, KIND_PADDING_LIMIT = 0.05, 0.2
 
 LOWEST_PRIORITY = 19  # nice value
@@ -155,11 +155,13 @@ class CacheLayout:
             for index, layer in enumerate(layers)
             if layer.window and max_model_len is not None and layer.window < max_model_len
         ]
-        full = [index for index in range(len(layers)) if index not in windowed]
+        # Layers without attention take no memory, so they are at the first byte of any page.
+        empty = [index for index, layer in enumerate(layers) if not layer.page_bytes(block_size, dtype)]
+        full = [index for index in range(len(layers)) if index not in windowed and index not in empty]
         kinds = [kind for kind in (full, windowed) if kind]
         sizes = [[layers[index].page_bytes(block_size, dtype) for index in kind] for kind in kinds]
         page_bytes = _page_bytes(sizes)
-        places: dict[int, tuple[int, int]] = {}
+        places = dict.fromkeys(empty, (0, 0))
         counts: list[int] = []  # pages of a block, by kind
         for kind, of_kind in zip(kinds, sizes, strict=True):
             packed = _packed(of_kind, page_bytes)
@@ -255,11 +257,15 @@ class KVCache:
 
     def read(self, pages: Sequence[int]) -> Tensor:
         """Return a copy of pages on the host, [len(pages), page_bytes] uint8."""
-        return self.memory[torch.tensor(pages, device=self.device)].cpu()
+        return self.memory.index_select(0, torch.tensor(pages, device=self.device)).cpu()
 
     def write(self, pages: Sequence[int], content: Tensor) -> None:
         """Overwrite pages with what `read` returned."""
-        self.memory[torch.tensor(pages, device=self.device)] = content.to(self.device)
+        if self.device.type != "cpu":
+            self.memory.index_copy_(0, torch.tensor(pages, device=self.device), content.to(self.device))
+            return
+        for page, of_page in zip(pages, content, strict=True):  # several times as fast as an indexed copy of bytes
+            self.memory[page].copy_(of_page)
 
 
 def pinned_zeros(nbytes: int) -> Tensor:

@@ -25,6 +25,7 @@ from paged_backend.kv.content import DEVICE, Entry, Listener, PrefixIndex
 
 NULL = -1  # in a block table: a block that no later token reads, and that was freed
 RUN_PAGES = 8  # free pages that a sequence should find when its blocks do not continue an extent
+MAX_FREE_SHARE = 16  # cached blocks are evicted for that only while less than this part of the pool is free: 1/16
 
 # Marks in a pool map: free; cached; number of references to the block; referenced by sessions only.
 FREE, CACHED, HELD, HELD_BY_MORE, PINNED = ".", "c", "123456789", "+", "p"
@@ -60,14 +61,14 @@ class FreePages:
         """The number of pages that a sequence can take one after the other if it starts a run."""
         return max(-self._top(0)[0], (1 - self._top(1)[0]) // 2)
 
-    def take(self, page: int) -> bool:
-        """Take the first page of a run. False, with nothing changed, if no run begins with this page."""
-        length = self._lengths.get(page)
-        if length is None:
-            return False
-        self._remove(page, length)
-        self._add(page + 1, length - 1)
-        return True
+    def take(self, page: int, count: int = 1) -> int:
+        """Take up to `count` pages of the run that begins with this page, and return how many: 0 if there is none."""
+        length = self._lengths.get(page, 0)
+        if length:
+            count = min(count, length)
+            self._remove(page, length)
+            self._add(page + count, length - count)
+        return min(count, length)
 
     def start_run(self) -> int:
         """Take the first of the `longest` pages."""
@@ -157,10 +158,11 @@ class PagePool:
         on_evict: Callable[[int], None] | None = None,
         listener: Listener | None = None,
         medium: str = DEVICE,
+        run_pages: int = 0,
     ):
         """kinds: number of pages of a block, by kind. caching: whether contents are kept for the prefix cache.
         on_evict: called with a cached block before its content is dropped. listener, medium: passed to the first kind's
-        index."""
+        index. run_pages: see RUN_PAGES; 0: never evict more than is needed."""
         assert num_pages >= 1, num_pages
         self.num_pages = num_pages
         self.caching = caching
@@ -170,8 +172,8 @@ class PagePool:
         self._sizes = tuple(kinds)
         self._on_evict = on_evict
         self._free = FreePages(num_pages)
-        # Cached blocks are evicted until there is a run of this length, unless the pool is small.
-        self._run_pages = min(RUN_PAGES, num_pages >> 7)
+        self._run_pages = run_pages
+        self._most_free = num_pages // MAX_FREE_SHARE
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_cached = 0  # pages of cached blocks
         self._references = [0] * num_pages  # by block
@@ -210,10 +212,18 @@ class PagePool:
         assert count >= 0, count
         if count * self._sizes[kind] > self.num_available:
             return None
-        blocks: list[int] = []
-        for _ in range(count):
-            after = self._take(kind, after)
-            blocks.append(after)
+        pages = self._pages[kind]
+        if pages is None:
+            blocks = self._take(count, after)
+        else:
+            before = [NULL] * self._sizes[kind] if after == NULL else pages[after].tolist()
+            of_blocks = list(zip(*(self._take(count, page) for page in before), strict=True))
+            blocks = [taken[0] for taken in of_blocks]
+            for block, taken in zip(blocks, of_blocks, strict=True):
+                pages[block] = taken
+        for block in blocks:
+            self._references[block] = 1
+            self._kinds[block] = kind
         return blocks
 
     def claim(self, count: int, kind: int = 0, *, after: int = NULL) -> list[int]:
@@ -368,33 +378,20 @@ class PagePool:
         indexed = {block for index in self.indexes for block in index.blocks}
         assert self._cached.keys() <= indexed, "a cached block is not indexed"
 
-    def _take(self, kind: int, after: int) -> int:
-        pages = self._pages[kind]
-        if pages is None:
-            block = self._take_page(after)
-        else:
-            before = [NULL] * self._sizes[kind] if after == NULL else pages[after].tolist()
-            taken = [self._take_page(page) for page in before]
-            block = taken[0]
-            pages[block] = taken
-        self._references[block] = 1
-        self._kinds[block] = kind
-        return block
-
-    def _take_page(self, before: int) -> int:
-        """Take the page after `before`, or start a new extent, for which a few more blocks may be evicted."""
-        free = self._free
+    def _take(self, count: int, before: int) -> list[int]:
+        """Take pages, those after `before` if they are free. To start an extent, blocks may be evicted early."""
+        free, pages = self._free, list[int]()
         free.end_growth(before)
-        if before != NULL and free.take(before + 1):
-            page = before + 1
-        else:
-            left = 2 * self._run_pages
-            while (self._cached and left > 0 and free.longest < self._run_pages) or not free:
-                self._evict()
-                left -= 1
-            page = free.start_run()
-        free.grow(page)
-        return page
+        while len(pages) < count:
+            if before == NULL or not (taken := free.take(before + 1, count - len(pages))):
+                while not free or (self._cached and free.longest < self._run_pages and len(free) < self._most_free):
+                    self._evict()
+                before, taken = free.start_run() - 1, 1
+            pages += range(before + 1, before + 1 + taken)
+            before += taken
+        if count:
+            free.grow(before)
+        return pages
 
     def _release(self, block: int) -> None:
         pages = self._pages[self._kinds[block]]

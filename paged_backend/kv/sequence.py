@@ -59,7 +59,9 @@ class Sequence:
         self.latest_checkpoint: Entry | None = None  # where its latest checkpoint in the output is indexed
         self.computed = 0
         self.committed = 0
-        self.placed = 0  # value of `committed` when blocks were last moved or copied for it, by the next step
+        # Tokens whose blocks may still have to be copied or moved, by a step that may fail or be taken back. They are
+        # certain to be there once more tokens than these are committed.
+        self.placed = 0
         self.ended = False
         self.history: array[int] = array("i")  # copy of `tokens` that prompt lookup searches
         self.mask_seconds = 0.0  # what its masks cost, by `MaskBudget`

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paged_backend.api.request import Origin
 from paged_backend.kv.content import Chain, Contents
-from paged_backend.kv.pages import NULL, FreePages, PagePool
+from paged_backend.kv.pages import NULL, RUN_PAGES, FreePages, PagePool
 from tests.support.stress import table
 
 KINDS = (1, 2, 3)  # pages of a block
@@ -104,14 +104,15 @@ def play(seed, num_steps=200):
             assert (blocks is None) == (count * KINDS[kind] > model.available())
             if blocks:
                 model.evict(count * KINDS[kind])
-            for block in blocks or ():
-                pages = pool.pages_of(block)
-                for last, page in zip(before or [NULL] * len(pages), pages, strict=True):
+            for part in range(KINDS[kind] if blocks else 0):  # of all blocks, one after the other
+                last = before[part] if before else NULL
+                for page in (pool.pages_of(block)[part] for block in blocks):
                     continues = last == NULL or page == last + 1 or last + 1 not in free
                     assert continues, "an extent is not continued"
                     free.discard(page)
-                model.take(pages, kind)
-                before = pages
+                    last = page
+            for block in blocks or ():
+                model.take(pool.pages_of(block), kind)
                 assert pool.kind_of(block) == kind
             if blocks:
                 tables.append((blocks, False))
@@ -188,9 +189,10 @@ def test_free_runs_hold_the_free_pages(num_pages, seed):
             free.grow(page) if choice < 0.7 else free.end_growth(page)
             growing.add(page) if choice < 0.7 else growing.discard(page)
         elif choice < 0.5:
-            begins = page < num_pages and page not in taken and (not page or page - 1 in taken)
-            assert free.take(page) == begins
-            taken.update({page} if begins else ())
+            count = rnd.randint(1, 3)
+            (run,) = [run for run in runs_of(set(range(num_pages)) - taken) if run[0] == page] or [[]]
+            assert free.take(page, count) == len(run[:count])
+            taken.update(run[:count])
         elif len(taken) < num_pages:
             runs = runs_of(set(range(num_pages)) - taken)
             ends = [run[len(run) // 2 :] if run[0] - 1 in growing else run for run in runs]
@@ -215,7 +217,7 @@ def runs_of(pages):
 
 def test_growing_sequences_have_long_extents():
     """In a pool that is full of cached blocks, of which running sequences hold 60%. Others end and begin meanwhile."""
-    rnd, entries, pool = random.Random(0), Entries(), PagePool(4096, caching=True)
+    rnd, entries, pool = random.Random(0), Entries(), PagePool(4096, caching=True, run_pages=RUN_PAGES)
     tables, means = [], []
     for step in range(40_000):
         table = rnd.choice(tables) if tables and step % 100 else []
@@ -234,6 +236,25 @@ def test_growing_sequences_have_long_extents():
     pool.check(tables)
     assert pool.num_evictions > 20_000
     assert min(means) >= 6, means
+
+
+def test_few_blocks_are_evicted_early():
+    """Of a pool whose cached blocks are scattered, so that many would have to go before there is a run."""
+    pool, entries, rnd = PagePool(4096, caching=True, run_pages=RUN_PAGES), Entries(), random.Random(0)
+    blocks = pool.allocate(4096)
+    for block in rnd.sample(blocks, 4096):
+        pool.index(block, next(entries))
+        pool.free(block)
+    for count in range(1, 500):
+        pool.free_table(pool.allocate(1))
+        assert len(pool._free) <= 4096 / 16, count
+
+
+def test_the_page_after_an_ended_sequence_is_not_claimed():
+    pool, entries = PagePool(16, caching=True), Entries()
+    assert cached(pool, 4, entries) == [0, 1, 2, 3]
+    assert pool.allocate(1) == [4]
+    assert pool.allocate(1) == [10]  # the middle of what the other one claims
 
 
 def test_least_recently_used_block_is_evicted_first():

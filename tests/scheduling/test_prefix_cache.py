@@ -23,6 +23,32 @@ def test_request_hits_blocks_of_finished_request():
     assert sched.stats.cached_tokens == 17
 
 
+def test_copy_of_a_step_that_fails_is_not_cached():
+    """It was planned while the prompt was computed. The sample ends before the failure is known."""
+    sched = scheduler()
+    store = ShadowStore(sched, 5)
+    sched.add(request(0, [1, 2, 3, 4, 5, 6], n=2, max_tokens=8))
+    first = sched.schedule()
+    result = store.run(first)
+    second = sched.schedule()
+    assert len(second.transfers.copies) == 1
+    sched.commit(first, result)
+    assert sched.end(0, 0)
+    sched.fail(second, "device error")
+    sched.check()
+    other = request(1, [1, 2, 3, 4, 5, 6, 7], max_tokens=2)
+    assert finish(sched, store, other)[1, 0] == expected_tokens(other, 0, 5)
+    assert sched.stats.cached_tokens == 4
+
+
+def test_last_blocks_of_beams_are_not_cached():
+    """Most of them are dropped after a step, and would take the place of what others can use."""
+    sched = scheduler()
+    finish(sched, ShadowStore(sched, 5), request(0, list(range(6)), beam_width=3, max_tokens=6))
+    (index,) = sched.blocks.pool.indexes
+    assert {len(index.entry(block).tokens) for block in index.blocks} == {4}
+
+
 def test_partial_hit_copies_block_and_keeps_source():
     sched = scheduler()
     store = ShadowStore(sched, 5)

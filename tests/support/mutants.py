@@ -33,7 +33,7 @@ LAYOUT, REQUEST, TOKEN_OUTPUTS, SESSIONS, DISK, STORES = (
 )
 
 MUTANTS = {  # name: (file, source, replacement)
-    # references, free list and LRU list
+    # references, free runs and LRU list
     "a freed block keeps its reference": (PAGES, "        self._references[block] -= 1\n", ""),
     "a shared block is freed with its first holder": (
         PAGES,
@@ -90,10 +90,10 @@ MUTANTS = {  # name: (file, source, replacement)
     "a block keeps the kind that it had": (PAGES, "        self._kinds[block] = kind\n", ""),
     "a block keeps the pages that it had": (
         PAGES,
-        "            pages[block] = taken\n",
-        "            pages[block] = range(block, block + len(taken))\n",
+        "                pages[block] = taken\n",
+        "                pages[block] = range(block, block + len(taken))\n",
     ),
-    "an extent is not continued": (PAGES, "free.take(before + 1):", "False:"),
+    "an extent is not continued": (PAGES, "if before == NULL or not (taken", "if pages or not (taken"),
     "a claimed run is taken": (
         PAGES,
         "self.longest, self._top(0)",
@@ -168,9 +168,20 @@ MUTANTS = {  # name: (file, source, replacement)
     "a hit covers all tokens": (BLOCKS, "self.block_size, num_tokens - 1, ", "self.block_size, num_tokens, "),
     "a partial hit is one token too long": (BLOCKS, "partial_tokens=length)", "partial_tokens=length + 1)"),
     "the last block of a sequence is not cached": (BLOCKS, "        self._cache_last(sequence)\n", ""),
-    "a last block without its content is cached": (BLOCKS, "sequence.committed == sequence.placed or ", ""),
-    "a last block that others may write to is cached": (BLOCKS, " or any(map(self.pool.is_shared, last)):", ":"),
+    "a last block without its content is cached": (BLOCKS, "sequence.committed <= sequence.placed or ", ""),
+    "a last block that others may write to is cached": (
+        BLOCKS,
+        "        if any(map(self.pool.is_shared, last)):\n            return\n",
+        "",
+    ),
     "the same last block is cached twice": (BLOCKS, "        if length < count:\n", "        if True:\n"),
+    "the last block of a beam is cached": (BLOCKS, " or sequence.request.sampling.beam_width > 1:", ":"),
+    "the copy of a step that fails is cached": (
+        BLOCKS,
+        "            sequence.placed = sequence.computed\n",
+        "            sequence.placed = sequence.committed\n",
+    ),
+    "cached blocks are evicted for runs without limit": (PAGES, " and len(free) < self._most_free", ""),
     "a last block in use is taken over": (BLOCKS, "on_host or not self.pool.is_cached(block)", "on_host"),
     "a last block with other tokens is taken over": (BLOCKS, "len(entry.tokens) == hit.partial_tokens", "True"),
     "a block that is taken over is still found": (
@@ -701,6 +712,9 @@ RARE = {
     "a last block with other tokens is taken over",
     "a block that is taken over is still found",
     "a last block without its content is cached",
+    "the last block of a beam is cached",
+    "the copy of a step that fails is cached",
+    "cached blocks are evicted for runs without limit",
     "the same last block is cached twice",
     "blocks that are not full are written to stores",
     "an extent is not continued",
