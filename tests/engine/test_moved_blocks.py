@@ -29,7 +29,7 @@ CASES = {
     "drafts": ({}, {"num_speculative_tokens": 3}),
     "overlap": ({}, {"async_scheduling": True}),
 }
-MOVED_FAMILIES = ("mistral_window", "gemma3", "falcon_h1", "qwen3_next", "lfm2", "deepseek_v3")
+MOVED_FAMILIES = ("mistral_window", "gemma3", "falcon_h1", "qwen3_next", "lfm2", "mamba2", "deepseek_v3")
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def test_moved_request_computes_only_what_follows_its_blocks(tiny, name):
     assert stats.cached_tokens >= expected >= 20
 
 
-@pytest.mark.parametrize("family", mostly_nightly(MOVED_FAMILIES, default=["gemma3", "lfm2", "deepseek_v3"]))
+@pytest.mark.parametrize("family", mostly_nightly(MOVED_FAMILIES, default=["gemma3", "lfm2", "mamba2", "deepseek_v3"]))
 def test_windows_states_and_latents_move(tmp_path, family):
     make = {**FAMILIES, **HYBRID_FAMILIES}[family]
     save_tiny(make(), tmp_path)
