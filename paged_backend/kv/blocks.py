@@ -204,7 +204,7 @@ class BlockManager:
                 table.append(ledger.copy(key, block, after=after))
         sequence.tables = tables
         sequence.computed = sequence.committed = hit.num_blocks * self.block_size + hit.partial_tokens
-        sequence.placed = sequence.committed
+        sequence.placed = 0 if taken_over else sequence.committed
         self.states.adopt(sequence, hit.num_blocks)
         usage = sequence.usage
         first = [location for location in (*(hit.tables[0] if hit.tables else ()), *hit.partial[:1]) if location]

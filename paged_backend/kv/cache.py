@@ -176,7 +176,8 @@ class CacheLayout:
 
 
 def _packed(sizes: Sequence[int], page_bytes: int) -> list[tuple[int, int]]:
-    """Return the page and the first byte of layers of these sizes, which fill pages in their order."""
+    """Return the page and the first byte of layers of these sizes, which fill pages in their order. Stores keep pages
+    as they are: another order needs another FORMAT_VERSION (stores/block_file.py)."""
     places: list[tuple[int, int]] = []
     page = used = 0
     for size in sizes:

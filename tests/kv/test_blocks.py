@@ -284,6 +284,9 @@ def test_last_block_is_taken_over_by_the_sequence_that_continues_it():
     assert (one.tables[0][last], one.usage.reused, one.usage.copied) == (hit.partial[0].block, 3, 0)
     assert blocks.ledger.num_copies == 0
     assert blocks.match(other, 13).partial_tokens == 0
+    blocks.free(one)  # before a step
+    blocks.adopt(one, blocks.match(one, 13))
+    assert one.tables[0][last] == hit.partial[0].block
     assert compute(blocks, one)
     blocks.check([one])
     assert blocks.match(other, 13).partial_tokens == 2  # of the block that is full now
