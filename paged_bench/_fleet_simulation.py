@@ -190,7 +190,8 @@ class _Listener:
         self._replica = replica
 
     def __call__(self, event: CacheEvent) -> None:
-        (self.stored if event.stored else self.removed)(event.entry)
+        if len(event.entry.tokens) == BLOCK_SIZE:  # as engines publish them
+            (self.stored if event.stored else self.removed)(event.entry)
 
     def stored(self, entry: Entry) -> None:
         blocks = self._held[entry.tokens[-1]]

@@ -25,7 +25,7 @@ from paged_backend.kv.content import DEVICE, Entry, Listener, PrefixIndex
 
 NULL = -1  # in a block table: a block that no later token reads, and that was freed
 RUN_PAGES = 8  # free pages that a sequence should find when its blocks do not continue an extent
-MAX_FREE_SHARE = 16  # cached blocks are evicted for that only while less than this part of the pool is free: 1/16
+EARLY_SHARE = 16  # cached blocks are evicted for that only while less than this part of the pool is free: 1/16
 
 # Marks in a pool map: free; cached; number of references to the block; referenced by sessions only.
 FREE, CACHED, HELD, HELD_BY_MORE, PINNED = ".", "c", "123456789", "+", "p"
@@ -173,7 +173,7 @@ class PagePool:
         self._on_evict = on_evict
         self._free = FreePages(num_pages)
         self._run_pages = run_pages
-        self._most_free = num_pages // MAX_FREE_SHARE
+        self._most_free = num_pages // EARLY_SHARE
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_cached = 0  # pages of cached blocks
         self._references = [0] * num_pages  # by block
