@@ -176,6 +176,20 @@ def test_speculation(family, serve, support_matrix):
     support_matrix.record(family.name, "speculation", "tested")
 
 
+@for_each_layout
+def test_a_conversation_computes_only_its_new_tokens(family, assembly):
+    """And the last token of each turn, which was sampled and not computed. States are kept at the ends of blocks."""
+    prompt, options = family.prompts[2], {"max_tokens": 6, "cache_salt": "conversation"}
+    with running(assembly) as engine:
+        for known in (0, 22, 30, 38):
+            before = assembly.scheduler.stats.cached_tokens
+            (output,) = engine.generate([prompt], **options)
+            assert output == family.generate(prompt, 6)
+            found = assembly.scheduler.stats.cached_tokens - before
+            assert found == known if not assembly.loaded.spec.states else found >= max(0, known - 8)
+            prompt = [*prompt, *output, *family.random_tokens(2)]
+
+
 def test_layers_of_a_draft_model_share_the_pages_of_windows(family_of, tmp_path):
     """Its heads have another size. Blocks outside of the windows are freed all the same, also during preemption."""
     family, draft = family_of("gemma3"), transformers.LlamaConfig(**COMMON | {"head_dim": 24, "num_key_value_heads": 1})
