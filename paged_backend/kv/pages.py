@@ -61,17 +61,22 @@ class FreePages:
         """The number of pages that a sequence can take one after the other if it starts a run."""
         return max(-self._top(0)[0], (1 - self._top(1)[0]) // 2)
 
-    def take(self, page: int, count: int = 1) -> int:
-        """Take up to `count` pages of the run that begins with this page, and return how many: 0 if there is none."""
-        length = self._lengths.get(page, 0)
-        if length:
-            count = min(count, length)
-            self._remove(page, length)
-            self._add(page + count, length - count)
-        return min(count, length)
+    def take_after(self, page: int, count: int) -> int:
+        """Take up to `count` pages that follow this one, which a sequence has, and return how many are free. The
+        sequence claims the page after the last of them."""
+        first = page + 1
+        length = self._lengths.get(first, 0)
+        self._growing.discard(page)
+        if not length:
+            return 0
+        taken = min(count, length)
+        self._remove(first, length)
+        self._growing.add(page + taken)
+        self._add(first + taken, length - taken)
+        return taken
 
     def start_run(self) -> int:
-        """Take the first of the `longest` pages."""
+        """Take the first of the `longest` pages, and claim the next one."""
         longest, (length, start) = self.longest, self._top(0)
         page = start
         if -length < longest:
@@ -79,6 +84,7 @@ class FreePages:
             page = start - length - longest
         self._remove(start, -length)
         self._add(start, page - start)
+        self._growing.add(page)
         self._add(page + 1, start - length - page - 1)
         return page
 
@@ -93,11 +99,6 @@ class FreePages:
             end += length
             self._remove(page + 1, length)
         self._add(start, end - start + 1)
-
-    def grow(self, page: int) -> None:
-        """Claim the page after this one, which a growing sequence has taken."""
-        self._growing.add(page)
-        self._push(page + 1)
 
     def end_growth(self, page: int) -> None:
         """Release the claim on the page after this one, if there is one."""
@@ -381,16 +382,14 @@ class PagePool:
     def _take(self, count: int, before: int) -> list[int]:
         """Take pages, those after `before` if they are free. To start an extent, blocks may be evicted early."""
         free, pages = self._free, list[int]()
-        free.end_growth(before)
         while len(pages) < count:
-            if before == NULL or not (taken := free.take(before + 1, count - len(pages))):
+            taken = free.take_after(before, count - len(pages)) if before != NULL else 0
+            if not taken:
                 while not free or (self._cached and free.longest < self._run_pages and len(free) < self._most_free):
                     self._evict()
                 before, taken = free.start_run() - 1, 1
             pages += range(before + 1, before + 1 + taken)
             before += taken
-        if count:
-            free.grow(before)
         return pages
 
     def _release(self, block: int) -> None:

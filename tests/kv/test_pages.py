@@ -185,13 +185,15 @@ def test_free_runs_hold_the_free_pages(num_pages, seed):
             free.put(page)
             taken.remove(page)
             growing.discard(page)
-        elif page in taken and choice < 0.8:
-            free.grow(page) if choice < 0.7 else free.end_growth(page)
-            growing.add(page) if choice < 0.7 else growing.discard(page)
-        elif choice < 0.5:
+        elif page in taken and choice < 0.6:
+            free.end_growth(page)
+            growing.discard(page)
+        elif page in taken:
             count = rnd.randint(1, 3)
-            (run,) = [run for run in runs_of(set(range(num_pages)) - taken) if run[0] == page] or [[]]
-            assert free.take(page, count) == len(run[:count])
+            (run,) = [run for run in runs_of(set(range(num_pages)) - taken) if run[0] == page + 1] or [[]]
+            assert free.take_after(page, count) == len(run[:count])
+            growing.discard(page)
+            growing.update(run[:count][-1:])
             taken.update(run[:count])
         elif len(taken) < num_pages:
             runs = runs_of(set(range(num_pages)) - taken)
@@ -201,6 +203,7 @@ def test_free_runs_hold_the_free_pages(num_pages, seed):
             page = free.start_run()
             assert page in [end[0] for end in ends if len(end) == longest]
             taken.add(page)
+            growing.add(page)
         free.check()
         assert sorted(free) == sorted(set(range(num_pages)) - taken) and len(free) == num_pages - len(taken)
 

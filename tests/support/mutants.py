@@ -93,7 +93,7 @@ MUTANTS = {  # name: (file, source, replacement)
         "                pages[block] = taken\n",
         "                pages[block] = range(block, block + len(taken))\n",
     ),
-    "an extent is not continued": (PAGES, "if before == NULL or not (taken", "if pages or not (taken"),
+    "an extent is not continued": (PAGES, "if before != NULL else 0", "if pages else 0"),
     "a claimed run is taken": (
         PAGES,
         "self.longest, self._top(0)",
