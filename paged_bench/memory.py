@@ -113,12 +113,17 @@ def simulate(work: Rows[GenerateRequest], block_size: int, every: int = 16) -> I
         scheduler.add(request)
     step, rng = 0, random.Random(0)
     while scheduler.has_work:
-        plan = scheduler.schedule()
-        assert plan is not None
-        scheduler.commit(plan, sampled(plan, rng))
+        run_step(scheduler, rng)
         step += 1
         if step % every == 0 and scheduler.stats.waiting:
             yield sample_pool(scheduler)
+
+
+def run_step(scheduler: Scheduler, rng: random.Random | None = None) -> None:
+    """Schedule and commit a step. rng: for the candidates of beams."""
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(plan, sampled(plan, rng or random.Random(0)))
 
 
 def sampled(plan: Plan, rng: random.Random) -> StepResult:
@@ -231,9 +236,7 @@ def extents(requested: int) -> Iterator[Record]:
             scheduler.add(request)
         held = runs = used = samples = step = 0
         while scheduler.has_work and (waiting := scheduler.stats.waiting or not step):
-            plan = scheduler.schedule()
-            assert plan is not None
-            scheduler.commit(plan, StepResult.of_tokens([0] * sum(len(c.sampled_sequences) for c in plan.chunks)))
+            run_step(scheduler)
             step += 1
             if step % 8 == 0 and 3 * waiting < 2 * requested:
                 tables = [table for group in scheduler.running for table in group.leader.tables if table]
@@ -267,9 +270,7 @@ def conversations() -> Iterator[Record]:
             whole += max(0, before - 1) // size * size
             scheduler.add(GenerateRequest(turn * CONVERSATIONS + index, tuple(prompt), sampling, 0, frozenset()))
             while index + 1 == CONVERSATIONS and scheduler.has_work:
-                plan = scheduler.schedule()
-                assert plan is not None
-                scheduler.commit(plan, StepResult.of_tokens([0] * sum(len(c.sampled_sequences) for c in plan.chunks)))
+                run_step(scheduler)
         found, stats = 100 / asked, scheduler.stats
         peers = {"full blocks only": found * whole, "% of blocks copied": 100 * stats.copies / (TURNS * CONVERSATIONS)}
         yield Record(
@@ -419,9 +420,7 @@ def held_pages(layout: CacheLayout, length: int) -> int:
     scheduler.add(GenerateRequest(0, prompt, SamplingParams(max_tokens=DECODED), 0, frozenset()))
     most = 0
     while scheduler.has_work:
-        plan = scheduler.schedule()
-        assert plan is not None
-        scheduler.commit(plan, StepResult.of_tokens([0] * sum(len(chunk.sampled_sequences) for chunk in plan.chunks)))
+        run_step(scheduler)
         if any(group.leader.generated > 1 for group in scheduler.running):
             most = max(most, blocks.num_used)
     return most
