@@ -242,7 +242,7 @@ def block_copy(device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[C
     pair = BlockPair.of([kv.memory], [kv.memory])
     order = torch.randperm(4 * copies, generator=torch.Generator().manual_seed(0))
     moves = order[: 2 * copies].view(2, copies).T.contiguous().to(device)
-    return lambda _: ops.block_copy(pair, moves), 1, 2 * copies * kv.memory.shape[1]
+    return lambda _: ops.block_copy(pair, moves), 1, 2 * copies * kv.page_bytes
 
 
 def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

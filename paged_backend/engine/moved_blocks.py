@@ -22,7 +22,6 @@ from torch import Tensor
 from paged_backend.api.request import Origin
 from paged_backend.execution.runner import Runner
 from paged_backend.kv.blocks import Location
-from paged_backend.kv.cache import KVCache
 from paged_backend.kv.content import BlockKey, Chain, Entry
 from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Plan
@@ -137,7 +136,7 @@ class BlockCopier:
         """Yield the blocks of one kind that are needed after `count` blocks, as far as they are cached and not `known`,
         a part at a time. The blocks of a part are in the same pool."""
         blocks, layers = self._blocks, self._blocks.layout.kinds[kind]
-        most = max(1, PART_BYTES // (layers.pages * max(1, _page_bytes(self._runner.kv))))
+        most = max(1, PART_BYTES // (layers.pages * max(1, self._runner.kv.page_bytes)))
         part: list[tuple[int, Location]] = []
         for index in layers.needed(count, blocks.block_size):
             key = BlockKey(prefix.entries[index], kind)
@@ -182,7 +181,7 @@ class BlockCopier:
             of_block = blocks.pool.pages_of(block)
             pages += of_block
             chosen += range(source[key] * len(of_block), (source[key] + 1) * len(of_block))
-        if page_bytes := _page_bytes(self._runner.kv):
+        if page_bytes := self._runner.kv.page_bytes:
             content = run.content.view(-1, page_bytes).index_select(0, torch.tensor(chosen, dtype=torch.int64))
             self._runner.kv.write(pages, content)
         blocks.insert(reserved)
@@ -203,7 +202,7 @@ class BlockCopier:
             size = sum(tensor[0].nbytes for tensor in states.tensors) if states else None
         else:
             pages = layout.kinds[run.kind].pages if run.kind < len(layout.kinds) else 0
-            size = int(count) * pages * _page_bytes(self._runner.kv)
+            size = int(count) * pages * self._runner.kv.page_bytes
         if count < 1 or count % 1 or run.content.nbytes != size:
             raise ValueError("the blocks of another instance have another size")
 
@@ -219,7 +218,3 @@ class BlockCopier:
 def read_blocks(frame: Mapping[str, Any]) -> BlockRun:
     """Return the blocks of a received frame. Raises FrameError."""
     return BlockRun.read(frame["blocks"], frame.get("attached", b""))
-
-
-def _page_bytes(cache: KVCache) -> int:
-    return cache.memory.shape[1]

@@ -190,12 +190,12 @@ class BlockManager:
                 if location is None:
                     table.append(NULL)
                 elif location.on_host:
-                    table.append(ledger.move_in(key, location.block, after=table[-1] if table else NULL))
+                    table.append(ledger.move_in(key, location.block, after=_last_of(table)))
                 else:
                     table.append(location.block)
             tables.append(table)
         for table, (block, on_host) in zip(tables, hit.partial, strict=False):
-            after = table[-1] if table else NULL
+            after = _last_of(table)
             if taken_over:
                 table.append(block)
             elif on_host:
@@ -611,7 +611,7 @@ class BlockManager:
 
     def _grow(self, sequence: Sequence, more: int) -> None:
         for kind, table in enumerate(sequence.tables):
-            table.extend(self.pool.claim(more, kind, after=table[-1] if table else NULL))
+            table.extend(self.pool.claim(more, kind, after=_last_of(table)))
 
     def _cache(self, block: int, entry: Entry) -> None:
         """Index a block, unless another one has the same content."""
@@ -665,7 +665,7 @@ class BlockManager:
             if block in targets:
                 self.host.touch(targets[block])
             elif block != NULL:
-                target = self.ledger.move_out(block, after=swapped[-1] if swapped else NULL)
+                target = self.ledger.move_out(block, after=_last_of(swapped))
                 assert target is not None, "pages that were counted available are not"
                 targets[block] = target
             swapped.append(targets.get(block, NULL))
@@ -752,6 +752,10 @@ class Pins:
             return False
         self.drop(next(iter(self._pinned)))
         return True
+
+
+def _last_of(table: Items[int]) -> int:
+    return table[-1] if table else NULL
 
 
 def _blocks_of(tables: list[list[int]]) -> list[int]:

@@ -243,6 +243,11 @@ class KVCache:
         """The device of the memory."""
         return self.memory.device
 
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of a page."""
+        return self.memory.shape[1]
+
     def layer_range(self, start: int, end: int) -> KVCache:
         """Return a view of some of the layers, in the same memory."""
         return KVCache(self.memory, self.layers[start:end], self.pages[start:end])
