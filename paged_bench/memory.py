@@ -28,7 +28,15 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.pools import state_slots
 from paged_backend.kv.blocks import BlockManager
-from paged_backend.kv.cache import CacheLayout, LayerShape, StateShape, TensorShape, bytes_per_slot, bytes_per_token
+from paged_backend.kv.cache import (
+    CacheLayout,
+    CacheSpec,
+    LayerShape,
+    StateShape,
+    TensorShape,
+    bytes_per_slot,
+    bytes_per_token,
+)
 from paged_backend.kv.sequence import Sequence
 from paged_backend.scheduling.beam_search import Candidate
 from paged_backend.scheduling.plan import Plan, StepResult
@@ -40,17 +48,12 @@ from paged_bench._harness import (
     Lines,
     Option,
     Record,
-    alternate,
     bounded,
     count,
     figures,
     model_option,
 )
-from paged_bench._timing import timer
 from paged_client.serving.repository import resolve_model
-from paged_kernels.layer_cache import LayerCache
-from paged_kernels.ops import kv_write, paged_attention
-from paged_kernels.paging import Paging
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BLOCK_SIZE = 16  # block size of the other parts
@@ -281,20 +284,33 @@ def conversations() -> Iterator[Record]:
 def bookkeeping(steps: int) -> Iterator[Record]:
     """Measure the time of schedule and commit for each decoding sequence, in microseconds."""
     for running, context in itertools.product((256, 1024), (64, 1024)):
-        blocks = BlockManager(running * (context // BLOCK_SIZE + 32), BlockLayout(BLOCK_SIZE), caching=True)
-        scheduler = Scheduler(blocks, max_num_seqs=running, max_num_batched_tokens=running * context)
-        for key in range(running):
-            prompt = tuple((key * 7919 + position) % 50_000 for position in range(context))
-            scheduler.add(GenerateRequest(key, prompt, SamplingParams(max_tokens=500), 0, frozenset({2})))
-        times = []
-        for _ in range(steps + 1):
-            started = time.perf_counter()
-            plan = scheduler.schedule()
-            assert plan is not None
-            scheduler.commit(plan, StepResult.of_tokens([0] * running))
-            times.append((time.perf_counter() - started) / running * 1e6)
+        step = decoding(BLOCK_SIZE, running, context, steps)
         name = f"bookkeeping running={running} context={context}"
-        yield Record(name, statistics.median(times[1:]), "us/sequence/step", target=3.0)
+        times = [step() for _ in range(steps)]
+        yield Record(name, statistics.median(times), "us/sequence/step", target=3.0)
+
+
+def decoding(block_size: int, running: int, context: int, steps: int) -> Callable[[], float]:
+    """Return a function that schedules and commits a step of `running` sequences that decode, and returns its time in
+    microseconds for each sequence. Their prompts, of `context` tokens, are computed.
+
+    steps: how often it is called at most.
+    """
+    blocks = BlockManager(running * ((context + steps) // block_size + 2), BlockLayout(block_size), caching=True)
+    scheduler = Scheduler(blocks, max_num_seqs=running, max_num_batched_tokens=running * context)
+    for key in range(running):
+        prompt = tuple((key * 7919 + position) % 50_000 for position in range(context))
+        scheduler.add(GenerateRequest(key, prompt, SamplingParams(max_tokens=steps + 2), 0, frozenset({2})))
+
+    def step() -> float:
+        started = time.perf_counter()
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(plan, StepResult.of_tokens([0] * running))
+        return (time.perf_counter() - started) / running * 1e6
+
+    step()
+    return step
 
 
 # --- windows, latents and states --------------------------------------------------------------------------------------
@@ -325,8 +341,7 @@ class ModelShape:
 
     def required(self, length: int) -> int:
         """Return the bytes that the model needs to continue a sequence of `length` tokens."""
-        cached = sum(min(length, layer.window or length) * _token_bytes([layer]) for layer in self.layers)
-        return cached + bytes_per_slot(self.states)
+        return CacheSpec(self.layers, self.states, DTYPE, length).token_bytes(length) + bytes_per_slot(self.states)
 
     def held(self, length: int) -> int:
         """Return the most bytes that a sequence holds while it decodes up to `length` tokens."""
@@ -426,37 +441,7 @@ def held_pages(layout: CacheLayout, length: int) -> int:
     return most
 
 
-# --- attention and the prefix cache -----------------------------------------------------------------------------------
-
-
-def attention_speed(rounds: int) -> list[Record]:
-    """Measure attention and KV write of one layer by block size, in ms, for 16 decoding sequences with context 512.
-
-    The layer has 9 heads of 64 and 3 KV heads, as in the demo model.
-    """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    count, context = 16, 512
-    lens = torch.full((count,), context, dtype=torch.int32, device=device)
-    starts = torch.arange(count + 1, dtype=torch.int32, device=device)
-    query, new = (torch.randn(count, heads, 64, device=device) for heads in (9, 3))
-
-    def step(size: int) -> Callable[[], float]:
-        blocks = -(-context // size)
-        pool = torch.randn(count * blocks, 3, size, 64, device=device)
-        cache, tables = LayerCache(pool, pool), torch.randperm(count * blocks).to(torch.int32).view(count, blocks)
-        tables = tables.to(device)
-        slots = tables[:, (context - 1) // size].long() * size + (context - 1) % size
-        paging = Paging(slots, tables, lens, starts, 1, context)
-
-        def call(_: int) -> torch.Tensor:
-            kv_write(new, new, cache, slots)
-            return paged_attention(query, cache, paging, scale=0.125)
-
-        seconds = timer(call, 1, device)
-        return lambda: 1e3 * seconds()
-
-    contest = alternate({f"block_size={size}": step(size) for size in BLOCK_SIZES}, rounds, quiet=True)
-    return contest.records(f"attention on {device.type}, {{}}", "ms/layer")
+# --- the prefix cache -------------------------------------------------------------------------------------------------
 
 
 def system_prompt(model: str, count: int) -> Iterator[Record]:
@@ -494,7 +479,6 @@ def measure(args: Namespace) -> Iterator[Record]:
     yield from extents(max(args.requests, MIN_EXTENT_REQUESTS))
     yield from conversations()
     yield from bookkeeping(min(args.requests, 200))
-    yield from attention_speed(10 if args.quick else 50)
     yield from system_prompt(args.model, 2 if args.quick else args.requests // 10)
 
 

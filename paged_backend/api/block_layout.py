@@ -109,6 +109,11 @@ class BlockLayout:
         kinds = enumerate(self.kinds)
         return sorted((index, place) for place, kind in kinds for index in kind.needed(num_blocks, self.block_size))
 
+    def held(self, num_tokens: int) -> int:
+        """Return the pages that a sequence with `num_tokens` computed tokens holds between steps."""
+        full, further = divmod(num_tokens, self.block_size)
+        return sum(kind.pages * (len(kind.needed(full, self.block_size)) + (further > 0)) for kind in self.kinds)
+
     def pages_for(self, lengths: Sequence[int], pending: Sequence[int], shared: int) -> int:
         """Return the pages that a request needs at most for all of its samples.
 

@@ -53,6 +53,10 @@ DTYPES = {
     "bfloat16": "bfloat16",
 }
 _NEEDS_NO_OPTION = "; a model whose weights are quantized needs no option, because config.json names their format"
+AUTO = "auto"
+BLOCK_SIZES = tuple(1 << power for power in range(9))
+AUTO_BLOCK_SIZES = (8, 16, 32, 64, 128)  # candidates of `block_size=auto`
+DEFAULT_BLOCK_SIZE = 16
 KV_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
 
 
@@ -336,7 +340,11 @@ class EngineConfig:
         flag, "Generate JSON without white space between its tokens, unless the request sets this itself.", False
     )
     block_size: int = option(
-        one_of(*(1 << power for power in range(9))), "Tokens per block of the KV cache.", 16, section="KV cache"
+        one_of(AUTO, *BLOCK_SIZES),
+        "Tokens per block of the KV cache, in all kinds of layers. `auto`: the size with the least product of step time"
+        " and memory, from measured times; the log says why. See [tune](../guides/tune.md#block-size).",
+        DEFAULT_BLOCK_SIZE,
+        section="KV cache",
     )
     gpu_memory_utilization: float = option(
         number(0, 1, above=True), "Fraction of the GPU's memory for weights and KV cache.", 0.9, device="cuda"
@@ -525,6 +533,11 @@ class EngineConfig:
     def ranks_per_node(self) -> int:
         """The number of processes on this machine that share the model."""
         return self.num_ranks // (self.nnodes or 1)
+
+    @property
+    def chooses_block_size(self) -> bool:
+        """Whether `block_size` still is `auto`. The engine replaces it by a number before it reads the option."""
+        return str(self.block_size) == AUTO
 
     def __post_init__(self) -> None:
         parse_fields(self)

@@ -18,6 +18,7 @@ from paged_backend.api.sizes import GIB
 from paged_backend.distributed.process_group import ProcessGroup
 from paged_backend.distributed.stage_links import StageLinks
 from paged_backend.distributed.topology import Topology
+from paged_backend.engine.block_size import resolve_block_size
 from paged_backend.engine.cache_event_publisher import CacheEventPublisher
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.model_memory import ModelMemory
@@ -115,7 +116,7 @@ def assemble(config: EngineConfig, adapter_list: Path | None = None) -> Assembly
     verification.
     """
     topology = Topology.of(config)
-    config = replace(config, nnodes=topology.num_nodes)
+    config = resolve_block_size(replace(config, nnodes=topology.num_nodes))
     device = pick_device(config)
     if topology.size == 1:
         return _assemble(config, adapter_list, ProcessGroup(device), None)

@@ -19,10 +19,11 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.sizes import GIB
 from paged_backend.distributed.topology import Topology
+from paged_backend.engine.block_size import choice_for
 from paged_backend.engine.model_preparation import rank_bytes, rank_cache
 from paged_backend.engine.pools import PoolSizing
 from paged_backend.files.start_checks import ROOT, find_local
-from paged_backend.kv.cache import CacheSpec, bytes_per_token
+from paged_backend.kv.cache import CacheSpec
 from paged_backend.loading.description import Description, describe
 from paged_backend.utils.machine import available_memory
 
@@ -62,6 +63,8 @@ class Plan:
     weight_bytes: int
     pool_bytes: int  # 0: the model does not fit
     kv_bytes_per_token: int
+    block_size: int
+    block_size_reasons: str | None  # why `auto` stands for this size; None if the option is a number
     rows: tuple[Row, ...]
 
 
@@ -78,6 +81,9 @@ def plan(config: EngineConfig, device: Device, contexts: Sequence[int] = ()) -> 
         raise ConfigError(
             f"{described.source.path}: {described.name} keeps no tokens, or only shows what once it is loaded"
         )
+    choice = choice_for(config, described, device.kind) if config.chooses_block_size else None
+    if choice:
+        config = replace(config, block_size=choice.block_size)
     cache = rank_cache(config, described.cache)
     sizing = PoolSizing(config, cache, torch.device(device.kind))
     blocks, page, free = sizing.layout.blocks, sizing.page_bytes, max(0, usable - weights)
@@ -102,15 +108,10 @@ def plan(config: EngineConfig, device: Device, contexts: Sequence[int] = ()) -> 
         usable_bytes=usable,
         weight_bytes=weights,
         pool_bytes=pool,
-        kv_bytes_per_token=token_bytes(cache, 1),
+        kv_bytes_per_token=cache.token_bytes(1),
+        block_size=config.block_size,
+        block_size_reasons=choice.reasons if choice else None,
         rows=tuple(rows),
-    )
-
-
-def token_bytes(cache: CacheSpec, context: int) -> int:
-    """Return the bytes that attention reads of a sequence of `context` tokens."""
-    return sum(
-        bytes_per_token([layer], cache.kv_dtype) * min(context, layer.window or context) for layer in cache.layers
     )
 
 
@@ -120,9 +121,7 @@ def _times(
     """Return the milliseconds of a decode step and of the prompt of one request; None if they are not known."""
     if not batch or device.bandwidth is None:
         return None, None
-    # A token reads its own experts. Several tokens are taken to read different ones, up to all experts.
-    share = min(described.num_active * batch, described.num_read) / described.num_parameters
-    read = described.weight_bytes * share / config.num_ranks + batch * token_bytes(cache, context)
+    read = described.read_bytes(batch) / config.num_ranks + batch * cache.token_bytes(context)
     operations = 2 * described.num_active / config.num_ranks
     step = max(read / device.bandwidth, batch * operations / device.flops if device.flops else 0)
     return 1e3 * step, 1e3 * context * operations / device.flops if device.flops else None
@@ -136,6 +135,8 @@ def table(planned: Plan) -> str:
         f" {planned.weight_bytes / GIB:.2f} GiB, KV cache {planned.pool_bytes / GIB:.2f} GiB"
         f" ({planned.kv_bytes_per_token / 1024:.1f} KiB per token)",
     ]
+    if planned.block_size_reasons:
+        lines.append(f"Block size: {planned.block_size} tokens, {planned.block_size_reasons}")
     if not planned.pool_bytes:
         return "\n".join([*lines, "The model does not fit."])
     lines += ["", f"{'context':>9}{'requests that fit':>20}{'in one step':>14}{'step ms':>10}{'prompt ms':>12}"]

@@ -13,10 +13,11 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paged_backend.api.config import DTYPES, HUB_NAME, KV_CACHE_DTYPES, STORES, EngineConfig
+from paged_backend.api.config import AUTO_BLOCK_SIZES, DTYPES, HUB_NAME, KV_CACHE_DTYPES, STORES, EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.options import invalid_option
 from paged_backend.api.redis_address import RedisAddress
@@ -303,6 +304,9 @@ def _check_quantization(path: Path, fields: Mapping[str, Any], on_cpu: bool | No
 def _check_pool(config: EngineConfig, fields: Mapping[str, Any]) -> None:
     """Raise ConfigError for a KV cache that is too small even with the smallest type that `dtype` may stand for, and
     without a draft model."""
+    if config.chooses_block_size:  # the size with which the pool is large enough, if it is with any
+        largest = config.num_gpu_blocks_override is not None
+        config = replace(config, block_size=AUTO_BLOCK_SIZES[-1 if largest else 0])
     block, blocks = config.block_size * _token_bytes(config, fields), config.num_gpu_blocks_override
     if not block or (blocks is None and config.kv_cache_memory_bytes is None):
         return

@@ -120,6 +120,12 @@ class CacheSpec(NamedTuple):
     kv_dtype: torch.dtype
     max_model_len: int
 
+    def token_bytes(self, length: int) -> int:
+        """Return the bytes that the next token reads of `length` tokens before it."""
+        return sum(
+            bytes_per_token([layer], self.kv_dtype) * min(length, layer.window or length) for layer in self.layers
+        )
+
 
 @dataclass(frozen=True)
 class CacheLayout:

@@ -78,6 +78,11 @@ class Description:
     cache: CacheSpec | None = None  # None: an encoder, or a model whose layers only show once it is loaded
     draft: Description | None = None
 
+    def read_bytes(self, batch: int) -> float:
+        """Return the bytes of weights that a step of `batch` tokens reads, on all ranks together. A token reads its own
+        experts. Several tokens are taken to read different ones, up to all experts."""
+        return self.weight_bytes * min(self.num_active * batch, self.num_read) / self.num_parameters
+
 
 def describe(config: EngineConfig, root: Path, device: torch.device) -> Description:
     """Return the description of the model that the options name. Raises ConfigError for a model that cannot be

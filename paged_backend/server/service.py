@@ -16,6 +16,7 @@ from typing import Any
 from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.engine.assembly import assemble
+from paged_backend.engine.block_size import resolve_block_size
 from paged_backend.engine.engine_service import EngineService
 from paged_backend.engine.fingerprint import fingerprint
 from paged_backend.engine.router import Router
@@ -67,6 +68,7 @@ class Service:
         self._tracing = Tracing(endpoint, model=labels["model"], sample_ratio=ratio) if endpoint else None
         self._listener: Listener | None = None
         self._migration: Migration | None = None
+        config = resolve_block_size(config)
         # Before the model is loaded here, so that all load it at the same time.
         self._replicas = Replicas(config, labels, listing) if config.data_parallel_size > 1 else None
         try:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from paged_backend.engine.block_size import LENGTHS
 from paged_bench.memory import MODELS, RESERVATION, Sample, requests, simulate, utilisation
 from paged_client.cli import main
 from tests.support.records import records_of
@@ -25,6 +26,15 @@ def test_allocated_slots_are_those_computed_from_the_lengths(sampling):
 def test_utilisation_weighs_samples_by_their_slots():
     small = Sample(1, live=10, allocated=10, unshared=0, analytic=0, maximum=0, power_of_two=0, oracle=0)
     assert utilisation([small, replace(small, live=10, allocated=90)], "allocated") == 0.2
+
+
+def test_block_sizes_are_compared_with_these_lengths():
+    """Of sequences while they run: each has had every length from its prompt to its end for one step."""
+    spans = [(len(one.prompt_token_ids), one.sampling.max_tokens) for one in requests("ShareGPT", 2000)]
+    running = sorted(length for prompt, output in spans for length in range(prompt + 1, prompt + output + 1))
+    for share in (0.1, 0.25, 0.5, 0.75, 0.9):
+        found, assumed = (lengths[int(share * len(lengths))] for lengths in (running, LENGTHS))
+        assert assumed == pytest.approx(found, rel=0.12)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

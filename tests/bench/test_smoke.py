@@ -2,7 +2,7 @@
 
 import pytest
 
-from paged_bench import _machines, invariance, scoring
+from paged_bench import _machines, block_size, invariance, scoring
 from paged_bench.layouts import Shape, all_reduced, layouts
 from paged_bench.routing import Turn, hit_rate, recovery
 from paged_client.cli import main
@@ -217,6 +217,22 @@ def test_recovery_is_the_end_of_the_last_window_below_the_share():
     assert recovery(turns(8, 8, 2, 8, 4, 8, 8, 8), 2.0, 0.95, 1.0) == 3.0
     assert recovery(turns(8, 8, 8, 8, 8), 2.0, 0.95, 1.0) == 0.0
     assert recovery(turns(8, 8, 2, 2, 2), 2.0, 0.95, 1.0) is None
+
+
+# --- block size -------------------------------------------------------------------------------------------------------
+
+
+def test_block_size_benchmark(tmp_path, monkeypatch):
+    monkeypatch.setattr(block_size, "CONTEXT", 128)
+    monkeypatch.setattr(block_size, "MEMORY", 1 << 24)
+    file = tmp_path / "figures.json"
+    assert main(["bench", "block_size", "--quick", "--rounds", "1", "--json", str(file)]) == 0
+    value = {name: record["value"] for name, record in records_of(file).items()}
+    for name in ("decode, heads", "decode, latents", "prefill", "bookkeeping", "waste, Gemma 3 27B"):
+        assert all(value[f"{name}, block_size={size}"] > 0 for size in (8, 16, 32, 64, 128))
+    assert value["read"] > 0
+    assert value["waste, DeepSeek V3, block_size=8"] < value["waste, DeepSeek V3, block_size=128"]
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 # --- layouts -------------------------------------------------------------------------------------------------------

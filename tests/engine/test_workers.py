@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 
+from paged_backend.api.config import AUTO_BLOCK_SIZES
 from paged_backend.api.errors import ConfigError
 from paged_backend.engine.outputs import EngineDied
 from paged_backend.execution import runner
@@ -177,10 +178,13 @@ def test_ranks_that_have_met_accept_nobody_else(shared):
             assert stranger.connect_ex(("127.0.0.1", port)) == errno.EAGAIN, port  # no answer within this time
 
 
-@pytest.mark.parametrize("shared", [{"load_format": "dummy", "num_speculative_tokens": 3}], indirect=True)
+@pytest.mark.parametrize(
+    "shared", [{"load_format": "dummy", "num_speculative_tokens": 3, "block_size": "auto"}], indirect=True
+)
 def test_dummy_weights_and_drafts_are_shared_and_a_dead_rank_fails_the_engine(directory, shared):
     with running(tiny_assembly(directory, **OPTIONS, load_format="dummy")) as engine:
         expected = engine.generate(PROMPTS, max_tokens=8)
+    assert shared.scheduler.blocks.block_size in AUTO_BLOCK_SIZES  # which rank 1 has as well
     with running(shared) as engine:
         assert engine.generate(PROMPTS, max_tokens=8) == expected
         assert engine.history[-1].stats.accepted_tokens > 0

@@ -1,0 +1,121 @@
+"""Chooses the block size that the option `block_size=auto` stands for.
+
+A pool has one block size, in tokens. It sets the bytes of a page, which all kinds of layers share (kv/cache.py). Larger
+blocks make attention and bookkeeping faster; smaller ones leave fewer slots without a token, so that more sequences fit
+into a pool. The choice is the size with the least cost:
+
+    step   time of a step of 16 sequences with 2,048 tokens: reading the weights, attention, and bookkeeping
+    waste  memory that sequences hold beyond what their tokens need, with the lengths of ShareGPT
+    cost   step * (1 + waste): a pool has room for 1 / (1 + waste) as many sequences, each of which waits for the step
+
+The times come from a table that `paged bench block_size` measured, not from the machine: all ranks and replicas of a
+model, and servers that share its cached blocks, choose the same size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import NamedTuple
+
+import torch
+
+from paged_backend.api.config import AUTO_BLOCK_SIZES, DEFAULT_BLOCK_SIZE, EngineConfig
+from paged_backend.engine.model_preparation import rank_cache
+from paged_backend.engine.pools import PoolSizing
+from paged_backend.files.start_checks import ROOT
+from paged_backend.kv.cache import CacheSpec, bytes_per_slot, bytes_per_token
+from paged_backend.loading.description import Description, describe, pick_device
+from paged_backend.utils.startup import startup_log
+
+BATCH, CONTEXT = 16, 2048  # sequences of a step and their tokens, at which attention is measured
+# Tokens of running sequences with the lengths of ShareGPT: about log-normal, with a median of 353 and this spread.
+LENGTHS = [round(353 * math.exp(0.78 * NormalDist().inv_cdf((index + 0.5) / 400))) for index in range(400)]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a kind of device has measured. The tables are by block size."""
+
+    measured: str  # on what, and when
+    read: float  # bytes/s at which weights are read
+    heads: Mapping[int, float]  # bytes/s at which attention reads keys and values
+    latents: Mapping[int, float]  # the same for latents, which the heads of a query share
+    bookkeeping: Mapping[int, float]  # seconds of schedule and commit for a sequence of a step
+
+
+# From docs/results/block_size.json. Kinds of devices without an entry are not measured.
+CURVES: Mapping[str, Curve] = {}
+
+
+class Choice(NamedTuple):
+    """A block size, and why it was chosen."""
+
+    block_size: int
+    reasons: str
+
+
+def choose_block_size(config: EngineConfig, cache: CacheSpec | None, weight_bytes: float, device: str) -> Choice:
+    """Return the block size with the least cost.
+
+    Args:
+        cache: what a rank keeps of sequences; None if it is not known.
+        weight_bytes: weights that a rank reads in a step.
+        device: cpu or cuda.
+    """
+    curve = CURVES.get(device)
+    if curve is None:
+        return Choice(DEFAULT_BLOCK_SIZE, f"the default, because attention is not measured on this device ({device})")
+    if cache is None or not cache.token_bytes(1):
+        kept = "nothing" if cache else "nothing, or only shows what once it is loaded"
+        return Choice(DEFAULT_BLOCK_SIZE, f"the default, because the model keeps {kept}")
+    costs: dict[int, float] = {}
+    compared = []
+    for size in AUTO_BLOCK_SIZES:
+        step, unused = step_seconds(curve, cache, weight_bytes, size), waste(config, cache, size)
+        costs[size] = step * (1 + unused)
+        compared.append(f"{size}: {1e3 * step:.4g} ms, {100 * unused:.1f}%")
+    best = min(costs, key=costs.__getitem__)
+    return Choice(
+        best,
+        f"least step time x memory of {', '.join(compared)} (step of {BATCH} x {CONTEXT} tokens, memory without a token"
+        f" with lengths of ShareGPT; attention measured on {curve.measured})",
+    )
+
+
+def step_seconds(curve: Curve, cache: CacheSpec, weight_bytes: float, size: int) -> float:
+    """Return the time of a step of BATCH sequences with blocks of `size` tokens."""
+    context, attention = min(CONTEXT, cache.max_model_len), 0.0
+    for layer in cache.layers:
+        speed = (curve.latents if layer.latent else curve.heads)[size]
+        attention += bytes_per_token([layer], cache.kv_dtype) * min(context, layer.window or context) / speed
+    return weight_bytes / curve.read + BATCH * (attention + curve.bookkeeping[size])
+
+
+def waste(config: EngineConfig, cache: CacheSpec, size: int) -> float:
+    """Return the memory that sequences hold beyond what they need for their next token, as a share of it: empty slots
+    of blocks, tokens that have left a window, and the padding of pages."""
+    layout = PoolSizing(replace(config, block_size=size), cache, torch.device("cpu")).layout
+    lengths = [length for length in LENGTHS if length <= cache.max_model_len] or range(1, cache.max_model_len + 1)
+    states = len(lengths) * bytes_per_slot(cache.states)
+    held = sum(map(layout.blocks.held, lengths)) * layout.page_bytes
+    return (held + states) / (sum(map(cache.token_bytes, lengths)) + states) - 1
+
+
+def resolve_block_size(config: EngineConfig) -> EngineConfig:
+    """Return the options with the number that `block_size=auto` stands for, and log why. Called once, before other
+    ranks and replicas start, which get the number. Raises ConfigError for a model that cannot be described."""
+    if not config.chooses_block_size:
+        return config
+    device = pick_device(config)
+    choice = choice_for(config, describe(config, ROOT, device), device.type)
+    startup_log.info("Block size: %d tokens, %s", *choice)
+    return replace(config, block_size=choice.block_size)
+
+
+def choice_for(config: EngineConfig, described: Description, device: str) -> Choice:
+    """Return the choice for a model that is not loaded. device: cpu or cuda."""
+    cache = described.cache and rank_cache(config, described.cache)
+    return choose_block_size(config, cache, described.read_bytes(BATCH) / config.num_ranks, device)
