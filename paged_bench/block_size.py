@@ -16,9 +16,8 @@ from paged_backend.api.config import AUTO_BLOCK_SIZES, EngineConfig
 from paged_backend.engine.block_size import BATCH, CONTEXT, waste
 from paged_backend.kv.cache import CacheLayout, CacheSpec, KVCache, LayerShape
 from paged_backend.loading.description import pick_dtype
-from paged_bench._harness import Bars, Benchmark, Contest, Lines, Record, alternate, figures, rounds_option
+from paged_bench._harness import Bars, Benchmark, Lines, Record, alternate, figures, rounds_option
 from paged_bench._timing import cache_bytes, timer
-from paged_bench.kernels import measure_machine
 from paged_bench.memory import MODELS, decoding
 from paged_kernels.ops import paged_attention
 from paged_kernels.paging import Paging
@@ -44,22 +43,20 @@ class Problem:
     ) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.batch, self.query, self.copies = batch, query, copies
-        self.memory = self._cache(SIZES[0]).memory
+        layout = CacheLayout.of([shape], SIZES[0], dtype)
+        self.memory = KVCache.allocate(layout, copies * batch * CONTEXT // SIZES[0], device).memory
         self.memory.view(dtype).normal_()
 
     def speed(self, seconds: float) -> float:
         """Return the GB/s at which keys and values of a copy are read."""
         return self.memory.nbytes / self.copies / seconds / 1e9
 
-    def contest(self, rounds: int, figure: Callable[[float], float]) -> Contest[float]:
-        """Measure the attention in alternating rounds. figure: of the seconds."""
-        return alternate({f"block_size={size}": self.seconds(size) for size in SIZES}, rounds, figure, quiet=True)
+    def read(self) -> Callable[[], float]:
+        """Return a function that measures the time to read a copy of the keys and values."""
+        parts = self.memory.view(self.copies, -1).view(torch.float32)
+        return timer(lambda index: parts[index].amax(), self.copies, self.device)
 
-    def _cache(self, size: int) -> KVCache:
-        layout = CacheLayout.of([self.shape], size, self.dtype)
-        return KVCache.allocate(layout, self.copies * self.batch * CONTEXT // size, self.device)
-
-    def seconds(self, size: int) -> Callable[[], float]:
+    def attention(self, size: int) -> Callable[[], float]:
         """Return a function that measures the attention with blocks of `size` tokens."""
         pages = self.memory.view(self.copies * self.batch * CONTEXT // size, -1)
         cache = self.shape.cache(pages, 0, size, self.dtype)
@@ -74,13 +71,19 @@ class Problem:
 
 
 def attention(device: torch.device, rounds: int) -> Iterator[Record]:
-    """Measure the speed of attention by block size."""
+    """Measure the speed of attention by block size, and beside it that of reading alone."""
     dtype = pick_dtype("auto", torch.bfloat16, device)
     for name, shape in (("heads", HEADS), ("latents", LATENT)):
         problem = _problem(shape, dtype, device, BATCH, 1)
-        yield from problem.contest(rounds, problem.speed).records(f"decode, {name}, {{}}", "GB/s")
-    prompt = _problem(HEADS, dtype, device, 1, CONTEXT)
-    yield from prompt.contest(rounds, lambda seconds: 1e3 * seconds).records("prefill, {}", "ms")
+        contestants = {"read": problem.read()} | by_size(problem.attention)
+        yield from alternate(contestants, rounds, problem.speed, quiet=True).records(f"decode, {name}, {{}}", "GB/s")
+    prompt = by_size(_problem(HEADS, dtype, device, 1, CONTEXT).attention)
+    yield from alternate(prompt, rounds, lambda seconds: 1e3 * seconds, quiet=True).records("prefill, {}", "ms")
+
+
+def by_size(make: Callable[[int], Callable[[], float]]) -> dict[str, Callable[[], float]]:
+    """Return a contestant for each block size."""
+    return {f"block_size={size}": make(size) for size in SIZES}
 
 
 def _problem(shape: LayerShape, dtype: torch.dtype, device: torch.device, batch: int, query: int) -> Problem:
@@ -91,7 +94,7 @@ def _problem(shape: LayerShape, dtype: torch.dtype, device: torch.device, batch:
 
 def bookkeeping(rounds: int) -> Iterator[Record]:
     """Measure the time of schedule and commit by block size."""
-    steps = {f"block_size={size}": decoding(size, RUNNING, CONTEXT // 2, rounds) for size in SIZES}
+    steps = by_size(lambda size: decoding(size, RUNNING, CONTEXT // 2, rounds))
     yield from alternate(steps, rounds, quiet=True).records("bookkeeping, {}", "us/sequence/step")
 
 
@@ -106,8 +109,6 @@ def wasted() -> Iterator[Record]:
 
 def measure(args: Namespace) -> Iterator[Record]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = measure_machine(device, pick_dtype("auto", torch.bfloat16, device), args.quick)
-    yield Record("read", machine.read / 1e9, "GB/s")
     yield from attention(device, args.rounds)
     yield from bookkeeping(args.rounds)
     yield from wasted()
