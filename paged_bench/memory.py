@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.sizes import GIB
-from paged_backend.engine.pools import state_slots
+from paged_backend.engine.pools import PoolSizing, state_slots
 from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.cache import (
     CacheLayout,
@@ -108,10 +109,14 @@ def requests(
     ]
 
 
-def simulate(work: Rows[GenerateRequest], block_size: int, every: int = 16) -> Iterator[Sample]:
-    """Schedule all requests, and sample the pool every `every` steps while requests wait for blocks."""
+def simulate(work: Rows[GenerateRequest], block_size: int) -> Iterator[Sample]:
+    """Schedule all requests, and sample a pool of POOL_SLOTS while requests wait for blocks."""
     blocks = BlockManager(POOL_SLOTS // block_size, BlockLayout(block_size))
-    scheduler = Scheduler(blocks, max_num_seqs=4096, max_num_batched_tokens=16_384)
+    return map(sample_pool, saturated(work, Scheduler(blocks, max_num_seqs=4096, max_num_batched_tokens=16_384)))
+
+
+def saturated(work: Rows[GenerateRequest], scheduler: Scheduler, every: int = 16) -> Iterator[Scheduler]:
+    """Schedule all requests, and yield the scheduler every `every` steps while requests wait."""
     for request in work:
         scheduler.add(request)
     step, rng = 0, random.Random(0)
@@ -119,7 +124,7 @@ def simulate(work: Rows[GenerateRequest], block_size: int, every: int = 16) -> I
         run_step(scheduler, rng)
         step += 1
         if step % every == 0 and scheduler.stats.waiting:
-            yield sample_pool(scheduler)
+            yield scheduler
 
 
 def run_step(scheduler: Scheduler, rng: random.Random | None = None) -> None:
@@ -441,6 +446,90 @@ def held_pages(layout: CacheLayout, length: int) -> int:
     return most
 
 
+# --- concurrent requests ----------------------------------------------------------------------------------------------
+
+
+CONTIGUOUS = 16  # requests that fit if each has contiguous memory for its longest context
+_named = {model.name: model for model in MODELS}
+KINDS = {
+    "dense": ModelShape("Llama 3.1 8B", (LayerShape(8, 128),) * 32),
+    "windowed": _named["gpt-oss 20B"],
+    "hybrid": _named["Qwen3-Next 80B"],
+    "latents": _named["DeepSeek V2 Lite"],
+    # The layers of both have windows, and different shapes.
+    "draft model": ModelShape("Gemma 3 27B with 270M", _named["Gemma 3 27B"].layers + _named["Gemma 3 270M"].layers),
+}
+
+
+def concurrency(requested: int, factors: Rows[int]) -> Iterator[Record]:
+    """Measure how many requests run at once in the bytes in which CONTIGUOUS requests fit in contiguous memory.
+
+    The peer is a pool with one kind of page, which keeps all tokens in every layer, and reserves two slots of states
+    for each sequence that may run: its own, and one for a checkpoint.
+    """
+    for (kind, model), factor in itertools.product(KINDS.items(), factors):
+        longest, states = factor * RESERVATION, bytes_per_slot(model.states)
+        budget = CONTIGUOUS * (longest * _token_bytes(model.layers) + states)
+        fixed = CacheLayout.of([replace(layer, window=None) for layer in model.layers], BLOCK_SIZE, DTYPE)
+
+        def before(max_num_seqs: int, layout: CacheLayout = fixed, states: int = states) -> tuple[CacheLayout, int]:
+            return layout, 2 * max_num_seqs * states
+
+        def most(pools: Callable[[int], tuple[CacheLayout, int]], budget: int = budget, factor: int = factor) -> float:
+            return most_requests(requested, factor, budget, pools)
+
+        peers = {"contiguous": CONTIGUOUS, "one kind of page": most(before)}
+        name = f"requests at once, {kind}: {model.name}, {'' if factor == 1 else f'{factor} x '}ShareGPT"
+        yield Record(name, most(partial(_pools, model, longest)), "requests", peers=peers)
+
+
+def _pools(model: ModelShape, longest: int, max_num_seqs: int) -> tuple[CacheLayout, int]:
+    """Return the layout of the engine's pools, and the bytes that it reserves for states."""
+    options = {"model": model.name, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max(CHUNK, max_num_seqs)}
+    cache = CacheSpec(model.layers, model.states, DTYPE, longest)
+    sizing = PoolSizing(EngineConfig.from_options(options), cache, torch.device("cpu"))
+    return sizing.layout, sizing.state_bytes(sys.maxsize)
+
+
+def most_requests(requested: int, factor: int, budget: int, pools: Callable[[int], tuple[CacheLayout, int]]) -> float:
+    """Return the most requests that run at once in `budget` bytes, on average.
+
+    pools: returns the layout and the bytes that are reserved for the states of a maximum number of sequences. This
+    number is chosen: a higher one leaves fewer pages.
+    """
+
+    def running(max_num_seqs: int) -> float:
+        layout, states = pools(max_num_seqs)
+        return mean_running(requested, factor, (budget - states) // layout.page_bytes, layout.blocks, max_num_seqs)
+
+    if not pools(requested)[1]:
+        return running(requested)
+    fits, too_many = 0, requested
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        fits, too_many = (middle, too_many) if running(middle) > 0.98 * middle else (fits, middle)
+    return max(running(fits), running(too_many))
+
+
+@cache
+def mean_running(requested: int, factor: int, num_pages: int, layout: BlockLayout, max_num_seqs: int) -> float:
+    """Return how many requests with `factor` times the lengths of ShareGPT run at once, on average while others wait,
+    but not the first third of the requests; all of them if none waits, and 0 if the longest may not fit."""
+    work = requests("ShareGPT", requested, factor=factor)
+    longest = max(len(request.prompt_token_ids) + request.sampling.max_tokens for request in work)
+    if layout.pages_for([longest], [longest], 0) > num_pages:
+        return 0.0
+    scheduler = Scheduler(
+        BlockManager(num_pages, layout),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(CHUNK, max_num_seqs),
+    )
+    running = [
+        len(scheduler.running) for _ in saturated(work, scheduler) if 3 * scheduler.stats.waiting < 2 * requested
+    ]
+    return statistics.mean(running) if running else float(requested)
+
+
 # --- the prefix cache -------------------------------------------------------------------------------------------------
 
 
@@ -476,6 +565,7 @@ def measure(args: Namespace) -> Iterator[Record]:
     yield from capacity(args.requests)
     yield from sharing(args.requests, WIDTHS[:2] if args.quick else WIDTHS)
     yield from cache_memory()
+    yield from concurrency(300 if args.quick else 600, (1,) if args.quick else (1, 4))
     yield from extents(max(args.requests, MIN_EXTENT_REQUESTS))
     yield from conversations()
     yield from bookkeeping(min(args.requests, 200))

@@ -3,9 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.engine.block_size import LENGTHS
-from paged_bench.memory import MODELS, RESERVATION, Sample, requests, simulate, utilisation
+from paged_backend.kv.cache import CacheLayout, LayerShape
+from paged_bench import memory
+from paged_bench.memory import CONTIGUOUS, MODELS, RESERVATION, Sample, requests, simulate, utilisation
 from paged_client.cli import main
 from tests.support.records import records_of
 
@@ -37,6 +41,26 @@ def test_block_sizes_are_compared_with_these_lengths():
         assert assumed == pytest.approx(found, rel=0.12)
 
 
+@pytest.mark.parametrize("kind", ["windowed", "hybrid"])
+def test_more_requests_run_at_once_if_layers_keep_less(kind, monkeypatch):
+    """In the same bytes. Contiguous memory keeps neither checkpoints nor anything for the prefix cache."""
+    monkeypatch.setattr(memory, "KINDS", {kind: memory.KINDS[kind]})
+    (record,) = memory.concurrency(300, (1,))
+    assert record.name.startswith(f"requests at once, {kind}: ")
+    assert record.peers["contiguous"] == CONTIGUOUS
+    if kind == "windowed":
+        assert record.value > 1.5 * record.peers["one kind of page"] > 6 * CONTIGUOUS
+    else:
+        assert record.value >= record.peers["one kind of page"] > CONTIGUOUS / 2
+
+
+def test_requests_at_once_are_limited_by_pages_and_by_reserved_states():
+    assert memory.mean_running(300, 1, 32, BlockLayout(16), 300) == 0  # the longest request does not fit
+    layout = CacheLayout.of([LayerShape(1, 64)], 16, torch.bfloat16)
+    states = 100 * layout.page_bytes  # of a sequence, whose tokens take about 29 pages
+    assert 6 < memory.most_requests(300, 1, 10 * states, lambda number: (layout, number * states)) < 9
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -56,6 +80,9 @@ def test_memory_benchmark(tiny, tmp_path):
             assert held["peers"].get("with a checkpoint", 2) > held["value"]
             fits = records[f"requests in 64 GiB, {model.name}, {length} tokens"]
             assert fits["value"] > fits["peers"]["all kept"]
+    for kind, model in memory.KINDS.items():
+        at_once = records[f"requests at once, {kind}: {model.name}, ShareGPT"]
+        assert at_once["value"] > 0.9 * at_once["peers"]["one kind of page"]
     for n in (2, 4):
         saved = records[f"saved by sharing ShareGPT n={n}"]
         assert abs(saved["value"] - saved["peers"]["by arithmetic"]) < 1
