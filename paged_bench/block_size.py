@@ -7,16 +7,18 @@ tokens each, with the heads of Llama 3.1 8B and with the latents of DeepSeek V2 
 
 from __future__ import annotations
 
+import statistics
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from paged_backend.api.config import AUTO_BLOCK_SIZES, EngineConfig
+from paged_backend.api.config import AUTO_BLOCK_SIZES, DEFAULT_BLOCK_SIZE, EngineConfig
 from paged_backend.engine.block_size import BATCH, CONTEXT, waste
 from paged_backend.kv.cache import CacheLayout, CacheSpec, KVCache, LayerShape
 from paged_backend.loading.description import pick_dtype
-from paged_bench._harness import Bars, Benchmark, Lines, Record, alternate, figures, rounds_option
+from paged_backend.models.linear import WeightPacker, project
+from paged_bench._harness import Bars, Benchmark, Contest, Lines, Record, alternate, figures, rounds_option
 from paged_bench._timing import cache_bytes, timer
 from paged_bench.memory import MODELS, decoding
 from paged_kernels.ops import paged_attention
@@ -25,6 +27,8 @@ from paged_kernels.paging import Paging
 SIZES = AUTO_BLOCK_SIZES
 HEADS, LATENT = LayerShape(8, 128), LayerShape(1, 576, 512, latent=True)
 QUERIES = {HEADS: 32, LATENT: 16}  # heads of a query
+BASE = f"block_size={DEFAULT_BLOCK_SIZE}"
+WEIGHT = (14_336, 4096)  # outputs and inputs of a linear layer of Llama 3.1 8B
 RUNNING = 256  # sequences of the bookkeeping
 MEMORY = 1 << 30  # maximum bytes of all copies of keys and values
 
@@ -35,7 +39,7 @@ class Problem:
     Args:
         batch: sequences of CONTEXT tokens each.
         query: tokens of each that are computed.
-        copies: number of copies of the keys and values, so that a copy has left the caches when it is read again.
+        copies: number of copies of the keys and values.
     """
 
     def __init__(
@@ -46,15 +50,7 @@ class Problem:
         layout = CacheLayout.of([shape], SIZES[0], dtype)
         self.memory = KVCache.allocate(layout, copies * batch * CONTEXT // SIZES[0], device).memory
         self.memory.view(dtype).normal_()
-
-    def speed(self, seconds: float) -> float:
-        """Return the GB/s at which keys and values of a copy are read."""
-        return self.memory.nbytes / self.copies / seconds / 1e9
-
-    def read(self) -> Callable[[], float]:
-        """Return a function that measures the time to read a copy of the keys and values."""
-        parts = self.memory.view(self.copies, -1).view(torch.float32)
-        return timer(lambda index: parts[index].amax(), self.copies, self.device)
+        self.nbytes = self.memory.nbytes // copies
 
     def attention(self, size: int) -> Callable[[], float]:
         """Return a function that measures the attention with blocks of `size` tokens."""
@@ -69,16 +65,39 @@ class Problem:
         scale = self.shape.head_dim**-0.5
         return timer(lambda index: paged_attention(query, cache, pagings[index], scale=scale), self.copies, self.device)
 
+    def speed(self, size: int) -> Callable[[], float]:
+        """Return a function that measures the GB/s at which attention reads keys and values."""
+        return speed(self.attention(size), self.nbytes)
+
 
 def attention(device: torch.device, rounds: int) -> Iterator[Record]:
-    """Measure the speed of attention by block size, and beside it that of reading alone."""
+    """Measure the speed of attention by block size, and beside it that of a linear layer, which reads weights."""
     dtype = pick_dtype("auto", torch.bfloat16, device)
     for name, shape in (("heads", HEADS), ("latents", LATENT)):
         problem = _problem(shape, dtype, device, BATCH, 1)
-        contestants = {"read": problem.read()} | by_size(problem.attention)
-        yield from alternate(contestants, rounds, problem.speed, quiet=True).records(f"decode, {name}, {{}}", "GB/s")
-    prompt = by_size(_problem(HEADS, dtype, device, 1, CONTEXT).attention)
-    yield from alternate(prompt, rounds, lambda seconds: 1e3 * seconds, quiet=True).records("prefill, {}", "ms")
+        contestants = by_size(problem.speed)
+        if shape is HEADS:
+            contestants |= {"weights": linear(dtype, device)}
+        yield from relative(alternate(contestants, rounds, quiet=True), f"decode, {name}, {{}}", "GB/s")
+    prompt = _problem(HEADS, dtype, device, 1, CONTEXT)
+    contest = alternate(by_size(prompt.attention), rounds, lambda seconds: 1e3 * seconds, quiet=True)
+    yield from relative(contest, "prefill, {}", "ms")
+
+
+def linear(dtype: torch.dtype, device: torch.device) -> Callable[[], float]:
+    """Return a function that measures the GB/s at which a linear layer of BATCH rows reads its weight."""
+    outputs, inputs = WEIGHT
+    nbytes = outputs * inputs * dtype.itemsize
+    pack = WeightPacker() if device.type == "cpu" else lambda weight: weight
+    copies = _copies(nbytes, device)
+    weights = [pack(torch.randn(outputs, inputs, dtype=dtype, device=device)) for _ in range(copies)]
+    rows = torch.randn(BATCH, inputs, dtype=dtype, device=device)
+    return speed(timer(lambda index: project(rows, weights[index], None), copies, device), nbytes)
+
+
+def speed(seconds: Callable[[], float], nbytes: int) -> Callable[[], float]:
+    """Return a function that measures GB/s. seconds: measures the time for `nbytes` bytes."""
+    return lambda: nbytes / seconds() / 1e9
 
 
 def by_size(make: Callable[[int], Callable[[], float]]) -> dict[str, Callable[[], float]]:
@@ -86,16 +105,29 @@ def by_size(make: Callable[[int], Callable[[], float]]) -> dict[str, Callable[[]
     return {f"block_size={size}": make(size) for size in SIZES}
 
 
+def relative(contest: Contest[float], label: str, unit: str) -> Iterator[Record]:
+    """Yield a record of each contestant: the median of its ratios to BASE in the same rounds, times the median of BASE.
+    Other processes slow down all contestants of a round."""
+    base = contest.figures[BASE]
+    for name, values in contest.figures.items():
+        ratio = statistics.median(value / other for value, other in zip(values, base, strict=True))
+        yield Record(label.format(name), ratio * contest.medians[BASE], unit)
+
+
+def _copies(nbytes: int, device: torch.device) -> int:
+    """Return how many copies of data are read in turn, so that a copy has left the caches when it is read again."""
+    return max(1, min(2 * cache_bytes(device), MEMORY) // nbytes)
+
+
 def _problem(shape: LayerShape, dtype: torch.dtype, device: torch.device, batch: int, query: int) -> Problem:
-    one = batch * CONTEXT * shape.page_bytes(1, dtype)
-    copies = max(1, min(2 * cache_bytes(device), MEMORY) // one) if query == 1 else 1
+    copies = _copies(batch * CONTEXT * shape.page_bytes(1, dtype), device) if query == 1 else 1
     return Problem(shape, dtype, device, batch, query, copies)
 
 
 def bookkeeping(rounds: int) -> Iterator[Record]:
     """Measure the time of schedule and commit by block size."""
     steps = by_size(lambda size: decoding(size, RUNNING, CONTEXT // 2, rounds))
-    yield from alternate(steps, rounds, quiet=True).records("bookkeeping, {}", "us/sequence/step")
+    yield from relative(alternate(steps, rounds, quiet=True), "bookkeeping, {}", "us/sequence/step")
 
 
 def wasted() -> Iterator[Record]:

@@ -224,13 +224,14 @@ def test_recovery_is_the_end_of_the_last_window_below_the_share():
 
 def test_block_size_benchmark(tmp_path, monkeypatch):
     monkeypatch.setattr(block_size, "CONTEXT", 128)
+    monkeypatch.setattr(block_size, "WEIGHT", (256, 256))
     monkeypatch.setattr(block_size, "MEMORY", 1 << 24)
     file = tmp_path / "figures.json"
     assert main(["bench", "block_size", "--quick", "--rounds", "1", "--json", str(file)]) == 0
     value = {name: record["value"] for name, record in records_of(file).items()}
     for name in ("decode, heads", "decode, latents", "prefill", "bookkeeping", "waste, Gemma 3 27B"):
         assert all(value[f"{name}, block_size={size}"] > 0 for size in (8, 16, 32, 64, 128))
-    assert value["decode, heads, read"] > 0
+    assert value["decode, heads, weights"] > 0
     assert value["waste, DeepSeek V3, block_size=8"] < value["waste, DeepSeek V3, block_size=128"]
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
