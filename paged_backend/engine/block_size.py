@@ -8,6 +8,8 @@ into a pool. The choice is the size with the least cost:
     waste  memory that sequences hold beyond what their tokens need, with the lengths of ShareGPT
     cost   step * (1 + waste): a pool has room for 1 / (1 + waste) as many sequences, each of which waits for the step
 
+The default is kept unless another size costs 1% less: the measured times vary by more between runs.
+
 The times come from a table that `paged bench block_size` measured, not from the machine: all ranks and replicas of a
 model, and servers that share its cached blocks, choose the same size.
 """
@@ -31,6 +33,7 @@ from paged_backend.loading.description import Description, describe, pick_device
 from paged_backend.utils.startup import startup_log
 
 BATCH, CONTEXT = 16, 2048  # sequences of a step and their tokens, at which attention is measured
+MARGIN = 0.01
 # Tokens of running sequences with the lengths of ShareGPT: about log-normal, with a median of 353 and this spread.
 LENGTHS = [round(353 * math.exp(0.78 * NormalDist().inv_cdf((index + 0.5) / 400))) for index in range(400)]
 
@@ -58,7 +61,7 @@ class Choice(NamedTuple):
 
 
 def choose_block_size(config: EngineConfig, cache: CacheSpec | None, weight_bytes: float, device: str) -> Choice:
-    """Return the block size with the least cost.
+    """Return the block size with the least cost, or the default if it costs little more.
 
     Args:
         cache: what a rank keeps of sequences; None if it is not known.
@@ -71,18 +74,17 @@ def choose_block_size(config: EngineConfig, cache: CacheSpec | None, weight_byte
     if cache is None or not cache.token_bytes(1):
         kept = "nothing" if cache else "nothing, or only shows what once it is loaded"
         return Choice(DEFAULT_BLOCK_SIZE, f"the default, because the model keeps {kept}")
-    costs: dict[int, float] = {}
-    compared = []
-    for size in AUTO_BLOCK_SIZES:
-        step, unused = step_seconds(curve, cache, weight_bytes, size), waste(config, cache, size)
-        costs[size] = step * (1 + unused)
-        compared.append(f"{size}: {1e3 * step:.4g} ms, {100 * unused:.1f}%")
+    steps = {size: step_seconds(curve, cache, weight_bytes, size) for size in AUTO_BLOCK_SIZES}
+    unused = {size: waste(config, cache, size) for size in AUTO_BLOCK_SIZES}
+    costs = {size: steps[size] * (1 + unused[size]) for size in AUTO_BLOCK_SIZES}
     best = min(costs, key=costs.__getitem__)
-    return Choice(
-        best,
-        f"least step time x memory of {', '.join(compared)} (step of {BATCH} x {CONTEXT} tokens, memory without a token"
-        f" with lengths of ShareGPT; attention measured on {curve.measured})",
+    if costs[best] > (1 - MARGIN) * costs[DEFAULT_BLOCK_SIZE]:
+        best = DEFAULT_BLOCK_SIZE
+    compared = "; ".join(
+        f"{size}: {1e3 * steps[size]:.4g} ms, {100 * unused[size]:.1f}% waste, cost {costs[size] / costs[best]:.3f}"
+        for size in AUTO_BLOCK_SIZES
     )
+    return Choice(best, f"compared by step time and waste of memory ({compared}; times of {curve.measured})")
 
 
 def step_seconds(curve: Curve, cache: CacheSpec, weight_bytes: float, size: int) -> float:
