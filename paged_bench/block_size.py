@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from paged_backend.api.config import AUTO_BLOCK_SIZES, DEFAULT_BLOCK_SIZE, EngineConfig
+from paged_backend.api.config import AUTO_BLOCK_SIZES, EngineConfig
 from paged_backend.engine.block_size import BATCH, CONTEXT, waste
 from paged_backend.kv.cache import CacheLayout, CacheSpec, KVCache, LayerShape
 from paged_backend.loading.description import pick_dtype
@@ -27,7 +27,6 @@ from paged_kernels.paging import Paging
 SIZES = AUTO_BLOCK_SIZES
 HEADS, LATENT = LayerShape(8, 128), LayerShape(1, 576, 512, latent=True)
 QUERIES = {HEADS: 32, LATENT: 16}  # heads of a query
-BASE = f"block_size={DEFAULT_BLOCK_SIZE}"
 WEIGHT = (14_336, 4096)  # outputs and inputs of a linear layer of Llama 3.1 8B
 RUNNING = 256  # sequences of the bookkeeping
 MEMORY = 1 << 30  # maximum bytes of all copies of keys and values
@@ -52,6 +51,10 @@ class Problem:
         self.memory.view(dtype).normal_()
         self.nbytes = self.memory.nbytes // copies
 
+    def speed(self, seconds: float) -> float:
+        """Return the GB/s at which keys and values are read in this time."""
+        return self.nbytes / seconds / 1e9
+
     def attention(self, size: int) -> Callable[[], float]:
         """Return a function that measures the attention with blocks of `size` tokens."""
         pages = self.memory.view(self.copies * self.batch * CONTEXT // size, -1)
@@ -65,39 +68,32 @@ class Problem:
         scale = self.shape.head_dim**-0.5
         return timer(lambda index: paged_attention(query, cache, pagings[index], scale=scale), self.copies, self.device)
 
-    def speed(self, size: int) -> Callable[[], float]:
-        """Return a function that measures the GB/s at which attention reads keys and values."""
-        return speed(self.attention(size), self.nbytes)
-
 
 def attention(device: torch.device, rounds: int) -> Iterator[Record]:
     """Measure the speed of attention by block size, and beside it that of a linear layer, which reads weights."""
     dtype = pick_dtype("auto", torch.bfloat16, device)
     for name, shape in (("heads", HEADS), ("latents", LATENT)):
         problem = _problem(shape, dtype, device, BATCH, 1)
-        contestants = by_size(problem.speed)
+        contestants = by_size(problem.attention)
         if shape is HEADS:
-            contestants |= {"weights": linear(dtype, device)}
-        yield from relative(alternate(contestants, rounds, quiet=True), f"decode, {name}, {{}}", "GB/s")
-    prompt = _problem(HEADS, dtype, device, 1, CONTEXT)
-    contest = alternate(by_size(prompt.attention), rounds, lambda seconds: 1e3 * seconds, quiet=True)
-    yield from relative(contest, "prefill, {}", "ms")
+            contestants |= {"weights": linear(dtype, device, problem.nbytes)}
+        contest = alternate(contestants, rounds, quiet=True)
+        yield from quiet_rounds(contest, f"decode, {name}, {{}}", "GB/s", problem.speed)
+    prompt = by_size(_problem(HEADS, dtype, device, 1, CONTEXT).attention)
+    yield from quiet_rounds(alternate(prompt, rounds, quiet=True), "prefill, {}", "ms", lambda time: 1e3 * time)
 
 
-def linear(dtype: torch.dtype, device: torch.device) -> Callable[[], float]:
-    """Return a function that measures the GB/s at which a linear layer of BATCH rows reads its weight."""
+def linear(dtype: torch.dtype, device: torch.device, nbytes: int) -> Callable[[], float]:
+    """Return a function that measures the time in which a linear layer of BATCH rows reads `nbytes` bytes of
+    weights."""
     outputs, inputs = WEIGHT
-    nbytes = outputs * inputs * dtype.itemsize
+    size = outputs * inputs * dtype.itemsize
     pack = WeightPacker() if device.type == "cpu" else lambda weight: weight
-    copies = _copies(nbytes, device)
+    copies = _copies(size, device)
     weights = [pack(torch.randn(outputs, inputs, dtype=dtype, device=device)) for _ in range(copies)]
     rows = torch.randn(BATCH, inputs, dtype=dtype, device=device)
-    return speed(timer(lambda index: project(rows, weights[index], None), copies, device), nbytes)
-
-
-def speed(seconds: Callable[[], float], nbytes: int) -> Callable[[], float]:
-    """Return a function that measures GB/s. seconds: measures the time for `nbytes` bytes."""
-    return lambda: nbytes / seconds() / 1e9
+    seconds = timer(lambda index: project(rows, weights[index], None), copies, device)
+    return lambda: seconds() * nbytes / size
 
 
 def by_size(make: Callable[[int], Callable[[], float]]) -> dict[str, Callable[[], float]]:
@@ -105,13 +101,15 @@ def by_size(make: Callable[[int], Callable[[], float]]) -> dict[str, Callable[[]
     return {f"block_size={size}": make(size) for size in SIZES}
 
 
-def relative(contest: Contest[float], label: str, unit: str) -> Iterator[Record]:
-    """Yield a record of each contestant: the median of its ratios to BASE in the same rounds, times the median of BASE.
-    Other processes slow down all contestants of a round."""
-    base = contest.figures[BASE]
-    for name, values in contest.figures.items():
-        ratio = statistics.median(value / other for value, other in zip(values, base, strict=True))
-        yield Record(label.format(name), ratio * contest.medians[BASE], unit)
+def quiet_rounds(contest: Contest[float], label: str, unit: str, show: Callable[[float], float]) -> Iterator[Record]:
+    """Yield a record of each contestant: the median of the quarter of rounds that were shortest in all. In the others,
+    other processes may have slowed down some of the contestants.
+
+    show: returns the figure of a time.
+    """
+    rounds = sorted(zip(*contest.figures.values(), strict=True), key=sum)
+    for name, times in zip(contest.figures, zip(*rounds[: -(-len(rounds) // 4)], strict=True), strict=True):
+        yield Record(label.format(name), show(statistics.median(times)), unit)
 
 
 def _copies(nbytes: int, device: torch.device) -> int:
@@ -127,7 +125,7 @@ def _problem(shape: LayerShape, dtype: torch.dtype, device: torch.device, batch:
 def bookkeeping(rounds: int) -> Iterator[Record]:
     """Measure the time of schedule and commit by block size."""
     steps = by_size(lambda size: decoding(size, RUNNING, CONTEXT // 2, rounds))
-    yield from relative(alternate(steps, rounds, quiet=True), "bookkeeping, {}", "us/sequence/step")
+    yield from quiet_rounds(alternate(steps, rounds, quiet=True), "bookkeeping, {}", "us/sequence/step", float)
 
 
 def wasted() -> Iterator[Record]:

@@ -3,6 +3,7 @@
 import pytest
 
 from paged_bench import _machines, block_size, invariance, scoring
+from paged_bench._harness import Contest
 from paged_bench.layouts import Shape, all_reduced, layouts
 from paged_bench.routing import Turn, hit_rate, recovery
 from paged_client.cli import main
@@ -234,6 +235,12 @@ def test_block_size_benchmark(tmp_path, monkeypatch):
     assert value["decode, heads, weights"] > 0
     assert value["waste, DeepSeek V3, block_size=8"] < value["waste, DeepSeek V3, block_size=128"]
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_block_sizes_are_compared_in_quiet_rounds():
+    times = {"a": [9.0, 1.0, 2.0, 9.0], "b": [1.0, 3.0, 4.0, 8.0]}
+    records = block_size.quiet_rounds(Contest({}, times, {}), "{}, time", "s", lambda time: 10 * time)
+    assert [(record.name, record.value) for record in records] == [("a, time", 10), ("b, time", 30)]
 
 
 # --- layouts -------------------------------------------------------------------------------------------------------
