@@ -70,22 +70,21 @@ class Problem:
 
 
 def attention(device: torch.device, rounds: int) -> Iterator[Record]:
-    """Measure the speed of attention by block size, and beside it that of a linear layer, which reads weights."""
+    """Measure the speed of attention by block size, and that of a linear layer, which reads weights."""
     dtype = pick_dtype("auto", torch.bfloat16, device)
     for name, shape in (("heads", HEADS), ("latents", LATENT)):
         problem = _problem(shape, dtype, device, BATCH, 1)
-        contestants = by_size(problem.attention)
-        if shape is HEADS:
-            contestants |= {"weights": linear(dtype, device, problem.nbytes)}
-        contest = alternate(contestants, rounds, quiet=True)
+        contest = alternate(by_size(problem.attention), rounds, quiet=True)
         yield from quiet_rounds(contest, f"decode, {name}, {{}}", "GB/s", problem.speed)
     prompt = by_size(_problem(HEADS, dtype, device, 1, CONTEXT).attention)
     yield from quiet_rounds(alternate(prompt, rounds, quiet=True), "prefill, {}", "ms", lambda time: 1e3 * time)
+    # Not beside attention: threads of other libraries stay busy for a while after a call.
+    weights = alternate({"weights": linear(dtype, device)}, rounds, quiet=True)
+    yield from quiet_rounds(weights, "linear layer, {}", "GB/s", lambda time: 1 / time)
 
 
-def linear(dtype: torch.dtype, device: torch.device, nbytes: int) -> Callable[[], float]:
-    """Return a function that measures the time in which a linear layer of BATCH rows reads `nbytes` bytes of
-    weights."""
+def linear(dtype: torch.dtype, device: torch.device) -> Callable[[], float]:
+    """Return a function that measures the seconds in which a linear layer of BATCH rows reads a GB of weights."""
     outputs, inputs = WEIGHT
     size = outputs * inputs * dtype.itemsize
     pack = WeightPacker() if device.type == "cpu" else lambda weight: weight
@@ -93,7 +92,7 @@ def linear(dtype: torch.dtype, device: torch.device, nbytes: int) -> Callable[[]
     weights = [pack(torch.randn(outputs, inputs, dtype=dtype, device=device)) for _ in range(copies)]
     rows = torch.randn(BATCH, inputs, dtype=dtype, device=device)
     seconds = timer(lambda index: project(rows, weights[index], None), copies, device)
-    return lambda: seconds() * nbytes / size
+    return lambda: 1e9 * seconds() / size
 
 
 def by_size(make: Callable[[int], Callable[[], float]]) -> dict[str, Callable[[], float]]:
@@ -156,4 +155,4 @@ def panels(records: Sequence[Record]) -> Iterator[Bars | Lines]:
     yield Lines("memory beyond what tokens need, %", lines(*(f"waste, {name}" for name in models)), below)
 
 
-main = Benchmark(__doc__, measure, panels, options=(rounds_option(101),), quick={"rounds": 3})
+main = Benchmark(__doc__, measure, panels, options=(rounds_option(61),), quick={"rounds": 3})
