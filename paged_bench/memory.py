@@ -64,6 +64,7 @@ MIN_EXTENT_REQUESTS = 600  # so that the pool is fragmented
 WIDTHS = (2, 4, 6)  # samples or beams of one prompt
 WASTE_TARGETS = {("ShareGPT", 16): 2.5, ("Alpaca", 4): 3.5}
 WASTE_LIMITS = {("ShareGPT", 16): 2.2, ("Alpaca", 4): 3.0}
+SHARING_REQUESTS = 300  # beams take long
 RESERVATION = 2048  # slots that a contiguous cache reserves for each request
 POOL_SLOTS = 16_384
 EXTENT_POOL, EXTENT_SEQUENCES = 4096, 134  # blocks, and sequences that run at once, in about 90% of them
@@ -563,7 +564,7 @@ def system_prompt(model: str, count: int) -> Iterator[Record]:
 def measure(args: Namespace) -> Iterator[Record]:
     yield from waste(args.requests)
     yield from capacity(args.requests)
-    yield from sharing(args.requests, WIDTHS[:2] if args.quick else WIDTHS)
+    yield from sharing(min(args.requests, SHARING_REQUESTS), WIDTHS[:2] if args.quick else WIDTHS)
     yield from cache_memory()
     yield from concurrency(300 if args.quick else 600, (1,) if args.quick else (1, 4))
     yield from extents(max(args.requests, MIN_EXTENT_REQUESTS))

@@ -1,7 +1,9 @@
 """`block_size=auto`: which size is chosen, why, and that the engine then runs as with this number."""
 
+import json
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from paged_backend.api.errors import ConfigError
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine import block_size
-from paged_backend.engine.block_size import Curve, choose_block_size, resolve_block_size, waste
+from paged_backend.engine.block_size import CURVES, Curve, choose_block_size, resolve_block_size, waste
 from paged_backend.engine.sizing import Device, plan, table
 from paged_backend.files.start_checks import check_start
 from paged_backend.kv.blocks import BlockManager
@@ -22,6 +24,7 @@ from tests.support.families import FAMILIES, HYBRID_FAMILIES
 from tests.support.in_process import running, save_tiny, tiny_assembly
 from tests.support.scheduler_steps import step
 
+ROOT = Path(__file__).resolve().parents[2]
 FULL, WINDOWED = LayerShape(8, 128), LayerShape(8, 128, window=512)
 LATENT = LayerShape(1, 576, 512, latent=True)
 STATE = StateShape(TensorShape((8192, 4), torch.bfloat16), TensorShape((32, 128, 128), torch.float32))
@@ -83,6 +86,24 @@ def test_a_device_without_measurements_and_a_model_without_tokens_have_the_defau
     for kept in (None, cache(states=(STATE,))):
         choice = choose_block_size(CONFIG, kept, 0.0, "cpu")
         assert choice.block_size == 16 and "the default, because the model keeps nothing" in choice.reasons
+
+
+def test_the_table_is_what_was_measured():
+    report = json.loads((ROOT / "docs/results/block_size.json").read_text())
+    measured, curve = {record["name"]: record["value"] for record in report["records"]}, CURVES["cpu"]
+    assert report["run"]["date"][:10] in curve.measured and report["run"]["gpu"] is None
+    assert curve.read == pytest.approx(1e9 * measured["linear layer, weights"], rel=0.005)
+    tables = (("decode, heads", curve.heads, 1e9), ("decode, latents", curve.latents, 1e9))
+    for name, by_size, unit in (*tables, ("bookkeeping", curve.bookkeeping, 1e-6)):
+        expected = {size: unit * measured[f"{name}, block_size={size}"] for size in AUTO_BLOCK_SIZES}
+        assert by_size == pytest.approx(expected, rel=0.005)
+
+
+def test_choices_that_the_guide_names():
+    """Most models keep the default; short windows make larger blocks waste more."""
+    windowed = [LayerShape(8, 64)] * 12 + [LayerShape(8, 64, window=128)] * 12
+    chosen = [choose_block_size(CONFIG, cache(*layers), 14e9, "cpu") for layers in ([FULL] * 32, windowed)]
+    assert [choice.block_size for choice in chosen] == [16, 8]
 
 
 # --- waste ------------------------------------------------------------------------------------------------------------
