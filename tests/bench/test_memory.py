@@ -41,11 +41,11 @@ def test_block_sizes_are_compared_with_these_lengths():
         assert assumed == pytest.approx(found, rel=0.12)
 
 
-@pytest.mark.parametrize("kind", ["windowed", "hybrid"])
-def test_more_requests_run_at_once_if_layers_keep_less(kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "requested"), [("windowed", 300), ("hybrid", 60)])
+def test_more_requests_run_at_once_if_layers_keep_less(kind, requested, monkeypatch):
     """In the same bytes. Contiguous memory keeps neither checkpoints nor anything for the prefix cache."""
     monkeypatch.setattr(memory, "KINDS", {kind: memory.KINDS[kind]})
-    (record,) = memory.concurrency(300, (1,))
+    (record,) = memory.concurrency(requested, (1,))
     assert record.name.startswith(f"requests at once, {kind}: ")
     assert record.peers["contiguous"] == CONTIGUOUS
     if kind == "windowed":
@@ -55,10 +55,10 @@ def test_more_requests_run_at_once_if_layers_keep_less(kind, monkeypatch):
 
 
 def test_requests_at_once_are_limited_by_pages_and_by_reserved_states():
-    assert memory.mean_running(300, 1, 32, BlockLayout(16), 300) == 0  # the longest request does not fit
+    assert memory.mean_running(60, 1, 32, BlockLayout(16), 60) == 0  # the longest request does not fit
     layout = CacheLayout.of([LayerShape(1, 64)], 16, torch.bfloat16)
     states = 100 * layout.page_bytes  # of a sequence, whose tokens take about 29 pages
-    assert 6 < memory.most_requests(300, 1, 10 * states, lambda number: (layout, number * states)) < 9
+    assert 6 < memory.most_requests(60, 1, 10 * states, lambda number: (layout, number * states)) < 9
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -109,19 +109,19 @@ def test_choices_that_the_guide_names():
 # --- waste ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", AUTO_BLOCK_SIZES)
+@pytest.mark.parametrize("size", [8, 32, 128])
 @pytest.mark.parametrize("layers", [(FULL,), (FULL, WINDOWED, WINDOWED), (WINDOWED,)], ids=["full", "both", "window"])
 def test_pages_held_are_those_of_a_sequence_in_the_pool(layers, size):
     layout = CacheLayout.of(layers, size, torch.bfloat16, max_model_len=4096, max_pending=1000).blocks
-    blocks = BlockManager(4096, layout)
+    blocks = BlockManager(layout.pages_for([740], [740], 0), layout)
     scheduler = Scheduler(blocks, max_num_seqs=1, max_num_batched_tokens=500)
-    scheduler.add(GenerateRequest(0, (0,) * 600, SamplingParams(max_tokens=300), 0, frozenset()))
+    scheduler.add(GenerateRequest(0, (0,) * 600, SamplingParams(max_tokens=140), 0, frozenset()))
     found = []
-    for _ in range(300):
+    for _ in range(140):
         step(scheduler)
         if scheduler.has_work and scheduler.running[0].leader.generated:
             found.append((blocks.num_used, layout.held(scheduler.running[0].leader.computed)))
-    assert len(found) > 290
+    assert len(found) > 130
     assert [used for used, _ in found] == [held for _, held in found]
 
 
