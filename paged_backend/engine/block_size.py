@@ -1,8 +1,8 @@
 """Chooses the block size that the option `block_size=auto` stands for.
 
 A pool has one block size, in tokens. It sets the bytes of a page, which all kinds of layers share (kv/cache.py). Larger
-blocks make attention and bookkeeping faster; smaller ones leave fewer slots without a token, so that more sequences fit
-into a pool. The choice is the size with the least cost:
+blocks make attention faster; smaller ones leave fewer slots without a token, so that more sequences fit into a pool.
+The choice is the size with the least cost:
 
     step   time of a step of 16 sequences with 2,048 tokens: reading the weights, attention, and bookkeeping
     waste  memory that sequences hold beyond what their tokens need, with the lengths of ShareGPT
@@ -10,8 +10,8 @@ into a pool. The choice is the size with the least cost:
 
 The default is kept unless another size costs 1% less: the measured times vary by more between runs.
 
-The times come from a table that `paged bench block_size` measured, not from the machine: all ranks and replicas of a
-model, and servers that share its cached blocks, choose the same size.
+The times come from a table that `paged bench block_size` measured, not from the machine. So the choice depends on the
+model, the options and the kind of device alone, and servers that share cached blocks make the same one.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def waste(config: EngineConfig, cache: CacheSpec, size: int) -> float:
 
 
 def resolve_block_size(config: EngineConfig) -> EngineConfig:
-    """Return the options with the number that `block_size=auto` stands for, and log why. Called once, before other
+    """Return the options with the number that `block_size=auto` stands for, and log why. Called before other
     ranks and replicas start, which get the number. Raises ConfigError for a model that cannot be described."""
     if not config.chooses_block_size:
         return config
