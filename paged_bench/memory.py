@@ -1,5 +1,5 @@
 """Measure what paging does for memory: wasted slots, capacity, sharing, extents, hits, windows, latents and
-states, bookkeeping.
+states, requests at once, bookkeeping.
 
 All parts but the last run the scheduler and block manager without a model, because block allocation depends only on
 lengths. Lengths are log-normal, with the means that the paper reports for ShareGPT (161 in, 338 out) and Alpaca (19
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import statistics
 import sys
 import time
@@ -592,6 +593,13 @@ def panels(records: Rows[Record]) -> Iterator[Bars | Lines]:
     held = {name: by_name[f"memory, {name}, 8,192 tokens"] for name in (shape.name for shape in MODELS)}
     shares = {name: 100 * (record.value or 0.0) / record.peers["all kept"] for name, record in held.items()}
     yield Bars("memory at 8,192 tokens, % of all keys and values", shares)
+    bars: dict[str, float] = {}
+    for record in records:
+        if match := re.fullmatch(r"requests at once, (.*): .*, ((?:\d x )?ShareGPT)", record.name):
+            kind = f"{match[1]}, {match[2]}"
+            bars |= {kind: record.value or 0.0, f"{kind}, one kind of page": record.peers["one kind of page"]}
+    grey = [name for name in bars if name.endswith("one kind of page")]
+    yield Bars(f"requests at once, in the bytes of {CONTIGUOUS} contiguous ones", bars, grey)
 
 
 def _numbers(lines: Mapping[str, Mapping[str, float]]) -> dict[str, dict[float, float]]:
