@@ -22,6 +22,7 @@ from paged_backend.execution.runner import paged_logits
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.kv.cache import CacheLayout, KVCache, bytes_per_token
 from paged_backend.loading.description import pick_kv_dtype
+from paged_backend.models.attention import scale_channels
 from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_bench._engine import load
@@ -43,6 +44,7 @@ from paged_kernels.paging import Paging
 
 BLOCK_SIZE = 16
 TYPES = ("auto", "fp8", "int8")  # the first is the reference
+TARGET_CHANGE = 0.02  # nats, mean change of a log probability with int8
 DECODING, CONTEXT = 8, 1024  # number of sequences and their context length, where attention is timed
 
 
@@ -54,6 +56,8 @@ class Score:
     divergence: float = 0.0  # sum of KL(auto, this type), in nats
     agreed: int = 0  # number of positions with the same top token as `auto`
     surprise: float = 0.0  # sum of -log p(the text's next token)
+    change: float = 0.0  # sum of |change of log p(the text's next token)|
+    largest: float = 0.0  # the largest such change
 
     def add(self, found: Tensor, expected: Tensor, following: Tensor) -> None:
         """Add the positions of a window.
@@ -66,12 +70,20 @@ class Score:
         self.positions += len(following)
         self.divergence += float((expected.exp() * (expected - found)).sum())
         self.agreed += int((found.argmax(-1) == expected.argmax(-1)).sum())
-        self.surprise -= float(found.gather(1, following[:, None]).sum())
+        own, other = (log_probs.gather(1, following[:, None]) for log_probs in (found, expected))
+        self.surprise -= float(own.sum())
+        self.change += float((own - other).abs().sum())
+        self.largest = max(self.largest, float((own - other).abs().max()))
 
     def records(self, name: str) -> Iterator[Record]:
         yield Record(f"KL divergence {name}", self.divergence / self.positions, "nats", limit=0.0)
         yield Record(f"same top token {name}", 100 * self.agreed / self.positions, "%", limit=100.0)
         yield Record(f"perplexity {name}", math.exp(self.surprise / self.positions), "")
+        target = TARGET_CHANGE if name == "int8" else None
+        yield Record(
+            f"mean change of a log probability {name}", self.change / self.positions, "nats", target, limit=0.0
+        )
+        yield Record(f"largest change of a log probability {name}", self.largest, "nats", limit=0.0)
 
 
 def texts() -> Iterator[str]:
@@ -143,7 +155,8 @@ def attention(assembly: Assembly, dtype: torch.dtype, rounds: int) -> list[Recor
 
 
 def measure(args: Namespace) -> Iterator[Record]:
-    assembly = load({"model": resolve_model(args.model), "dtype": "float32", "num_gpu_blocks_override": 64})
+    options = {"model": resolve_model(args.model), "dtype": "float32", "kv_cache_dtype": "int8"}
+    assembly = load(options | {"num_gpu_blocks_override": 64})
     spec, limits = assembly.loaded.spec, assembly.limits
     longest = min(limits.max_model_len, limits.num_pages * limits.block_size)
     if args.length > longest:
@@ -152,13 +165,13 @@ def measure(args: Namespace) -> Iterator[Record]:
         )
     types = {name: pick_kv_dtype(name, spec.dtype) for name in TYPES}
     blocks = -(-args.length // BLOCK_SIZE)
-    models = {
-        name: (
-            assembly,
-            KVCache.allocate(CacheLayout.of(spec.layers, BLOCK_SIZE, dtype), blocks, assembly.device),
-        )
+    pools = {
+        name: KVCache.allocate(CacheLayout.of(spec.layers, BLOCK_SIZE, dtype), blocks, assembly.device)
         for name, dtype in types.items()
     }
+    for pool in pools.values():
+        scale_channels(assembly.loaded.model, pool)
+    models = {name: (assembly, pool) for name, pool in pools.items()}
     scores = accuracy(models, windows(assembly, args.windows, args.length), TYPES[0])
     held = {name: bytes_per_token(spec.layers, dtype) for name, dtype in types.items()}
     for name, score in scores.items():
@@ -173,7 +186,7 @@ def panels(records: Sequence[Record]) -> Iterator[Bars]:
         ("bytes per token", "bytes per token"),
         ("KL divergence", "KL divergence from fp32, nats"),
         ("same (?:top|likeliest) token", "same top token as fp32, %"),
-        ("perplexity", "perplexity"),
+        ("mean change of a log probability", "mean change of a log probability, nats"),
     ):
         values = figures(records, f"{name} (.*)")
         yield Bars(title, {kind.replace("auto", "float32"): value for kind, value in values.items()}, grey=["float32"])

@@ -120,8 +120,10 @@ def pools_of_head(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_queries(rows, token, head, is_row, position, LAYER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load the queries of a tile."""
+def load_queries(  # type: ignore[no-untyped-def]
+    rows, token, head, is_row, position, channels, CACHE: tl.constexpr, LAYER: tl.constexpr
+):  # fmt: skip
+    """Load the queries of a tile, scaled for the keys of the cache."""
     row = rows.start + (token * rows.stride_token + head * rows.stride_head)[:, None]
     d = tl.arange(0, LAYER.BLOCK_D)
     q = tl.load(row + d[None, :], mask=is_row[:, None] & (d[None, :] < LAYER.HEAD_DIM), other=0.0)
@@ -129,6 +131,12 @@ def load_queries(rows, token, head, is_row, position, LAYER: tl.constexpr):  # t
     if LAYER.BLOCK_R > 0:
         r = LAYER.BLOCK_D + tl.arange(0, LAYER.BLOCK_R)
         q_rest = tl.load(row + r[None, :], mask=is_row[:, None] & (r[None, :] < LAYER.HEAD_DIM), other=0.0)
+    if CACHE.HAS_CHANNELS:
+        kv_head = tl.program_id(1) // LAYER.HEAD_TILES
+        factors = channels + (2 * (LAYER.NUM_HEADS // LAYER.GROUP) + kv_head) * LAYER.HEAD_DIM
+        q *= tl.load(factors + d, mask=d < LAYER.HEAD_DIM, other=0.0).to(q.dtype)[None, :]
+        if LAYER.BLOCK_R > 0:
+            q_rest *= tl.load(factors + r, mask=r < LAYER.HEAD_DIM, other=0.0).to(q.dtype)[None, :]
     return Queries(q, q_rest, position)
 
 
@@ -363,7 +371,7 @@ def attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _prefill_tile(  # type: ignore[no-untyped-def]
-    out, query, pools, table, context_len, start, length, first_query, sinks, scoring,
+    out, query, key_channels, pools, table, context_len, start, length, first_query, sinks, scoring,
     CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute the queries of a chunk from `first_query` on: first the steps that need no mask, then both edges."""
@@ -380,7 +388,7 @@ def _prefill_tile(  # type: ignore[no-untyped-def]
         low = tl.minimum(begin + tl.cdiv(tl.maximum(end - scoring.window - begin, 0), BLOCK_N) * BLOCK_N, high)
 
     token = (start + index).to(tl.int64)
-    queries = load_queries(query, token, head, is_row, context_len - length + index, LAYER)
+    queries = load_queries(query, token, head, is_row, context_len - length + index, key_channels, CACHE, LAYER)
     row_max = load_sink(sinks, head, is_row, TILE.block_m, LAYER)
     row_sum = tl.full([TILE.block_m], 1.0 if LAYER.HAS_SINKS else 0.0, dtype=tl.float32)
     acc, unit = _empty_sums(TILE, LAYER, False)
@@ -405,13 +413,13 @@ def _prefill_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _decode_tile(  # type: ignore[no-untyped-def]
-    out, query, pools, table, context_len, start, length, sinks, scoring,
+    out, query, key_channels, pools, table, context_len, start, length, sinks, scoring,
     CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute all queries of a sequence, which fit the tile."""
     index, head, is_row = tile_rows(0, length, TILE.block_m, LAYER)
     token = (start + index).to(tl.int64)
-    queries = load_queries(query, token, head, is_row, context_len - length + index, LAYER)
+    queries = load_queries(query, token, head, is_row, context_len - length + index, key_channels, CACHE, LAYER)
     row_max = load_sink(sinks, head, is_row, TILE.block_m, LAYER)
     row_sum = tl.full([TILE.block_m], 1.0 if LAYER.HAS_SINKS else 0.0, dtype=tl.float32)
     first = tl.maximum(context_len - length - scoring.window + 1, 0) if LAYER.HAS_WINDOW else 0
@@ -424,8 +432,8 @@ def _decode_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _decode_split(  # type: ignore[no-untyped-def]
-    out, partials, query, pools, table, context_len, seq, start, length, split, shared_lens, sinks, scoring,
-    CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
+    out, partials, query, key_channels, pools, table, context_len, seq, start, length, split, shared_lens, sinks,
+    scoring, CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
     MIN_SPLIT: tl.constexpr, PREFIX_N: tl.constexpr, MAX_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Compute all queries of a sequence, which fit the tile, over one split of the keys after its shared prefix.
@@ -442,7 +450,7 @@ def _decode_split(  # type: ignore[no-untyped-def]
     if split < tl.maximum(own, 1):  # without any keys the first program writes zeros
         index, head, is_row = tile_rows(0, length, TILE.block_m, LAYER)
         token = (start + index).to(tl.int64)
-        queries = load_queries(query, token, head, is_row, context_len - length + index, LAYER)
+        queries = load_queries(query, token, head, is_row, context_len - length + index, key_channels, CACHE, LAYER)
         sink = load_sink(sinks, head, is_row, TILE.block_m, LAYER)  # added when the results are merged
         row_max = tl.full([TILE.block_m], float("-inf"), dtype=tl.float32)
         row_sum = tl.full([TILE.block_m], 0.0, dtype=tl.float32)
@@ -526,7 +534,7 @@ def _merge_partials(  # type: ignore[no-untyped-def]
     do_not_specialize_on_alignment=["block_tables", "context_lens", "query_starts", "shared_lens", "sinks"],
 )
 def paged_attention_kernel(  # type: ignore[no-untyped-def]
-    out, partials, logs, arrivals, query, key_cache, value_cache, key_scales, value_scales,
+    out, partials, logs, arrivals, query, key_cache, value_cache, key_scales, value_scales, key_channels,
     block_tables, context_lens, query_starts, shared_lens, sinks,
     num_seqs, large_tiles, num_splits, prefix_splits, slots, queries, window, scale, softcap,
     stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
@@ -554,7 +562,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
             context_len = tl.load(context_lens + seq)
             if first_query < length:
                 _prefill_tile(
-                    results, rows, pools, table, context_len, start, length, first_query, sinks, scoring,
+                    results, rows, key_channels, pools, table, context_len, start, length, first_query, sinks, scoring,
                     CACHE, LAYER, LARGE,
                 )  # fmt: skip
     else:
@@ -569,12 +577,13 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
             if PARTIAL:
                 _decode_split(
                     results, Partials(partials, logs, arrivals, slots, queries, num_splits, prefix_splits),
-                    rows, pools, table, context_len, seq, start, length, split, shared_lens, sinks, scoring,
-                    CACHE, LAYER, SMALL, MIN_SPLIT, PREFIX_N, MAX_SLOTS,
+                    rows, key_channels, pools, table, context_len, seq, start, length, split, shared_lens, sinks,
+                    scoring, CACHE, LAYER, SMALL, MIN_SPLIT, PREFIX_N, MAX_SLOTS,
                 )  # fmt: skip
             else:
                 _decode_tile(
-                    results, rows, pools, table, context_len, start, length, sinks, scoring, CACHE, LAYER, SMALL
+                    results, rows, key_channels, pools, table, context_len, start, length, sinks, scoring,
+                    CACHE, LAYER, SMALL,
                 )  # fmt: skip
 
 
@@ -583,7 +592,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     do_not_specialize_on_alignment=["block_tables", "query_starts", "shared_lens", "members", "group_starts"],
 )
 def prefix_attention_kernel(  # type: ignore[no-untyped-def]
-    partials, logs, query, key_cache, value_cache, key_scales, value_scales,
+    partials, logs, query, key_cache, value_cache, key_scales, value_scales, key_channels,
     block_tables, query_starts, shared_lens, members, group_starts,
     num_groups, num_splits, first_slot, slots, queries, scale, softcap,
     stride_table, stride_q_token, stride_q_head,
@@ -610,8 +619,9 @@ def prefix_attention_kernel(  # type: ignore[no-untyped-def]
             seq = tl.load(members + group_start + index, mask=is_row, other=0)
             token = tl.load(query_starts + seq, mask=is_row, other=0).to(tl.int64)
             position = tl.full([TILE.block_m], 0, tl.int32) + end
+            rows = Rows(query, stride_q_token, stride_q_head)
             found, log = attend(
-                load_queries(Rows(query, stride_q_token, stride_q_head), token, head, is_row, position, LAYER),
+                load_queries(rows, token, head, is_row, position, key_channels, CACHE, LAYER),
                 tl.full([TILE.block_m], float("-inf"), dtype=tl.float32),
                 tl.full([TILE.block_m], 0.0, dtype=tl.float32),
                 pools_of_head(key_cache, value_cache, key_scales, value_scales, CACHE, LAYER),

@@ -294,7 +294,7 @@ class AttentionPlan:
             arrivals = zeros(self.counters, query.device)
         layer = dict(
             out=out, query=query, key_cache=as_bytes(cache.keys), value_cache=as_bytes(cache.values),
-            key_scales=cache.key_scales, value_scales=cache.value_scales,
+            key_scales=cache.key_scales, value_scales=cache.value_scales, key_channels=cache.key_channels,
             sinks=sinks, window=window or 0,
             scale=scale / softcap if softcap else scale * LOG2E, softcap=(softcap or 0.0) * LOG2E,
             partials=partials, logs=logs, arrivals=arrivals,

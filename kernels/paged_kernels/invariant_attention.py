@@ -62,7 +62,7 @@ def _finish(acc, row_max, row_sum, sinks, head, is_row, LAYER: tl.constexpr):  #
     do_not_specialize_on_alignment=["block_tables", "context_lens", "query_starts", "sinks"],
 )
 def invariant_attention_kernel(  # type: ignore[no-untyped-def]
-    out, partials, logs, query, key_cache, value_cache, key_scales, value_scales,
+    out, partials, logs, query, key_cache, value_cache, key_scales, value_scales, key_channels,
     block_tables, context_lens, query_starts, sinks,
     num_seqs, num_tokens, num_tiles, num_splits, slots, window, scale, softcap,
     stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
@@ -81,7 +81,9 @@ def invariant_attention_kernel(  # type: ignore[no-untyped-def]
         token = (start + index).to(tl.int64)
         context_len = tl.load(context_lens + seq)
         position = context_len - length + index
-        queries = load_queries(Rows(query, stride_q_token, stride_q_head), token, head, is_row, position, LAYER)
+        queries = load_queries(
+            Rows(query, stride_q_token, stride_q_head), token, head, is_row, position, key_channels, CACHE, LAYER
+        )
         pools = pools_of_head(key_cache, value_cache, key_scales, value_scales, CACHE, LAYER)
         table = block_tables + stride_table.to(tl.int64) * seq
         first_position = context_len - length + first_query

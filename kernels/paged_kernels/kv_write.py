@@ -14,7 +14,7 @@ from torch import Tensor
 from paged_kernels import layer_cache
 from paged_kernels.launch import Device, Launch, device_of
 from paged_kernels.launch_table import power_of_two, row_tile
-from paged_kernels.layer_cache import LayerCache, as_bytes, quantize
+from paged_kernels.layer_cache import LayerCache, as_bytes, quantize, scale_keys
 
 MIN_ROW_MAX = tl.constexpr(layer_cache.MIN_ROW_MAX)
 
@@ -51,11 +51,24 @@ def _store_rows(x, pool, scales, place, scale_place, mask, is_row, CACHE: tl.con
     tl.store(pool + place, x, mask=mask)
 
 
+@triton.jit
+def _scale_keys(  # type: ignore[no-untyped-def]
+    k, channels, head, d, mask, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """Return rows of keys as they are quantized, bit for bit like `paged_kernels.layer_cache.scale_keys`."""
+    if CACHE.HAS_CHANNELS:
+        channel = channels + head * HEAD_DIM + d
+        center = tl.load(channel, mask=mask, other=0.0)
+        k = (k.to(tl.float32) - center) * tl.load(channel + NUM_KV_HEADS * HEAD_DIM, mask=mask, other=0.0)
+    return k
+
+
 def _cache_arguments(cache: LayerCache) -> dict[str, Any]:
     """Return the arguments of a cache for the kernels that write into it."""
     return dict(
         key_cache=as_bytes(cache.keys), value_cache=as_bytes(cache.values),
-        key_scales=cache.key_scales, value_scales=cache.value_scales, CACHE=cache.layout,
+        key_scales=cache.key_scales, value_scales=cache.value_scales, key_channels=cache.key_channels,
+        CACHE=cache.layout,
     )  # fmt: skip
 
 
@@ -74,7 +87,7 @@ def _head_tile(device: Device, kind: str, *, num_heads: int, block_d: int, num_t
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def kv_write_kernel(  # type: ignore[no-untyped-def]
-    key, value, key_cache, value_cache, key_scales, value_scales, slots,
+    key, value, key_cache, value_cache, key_scales, value_scales, key_channels, slots,
     stride_key_token, stride_key_head, stride_value_token, stride_value_head,
     CACHE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -93,6 +106,7 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]
     is_head = head < NUM_KV_HEADS
     mask = is_head & (d < HEAD_DIM)
     k = tl.load(key + token * stride_key_token + head * stride_key_head + d, mask=mask, other=0.0)
+    k = _scale_keys(k, key_channels, head, d, mask, NUM_KV_HEADS, HEAD_DIM, CACHE)
     k_place = block * CACHE.K_BLOCK + head * CACHE.K_HEAD + offset * CACHE.K_SLOT + d
     s_place = block * CACHE.S_BLOCK + head * CACHE.S_HEAD + offset
     _store_rows(k, key_cache, key_scales, k_place, s_place, mask, is_head, CACHE)
@@ -142,6 +156,8 @@ def kv_write(
 
 def kv_write_reference(key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
     """Write one token at a time. The definition of `kv_write` for tests; slow."""
+    if cache.key_channels is not None:
+        key = scale_keys(key, cache.key_channels)
     for token, slot in enumerate(slots.tolist()):
         for rows, (pool, scales) in zip((key, value), cache.pools, strict=True):
             if slot < 0 or rows is None:
@@ -190,7 +206,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def rope_kv_write_kernel(  # type: ignore[no-untyped-def]
     out, query, key, value, query_weight, key_weight, cos, sin, eps,
-    key_cache, value_cache, key_scales, value_scales, slots,
+    key_cache, value_cache, key_scales, value_scales, key_channels, slots,
     stride_query_token, stride_query_head, stride_key_token, stride_key_head, stride_value_token, stride_value_head,
     stride_cos_token, stride_sin_token,
     CACHE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -229,6 +245,7 @@ def rope_kv_write_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     head = (first_head + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
     is_head = head < NUM_KV_HEADS
+    k = _scale_keys(k, key_channels, head, d, is_head & within, NUM_KV_HEADS, HEAD_DIM, CACHE)
     v = tl.load(value + token * stride_value_token + head * stride_value_head + d, mask=is_head & within, other=0.0)
     k_place = block * CACHE.K_BLOCK + head * CACHE.K_HEAD + offset * CACHE.K_SLOT + d
     v_place = block * CACHE.V_BLOCK + head * CACHE.V_HEAD + offset * CACHE.V_SLOT + d
@@ -362,7 +379,7 @@ def _rotated(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def latent_kv_write_kernel(  # type: ignore[no-untyped-def]
-    out, query, latents, weight, eps, cos, sin, key_cache, value_cache, key_scales, value_scales, slots,
+    out, query, latents, weight, eps, cos, sin, key_cache, value_cache, key_scales, value_scales, key_channels, slots,
     stride_query_token, stride_query_head, stride_latents, stride_cos, stride_sin,
     CACHE: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     FROM_PAIRS: tl.constexpr, TO_PAIRS: tl.constexpr,

@@ -6,6 +6,11 @@ A quantized pool stores, for each token and KV head, one-byte codes and one scal
 element of a row gets the format's largest code, and every other element the nearest code (ties to even). The error of
 an element is at most max|x| / 254 in int8, and in fp8 (e4m3) at most |x| / 16, or max|x| / 458752 where that is more.
 A row with an element that is not finite gets the scale NaN, so all attention over it is NaN.
+
+Of keys, a few channels have much larger elements than the others, and would set the scale of all (KIVI,
+arXiv:2402.02750). So the channels of keys are brought to a similar size first: a center is subtracted, and the rest is
+multiplied by a power of two. Queries are multiplied by its inverse, so that their products with keys stay the same.
+The center changes all scores of a query alike, which the softmax does not notice.
 """
 
 import itertools
@@ -40,6 +45,7 @@ class CacheLayout(NamedTuple):
     V_SLOT: int
     S_BLOCK: int
     S_HEAD: int
+    HAS_CHANNELS: bool  # whether channels of keys and queries are scaled
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +60,7 @@ class LayerCache:
     values: Tensor  # [num_blocks, num_kv_heads, block_size, value_dim] of the type of keys
     key_scales: Tensor | None = None  # [num_blocks, num_kv_heads, block_size] fp32
     value_scales: Tensor | None = None  # shape and type of key_scales
+    key_channels: Tensor | None = None  # [3, num_kv_heads, head_dim] fp32: see `scale_keys`; None: no channel is scaled
     shares_memory: bool = False  # whether values and their scales are views of keys and their scales
     batch_invariant: bool = False  # whether the attention of a query must not depend on the rest of its batch
 
@@ -71,6 +78,10 @@ class LayerCache:
             assert (scales is None) == (self.format is None), self.keys.dtype
             assert scales is None or (scales.shape == self.keys.shape[:3] and scales.dtype == torch.float32)
             assert scales is None or scales.stride() == (*self.scale_strides, 1)
+        if self.key_channels is not None:
+            assert self.format and not self.shares_memory
+            assert self.key_channels.shape == (3, self.keys.shape[1], self.keys.shape[3])
+            assert self.key_channels.dtype == torch.float32 and self.key_channels.is_contiguous()
 
     @property
     def value_dim(self) -> int:
@@ -90,8 +101,14 @@ class LayerCache:
     @cached_property
     def layout(self) -> CacheLayout:
         """The constants of the cache in the Triton kernels."""
-        strides = *self.keys.stride()[:3], *self.values.stride()[:3], *self.scale_strides
-        return CacheLayout(self.keys.shape[2], self.format, MAX_CODE.get(self.keys.dtype), *strides)
+        k_block, k_head, k_slot = self.keys.stride()[:3]
+        v_block, v_head, v_slot = self.values.stride()[:3]
+        s_block, s_head = self.scale_strides
+        return CacheLayout(
+            self.keys.shape[2], self.format, MAX_CODE.get(self.keys.dtype),
+            k_block, k_head, k_slot, v_block, v_head, v_slot, s_block, s_head,
+            HAS_CHANNELS=self.key_channels is not None,
+        )  # fmt: skip
 
     @property
     def pools(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
@@ -143,6 +160,25 @@ class BlockPair:
 
 
 # --- quantization -----------------------------------------------------------------------------------------------------
+
+
+def plain_channels(num_kv_heads: int, head_dim: int, device: torch.device) -> Tensor:
+    """Return channels [3, num_kv_heads, head_dim] that leave keys and queries as they are."""
+    return torch.tensor([0.0, 1.0, 1.0], device=device)[:, None, None].repeat(1, num_kv_heads, head_dim)
+
+
+def scale_keys(keys: Tensor, channels: Tensor) -> Tensor:
+    """Return what is quantized of keys [..., num_kv_heads, head_dim], in fp32.
+
+    channels: the center of each channel, its factor, and the inverse of the factor, [3, num_kv_heads, head_dim] fp32.
+    """
+    return (keys.float() - channels[0]) * channels[1]
+
+
+def scale_queries(queries: Tensor, channels: Tensor) -> Tensor:
+    """Return queries [..., num_heads, head_dim] for keys that `scale_keys` has scaled."""
+    group = queries.shape[-2] // channels.shape[1]
+    return (queries.float() * channels[2].repeat_interleave(group, dim=0)).to(queries.dtype)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -134,6 +134,8 @@ def paged_attention_reference(
         keys, values = (
             pool[place].float() * (1 if scales is None else scales[place][..., None]) for pool, scales in cache.pools
         )
+        if cache.key_channels is not None:  # the center changes all scores of a query alike
+            keys = keys * cache.key_channels[2]
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", query[rows].float(), keys) * scale
         if softcap is not None:

@@ -14,6 +14,7 @@ from paged_backend.execution.graphs import GraphCapture, GraphShape, draft_shape
 from paged_backend.execution.runner import Drafter, Runner
 from paged_backend.kv.cache import KVCache, StateCache, populate_in_background
 from paged_backend.loading.model_loader import LoadedModel
+from paged_backend.models.attention import scale_channels
 from paged_backend.models.decoder import FusedDecoder
 from paged_backend.utils.startup import Progress
 
@@ -36,6 +37,7 @@ def build_runner(
         return StateCache.allocate(shapes, num_slots=num_slots, device=device, pinned=pinned) if num_slots else None
 
     kv, drafter, threads = KVCache.allocate(layout, pools.num_pages, device), None, None
+    scale_channels(loaded.model, kv)
     if device.type == "cpu":
         populate_in_background(kv)
         fused = FusedDecoder.of(loaded.model)
@@ -43,6 +45,7 @@ def build_runner(
         threads = CpuThreads(config.ranks_per_node, is_native=is_native)
     if loaded.draft:
         drafter = Drafter(loaded.draft.model, kv.layer_range(len(loaded.spec.layers), len(kv.layers)))
+        scale_channels(drafter.model, drafter.kv)
     return Runner(
         loaded.model,
         kv,

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from paged_backend.api.block_layout import BlockLayout, LayerKind, WindowKind
 from paged_kernels.cpu.huge_pages import HUGE_PAGE, populate_pages, request_huge_pages
-from paged_kernels.layer_cache import FORMATS, LayerCache
+from paged_kernels.layer_cache import FORMATS, LayerCache, plain_channels
 
 SCALE = torch.float32
 ALIGNMENT = 16  # bytes: of every tensor in a page, and of a page; what a copy kernel moves at a time
@@ -99,6 +99,10 @@ class LayerShape:
             offset += _aligned(nbytes)
         if self.latent:
             cache = LayerCache.latent(views[0], self.value_dim or self.head_dim, *views[1:])
+        elif dtype in FORMATS:
+            cache = replace(
+                LayerCache(*views), key_channels=plain_channels(self.num_kv_heads, self.head_dim, memory.device)
+            )
         else:
             cache = LayerCache(*views)
         return replace(cache, batch_invariant=self.batch_invariant)

@@ -1,7 +1,8 @@
-"""Records the attention calls and the masks of one forward pass of an unmodified model."""
+"""Records the attention calls, the masks and the sizes of keys in forward passes of an unmodified model."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from paged_backend.models import recurrent
 from paged_backend.models.attention import AttentionSpec, UnsupportedModel
 from paged_backend.models.pipeline import Stage
 
-PROBE = "paged_llm_probe"
+PROBE, BIAS_PROBE = "paged_llm_probe", "paged_llm_bias_probe"
+CENTER_POSITIONS, CENTER_STEP = 64, 64  # a center is the mean over 64 of the first 4,096 positions
 _TO_VALUE = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.item.default,
@@ -147,6 +149,76 @@ def _stateful_names(layer: nn.Module) -> set[str]:
 
 def _shown(windows: set[int | None]) -> str:
     return ", ".join(str(window) for window in sorted(windows - {None}, key=int)) or "none"  # type: ignore[arg-type]
+
+
+def find_key_channels(model: PreTrainedModel) -> None:
+    """Set the `key_channels` of attention modules: the center and the size of each channel of their keys, for caches in
+    one byte (`paged_kernels.layer_cache.scale_keys`).
+
+    They follow from the weights, so that all instances of a model agree. A bias, rotated by a position, is the key of a
+    token without any features. Its mean over positions is the center; its variance and that of the projection, or of
+    the norm after it, are the channel's. Weights that are not linear layers count as equal in all channels.
+    """
+    AttentionInterface.register(BIAS_PROBE, _set_channels)
+    AttentionMaskInterface.register(BIAS_PROBE, lambda **rest: None)
+    model.set_attn_implementation(BIAS_PROBE)
+    modules = [module for module in model.modules() if _has_bias(module)]
+    hooks = [module.register_forward_pre_hook(_without_features, with_kwargs=True) for module in modules]
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or CENTER_POSITIONS * CENTER_STEP
+    count = min(CENTER_POSITIONS, limit) if modules else 1
+    positions = torch.arange(count, device=model.device)[None] * max(1, min(CENTER_STEP, limit // CENTER_POSITIONS))
+    try:
+        with torch.inference_mode():
+            model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _has_bias(module: nn.Module) -> bool:
+    """Return whether this is a module that knows its layer, and a parameter of it is a bias."""
+    return hasattr(module, "layer_idx") and any(name.endswith("bias") for name, _ in module.named_parameters())
+
+
+def _without_features(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Replace the hidden states of a call by zeros."""
+    if args:
+        return (torch.zeros_like(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": torch.zeros_like(kwargs["hidden_states"])}
+
+
+def _set_channels(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **rest: Any
+) -> tuple[Tensor, None]:
+    """Set the channels of a layer's keys, as its attention function."""
+    center = torch.zeros_like(key[0, :, 0], dtype=torch.float64)
+    variance = _variance(module, center)
+    if _has_bias(module):
+        biases = key[0].double()
+        variance += biases.var(dim=1, correction=0)
+        # Soft-capped scores, and the sinks beside scores, do not bear a shift.
+        if not rest.get("softcap") and rest.get("s_aux") is None:
+            center = biases.mean(dim=1)
+        else:
+            variance += biases.mean(dim=1).square()
+    top = float(variance.max())
+    exponent = (0.5 * (variance / top).clamp(min=2.0**-40).log2()).round() if 0 < top < math.inf else center * 0
+    module.key_channels = torch.stack((center, torch.exp2(-exponent), torch.exp2(exponent))).float()
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _variance(module: nn.Module, like: Tensor) -> Tensor:
+    """Return the variance of each channel of keys without their biases [num_kv_heads, head_dim], for inputs of variance
+    1. 0 for other modules than the usual ones."""
+    norm: Any = getattr(module, "k_norm", None)
+    projection: Any = getattr(module, "k_proj", None)
+    weight = getattr(norm, "weight", None)
+    if weight is not None and weight.numel() in (like.shape[1], like.numel()):
+        found = norm(torch.ones_like(weight)).double().square()  # some norms multiply by 1 + weight
+        return found.expand(len(like), -1).clone() if found.numel() == like.shape[1] else found.view_as(like).clone()
+    if type(projection) is nn.Linear and len(projection.weight) == like.numel():
+        return projection.weight.double().square().sum(dim=1).view_as(like)
+    return torch.zeros_like(like)
 
 
 class _NoValues(TorchDispatchMode):

@@ -46,11 +46,11 @@ from paged_backend.execution.runner import paged_logits
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.kv import sequence
 from paged_backend.kv.cache import CacheLayout, KVCache, LayerShape, StateCache
-from paged_backend.loading.attention_probe import Probed, probe_layers
+from paged_backend.loading.attention_probe import Probed, find_key_channels, probe_layers
 from paged_backend.loading.earlier_starts import EarlierStarts, Outcome, OutdatedOutcome
 from paged_backend.loading.shallow_copy import WINDOW, layer_modules, representative_layers, shallow_copy
 from paged_backend.models import recurrent, rope
-from paged_backend.models.attention import ATTENTION, UnsupportedModel
+from paged_backend.models.attention import ATTENTION, UnsupportedModel, scale_channels
 from paged_backend.models.batch_invariance import check_invariance
 from paged_backend.models.latent_attention import find_latent_layers
 from paged_backend.models.model_variants import ModelVariant, model_variants
@@ -60,6 +60,7 @@ from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.utils.startup import Progress, startup_log
 from paged_kernels.compilation import compile_ahead
+from paged_kernels.layer_cache import FORMATS
 
 log = logging.getLogger("paged_llm")
 
@@ -125,6 +126,8 @@ def verify_model(
     name = type(model).__name__
     try:
         probed = probe_layers(model)
+        if kv_dtype in FORMATS:
+            find_key_channels(model)
         if outcome:
             layers = _restore(model, probed, outcome, options, quantizer)
             progress.advance()
@@ -308,6 +311,8 @@ class Proof:
     def _failure_of(self, names: Set[str], dtype: torch.dtype, depth: int) -> UnsupportedModel | None:
         model = shallow_copy(self._model, range(depth), dtype)
         probed = probe_layers(model)
+        if dtype in FORMATS:
+            find_key_channels(model)
         expected = _expect(model, _prompts(model, ()), lambda: None)
         options = self._options._replace(kv_dtype=dtype)
         layers, base = _paged(model, probed, options, partial(_latent_failure, model, expected, options))
@@ -578,6 +583,7 @@ def _paged_logits_of(
     decode step. By default the long prompt takes two chunks; the short one runs beside the first of them."""
     width = -(-len(prompts[0]) // block_size)
     kv = KVCache.allocate(CacheLayout.of(layers, block_size, dtype), 2 * width + 1, model.device)
+    scale_channels(model, kv)
     long, short = (_greedy_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))
     long.tables, short.tables = [list(range(2 * width, 0, -2))], [list(range(1, 2 * width, 2))]
     states = None

@@ -101,6 +101,14 @@ def attend(
     return function(query[0].transpose(0, 1), cache, paging, spec)[None], None
 
 
+def scale_channels(model: nn.Module, kv: KVCache) -> None:
+    """Scale the channels of the model's keys in a quantized cache from now on. The cache must be empty."""
+    for module in model.modules():
+        channels = vars(module).get("key_channels")
+        if channels is not None and (target := kv.layers[module.layer_idx].key_channels) is not None:
+            target.copy_(channels)
+
+
 def attend_pages(query: Tensor, cache: LayerCache, paging: Paging, spec: AttentionSpec) -> Tensor:
     """Compute the attention of packed queries [num_tokens, num_heads, head_dim].
 

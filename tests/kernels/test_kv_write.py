@@ -1,5 +1,6 @@
 """kv_write against the reference: in the interpreter, on a GPU and on a CPU."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -102,7 +103,7 @@ def with_shorter_values(write, value_dim: int):
 
     def write_both(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         values = cache.values[..., :value_dim].contiguous()
-        write(key, value[..., :value_dim], LayerCache(cache.keys, values, cache.key_scales, cache.value_scales), slots)
+        write(key, value[..., :value_dim], replace(cache, values=values), slots)
         cache.values.zero_()
         cache.values[..., :value_dim] = values
 

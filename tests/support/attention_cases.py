@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from paged_kernels.layer_cache import FORMATS, LayerCache, quantize
+from paged_kernels.layer_cache import FORMATS, LayerCache, quantize, scale_keys
 from paged_kernels.paging import Paging
 
 # (query_len, context_len) of each sequence of a batch
@@ -147,6 +147,14 @@ def replace_paging(paging: Paging, **changes: object) -> Paging:
     return Paging(**{**_fields(paging), **changes})
 
 
+def make_channels(num_kv_heads: int, head_dim: int, device: torch.device, *, centered: bool) -> Tensor:
+    """Make centers, powers of two and their inverses, [3, num_kv_heads, head_dim]."""
+    generator = torch.Generator().manual_seed(9)
+    factors = torch.exp2(torch.randint(-3, 4, (num_kv_heads, head_dim), generator=generator))
+    center = torch.randn(factors.shape, generator=generator) * centered
+    return torch.stack((center, factors, 1 / factors)).to(device)
+
+
 def make_cache(
     pool: Tensor,
     format: str | None,
@@ -155,18 +163,28 @@ def make_cache(
     head_dim: int | None = None,
     value_dim: int | None = None,
     latent: bool = False,
+    centered: bool = True,
 ) -> LayerCache:
     """Make a cache from keys and values in one tensor [num_blocks, 2, num_kv_heads, block_size, size].
 
     head_dim, value_dim: the elements that are used of a key and a value; None: all. latent: values are views of keys.
+    centered: whether the keys of a quantized cache have a center other than 0.
     """
-    joint = [pool]
+    joint, channels = [pool], None
     for dtype in (dtype for dtype, name in FORMATS.items() if name == format):
+        if not latent:
+            channels = make_channels(pool.shape[2], head_dim or pool.shape[4], pool.device, centered=centered)
+            pool = pool.float()
+            pool[:, 0, ..., :head_dim] = scale_keys(pool[:, 0, ..., :head_dim].transpose(1, 2), channels).transpose(
+                1, 2
+            )
         joint = list(quantize(pool, dtype))
     parts = [half for tensor in joint for half in (tensor[:, 0], tensor[:, 1])]
     parts[:2] = parts[0][..., :head_dim], parts[1][..., :value_dim]
     parts = parts if strided else [part.contiguous() for part in parts]
-    return LayerCache.latent(parts[0], value_dim or pool.shape[-1], *parts[2:3]) if latent else LayerCache(*parts)
+    if latent:
+        return LayerCache.latent(parts[0], value_dim or pool.shape[-1], *parts[2:3])
+    return LayerCache(*parts, key_channels=channels) if channels is not None else LayerCache(*parts)
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Inputs:
@@ -189,7 +207,9 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int =
         pool[table[position // case.block_size], :, :, position % case.block_size] = context
         contexts.append(context)
     query = torch.randn((len(paging.slots), heads + 2, case.head_dim), generator=generator).to(device, dtype)
-    sizes = dict(head_dim=case.head_dim, value_dim=value_dim, latent=case.latent)
+    # Sinks and soft-caps are not the same after a shift of all scores.
+    centered = not case.sinks and case.softcap is None
+    sizes = dict(head_dim=case.head_dim, value_dim=value_dim, latent=case.latent, centered=centered)
     query, cache = query[:, :heads], make_cache(pool.to(device, dtype), case.format, strided=case.strided, **sizes)
     query = query if case.strided else query.contiguous()
     sinks = torch.randn(heads, generator=generator).to(device, dtype) if case.sinks else None

@@ -208,7 +208,7 @@ def paged_attention(
     same_size = cache.value_dim == query.shape[2]
     out = _like(query) if same_size else query.new_empty(*query.shape[:2], cache.value_dim)
     _operator("paged_attention")(
-        out, _dense(query), cache.keys, cache.values, cache.key_scales, cache.value_scales,
+        out, _dense(query), cache.keys, cache.values, cache.key_scales, cache.value_scales, cache.key_channels,
         paging.block_tables, paging.context_lens, paging.query_starts,
         scale, sliding_window or 0, softcap or 0.0, sinks if sinks is None else sinks.to(query.dtype).contiguous(),
         _index(level),
@@ -220,7 +220,8 @@ def kv_write(key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor
     """Compute `paged_kernels.kv_write.kv_write`."""
     _operator("kv_write")(
         _dense(key), None if value is None else _dense(value),
-        cache.keys, cache.values, cache.key_scales, cache.value_scales, slots.contiguous(), _index(level),
+        cache.keys, cache.values, cache.key_scales, cache.value_scales, cache.key_channels,
+        slots.contiguous(), _index(level),
     )  # fmt: skip
 
 
@@ -242,7 +243,7 @@ def rope_kv_write(
     out = _like(query)
     _operator("rope_kv_write")(
         out, _dense(query), _dense(key), _dense(value), _dense(cos), _dense(sin.to(cos.dtype)),
-        cache.keys, cache.values, cache.key_scales, cache.value_scales, slots.contiguous(),
+        cache.keys, cache.values, cache.key_scales, cache.value_scales, cache.key_channels, slots.contiguous(),
         query_weight, key_weight, eps, _index(level),
     )  # fmt: skip
     return out
@@ -333,8 +334,9 @@ class DecoderLayers:
         values = [cache.values for cache in caches]
         key_scales = [cache.key_scales for cache in caches if cache.key_scales is not None]
         value_scales = [cache.value_scales for cache in caches if cache.value_scales is not None]
+        key_channels = [cache.key_channels for cache in caches if cache.key_channels is not None]
         result: Tensor = _operator("decoder_layers")(
-            self._numbers, stream, cos, sin, keys, values, key_scales, value_scales,
+            self._numbers, stream, cos, sin, keys, values, key_scales, value_scales, key_channels,
             paging.slots, paging.block_tables, paging.context_lens, paging.query_starts,
         )  # fmt: skip
         return result

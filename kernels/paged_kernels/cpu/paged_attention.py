@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_kernels.layer_cache import LayerCache, as_bytes, dequantize
+from paged_kernels.layer_cache import LayerCache, as_bytes, dequantize, scale_queries
 from paged_kernels.paging import Paging
 
 QUERY_TILE = 256  # rows of a prefill chunk per call
@@ -193,6 +193,8 @@ def paged_attention(
     group = num_heads // num_kv_heads
     value_dim, stored = cache.value_dim, 0 if cache.shares_memory else cache.value_dim
     out = torch.zeros((*query.shape[:2], value_dim), dtype=query.dtype)
+    if cache.key_channels is not None:
+        query = scale_queries(query, cache.key_channels)
     for call in paging.plan(LayerKey(num_kv_heads, block_size, head_dim, stored, query.dtype, sliding_window)):
         keys = _gather(cache.keys, cache.key_scales, call, call.keys)
         if cache.shares_memory:

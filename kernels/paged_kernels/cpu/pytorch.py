@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_kernels.cpu import native
-from paged_kernels.layer_cache import BlockPair, LayerCache, quantize
+from paged_kernels.layer_cache import BlockPair, LayerCache, quantize, scale_keys
 
 
 def kv_write(key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
@@ -13,6 +13,8 @@ def kv_write(key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor
     if len(slots) and int(slots.min()) < 0:
         written = slots >= 0
         key, value, slots = key[written], None if value is None else value[written], slots[written]
+    if cache.key_channels is not None:
+        key = scale_keys(key, cache.key_channels)
     block_size = cache.keys.shape[2]
     block, offset = slots // block_size, slots % block_size
     for new, (pool, scales) in zip((key, value), cache.pools, strict=True):

@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 1 << 20  # maximum size of a file besides pages and tokens
 MAX_PREFIX_BYTES = 1 << 26  # maximum size of the prefix tokens, four bytes each
 PAGES, TOKENS = "pages", "tokens"  # names of the tensors that hold the block and its prefix
 TOKEN_TYPE = torch.int32
-FORMAT_VERSION = "5"  # part of the fingerprint; changed with the format
+FORMAT_VERSION = "6"  # part of the fingerprint; changed with the format
 
 
 class DiskStalled(Exception):

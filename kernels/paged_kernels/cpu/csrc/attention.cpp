@@ -228,6 +228,17 @@ INLINE void finish(const Attention& call, int token, int head, const float* sums
 
 // --- an item --------------------------------------------------------------------------------------------------------
 
+// Scales the channels of a query, like `layer_cache.scale_queries`. Returns `to`.
+INLINE const void* scale_query(const Attention& call, int kv_head, const void* query, void* to) {
+  const int head_dim = call.cache.head_dim;
+  const float* factor = call.cache.key_channels + (int64_t)(2 * call.cache.num_kv_heads + kv_head) * head_dim;
+  DISPATCH_FLOAT(call.type, T, {
+    for (int d = 0; d < head_dim; d += W)
+      narrow<T>(at<T>(to, d), widen<T>(at<T>(query, d), head_dim - d) * widen<Type::f32>(factor + d, head_dim - d), head_dim - d);
+  });
+  return to;
+}
+
 template <bool PAIRS>
 INLINE void pack_query(const Attention& call, const Item& item, Scratch& s, int group) {
   const int head_dim = call.cache.head_dim, elements = PAIRS ? 2 : 1;
@@ -236,10 +247,13 @@ INLINE void pack_query(const Attention& call, const Item& item, Scratch& s, int 
     for (int h = 0; h < group; h++) {
       uint32_t* to = s.query + (int64_t)(q * group + h) * s.query_stride;
       const int64_t place = (item.first_query + q) * call.query.token_stride + (item.kv_head * group + h) * call.query.head_stride;
+      const void* row = (const char*)call.query.data + place * bytes(call.type);
+      alignas(64) float scaled[max_head_dim];
+      if (call.cache.key_channels) row = scale_query(call, item.kv_head, row, scaled);
       for (int u = 0; u < s.query_stride; u += W) {
         const int d = u * elements;
         vu unit = {};
-        if (d < head_dim) DISPATCH_FLOAT(call.type, T, unit = units<PAIRS, T>(at<T>(call.query.data, place), d, head_dim));
+        if (d < head_dim) DISPATCH_FLOAT(call.type, T, unit = units<PAIRS, T>(row, d, head_dim));
         store(to + u, unit);
       }
     }

@@ -10,32 +10,32 @@
 namespace paged {
 namespace {
 
-void paged_attention(Tensor out, Tensor query, Tensor keys, Tensor values, OptionalTensor key_scales, OptionalTensor value_scales,
+void paged_attention(Tensor out, Tensor query, Tensor keys, Tensor values, OptionalTensor key_scales, OptionalTensor value_scales, OptionalTensor key_channels,
                      Tensor block_tables, Tensor context_lens, Tensor query_starts, double scale, int64_t window,
                      double softcap, OptionalTensor sinks, int64_t level) {
-  const Attention call = attention_call(out.data_ptr(), type_of(query), rows_of(query), query.size(0), query.size(1), cache_of(keys, values, key_scales, value_scales),
+  const Attention call = attention_call(out.data_ptr(), type_of(query), rows_of(query), query.size(0), query.size(1), cache_of(keys, values, key_scales, value_scales, key_channels),
                                         block_tables, context_lens, query_starts, {scale, window, softcap, sinks});
   std::memset(call.out, 0, out.numel() * bytes(call.type));  // padding rows stay zero
   auto program = std::make_unique<Program>();
   add_attention(*program, level_of(level), call, plan_attention(call));
-  keep(*program, query, keys, values, key_scales, value_scales, block_tables, context_lens, query_starts, sinks);
+  keep(*program, query, keys, values, key_scales, value_scales, key_channels, block_tables, context_lens, query_starts, sinks);
   run(std::move(program));
 }
 
 int64_t written_elements(const Cache& cache) { return (int64_t)cache.num_kv_heads * (cache.head_dim + (cache.shared ? 0 : cache.value_dim)); }
 
-void kv_write(Tensor key, OptionalTensor value, Tensor keys, Tensor values, OptionalTensor key_scales, OptionalTensor value_scales, Tensor slots,
+void kv_write(Tensor key, OptionalTensor value, Tensor keys, Tensor values, OptionalTensor key_scales, OptionalTensor value_scales, OptionalTensor key_channels, Tensor slots,
               int64_t level) {
-  const Cache cache = cache_of(keys, values, key_scales, value_scales);
+  const Cache cache = cache_of(keys, values, key_scales, value_scales, key_channels);
   if (!value && !cache.shared) throw std::runtime_error("kv_write: no values for a cache that stores them");
   const Write call{type_of(key), rows_of(key), value ? rows_of(*value) : Rows{}, cache, (const int64_t*)slots.data_ptr()};
   run(token_task(rotations, level_of(level).write, call, slots.size(0), written_elements(cache)));
 }
 
 void rope_kv_write(Tensor out, Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor keys,
-                   Tensor values, OptionalTensor key_scales, OptionalTensor value_scales, Tensor slots, OptionalTensor query_weight,
+                   Tensor values, OptionalTensor key_scales, OptionalTensor value_scales, OptionalTensor key_channels, Tensor slots, OptionalTensor query_weight,
                    OptionalTensor key_weight, double eps, int64_t level) {
-  const Cache cache = cache_of(keys, values, key_scales, value_scales);
+  const Cache cache = cache_of(keys, values, key_scales, value_scales, key_channels);
   const Write write{type_of(key), rows_of(key), rows_of(value), cache, (const int64_t*)slots.data_ptr()};
   const Rotation call = rotation_call(out.data_ptr(), rows_of(query), query.size(1), write, cos, sin, query_weight, key_weight, eps);
   run(token_task(rotations, level_of(level).rotate, call, slots.size(0), query.size(1) * cache.head_dim + written_elements(cache)));
@@ -94,14 +94,14 @@ EXPORTED void paged_pool_counts(int64_t* to) {
 STABLE_TORCH_LIBRARY(paged_cpu, m) {
   m.def(
       "paged_attention(Tensor(a!) out, Tensor query, Tensor keys, Tensor values, Tensor? key_scales, "
-      "Tensor? value_scales, Tensor block_tables, Tensor context_lens, Tensor query_starts, float scale, int window, "
+      "Tensor? value_scales, Tensor? key_channels, Tensor block_tables, Tensor context_lens, Tensor query_starts, float scale, int window, "
       "float softcap, Tensor? sinks, int level) -> ()");
   m.def(
       "kv_write(Tensor key, Tensor? value, Tensor(a!) keys, Tensor(b!) values, Tensor(c!)? key_scales, "
-      "Tensor(d!)? value_scales, Tensor slots, int level) -> ()");
+      "Tensor(d!)? value_scales, Tensor? key_channels, Tensor slots, int level) -> ()");
   m.def(
       "rope_kv_write(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(b!) keys, "
-      "Tensor(c!) values, Tensor(d!)? key_scales, Tensor(e!)? value_scales, Tensor slots, Tensor? query_weight, "
+      "Tensor(c!) values, Tensor(d!)? key_scales, Tensor(e!)? value_scales, Tensor? key_channels, Tensor slots, Tensor? query_weight, "
       "Tensor? key_weight, float eps, int level) -> ()");
   m.def("add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, int level) -> (Tensor, Tensor)");
   m.def("swiglu(Tensor gate_up, int level) -> Tensor");
@@ -116,7 +116,7 @@ STABLE_TORCH_LIBRARY(paged_cpu, m) {
   m.def("free_layer(int layer) -> ()");
   m.def(
       "decoder_layers(int[] layers, Tensor stream, Tensor cos, Tensor sin, Tensor(a!)[] keys, Tensor(b!)[] values, "
-      "Tensor(c!)[] key_scales, Tensor(d!)[] value_scales, Tensor slots, Tensor block_tables, Tensor context_lens, "
+      "Tensor(c!)[] key_scales, Tensor(d!)[] value_scales, Tensor[] key_channels, Tensor slots, Tensor block_tables, Tensor context_lens, "
       "Tensor query_starts) -> Tensor");
   m.def(
       "make_experts(Tensor[] groups, Tensor?[] scales, Tensor?[] mins, Tensor?[] biases, int[] block_inputs, "

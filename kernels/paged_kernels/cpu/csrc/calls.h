@@ -33,6 +33,7 @@ struct Cache {
   int num_blocks, num_kv_heads, block_size, head_dim, value_dim;  // head_dim: elements of a key
   Pool keys, values;
   bool shared;  // values are the first elements of the keys, in the same memory
+  const float* key_channels;  // [3, num_kv_heads, head_dim], see layer_cache.scale_keys; null: no channel is scaled
 };
 
 struct Attention {

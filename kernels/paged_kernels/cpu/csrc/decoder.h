@@ -92,12 +92,13 @@ int64_t make_layer(Tensor norm, double eps, int64_t num_heads, bool rotates, Opt
 
 void free_layer(int64_t layer) { made_layers.remove(layer); }
 
-// Returns the residual stream after these layers. keys, values and scales are those of each layer; the scales are empty
-// if the cache is not quantized. All tensors of the step must be dense.
+// Returns the residual stream after these layers. keys, values, scales and centers are those of each layer; scales and
+// centers are empty if the cache is not quantized. All tensors of the step must be dense.
 Tensor decoder_layers(std::vector<int64_t> layers, Tensor stream, Tensor cos, Tensor sin, std::vector<Tensor> keys, std::vector<Tensor> values,
-                      std::vector<Tensor> key_scales, std::vector<Tensor> value_scales, Tensor slots, Tensor block_tables, Tensor context_lens,
+                      std::vector<Tensor> key_scales, std::vector<Tensor> value_scales, std::vector<Tensor> key_channels, Tensor slots, Tensor block_tables, Tensor context_lens,
                       Tensor query_starts) {
-  if (keys.size() != layers.size() || values.size() != layers.size() || key_scales.size() != value_scales.size() || (!key_scales.empty() && key_scales.size() != layers.size()))
+  if (keys.size() != layers.size() || values.size() != layers.size() || key_scales.size() != value_scales.size() || (!key_scales.empty() && key_scales.size() != layers.size()) ||
+      (!key_channels.empty() && key_channels.size() != layers.size()))
     throw std::runtime_error("decoder_layers: " + std::to_string(layers.size()) + " layers with " + std::to_string(keys.size()) + " caches");
   auto program = std::make_unique<Program>();
   Step step{cos, sin, slots, block_tables, context_lens, query_starts, stream, stream, stream, stream, stream, {}};
@@ -116,14 +117,14 @@ Tensor decoder_layers(std::vector<int64_t> layers, Tensor stream, Tensor cos, Te
   // Not in place: an item may be computed again while another thread has written its result.
   Tensor input = stream, outputs[] = {rows_like(stream, stream.size(1)), rows_like(stream, stream.size(1))};
   for (size_t i = 0; i < layers.size(); i++) {
-    const OptionalTensor none;
-    const Cache cache = cache_of(keys[i], values[i], key_scales.empty() ? none : OptionalTensor(key_scales[i]), value_scales.empty() ? none : OptionalTensor(value_scales[i]));
+    const auto of_layer = [i](const std::vector<Tensor>& tensors) { return tensors.empty() ? OptionalTensor() : OptionalTensor(tensors[i]); };
+    const Cache cache = cache_of(keys[i], values[i], of_layer(key_scales), of_layer(value_scales), of_layer(key_channels));
     if (cache.value_dim != cache.head_dim) throw std::runtime_error("decoder_layers: keys of " + std::to_string(cache.head_dim) + " elements, values of " + std::to_string(cache.value_dim));
     add_layer(*program, *used[i], cache, step, input, outputs[i % 2]);
     input = outputs[i % 2];
   }
   keep(*program, stream, outputs[0], outputs[1], step.projected, step.rotated, step.attended, step.inner, step.middle, cos, sin, slots, block_tables, context_lens, query_starts);
-  program->keep(std::make_shared<std::vector<std::vector<Tensor>>>(std::vector<std::vector<Tensor>>{keys, values, key_scales, value_scales}));
+  program->keep(std::make_shared<std::vector<std::vector<Tensor>>>(std::vector<std::vector<Tensor>>{keys, values, key_scales, value_scales, key_channels}));
   program->keep(std::make_shared<std::vector<std::shared_ptr<const Layer>>>(std::move(used)));
   run(std::move(program));
   return input;

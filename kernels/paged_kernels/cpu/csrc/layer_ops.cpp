@@ -54,6 +54,13 @@ INLINE void write_row(const float* row, int size, const Cache& cache, const Pool
     narrow<T>(at<T>(pool.data, place + d), load<vf>(row + d), size - d);
 }
 
+// Scales the channels of a key, padded with zeros to a multiple of W, like `layer_cache.scale_keys`.
+INLINE void scale_key(float* row, const Cache& cache, int head) {
+  const float* center = cache.key_channels + (int64_t)head * cache.head_dim;
+  const float* factor = center + (int64_t)cache.num_kv_heads * cache.head_dim;
+  for (int d = 0; d < cache.head_dim; d++) row[d] = (row[d] - center[d]) * factor[d];
+}
+
 template <Type T>
 INLINE void read_row(const Rows& rows, int64_t token, int head, int head_dim, float* row) {
   const int64_t place = token * rows.token_stride + head * rows.head_stride;
@@ -68,10 +75,11 @@ INLINE void copy_row(const Rows& rows, int64_t token, int head, int size, const 
 }
 
 template <Type T>
-INLINE void write_head(const Rows& rows, int64_t token, int head, int size, const Cache& cache, const Pool& pool, int64_t slot) {
+INLINE void write_head(const Rows& rows, int64_t token, int head, int size, const Cache& cache, const Pool& pool, int64_t slot, bool scaled = false) {
   if (!pool.scales) return copy_row<T>(rows, token, head, size, cache, pool, slot);
   alignas(64) float row[max_head_dim + W];
   read_row<T>(rows, token, head, size, row);
+  if (scaled) scale_key(row, cache, head);
   write_row<T>(row, size, cache, pool, slot, head);
 }
 
@@ -104,7 +112,7 @@ void write(const Write& call, int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; token++) {
       if (call.slots[token] < 0) continue;
       for (int head = 0; head < call.cache.num_kv_heads; head++) {
-        write_head<T>(call.key, token, head, call.cache.head_dim, call.cache, call.cache.keys, call.slots[token]);
+        write_head<T>(call.key, token, head, call.cache.head_dim, call.cache, call.cache.keys, call.slots[token], call.cache.key_channels);
         if (!call.cache.shared) write_head<T>(call.value, token, head, call.cache.value_dim, call.cache, call.cache.values, call.slots[token]);
       }
     }
@@ -133,6 +141,7 @@ void rotate(const Rotation& call, int64_t begin, int64_t end) {
         read_row<T>(write.key, token, head, head_dim, row);
         if (call.key_weight) normalize<T>(row, head_dim, call.key_weight, call.eps);
         rotate_row<T>(row, head_dim, cos, sin);
+        if (write.cache.key_channels) scale_key(row, write.cache, head);
         write_row<T>(row, head_dim, write.cache, write.cache.keys, write.slots[token], head);
         write_head<T>(write.value, token, head, write.cache.value_dim, write.cache, write.cache.values, write.slots[token]);
       }

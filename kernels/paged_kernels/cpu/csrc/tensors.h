@@ -51,11 +51,12 @@ inline Pool pool_of(const Tensor& pool, const OptionalTensor& scales) {
   return made;
 }
 
-inline Cache cache_of(const Tensor& keys, const Tensor& values, const OptionalTensor& key_scales, const OptionalTensor& value_scales) {
+inline Cache cache_of(const Tensor& keys, const Tensor& values, const OptionalTensor& key_scales, const OptionalTensor& value_scales, const OptionalTensor& key_channels) {
   for (int64_t size : {keys.size(3), values.size(3)})
     if (size > max_head_dim) throw std::runtime_error("head_dim=" + std::to_string(size) + ": must be 1.." + std::to_string(max_head_dim));
   return {type_of(keys), (int)keys.size(0), (int)keys.size(1), (int)keys.size(2), (int)keys.size(3), (int)values.size(3),
-          pool_of(keys, key_scales), pool_of(values, value_scales), keys.data_ptr() == values.data_ptr()};
+          pool_of(keys, key_scales), pool_of(values, value_scales), keys.data_ptr() == values.data_ptr(),
+          key_channels ? (const float*)key_channels->data_ptr() : nullptr};
 }
 
 inline const void* data_of(const OptionalTensor& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
