@@ -24,11 +24,10 @@ from typing import Any
 import torch
 
 from paged_backend.api.block_layout import BlockLayout
-from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.sizes import GIB
-from paged_backend.engine.pools import PoolSizing, state_slots
+from paged_backend.engine.pools import PoolSizing
 from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.cache import (
     CacheLayout,
@@ -36,8 +35,8 @@ from paged_backend.kv.cache import (
     LayerShape,
     StateShape,
     TensorShape,
-    bytes_per_slot,
     bytes_per_token,
+    state_nbytes,
 )
 from paged_backend.kv.sequence import Sequence
 from paged_backend.scheduling.beam_search import Candidate
@@ -344,27 +343,22 @@ class ModelShape:
 
     def layout(self, length: int) -> CacheLayout:
         """Return the layout for contexts of at most `length` tokens."""
-        return CacheLayout.of(self.layers, BLOCK_SIZE, DTYPE, max_model_len=length, max_pending=2 * CHUNK)
+        sizes = {"max_model_len": length, "max_pending": 2 * CHUNK}
+        return CacheLayout.of(self.layers, BLOCK_SIZE, DTYPE, states=self.states, **sizes)
 
     def required(self, length: int) -> int:
         """Return the bytes that the model needs to continue a sequence of `length` tokens."""
-        return CacheSpec(self.layers, self.states, DTYPE, length).token_bytes(length) + bytes_per_slot(self.states)
+        return CacheSpec(self.layers, self.states, DTYPE, length).token_bytes(length) + state_nbytes(self.states)
 
     def held(self, length: int) -> int:
         """Return the most bytes that a sequence holds while it decodes up to `length` tokens."""
         layout = self.layout(length)
-        pages = held_pages(layout, length)
-        return pages * layout.page_bytes + bytes_per_slot(self.states)
+        return held_pages(layout, length) * layout.page_bytes
 
     def requests(self, length: int) -> int:
-        """Return how many sequences of `length` tokens fit into POOL. With the default options, each has a second state
-        slot, for a checkpoint."""
+        """Return how many sequences of `length` tokens fit into POOL."""
         layout = self.layout(length)
-        pages = layout.blocks.pages_for([length], [1], 0)
-        config = EngineConfig.from_options({"model": self.name, "max_num_seqs": 1})
-        slots = state_slots(config)[0] if self.states else 0
-        sequence = pages * layout.page_bytes + slots * bytes_per_slot(self.states)
-        return POOL // sequence
+        return POOL // layout.page_bytes // layout.blocks.pages_for([length], [1], 0)
 
 
 def _token_bytes(layers: Rows[LayerShape]) -> int:
@@ -419,7 +413,7 @@ def cache_memory() -> Iterator[Record]:
     """Measure memory held against memory required, and how many requests fit into a pool.
 
     The peers are the figures of a pool that keeps keys and values of all tokens, heads and layers, and of a sequence
-    with a second state slot, a checkpoint of its prompt for the prefix cache.
+    with a second state, of its prompt, in the prefix cache.
     """
     for shape, length in itertools.product(MODELS, LENGTHS):
         name = f"{shape.name}, {length:,} tokens"
@@ -427,7 +421,7 @@ def cache_memory() -> Iterator[Record]:
         ratio = shape.held(length) / required
         peers = {"all kept": plain / required}
         if shape.states:
-            peers["with a checkpoint"] = ratio + bytes_per_slot(shape.states) / required
+            peers["with a checkpoint"] = ratio + shape.layout(length).state_bytes / required
         yield Record(f"memory, {name}", ratio, "x required", TARGET, 1.0, peers)
         few = {"all kept": POOL // plain}
         yield Record(f"requests in 64 GiB, {name}", shape.requests(length), "requests", peers=few)

@@ -16,7 +16,7 @@ from paged_client.map_view import (
     count_label,
     time_label,
     title,
-    usage_label,
+    utilisation_label,
 )
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 180, 44, 24  # size of the curve and room for its axes, in pixels
@@ -35,7 +35,7 @@ def page(recording: Recording, subtitle: str) -> str:
     values = {
         "TITLE": escape(f"Key/value pool: {title(pool)}"),
         "SUBTITLE": escape(
-            f"{pool.running} requests running, {pool.waiting} waiting; {usage_label(pool)};"
+            f"{pool.running} requests running, {pool.waiting} waiting; {utilisation_label(pool)};"
             f" since the server started {pool.cached_tokens_hit:,} cached prompt tokens were reused and"
             f" {pool.preemptions:,} requests preempted ({subtitle}, {time_label(pool)})"
         ),

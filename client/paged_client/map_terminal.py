@@ -21,7 +21,6 @@ from paged_client.map_view import (
     count_label,
     kind_of,
     percent,
-    state_slots_label,
     title,
     utilisation_label,
 )
@@ -72,8 +71,7 @@ def _head(pool: PoolMap, blocks: int) -> list[str]:
     counts = [count_label(kind, pool) for kind in KINDS]
     requests = "asleep" if pool.sleeping else f"{pool.running} running, {pool.waiting} waiting"
     scale = [f"a cell is {blocks:,} blocks"] if blocks > 1 else []
-    slots = state_slots_label(pool)
-    return [title(pool), *counts, requests, utilisation_label(pool), *([slots] if slots else []), *scale]
+    return [title(pool), *counts, requests, utilisation_label(pool), *scale]
 
 
 def _legend(style: Style, blocks: int) -> list[Line]:

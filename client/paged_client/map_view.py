@@ -68,21 +68,6 @@ def utilisation_label(pool: PoolMap) -> str:
     return "no slots used" if pool.utilisation is None else f"{percent(pool.utilisation)} of the used slots are filled"
 
 
-def state_slots_label(pool: PoolMap) -> str | None:
-    """Return a text such as "16 state slots: 3 used, 5 checkpoints"; None for a model without recurrent layers."""
-    slots = pool.state_slots
-    if not slots:
-        return None
-    checkpoints = CACHED.count(slots) + PINNED.count(slots)
-    used = len(slots) - checkpoints - FREE.count(slots)
-    return f"{_plural(len(slots), 'state slot')}: {used:,} used, {_plural(checkpoints, 'checkpoint')}"
-
-
-def usage_label(pool: PoolMap) -> str:
-    """Return the utilisation, and the use of state slots if there are some."""
-    return "; ".join(filter(None, (utilisation_label(pool), state_slots_label(pool))))
-
-
 def title(pool: PoolMap) -> str:
     blocks, tokens = _plural(pool.num_blocks, "block"), _plural(pool.block_size, "token")
     return f"{blocks} of {tokens}"

@@ -116,8 +116,7 @@ class PoolMap:
 
     `states` has one character for each block, in the order of block ids: "." free, "c" cached (no references, but
     its content can still be matched), "1" to "9" the number of sequences that reference it, "+" for more than 9,
-    "p" pinned by a session and not referenced by a sequence. `state_slots` is the same for the slots in which a model
-    with recurrent layers keeps states: "1" held by a sequence, "c" a checkpoint of the prefix cache.
+    "p" pinned by a session and not referenced by a sequence.
     """
 
     time: float  # Unix time by the server's clock
@@ -130,14 +129,12 @@ class PoolMap:
     cached_tokens_hit: int  # prompt tokens found in the prefix cache since the server started
     preemptions: int  # number since the server started
     max_model_len: int | None = None  # context length; None from a server that does not send it
-    state_slots: str = ""  # "" for a model without recurrent layers
     sleeping: bool = False  # whether `paged sleep` has released the memory of the model
+    state_blocks: int = 0  # referenced blocks that hold states of recurrent layers instead of tokens
 
     def __post_init__(self) -> None:
         if len(self.states) != self.num_blocks or not self.states or set(self.states) - set(".c123456789+p"):
             raise ValueError(f"states={self.states[:40]!r}: must be {self.num_blocks} characters of .c1-9+p, 1 or more")
-        if set(self.state_slots) - set(".c123456789+p"):
-            raise ValueError(f"state_slots={self.state_slots[:40]!r}: must be characters of .c1-9+p")
 
     @property
     def free(self) -> int:
@@ -168,9 +165,10 @@ class PoolMap:
 
     @property
     def utilisation(self) -> float | None:
-        """The share of slots in used blocks that hold a token, as defined in the PagedAttention paper
-        (arXiv:2309.06180); None if no block is used."""
-        return self.tokens / (self.used * self.block_size) if self.used else None
+        """The share of slots for tokens in used blocks that hold one, as defined in the PagedAttention paper
+        (arXiv:2309.06180); None if there is none."""
+        blocks = self.used - self.state_blocks
+        return self.tokens / (blocks * self.block_size) if blocks else None
 
 
 class PagedError(Exception):

@@ -7,6 +7,8 @@ which a pool allocates memory. All pages have the same size, so that a freed pag
     full attention          17    4     9     22    30    8       one page each
     window of two blocks    -     -     -     14,6  2,40  31,5    two pages each; freed when no later token reads them
 
+    recurrent layers        -     -     -     -     -     7,8   the states after all tokens so far, in two pages
+
 Most models have one kind of layer, whose blocks are single pages.
 """
 
@@ -26,7 +28,7 @@ class LayerKind:
     A subclass for another kind of attention overrides all of its methods and properties.
     """
 
-    pages: int = 1  # pages of a block
+    pages: int = 1  # pages of a block; 0: it only stands for its tokens, in a model without attention
 
     @property
     def keeps_all(self) -> bool:
@@ -45,6 +47,10 @@ class LayerKind:
         rely on it.
         """
         return range(num_blocks)
+
+    def held(self, num_full: int, num_blocks: int, block_size: int) -> list[int]:
+        """Return which of its `num_blocks` blocks a sequence holds while the first `num_full` are full."""
+        return [*self.needed(num_full, block_size), *range(num_full, num_blocks)]
 
     def max_blocks(self, num_blocks: int, pending: int, block_size: int) -> int:
         """Return how many of `num_blocks` consecutive blocks a sequence holds at most at the same time. The first of
@@ -78,6 +84,29 @@ class WindowKind(LayerKind):
         return min(num_blocks, max(1, (self.window + pending - 4) // block_size + 3))
 
 
+@dataclass(frozen=True)
+class StateKind(LayerKind):
+    """Recurrent layers. A sequence holds a single block, the last one of its table: the states after all of its tokens.
+    A state at the end of a full block can be cached as that block of the sequence."""
+
+    @property
+    def keeps_all(self) -> bool:
+        return False
+
+    @property
+    def description(self) -> str:
+        return "keep one state"
+
+    def needed(self, num_blocks: int, block_size: int) -> range:
+        return range(max(0, num_blocks - 1), num_blocks)
+
+    def held(self, num_full: int, num_blocks: int, block_size: int) -> list[int]:
+        return [num_blocks - 1] if num_blocks else []
+
+    def max_blocks(self, num_blocks: int, pending: int, block_size: int) -> int:
+        return min(1, num_blocks)
+
+
 FULL = LayerKind()
 
 
@@ -91,13 +120,28 @@ class BlockLayout:
 
     @property
     def has_null(self) -> bool:
-        """Whether block tables may have NULL in place of blocks that were freed."""
-        return self.kinds != (FULL,)
+        """Whether block tables of layers with attention may have NULL in place of blocks that were freed."""
+        return any(kind.pages > 1 or not kind.keeps_all for kind in self.token_kinds)
+
+    @property
+    def state(self) -> int | None:
+        """The index of the kind of recurrent layers, the last one; None if the model has no such layers."""
+        return len(self.kinds) - 1 if isinstance(self.kinds[-1], StateKind) else None
+
+    @property
+    def token_kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds that keep something for each token: all but recurrent layers."""
+        return self.kinds[: self.state]
 
     @property
     def pages(self) -> int:
         """The pages of a block in all kinds together."""
         return sum(kind.pages for kind in self.kinds)
+
+    @property
+    def token_pages(self) -> int:
+        """The pages of a block in the kinds that keep something for each token."""
+        return sum(kind.pages for kind in self.token_kinds)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks `num_tokens` tokens need."""
@@ -127,6 +171,8 @@ class BlockLayout:
 
     def blocks_of_kind(self, kind: LayerKind, blocks: Sequence[int], pending: Sequence[int], shared: int) -> int:
         """Return the blocks of one kind that a request holds at most. blocks: number of blocks of each sample."""
+        if isinstance(kind, StateKind):  # the last sample takes the state of the prompt, the others get copies
+            return len(blocks)
         limits = [min(tokens, self.max_pending) for tokens in pending]
         if len(blocks) == 1:
             return kind.max_blocks(blocks[0], limits[0], self.block_size)
@@ -137,6 +183,6 @@ class BlockLayout:
 
     def max_tokens(self, num_pages: int) -> int:
         """Return the length of the longest sequence for which a pool of this size has room."""
-        keeps_all = any(kind.keeps_all for kind in self.kinds)
+        keeps_all = any(kind.keeps_all and kind.pages for kind in self.kinds)
         lengths = range(1, num_pages * self.block_size + 1) if keeps_all else range(1, MAX_LENGTH)
         return bisect_right(lengths, num_pages, key=lambda length: self.pages_for([length], [length], 0))

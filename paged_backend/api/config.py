@@ -351,12 +351,15 @@ class EngineConfig:
     )
     kv_cache_memory_bytes: int | None = option(
         in_bytes(integer(1)),
-        "Bytes of the KV cache and of recurrent states, on each GPU. Default: on a GPU what `gpu_memory_utilization`"
-        " leaves, on a CPU half of the available memory but at most 4 GiB.",
+        "Bytes of the KV cache on each GPU, with the states of recurrent layers. Default: on a GPU what"
+        " `gpu_memory_utilization` leaves, on a CPU half of the available memory but at most 4 GiB.",
         None,
     )
     num_gpu_blocks_override: int | None = option(
-        integer(1), "Number of blocks of the KV cache, regardless of the memory.", None
+        integer(1),
+        "Number of blocks of the KV cache, regardless of the memory. States of recurrent layers take some of them;"
+        " without attention, a block is a state.",
+        None,
     )
     enable_prefix_caching: bool = option(
         flag, "Keep the blocks of finished requests for later requests with the same prefix.", True
@@ -485,12 +488,6 @@ class EngineConfig:
         "Fraction of the KV cache that sessions may hold between turns. Above it the session idle for longest releases"
         " its blocks.",
         0.5,
-    )
-    max_state_checkpoints: int | None = option(
-        integer(0),
-        "For models with recurrent layers: number of positions whose state is kept for the prefix cache and for"
-        " sessions. Default: as many as `max_num_seqs`.",
-        None,
     )
     disable_log_stats: bool = option(
         flag,
@@ -686,7 +683,6 @@ RULES = (
     _excludes("enable_lora", "pipeline_parallel_size"),
     _needs("quantization_group_size", "quantization"),
     _needs("speculative_model", "num_speculative_tokens"),
-    _needs("max_state_checkpoints", "enable_prefix_caching"),
     *(_needs(store, "enable_prefix_caching") for store in STORES),
     *(
         _excludes(store, parallel, "stores whole blocks, and with {other} each process has only a part of every block")

@@ -26,7 +26,6 @@ from paged_backend.engine.model_preparation import PreparedModel, RankShare, pre
 from paged_backend.engine.moved_blocks import BlockCopier
 from paged_backend.engine.outputs import Emit
 from paged_backend.engine.parallel_runner import FirstStage, ParallelMemory, ParallelRunner
-from paged_backend.engine.pools import state_slots
 from paged_backend.engine.prefix_stores import build_stores, read_remote_access
 from paged_backend.engine.summary import log_startup
 from paged_backend.engine.workers import Workers
@@ -34,7 +33,6 @@ from paged_backend.execution.runner import Runner
 from paged_backend.files.start_checks import ROOT, check_host_pool
 from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.content import Listener
-from paged_backend.kv.states import StateSlots
 from paged_backend.kv.stores.chain import StoreChain
 from paged_backend.loading import model_loader
 from paged_backend.loading.adapters import AdapterListFile, AdapterRegistry
@@ -97,9 +95,8 @@ class Assembly:
         """Return the memory that this process uses. With several ranks, it is rank 0."""
         if self.device.type != "cuda":
             return MemoryUsage(resident_memory(), 0, 0)
-        host, states = self.runner.host, self.runner.host_states
-        tensors = [*([host.memory] if host else []), *(states.tensors if states else [])]
-        pinned = sum(tensor.nbytes for tensor in tensors) + self.model_memory.host_bytes
+        host = self.runner.host
+        pinned = (host.memory.nbytes if host else 0) + self.model_memory.host_bytes
         return MemoryUsage(resident_memory(), torch.cuda.memory_allocated(self.device), pinned)
 
     def close(self) -> None:
@@ -219,20 +216,11 @@ def _block_manager(config: EngineConfig, prepared: PreparedModel, listener: List
     """Return the block manager of the device pool and the host pool."""
     caching = config.enable_prefix_caching and not prepared.loaded.spec.pooling
     pools = prepared.pools
-    states = StateSlots(
-        pools.num_state_slots,
-        config.max_num_seqs,
-        block_size=config.block_size,
-        caching=caching,
-        num_host_slots=pools.num_host_state_slots,
-        num_draft_slots=state_slots(config)[1],
-    )
     return BlockManager(
         pools.num_pages,
         pools.layout.blocks,
         caching=caching,
         num_host_pages=pools.num_host_pages,
-        states=states,
         keeps_scores=config.batch_invariant,
         listener=listener,
     )

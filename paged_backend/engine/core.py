@@ -308,16 +308,17 @@ class EngineCore:
         self._fail_lost_scheduled()
 
     def _launch(self, plan: Plan) -> PendingStep | Exception:
-        runner = self._runner
+        runner, blocks = self._runner, self.scheduler.blocks
         try:
             runner.move(plan)
             packed = pack(
                 plan,
-                block_size=self.scheduler.blocks.block_size,
+                block_size=blocks.block_size,
                 draft=runner.drafter is not None,
                 gqa_group=runner.gqa_group,
                 uniform=runner.uniform,
-                page_tables=self.scheduler.blocks.page_tables,
+                page_tables=blocks.page_tables,
+                state_pages=blocks.states.page_rows if blocks.states else None,
             )
             return runner.launch(packed)
         except Exception as error:

@@ -44,7 +44,7 @@ class MemoryCommand(Enum):
 class ReleasedMemory:
     """The bytes of one rank that were released."""
 
-    pool: int  # KV cache and states of recurrent layers
+    pool: int  # KV cache
     weights: int  # moved to the host; 0 on a CPU
     graphs: int  # CUDA graphs
 
@@ -69,7 +69,7 @@ class ModelMemory:
         self._loaded, self._runner, self._group = loaded, runner, group
         self._ranks_per_node = ranks_per_node
         self._capture = capture
-        self._pool = distinct_storages((runner.kv.memory, *(runner.states.tensors if runner.states else ())))
+        self._pool = distinct_storages([runner.kv.memory])
         self._pool_sizes = [storage.nbytes() for storage in self._pool]
         self._moves_weights = runner.kv.device.type != "cpu"
         self._weights: HostCopy | None = None

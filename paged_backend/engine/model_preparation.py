@@ -72,7 +72,6 @@ def prepare_model(config: EngineConfig, group: ProcessGroup) -> PreparedModel:
     sizing = PoolSizing(config, loaded.cache, device)
     _check_recurrent(config, type(loaded.model).__name__, has_states=bool(loaded.spec.states))
     log_restrictions(loaded, device)
-    sizing.state_bytes(free_bytes(config, device))
     warmed = warm_up(config, loaded, device)
     pools = sizing.sizes(warmed.gpu_bytes)
     pools = pools._replace(
@@ -114,15 +113,10 @@ def check_memory(config: EngineConfig, described: Description, *, device: torch.
 
 
 def _check_recurrent(config: EngineConfig, name: str, *, has_states: bool) -> None:
-    """Raise ConfigError for an option that was set and that the model's recurrent layers do not support.
-
-    Logs an option that has no effect without recurrent layers. name: name of the model's class.
-    """
+    """Raise ConfigError for an option that was set and that the model's recurrent layers do not support. name: name of
+    the model's class."""
     if has_states:
         config.reject(WITHOUT_STATES, f"not supported for {name}, which has recurrent layers; leave it out")
-    elif config.max_state_checkpoints is not None:
-        count = config.max_state_checkpoints
-        log.warning("max_state_checkpoints=%d has no effect: %s has no recurrent layers", count, name)
 
 
 def log_restrictions(loaded: LoadedModel, device: torch.device) -> None:

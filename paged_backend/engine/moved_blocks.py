@@ -1,8 +1,8 @@
 """Copies the blocks of moved requests between engines, so that their tokens are not computed again.
 
-engine A   read: the blocks of a sequence, and the recurrent state after them, in host memory
+engine A   read: the blocks of a sequence, in host memory
    |       frames of the local socket, a few MiB each
-engine B   store: cached blocks and a checkpoint, which the request finds when it is admitted
+engine B   store: cached blocks, which the request finds when it is admitted
 
 The prefix cache of engine B is the only place for them, so a request whose blocks were not sent, did not fit or were
 evicted is computed from its tokens. The tokens after the last full block always are.
@@ -41,13 +41,13 @@ class Prefix(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockRun:
-    """Consecutive blocks of a sequence for one kind of layer, or a state of the recurrent layers, as bytes."""
+    """Consecutive blocks of a sequence for one kind of layer, as bytes."""
 
     origin: Origin
     tokens: Sequence[int]  # tokens of the sequence, up to the end of the last block
     first: int  # index of the first block in the sequence
-    kind: int | None  # kind of layer; None: the state after the last block
-    content: Tensor  # uint8: the pages of all blocks, [num_pages, page_bytes], or the bytes of a state
+    kind: int  # kind of layer
+    content: Tensor  # uint8: the pages of all blocks, [num_pages, page_bytes]
     stored: threading.Event = field(default_factory=threading.Event)  # set when the engine has stored it, or cannot
 
     @property
@@ -74,7 +74,7 @@ class BlockRun:
             tokens, first, kind = (values[name] for name in ("tokens", "first", "kind"))
         except (KeyError, TypeError, ValueError) as error:
             raise FrameError(f"blocks: {error!r}") from None
-        for name, value in {"tokens": tokens, "first": [first], "kind": [kind or 0]}.items():
+        for name, value in {"tokens": tokens, "first": [first], "kind": [kind]}.items():
             if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
                 raise FrameError(f"blocks: {name} must be a list of numbers")
         return cls(origin, tokens, first, kind, torch.from_numpy(np.frombuffer(attached, dtype=np.uint8).copy()))
@@ -100,35 +100,29 @@ class BlockCopier:
         return prefixes
 
     def read(self, prefixes: Sequence[Prefix]) -> list[BlockRun]:
-        """Return the cached blocks of a request, which was removed, and the latest checkpoint of each sequence. Blocks
-        that several sequences share are returned once."""
+        """Return the cached blocks of a request, which was removed. Blocks that several sequences share are returned
+        once. A sequence with states continues from the latest one that is cached."""
         self._runner.copier.settle()
         known: set[BlockKey] = set()
         runs = list[BlockRun]()
         for prefix in prefixes:
             count = len(prefix.entries)
-            if self._runner.states:  # a sequence continues from its latest checkpoint
-                count = self._checkpoint(prefix.entries)
+            if states := self._blocks.states:
+                keys = (BlockKey(entry, states.kind) for entry in reversed(prefix.entries))
+                count -= next((index for index, key in enumerate(keys) if self._blocks.locate(key)), count)
             for kind in range(len(self._blocks.layout.kinds)):
                 runs += self._runs(prefix, kind, count, known)
-            if self._runner.states and count:
-                size = self._blocks.block_size
-                state = self._read_state(prefix.entries[count - 1])
-                runs.append(BlockRun(prefix.origin, prefix.tokens[: count * size], count - 1, None, state))
         return runs
 
     def store(self, run: BlockRun) -> None:
-        """Put blocks that another engine has read into the prefix cache, or a state as a checkpoint. Blocks that do not
-        fit are left out. Raises ValueError, with nothing changed, if they are not blocks of this model."""
+        """Put blocks that another engine has read into the prefix cache. Blocks that do not fit are left out. Raises
+        ValueError, with nothing changed, if they are not blocks of this model."""
         try:
             self._check(run)
             blocks = self._blocks
             chain, count = Chain(run.origin), len(run.tokens) // blocks.block_size
-            last = blocks.contents.extend(chain, run.tokens, count, blocks.block_size)
-            if run.kind is None:
-                self._store_state(run, last)
-            else:
-                self._store_blocks(run, [BlockKey(entry, run.kind) for entry in chain.entries[run.first : count]])
+            blocks.contents.extend(chain, run.tokens, count, blocks.block_size)
+            self._store_blocks(run, [BlockKey(entry, run.kind) for entry in chain.entries[run.first : count]])
         finally:
             run.stored.set()
 
@@ -136,7 +130,7 @@ class BlockCopier:
         """Yield the blocks of one kind that are needed after `count` blocks, as far as they are cached and not `known`,
         a part at a time. The blocks of a part are in the same pool."""
         blocks, layers = self._blocks, self._blocks.layout.kinds[kind]
-        most = max(1, PART_BYTES // (layers.pages * max(1, self._runner.kv.page_bytes)))
+        most = max(1, PART_BYTES // max(1, layers.pages * self._runner.kv.page_bytes))
         part: list[tuple[int, Location]] = []
         for index in layers.needed(count, blocks.block_size):
             key = BlockKey(prefix.entries[index], kind)
@@ -159,18 +153,6 @@ class BlockCopier:
         tokens = prefix.tokens[: (part[-1][0] + 1) * self._blocks.block_size]
         return BlockRun(prefix.origin, tokens, part[0][0], kind, content)
 
-    def _checkpoint(self, entries: Sequence[Entry]) -> int:
-        """Return the number of blocks before the latest checkpoint of a sequence; 0 without one."""
-        counts = range(len(entries), 0, -1)
-        return next((count for count in counts if self._blocks.states.has_checkpoint(entries[count - 1])), 0)
-
-    def _read_state(self, entry: Entry) -> Tensor:
-        slots, states = self._blocks.states.pool, self._runner.states
-        assert slots and states
-        slot = slots.find(entry)
-        assert slot is not None
-        return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in states.read_slot(slot)])
-
     def _store_blocks(self, run: BlockRun, keys: Sequence[BlockKey]) -> None:
         blocks = self._blocks
         reserved = blocks.reserve(keys)
@@ -181,29 +163,16 @@ class BlockCopier:
             of_block = blocks.pool.pages_of(block)
             pages += of_block
             chosen += range(source[key] * len(of_block), (source[key] + 1) * len(of_block))
-        if page_bytes := self._runner.kv.page_bytes:
-            content = run.content.view(-1, page_bytes).index_select(0, torch.tensor(chosen, dtype=torch.int64))
-            self._runner.kv.write(pages, content)
+        if pages:
+            content = run.content.view(-1, self._runner.kv.page_bytes)
+            self._runner.kv.write(pages, content.index_select(0, torch.tensor(chosen, dtype=torch.int64)))
         blocks.insert(reserved)
 
-    def _store_state(self, run: BlockRun, entry: Entry) -> None:
-        states = self._runner.states
-        assert states
-        slot = self._blocks.states.add_checkpoint(entry)
-        if slot is not None:
-            parts = run.content.split([to[0].nbytes for to in states.tensors])
-            values = zip(parts, states.tensors, strict=True)
-            states.write_slot(slot, [part.clone().view(to.dtype).view(to.shape[1:]) for part, to in values])
-
     def _check(self, run: BlockRun) -> None:
-        layout, states = self._blocks.layout, self._runner.states
+        layout = self._blocks.layout
         count = len(run.tokens) / layout.block_size - run.first
-        if run.kind is None:
-            size = sum(tensor[0].nbytes for tensor in states.tensors) if states else None
-        else:
-            pages = layout.kinds[run.kind].pages if run.kind < len(layout.kinds) else 0
-            size = int(count) * pages * self._runner.kv.page_bytes
-        if count < 1 or count % 1 or run.content.nbytes != size:
+        pages = layout.kinds[run.kind].pages if run.kind < len(layout.kinds) else -1
+        if count < 1 or count % 1 or run.content.nbytes != count * pages * self._runner.kv.page_bytes:
             raise ValueError("the blocks of another instance have another size")
 
     def _finish_moves_out(self) -> None:

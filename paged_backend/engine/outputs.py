@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from paged_backend.api.request import TokenDelta
-from paged_backend.kv.pages import CACHED, FREE, PINNED
+from paged_backend.kv.pages import CACHED, FREE, NULL, PINNED
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_backend.scheduling.stats import Stats
 
@@ -57,20 +56,21 @@ class PoolMap:
     states: str  # one character per block, see PagePool.map
     tokens: int  # tokens in blocks that sequences use; a shared block counts once
     stats: Stats
-    state_slots: str = ""  # one character per slot for states of recurrent layers; a checkpoint is like a cached block
+    state_blocks: int = 0  # pages with states of sequences
 
     @classmethod
     def of(cls, scheduler: Scheduler, stats: Stats) -> PoolMap:
         """Return the map of the scheduler's pool."""
-        pool, slots = scheduler.blocks.pool, scheduler.blocks.states
-        states = pool.map(scheduler.pins.counts)
-        if len(scheduler.blocks.layout.kinds) > 1:
-            sequences = (sequence for group in scheduler.running for sequence in group.sequences)
-            held = len({block for sequence in sequences for block in sequence.tables[0]})
+        blocks = scheduler.blocks
+        states = blocks.pool.map(scheduler.pins.counts)
+        sequences = [sequence for group in scheduler.running for sequence in group.sequences]
+        if len(blocks.layout.kinds) > 1:
+            held = len({block for sequence in sequences for block in sequence.tables[0]} - {NULL})
         else:
             held = len(states) - sum(map(states.count, (FREE, CACHED, PINNED)))
-        tokens = held * scheduler.blocks.block_size - scheduler.empty_slots
-        return cls(time.time(), states, tokens, stats, slots.pool.map(Counter(slots.pinned)) if slots.pool else "")
+        tokens = held * blocks.block_size - scheduler.empty_slots
+        state_blocks = blocks.states.num_pages_held(sequences) if blocks.states else 0
+        return cls(time.time(), states, tokens, stats, state_blocks)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class ParallelRunner:
         self._runner = runner
         self._launch = launch or (lambda packed: runner.launch(packed))
         self.workers = workers
-        self.kv, self.host, self.host_states = runner.kv, runner.host, runner.host_states
+        self.kv, self.host = runner.kv, runner.host
         self.drafter, self.copier = runner.drafter, runner.copier
         self.gqa_group, self.uniform = runner.gqa_group, runner.uniform
 

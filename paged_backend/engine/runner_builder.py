@@ -12,7 +12,7 @@ from paged_backend.engine.pools import Pools
 from paged_backend.execution.cpu_threads import CpuThreads
 from paged_backend.execution.graphs import GraphCapture, GraphShape, draft_shapes, graph_capture, graph_shapes
 from paged_backend.execution.runner import Drafter, Runner
-from paged_backend.kv.cache import KVCache, StateCache, populate_in_background
+from paged_backend.kv.cache import KVCache, populate_in_background
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.models.attention import scale_channels
 from paged_backend.models.decoder import FusedDecoder
@@ -31,11 +31,6 @@ def build_runner(
     broadcast_tokens: replaces a tensor of sampled tokens by the tokens of rank 0.
     """
     layout, cpu, pinned = pools.layout, torch.device("cpu"), device.type == "cuda"
-
-    def states(num_slots: int, device: torch.device, *, pinned: bool = False) -> StateCache | None:
-        shapes = loaded.spec.states
-        return StateCache.allocate(shapes, num_slots=num_slots, device=device, pinned=pinned) if num_slots else None
-
     kv, drafter, threads = KVCache.allocate(layout, pools.num_pages, device), None, None
     scale_channels(loaded.model, kv)
     if device.type == "cpu":
@@ -53,8 +48,6 @@ def build_runner(
         max_sampled=config.max_num_seqs + config.max_num_batched_tokens,  # one more per draft token
         drafter=drafter,
         lora=loaded.lora,
-        states=states(pools.num_state_slots, device),
-        host_states=states(pools.num_host_state_slots, cpu, pinned=pinned),
         threads=threads,
         broadcast_tokens=broadcast_tokens,
     )

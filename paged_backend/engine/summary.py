@@ -13,7 +13,6 @@ from paged_backend.api.config import NEEDED_BY, EngineConfig
 from paged_backend.api.redis_address import RedisAddress
 from paged_backend.api.sizes import GIB
 from paged_backend.engine.model_preparation import PreparedModel
-from paged_backend.kv.cache import bytes_per_slot
 from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.utils.machine import cpu_name, usable_cores
 from paged_backend.utils.startup import NO_CHAT, ONLY_EMBEDDINGS, ONLY_LABELS, startup_log
@@ -79,7 +78,9 @@ def summary(config: EngineConfig, prepared: PreparedModel) -> list[str]:
     elif not loaded.tokenizer.chat_template:
         lines.append(NO_CHAT)
     if loaded.spec.states:
-        lines.append(f"States of recurrent layers: {_states(prepared)}")
+        layout = prepared.pools.layout
+        pages = _counted(layout.blocks.kinds[-1].pages, "page")
+        lines.append(f"Recurrent layers: {pages} of the KV cache, {layout.state_bytes} bytes, for each sequence")
     if config.num_speculative_tokens:
         source = _describe_model(config.speculative_model, loaded.draft) if loaded.draft else "prompt lookup"
         lines.append(f"Speculative decoding: {config.num_speculative_tokens} draft tokens per step, {source}")
@@ -179,15 +180,6 @@ def _context_length(loaded: LoadedModel) -> str:
     return f"{length} tokens" + (f" (the model supports {supported})" if shorter else "")
 
 
-def _states(prepared: PreparedModel) -> str:
-    runner, slot = prepared.runner, bytes_per_slot(prepared.loaded.spec.states)
-    assert runner.states
-    parts = [f"{runner.states.num_slots} slots, {runner.states.num_slots * slot / GIB:.2f} GiB"]
-    if on_host := prepared.pools.num_host_state_slots:
-        parts.append(f"host memory {on_host} slots, {on_host * slot / GIB:.2f} GiB")
-    return "; ".join(parts)
-
-
 def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
     loaded, size, pools = prepared.loaded, config.block_size, prepared.pools
     layout, pages = pools.layout, pools.num_pages
@@ -203,7 +195,7 @@ def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
     if needed := layout.blocks.pages_for([length], [length], 0):
         parts[0] += f", for {_counted(pages // needed, 'request')} of {length} tokens"
     first = 0  # page of a block, counted over all kinds
-    for kind in layout.blocks.kinds:
+    for kind in layout.blocks.token_kinds:
         if not kind.keeps_all:
             count = sum(first <= page < first + kind.pages for page, _ in layout.places)
             parts.append(f"{count} of {len(layout.places)} layers {kind.description}")

@@ -27,12 +27,11 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.token_outputs import requested_outputs
 from paged_backend.engine.pools import Pools, PoolSizing
 from paged_backend.engine.runner_builder import build_runner, capture_graphs, graph_shapes_of
-from paged_backend.execution.batch import PackedBatch, pack
+from paged_backend.execution.batch import PackedBatch, consecutive_pages, pack
 from paged_backend.execution.graphs import GraphShape, draft_shapes, largest_shapes
 from paged_backend.execution.runner import Runner
 from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.ledger import Transfer, Transfers
-from paged_backend.kv.states import StateSlots
 from paged_backend.loading.model_loader import LoadedModel, ModelSpec
 from paged_backend.models.lora import Lora, adapter_rows
 from paged_backend.scheduling.group import Group
@@ -79,17 +78,16 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     count = min(config.max_num_seqs, -(-tokens // length))
     layout = PoolSizing(config, loaded.cache, device).layout
     pages = layout.blocks.pages_for([length] * count, [length] * count, 0)
-    states = StateSlots(config.max_num_seqs, count) if spec.states else None
-    blocks = BlockManager(pages, layout.blocks, states=states)
+    blocks = BlockManager(pages, layout.blocks)
     plan = _largest_plan(blocks, count, length)
-    pools = Pools(layout, pages, num_state_slots=config.max_num_seqs if spec.states else 0)
-    runner = build_runner(config, loaded, device, pools)
+    runner = build_runner(config, loaded, device, Pools(layout, pages))
 
     def step() -> None:
         runner.launch(largest()).result()
 
     def largest() -> PackedBatch:
-        return pack(plan, block_size=blocks.block_size, page_tables=blocks.page_tables)
+        state_pages = blocks.states.page_rows if blocks.states else None
+        return pack(plan, block_size=blocks.block_size, page_tables=blocks.page_tables, state_pages=state_pages)
 
     def all_steps(advance: Callable[[], object]) -> None:
         step()
@@ -132,7 +130,11 @@ def _with_adapters(packed: PackedBatch, lora: Lora) -> PackedBatch:
 def _num_warm_up_steps(config: EngineConfig, spec: ModelSpec, runner: Runner) -> int:
     if runner.kv.device.type != "cuda" or spec.pooling:
         return 0
-    return sum(1 for _ in warm_up_steps(config, spec.max_model_len, spec.vocab_size)) * len(_gqa_groups(runner))
+    return sum(1 for _ in _steps_of(config, spec)) * len(_gqa_groups(runner))
+
+
+def _steps_of(config: EngineConfig, spec: ModelSpec) -> Iterator[WarmUpStep]:
+    return warm_up_steps(config, spec.max_model_len, spec.vocab_size, has_states=bool(spec.states))
 
 
 def _gqa_groups(runner: Runner) -> list[int | None]:
@@ -144,7 +146,7 @@ def run_warm_up_steps(config: EngineConfig, spec: ModelSpec, runner: Runner, adv
     with ExitStack() as stack:
         for model in (runner.model, *([runner.drafter.model] if runner.drafter else [])):
             stack.enter_context(distinct_layers(model))
-        for step in warm_up_steps(config, spec.max_model_len, spec.vocab_size):
+        for step in _steps_of(config, spec):
             for gqa_group in _gqa_groups(runner):
                 packed = _pack(step.plan, config, runner, gqa_group)
                 with step.forced():
@@ -154,11 +156,18 @@ def run_warm_up_steps(config: EngineConfig, spec: ModelSpec, runner: Runner, adv
 
 def _pack(plan: Plan, config: EngineConfig, runner: Runner, gqa_group: int | None = None) -> PackedBatch:
     """Pack a step that uses no block but block 0, which has the first pages."""
+    states = runner.kv.states
 
     def page_tables(kind: int, tables: np.ndarray) -> list[np.ndarray]:
         return [tables + np.int32(page) for page in range(runner.kv.pages_per_block)]
 
-    return pack(plan, block_size=config.block_size, gqa_group=gqa_group, page_tables=page_tables)
+    return pack(
+        plan,
+        block_size=config.block_size,
+        gqa_group=gqa_group,
+        page_tables=page_tables,
+        state_pages=consecutive_pages(states.pages_per_block) if states else None,
+    )
 
 
 class WarmUpStep(NamedTuple):
@@ -172,12 +181,15 @@ class WarmUpStep(NamedTuple):
         return force(self.choice) if self.choice else nullcontext()
 
 
-def warm_up_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> Iterator[WarmUpStep]:
+def warm_up_steps(
+    config: EngineConfig, max_model_len: int, vocab_size: int, *, has_states: bool = False
+) -> Iterator[WarmUpStep]:
     """Yield a step of every kind that has compiled kernels of its own.
 
     A kernel that is compiled while requests are served delays all of them by seconds. What is compiled for attention
     depends on the longest chunk and on a choice by the sizes of the whole step. The choices are forced, so that few
-    small steps are enough. All steps use block 0, since their results are not read.
+    small steps are enough. All steps use block 0, since their results are not read. has_states: whether the model has
+    recurrent layers.
     """
     longest, budget = max_model_len - 1, config.max_num_batched_tokens
     lengths = [*(length for length in CHUNK_LENGTHS if length < min(longest, budget)), min(longest, budget)]
@@ -190,8 +202,7 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, vocab_size: int) -> 
             0, tokens, params, 0, frozenset(), token_outputs=requested_outputs(["logprobs"], params), allowed=allowed
         )
         sequence = Group(request).leader
-        sequence.tables = [[0] * -(-len(tokens) // config.block_size)]
-        sequence.state_slot = 0
+        sequence.tables = [[0] * -(-len(tokens) // config.block_size), *([[0]] if has_states else [])]
         return Chunk(sequence, start, length, sampled_sequences=(sequence,))
 
     # A step repeats one sequence instead of several equal ones: all would have the same block.
@@ -269,7 +280,7 @@ def _free_bytes(device: torch.device) -> int:
 
 def measure_decode(config: EngineConfig, loaded: LoadedModel, runner: Runner) -> float:
     """Measure the seconds of a decode step of a few sequences. Called before any request, as it overwrites block 0."""
-    plan = next(warm_up_steps(config, loaded.spec.max_model_len, loaded.spec.vocab_size)).plan
+    plan = next(_steps_of(config, loaded.spec)).plan
 
     def step() -> None:
         runner.launch(_pack(plan, config, runner)).result()
@@ -279,7 +290,7 @@ def measure_decode(config: EngineConfig, loaded: LoadedModel, runner: Runner) ->
 
 def measure_costs(runner: Runner, seconds_per_token: float, num_host_blocks: int) -> Costs:
     """Measure the costs that decide between swapping and recomputing. Called before any request, as it overwrites the
-    first blocks and the first state."""
+    first pages."""
     num_blocks = len(runner.kv.layers[0].keys)
 
     def transfers(count: int, shift: int = 0) -> tuple[Transfer, ...]:
@@ -289,15 +300,12 @@ def measure_costs(runner: Runner, seconds_per_token: float, num_host_blocks: int
     def seconds(plan: Plan) -> float:
         return _median_seconds(lambda: runner.move(plan), runner.kv.device)
 
-    move = copy = move_state = 0.0
+    move = copy = 0.0
     if count := min(MEASURED_BLOCKS, num_host_blocks, num_blocks):
         move = seconds(Plan(transfers=Transfers(transfers(count), transfers(count)))) / 2 / count
     if count := min(MEASURED_BLOCKS, num_blocks // 2):
         copy = seconds(Plan(transfers=Transfers(copies=transfers(count, shift=count)))) / count
-    if runner.host_states:
-        state = (Transfer(0, 0),)
-        move_state = seconds(Plan(state_transfers=Transfers(state, state))) / 2
-    return Costs(token=seconds_per_token, copy=copy, move=move, move_state=move_state)
+    return Costs(token=seconds_per_token, copy=copy, move=move)
 
 
 def _median_seconds(action: Callable[[], None], device: torch.device) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.models.lora import AdapterRows, adapter_rows
-from paged_backend.models.state_rows import StateRows, state_rows
+from paged_backend.models.state_rows import PageRows, StateRows, state_rows
 from paged_backend.sampling.outputs import OutputRows, request_prompt_rows
 from paged_backend.sampling.sampler import SamplingBatch, prepare, resolve_tokens
 from paged_backend.scheduling.plan import Chunk, Plan
@@ -25,6 +25,11 @@ PageTables: TypeAlias = Callable[[int, np.ndarray], list[np.ndarray]]
 def blocks_are_pages(kind: int, tables: np.ndarray) -> list[np.ndarray]:
     """Return the page tables of a model with one kind of layer, whose blocks are single pages."""
     return [tables]
+
+
+def consecutive_pages(count: int) -> PageRows:
+    """Return a function that returns the pages of blocks with states: `count` pages that begin at each block."""
+    return lambda blocks: np.array(blocks)[:, None] + np.arange(count)
 
 
 class UniformBatch(NamedTuple):
@@ -96,16 +101,20 @@ def pack(
     gqa_group: int | None = None,
     uniform: UniformBatch | None = None,
     page_tables: PageTables = blocks_are_pages,
+    state_pages: PageRows | None = None,
 ) -> PackedBatch:
     """Pack a plan into tensors on the host.
 
     draft: whether a draft model will propose the plan's draft tokens. gqa_group: query heads per KV head if attention
     can read a shared prefix once for several sequences, else None. uniform: pad steps with draft tokens to this batch
     if they fit and share no prefixes; padding rows hold tokens that were computed before, they write no keys and
-    values, and their logits are not used. page_tables: see `BlockManager`; by default blocks are pages.
+    values, and their logits are not used. page_tables: see `BlockManager`; by default blocks are pages. state_pages:
+    see `States.page_rows`; None: the model has no recurrent layers, else the last block table of a sequence ends with
+    the block of its states.
     """
     chunks = plan.chunks
-    rows = _pack_rows(chunks, block_size, gqa_group, uniform, page_tables)
+    num_kinds = len(chunks[0].sequence.tables) - (state_pages is not None)
+    rows = _pack_rows(chunks, block_size, gqa_group, uniform, page_tables, num_kinds)
     row_ends = rows.query_starts[1:].tolist()
     sample_rows, logit_rows, sampling = _sampling(plan, row_ends)
     hidden_chunks = tuple(index for index, chunk in enumerate(chunks) if not chunk.sampled_sequences and chunk.embeds)
@@ -122,7 +131,7 @@ def pack(
         hidden_rows=torch.tensor([row_ends[index] - 1 for index in hidden_chunks]) if hidden_chunks else None,
         hidden_chunks=hidden_chunks,
         adapters=_adapter_rows(plan, rows.lengths) if plan.adapters else None,
-        state_rows=_state_rows(chunks),
+        state_rows=_state_rows(chunks, state_pages) if state_pages else None,
     )
 
 
@@ -145,10 +154,11 @@ def _pack_rows(
     gqa_group: int | None,
     uniform: UniformBatch | None,
     page_tables: PageTables,
+    num_kinds: int,
 ) -> _Rows:
     firsts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
     ends = np.fromiter((chunk.start + chunk.length for chunk in chunks), np.int64, len(chunks))
-    tables, lengths, shared = _block_tables(chunks), ends - firsts, None
+    tables, lengths, shared = _block_tables(chunks, num_kinds), ends - firsts, None
     if gqa_group is not None:
         shared = find_prefix_groups(tables[0], ends, lengths, block_size=block_size, group=gqa_group)
     if shared is None:  # sharing prefixes requires one row per sequence, so no padding
@@ -214,14 +224,10 @@ def _adapter_rows(plan: Plan, lengths: np.ndarray) -> AdapterRows:
     return adapter_rows(np.repeat(slots, lengths))
 
 
-def _state_rows(chunks: tuple[Chunk, ...]) -> StateRows | None:
-    slots = [chunk.sequence.state_slot for chunk in chunks if chunk.sequence.state_slot is not None]
-    if not slots:
-        return None
-    starts, lengths, draft_slots = zip(
-        *((chunk.start, chunk.length, chunk.draft_slots) for chunk in chunks), strict=True
-    )
-    return state_rows(slots, starts, lengths, draft_slots)
+def _state_rows(chunks: tuple[Chunk, ...], page_rows: PageRows) -> StateRows:
+    blocks = [chunk.sequence.tables[-1][-1] for chunk in chunks]
+    starts, lengths, drafts = zip(*((chunk.start, chunk.length, chunk.draft_states) for chunk in chunks), strict=True)
+    return state_rows(blocks, starts, lengths, drafts, page_rows)
 
 
 def _sampled_rows(chunk: Chunk, end: int) -> list[tuple[int, int]]:
@@ -291,11 +297,12 @@ def _tokens(chunks: tuple[Chunk, ...], starts: list[int]) -> np.ndarray:
     return np.array(tokens, dtype=np.int64)
 
 
-def _block_tables(chunks: tuple[Chunk, ...]) -> list[np.ndarray]:  # by kind of layer: [num_seqs, max_blocks] int32
+def _block_tables(chunks: tuple[Chunk, ...], num_kinds: int) -> list[np.ndarray]:
+    """Return the block tables of each kind of layer that keeps tokens, [num_seqs, max_blocks] int32."""
     width = max(chunk.sequence.num_blocks for chunk in chunks)
-    tables = np.zeros((len(chunks[0].sequence.tables), len(chunks), width), dtype=np.int32)
+    tables = np.zeros((num_kinds, len(chunks), width), dtype=np.int32)
     for row, chunk in enumerate(chunks):
-        for kind, table in enumerate(chunk.sequence.tables):
+        for kind, table in enumerate(chunk.sequence.tables[:num_kinds]):
             tables[kind, row, : len(table)] = table
     return list(tables)
 

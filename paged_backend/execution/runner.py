@@ -17,8 +17,7 @@ from paged_backend.execution.cpu_threads import CpuThreads
 from paged_backend.execution.graphs import ForwardOutput, GraphCapture, Graphs, GraphShape, draft_shapes
 from paged_backend.execution.launched_step import LaunchedStep
 from paged_backend.execution.upload import DeviceUpload
-from paged_backend.kv.cache import KVCache, StateCache
-from paged_backend.kv.ledger import Transfers
+from paged_backend.kv.cache import KVCache
 from paged_backend.kv.page_copier import PageCopier
 from paged_backend.models.attention import AttentionMeta
 from paged_backend.models.hidden_states import record_hidden_states
@@ -55,7 +54,6 @@ class StepRunner(Protocol):
 
     kv: KVCache
     host: KVCache | None  # the host pool
-    host_states: StateCache | None  # the states of preempted sequences, on the host
     drafter: Drafter | None
     copier: PageCopier
     gqa_group: int | None  # query heads per KV head; None if attention cannot share prefixes
@@ -87,22 +85,17 @@ class Runner:
         max_sampled: int,
         drafter: Drafter | None = None,
         lora: Lora | None = None,
-        states: StateCache | None = None,
-        host_states: StateCache | None = None,
         threads: CpuThreads | None = None,
         broadcast_tokens: Callable[[Tensor], None] = lambda tokens: None,
     ):
         """kv: caches of the model's layers, then of the drafter's. host: the host pool. max_sampled: maximum sampled
-        tokens of a step. states: states of the model's recurrent layers, if it has any. host_states: states of
-        preempted sequences, on the host. broadcast_tokens: under tensor parallelism, overwrites a tensor of sampled
-        tokens with rank 0's tokens."""
+        tokens of a step. broadcast_tokens: under tensor parallelism, overwrites a tensor of sampled tokens with rank
+        0's tokens."""
         self.model = model
         self.kv = kv
         self.host = host
         self.drafter = drafter
         self.lora = lora
-        self.states = states
-        self.host_states = host_states
         self._threads = threads
         self.gqa_group = _gqa_group(model, kv.device, kv.layers[0])
         self.copier = PageCopier(kv, host)
@@ -170,23 +163,9 @@ class Runner:
     def move(self, plan: Plan) -> None:
         """Enqueue the block transfers and the adapter loads of a plan. Before `launch`."""
         self.copier.move(plan.transfers)
-        self._move_states(plan.state_transfers)
         for slot, adapter in plan.loads:
             assert self.lora
             self.lora.load_slot(slot, adapter)
-
-    def _move_states(self, moved: Transfers) -> None:
-        """Enqueue the moves and copies of states, in their order."""
-        states, host = self.states, self.host_states
-        if moved.moves_out:
-            assert states and host
-            states.copy_to(host, [move[:2] for move in moved.moves_out])
-        if moved.moves_in:
-            assert states and host
-            host.copy_to(states, [move[:2] for move in moved.moves_in])
-        if moved.copies:
-            assert states
-            states.copy_slots(copy[:2] for copy in moved.copies)
 
     @torch.inference_mode()
     def launch(self, packed: PackedBatch) -> LaunchedStep:
@@ -257,7 +236,7 @@ class Runner:
         if not self._is_last:
             return paged_hidden_states(self.model, batch, self.kv)
         if batch.adapters is None:
-            return paged_logits(self.model, batch, self.kv, self.states)
+            return paged_logits(self.model, batch, self.kv)
         assert self.lora
         with self.lora.applied(batch.adapters):
             return paged_logits(self.model, batch, self.kv)
@@ -287,15 +266,14 @@ def _gqa_group(model: PreTrainedModel, device: torch.device, cache: LayerCache) 
 
 
 @torch.inference_mode()
-def paged_logits(model: PreTrainedModel, batch: PackedBatch, kv: KVCache, states: StateCache | None = None) -> Tensor:
-    """Run one forward pass over a packed batch and return the logits [num_samples, vocab] of the rows that sample.
-    states: states of the recurrent layers, if the model has any."""
+def paged_logits(model: PreTrainedModel, batch: PackedBatch, kv: KVCache) -> Tensor:
+    """Run one forward pass over a packed batch and return the logits [num_samples, vocab] of the rows that sample."""
     logits = model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         use_cache=False,
         logits_to_keep=batch.sample_rows,
-        paged=AttentionMeta(batch.pagings, kv, batch.state_rows, states),
+        paged=AttentionMeta(batch.pagings, kv, batch.state_rows),
     ).logits[0]
     # A model without the parameter logits_to_keep projects every row.
     return logits if len(logits) == len(batch.sample_rows) else logits[batch.sample_rows]

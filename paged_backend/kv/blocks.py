@@ -3,7 +3,7 @@
     sequence.tables       a block table for each kind of layer (api/block_layout.py)
     pool, host            pages.py: the blocks of the device and of the host, with the index of cached contents
     contents              content.py: the identity of contents, by tokens
-    states                states.py: slots for the states of recurrent layers
+    states                states.py: the blocks with the states of recurrent layers
     ledger                ledger.py: the transfers between device and host, and the copies on write
 
 The life of a block: `extend` allocates it, steps write it, `commit` caches it when it is full, `free` leaves it cached,
@@ -27,7 +27,7 @@ from paged_backend.kv.content import HOST, BlockKey, BlockScores, Contents, Entr
 from paged_backend.kv.ledger import TransferLedger, Transfers
 from paged_backend.kv.pages import NULL, RUN_PAGES, PagePool
 from paged_backend.kv.sequence import Sequence
-from paged_backend.kv.states import StateSlots
+from paged_backend.kv.states import States
 
 
 class Location(NamedTuple):
@@ -78,28 +78,36 @@ class BlockManager:
         *,
         caching: bool = False,
         num_host_pages: int = 0,
-        states: StateSlots | None = None,
         keeps_scores: bool = False,
         listener: Listener | None = None,
     ):
         """num_pages, num_host_pages: pages on the device, and on the host for evicted blocks and preempted requests.
-        caching: whether prefixes are cached. states: slots for the states of recurrent layers, if the model has some.
-        keeps_scores: whether the optional outputs of prompts are cached with their blocks; they must depend on the
-        tokens alone. listener: receives every content of the first kind that is cached or dropped."""
+        caching: whether prefixes are cached. keeps_scores: whether the optional outputs of prompts are cached with
+        their blocks; they must depend on the tokens alone. listener: receives every content of the first kind that is
+        cached or dropped."""
         self.layout = layout
         self.block_size: int = layout.block_size
         self.caching = caching
         self.keeps_scores = keeps_scores and caching
         sizes = [kind.pages for kind in layout.kinds]
         self.pool = PagePool(
-            num_pages, sizes, caching=caching, on_evict=self._offload, listener=listener, run_pages=RUN_PAGES
+            num_pages,
+            sizes,
+            single=layout.state,
+            caching=caching,
+            on_evict=self._offload,
+            listener=listener,
+            run_pages=RUN_PAGES,
         )
         self.host = (
-            PagePool(num_host_pages, sizes, caching=caching, listener=listener, medium=HOST) if num_host_pages else None
+            PagePool(num_host_pages, sizes, single=layout.state, caching=caching, listener=listener, medium=HOST)
+            if num_host_pages
+            else None
         )
         self.ledger = TransferLedger(self.pool, self.host)
-        self.states = states or StateSlots()
-        self.contents: Contents = self.states.contents
+        self.contents = Contents()
+        self.states = None if layout.state is None else States(self, layout.state)  # None: no recurrent layers
+        self._num_token_kinds, self._token_pages = len(layout.token_kinds), layout.token_pages
         self._dropping = [(index, kind) for index, kind in enumerate(layout.kinds) if not kind.keeps_all]
         self._keeping = [index for index, kind in enumerate(layout.kinds) if kind.keeps_all]
         self._unspilled: dict[int, None] = {}  # cached blocks that `spill` has not examined, oldest first
@@ -115,8 +123,9 @@ class BlockManager:
 
     @property
     def stats(self) -> dict[str, float]:
-        """The statistics of the blocks and of the states, by name. Counters count since the start."""
+        """The statistics of the blocks, by name. Counters count since the start."""
         pool, host, ledger = self.pool, self.host, self.ledger
+        states_used, states_cached = pool.num_blocks(self.states.kind) if self.states else (0, 0)
         return {
             "block_size": self.block_size,
             "blocks_total": pool.num_pages,
@@ -130,7 +139,8 @@ class BlockManager:
             "copies": ledger.num_copies,  # on write
             "moves_out": ledger.num_moves_out,  # blocks moved to the host
             "moves_in": ledger.num_moves_in,  # blocks moved back
-            **self.states.stats,
+            "states_used": states_used,
+            "states_cached": states_cached,
         }
 
     # --- the prefix cache -------------------------------------------------------------------------------------------
@@ -158,7 +168,7 @@ class BlockManager:
             needed = kind.needed(count, size)
             tables[place] = [self.locate(BlockKey(entries[at], place)) if at in needed else None for at in range(count)]
         hit = Hit(count, tuple(tables))
-        if self.states.pool:
+        if self.states:
             return hit  # a state can be continued from the end of a block only
         start = count * size
         rest = tuple(sequence.tokens[start : min(start + size, limit)])
@@ -184,13 +194,14 @@ class BlockManager:
                 self._lock(block, on_host=on_host)
         key, ledger = sequence.key, self.ledger
         tables: list[list[int]] = []
-        for located in hit.tables or [[] for _ in self.layout.kinds]:
+        for kind, located in enumerate(hit.tables or [[] for _ in self.layout.kinds]):
             table: list[int] = []
             for location in located:
                 if location is None:
                     table.append(NULL)
                 elif location.on_host:
-                    table.append(ledger.move_in(key, location.block, after=_last_of(table)))
+                    indexed = kind != self.layout.state  # a state is overwritten
+                    table.append(ledger.move_in(key, location.block, indexed=indexed, after=_last_of(table)))
                 else:
                     table.append(location.block)
             tables.append(table)
@@ -205,7 +216,6 @@ class BlockManager:
         sequence.tables = tables
         sequence.computed = sequence.committed = hit.num_blocks * self.block_size + hit.partial_tokens
         sequence.placed = 0 if taken_over else sequence.committed
-        self.states.adopt(sequence, hit.num_blocks)
         usage = sequence.usage
         first = [location for location in (*(hit.tables[0] if hit.tables else ()), *hit.partial[:1]) if location]
         moved = sum(location.on_host for location in first)
@@ -235,11 +245,12 @@ class BlockManager:
             self.entry(sequence, full - 1)
             for table in sequence.tables:
                 for index in range(first, full):
-                    self._cache(table[index], sequence.chain.entries[index])
+                    if table[index] != NULL:  # of states, only those at the end of the block
+                        self.cache(table[index], sequence.chain.entries[index])
         for place, kind in self._dropping:
             table, needed = sequence.tables[place], kind.needed(full, size)
             for index in chain(kind.needed(first, size), range(first, full)):
-                if index not in needed:
+                if index not in needed and table[index] != NULL:
                     self.pool.free(table[index])
                     table[index] = NULL
 
@@ -256,16 +267,15 @@ class BlockManager:
         return None if block is None else Location(block, True)
 
     def invalidate(self, sequence: Sequence) -> None:
-        """Remove the contents of a sequence's blocks from the prefix cache, on the host too. The sequence keeps its
-        blocks."""
+        """Remove the contents of a sequence's blocks, and the states within its tokens, from the prefix cache, on the
+        host too. The sequence keeps its blocks."""
         for block in [] if sequence.on_host else _blocks_of(sequence.tables):
             entry = self.pool.entry(block)
             if entry is not None:
-                self.pool.forget(block)
-                self._unspilled.pop(block, None)
-                on_host = self.host.find(entry, self.pool.kind_of(block)) if self.host else None
-                if self.host and on_host is not None:
-                    self.host.forget(on_host)
+                self.forget(BlockKey(entry, self.pool.kind_of(block)))
+        if self.states:
+            for entry in sequence.chain.entries:
+                self.forget(BlockKey(entry, self.states.kind))
         sequence.committed = 0  # so that `free` does not cache the last block either
 
     def find_scores(self, sequence: Sequence, index: int) -> BlockScores | None:
@@ -283,48 +293,48 @@ class BlockManager:
 
     # --- block tables -----------------------------------------------------------------------------------------------
 
-    def extend(self, sequence: Sequence, num_tokens: int) -> Allocation | None:
-        """Give a sequence blocks for its first `num_tokens` tokens, with a copy of the block to be written next if it
-        is shared. None, with nothing changed, if the pool is exhausted.
+    def extend(self, sequence: Sequence, num_tokens: int, *, num_states: int = 0) -> Allocation | None:
+        """Give a sequence blocks for its first `num_tokens` tokens, with copies of the blocks to be written next that
+        are shared. None, with nothing changed, if the pool is exhausted. num_states: further states for which there
+        must be room.
 
         The caller counts the result in the usage when the tokens are committed.
         """
-        tables, size = sequence.tables, self.block_size
+        tables, size, pool = sequence.tables[: self._num_token_kinds], self.block_size, self.pool
         index, length = sequence.computed // size, len(tables[0])
-        shared = [table for table in tables if self.pool.is_shared(table[index])] if index < length else []
-        if not shared and num_tokens <= length * size:
+        shared = [table for table in tables if pool.is_shared(table[index])] if index < length else []
+        shares_state = self.states is not None and length > 0 and pool.is_shared(self.states.of(sequence))
+        if not shared and not shares_state and not num_states and num_tokens <= length * size:
             return NO_BLOCKS
         more = max(0, self.layout.blocks_for(num_tokens) - length)
-        pages = sum(len(self.pool.pages_of(table[index])) for table in shared) + more * self.layout.pages
-        if pages > self.pool.num_available:
+        pages = pool.num_pages_of(table[index] for table in shared) + more * self._token_pages
+        if self.states:
+            pages += self.states.pages * (shares_state + num_states + (not length and more > 0))
+        if pages > pool.num_available:
             return None
         for table in shared:
             source = table[index]
-            self.pool.lock(source)
-            self.pool.free(source)  # drops the table's reference; the lock keeps one until the copy is made
+            pool.lock(source)
+            pool.free(source)  # drops the table's reference; the lock keeps one until the copy is made
             sequence.placed = sequence.computed
             table[index] = self.ledger.copy(sequence.key, source, after=table[index - 1] if index else NULL)
+        if self.states and shares_state:
+            self.states.copy(sequence)
         self._grow(sequence, more)
         return Allocation(bool(shared) + more, int(bool(shared)))
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> int | None:
-        """Do what `extend` does, for a sequence whose next block is not shared. Return how many blocks of the first
-        kind are new; None, with nothing changed, if the pool is exhausted."""
-        more = max(0, self.layout.blocks_for(num_tokens) - sequence.num_blocks)
-        if more * self.layout.pages > self.pool.num_available:
-            return None
-        self._grow(sequence, more)
-        return more
-
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Free the blocks after the first `num_tokens` tokens, which held rejected draft tokens."""
-        while sequence.num_blocks > self.layout.blocks_for(num_tokens):
-            for table in sequence.tables:
+        excess = max(0, sequence.num_blocks - self.layout.blocks_for(num_tokens))
+        for _ in range(excess):
+            for table in sequence.tables[: self._num_token_kinds]:
                 self.pool.free(table.pop())
-            sequence.usage.new -= 1
+        if self.states and excess:
+            self.states.resize(sequence)
+        sequence.usage.new -= excess
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child share the blocks and the state of its parent, including a partial last block. Both have the same
+        """Let a child share the blocks of its parent, including a partial last block and the state. Both have the same
         tokens as far as the parent has computed them."""
         assert not child.num_blocks
         child.tables = [list(table) for table in parent.tables]
@@ -333,17 +343,15 @@ class BlockManager:
             self.pool.touch(block)
         child.computed, child.committed, child.placed = parent.computed, parent.committed, parent.computed
         child.chain = parent.chain.head(parent.computed // self.block_size)
-        self.states.fork(parent, child)
 
     def free(self, sequence: Sequence) -> None:
-        """Free all blocks and the state of a sequence, on the device or on the host. On the device, its full blocks
-        remain cached, and so does the last one."""
+        """Free all blocks of a sequence, on the device or on the host. On the device, its full blocks remain cached,
+        and so does the last one."""
         pool = self.host if sequence.on_host else self.pool
         assert pool
         self._cache_last(sequence)
         for table in sequence.tables:
             pool.free_table(table)
-        self.states.release(sequence)
         sequence.on_host = False
 
     def restart(self, sequence: Sequence) -> None:
@@ -393,7 +401,7 @@ class BlockManager:
         if self.takes_over_partial(hit):
             return 0
         sources = (location.block for location in hit.partial if not location.on_host)
-        return sum(len(self.pool.pages_of(block)) for block in sources if self.pool.is_cached(block))
+        return self.pool.num_pages_of(block for block in sources if self.pool.is_cached(block))
 
     def pages_to_swap_in(self, sequences: Items[Sequence], active: Items[Sequence]) -> int:
         """Return how many pages must be available to swap a request in: for its blocks on the host, for blocks of its
@@ -404,6 +412,9 @@ class BlockManager:
         total = 0
         for place, kind in enumerate(self.layout.kinds):
             held = {block for sequence in sequences for block in sequence.tables[place]} - {NULL}
+            if place == self.layout.state:
+                total += kind.pages * self.layout.blocks_of_kind(kind, *sizes)
+                continue
             more = sum(self.layout.blocks_for(len(sequence.tokens)) - sequence.num_blocks for sequence in active)
             written = [
                 sequence.tables[place][sequence.computed // size]
@@ -420,34 +431,35 @@ class BlockManager:
     # --- the host ---------------------------------------------------------------------------------------------------
 
     def swap_out(self, sequences: Items[Sequence]) -> bool:
-        """Move blocks and states of sequences to the host. False, with nothing changed, if it lacks room for all."""
-        if self.host is None or not self.states.can_swap_out(sequences):
-            return False
-        distinct = {block for sequence in sequences for table in sequence.tables for block in table} - {NULL}
-        if sum(len(self.pool.pages_of(block)) for block in distinct) > self.host.num_available:
+        """Move the blocks of sequences to the host. False, with nothing changed, if it lacks room for all."""
+        if self.host is None or self.num_pages_held(sequences) > self.host.num_available:
             return False
         targets: dict[int, int] = {}
         for sequence in sequences:
             sequence.tables, left = [self._move_out(table, targets) for table in sequence.tables], sequence.tables
             for table in left:
                 self.pool.free_table(table)
-        self.states.swap_out(sequences)
-        for sequence in sequences:
             sequence.on_host = True
         return True
 
+    def num_pages_held(self, sequences: Iterable[Sequence]) -> int:
+        """Return the number of pages in the blocks of sequences on the device."""
+        blocks = {block for sequence in sequences for table in sequence.tables for block in table}
+        return self.pool.num_pages_of(blocks - {NULL})
+
     def swap_in(self, sequences: Items[Sequence]) -> int:
-        """Move blocks and states of sequences back to the device, and return how many blocks of the first kind are
-        moved. Blocks whose content is still cached on the device are reused, not moved. The device must have room for
-        the rest."""
-        host = self.host
+        """Move the blocks of sequences back to the device, and return how many blocks of the first kind are moved.
+        Blocks whose content is still cached on the device are reused, not moved. The device must have room for the
+        rest."""
+        host, state = self.host, self.layout.state
         assert host
         places = [block for sequence in sequences for table in sequence.tables for block in table if block != NULL]
         targets: dict[int, int] = {}
         for block in dict.fromkeys(places):  # cached ones first: allocating below may evict
             entry = host.entry(block)
             cached = self.pool.find(entry, host.kind_of(block)) if entry else None
-            if cached is not None:
+            # A sequence that is planned already may overwrite a state that it has for itself.
+            if cached is not None and (host.kind_of(block) != state or self.pool.is_cached(cached)):
                 self.pool.touch(cached)
                 targets[block] = cached
         moved = 0
@@ -456,8 +468,10 @@ class BlockManager:
             for block in table:
                 if block != NULL and block not in targets:
                     host.lock(block)
-                    targets[block] = self.ledger.move_in(sequences[0].key, block, after=after)
-                    moved += host.kind_of(block) == 0
+                    kind = host.kind_of(block)
+                    indexed = kind != state  # a state is overwritten
+                    targets[block] = self.ledger.move_in(sequences[0].key, block, indexed=indexed, after=after)
+                    moved += kind == 0
                 after = targets.get(block, NULL)
         for block in places:
             self.pool.touch(targets[block])
@@ -469,7 +483,6 @@ class BlockManager:
             for table in left:
                 host.free_table(table)
             sequence.on_host, sequence.placed = False, sequence.computed
-        self.states.swap_in(sequences)
         sequences[0].usage.new += moved
         sequences[0].usage.from_host += moved
         return moved
@@ -527,7 +540,7 @@ class BlockManager:
     def insert(self, reserved: dict[BlockKey, int]) -> None:
         """Cache reserved blocks, whose contents are there now. The last are evicted first."""
         for key, block in reserved.items():
-            self._cache(block, key.entry)
+            self.cache(block, key.entry)
         for block in reversed(reserved.values()):
             self.pool.free(block)
 
@@ -539,12 +552,11 @@ class BlockManager:
         self.ledger.finish(self.ledger.take_moves_out(), done=False)
         self._unspilled.clear()
         self.pool.forget_all()
-        self.states.clear()
 
     def check(self, sequences: Collection[Sequence], pinned: Iterable[Items[int]] = ()) -> None:
         """Assert every invariant, given all sequences, and the block tables of sessions. For tests and idle moments."""
         here = [table for sequence in sequences if not sequence.on_host for table in sequence.tables]
-        self.pool.check([*here, *pinned])
+        self.pool.check([*here, *pinned, self.states.drafts if self.states else ()])
         if self.host:
             self.host.check(table for sequence in sequences if sequence.on_host for table in sequence.tables)
         for pool in (self.pool, self.host):
@@ -557,7 +569,6 @@ class BlockManager:
                 held = self._held(sequence, place)
                 assert NULL not in held, "a block that later tokens read is gone"
                 assert sum(block != NULL for block in table) == len(held), "a block that no later token reads is held"
-        self.states.check(sequences)
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
@@ -584,10 +595,7 @@ class BlockManager:
 
     def _missing_block(self, entries: Items[Entry], count: int) -> int | None:
         """Return the index of a block that a hit of `count` blocks needs and that is not cached, or None. The hit must
-        end before this block. Kinds that keep all blocks are not searched. A missing checkpoint of recurrent layers
-        counts as the last block."""
-        if self.states.pool and not self.states.has_checkpoint(entries[count - 1]):
-            return count - 1
+        end before this block. Kinds that keep all blocks are not searched."""
         for place, kind in self._dropping:
             for index in reversed(kind.needed(count, self.block_size)):
                 if self.locate(BlockKey(entries[index], place)) is None:
@@ -610,19 +618,31 @@ class BlockManager:
         return best
 
     def _grow(self, sequence: Sequence, more: int) -> None:
-        for kind, table in enumerate(sequence.tables):
+        for kind, table in enumerate(sequence.tables[: self._num_token_kinds]):
             table.extend(self.pool.claim(more, kind, after=_last_of(table)))
+        if self.states and more:
+            self.states.resize(sequence)
 
-    def _cache(self, block: int, entry: Entry) -> None:
+    def cache(self, block: int, entry: Entry) -> None:
         """Index a block, unless another one has the same content."""
         if self.pool.index(block, entry) and self.host:
             self._unspilled[block] = None
+
+    def forget(self, key: BlockKey, *, on_host: bool = True) -> None:
+        """Remove a content from the prefix cache. on_host: on the host too."""
+        block = self.pool.find(*key)
+        if block is not None:
+            self.pool.forget(block)
+            self._unspilled.pop(block, None)
+        of_host = self.host.find(*key) if self.host and on_host else None
+        if self.host and of_host is not None:
+            self.host.forget(of_host)
 
     def _cache_last(self, sequence: Sequence) -> None:
         """Index the last block of a sequence that ends within it. Not if its content may not be there yet, if another
         sequence may write to it, if a cached block has the same tokens, or for a beam, of which most are dropped."""
         index, count = divmod(sequence.committed, self.block_size)
-        if not self.caching or not count or sequence.on_host or self.states.pool:
+        if not self.caching or not count or sequence.on_host or self.states:
             return
         if sequence.committed <= sequence.placed or sequence.request.sampling.beam_width > 1:
             return
@@ -674,8 +694,7 @@ class BlockManager:
     def _held(self, sequence: Sequence, place: int) -> list[int]:
         """Return the blocks of one kind that a sequence holds."""
         table, size = sequence.tables[place], self.block_size
-        full = sequence.committed // size
-        return [table[at] for at in chain(self.layout.kinds[place].needed(full, size), range(full, len(table)))]
+        return [table[at] for at in self.layout.kinds[place].held(sequence.committed // size, len(table), size)]
 
     def _sizes(self, sequences: Items[Sequence]) -> tuple[list[int], list[int], int]:
         """Return the number of blocks of each sequence, the number of its tokens that are not committed, and the number
@@ -720,6 +739,9 @@ class Pins:
         blocks = self._blocks
         full = sequence.committed // blocks.block_size
         tables = [table[:full] for table in sequence.tables]
+        if full and blocks.states:  # the sequence may have left the state behind
+            state = blocks.pool.find(blocks.entry(sequence, full - 1), blocks.states.kind)
+            tables[blocks.states.kind][-1] = NULL if state is None else state
         for block in _blocks_of(tables):
             blocks.pool.touch(block)
         self.drop(name)
@@ -731,8 +753,6 @@ class Pins:
         while self.num_pages > self._limit:
             self.drop_oldest()
         blocks.free(sequence)
-        if name in self:
-            blocks.states.pin(name, sequence)
 
     def drop(self, name: Hashable) -> None:
         """Unpin the blocks of a session, if it has any."""
@@ -744,7 +764,6 @@ class Pins:
                 self.num_pages -= len(self._blocks.pool.pages_of(block))
         for table in tables:
             self._blocks.pool.free_table(table)
-        self._blocks.states.unpin(name)
 
     def drop_oldest(self) -> bool:
         """Unpin the blocks of the least recently used session. False if there is none."""

@@ -1,4 +1,4 @@
-"""The memory of the pools: keys and values in pages, and states of recurrent layers in slots.
+"""The memory of the pools: keys, values and states of recurrent layers in pages.
 
 A pool is one tensor of bytes, a row per page. All pages have the same size, so that a freed page can hold anything. A
 page has room for `block_size` tokens of some layers of one kind, each at its place:
@@ -14,11 +14,15 @@ The keys of a layer are a view of the pool, whose stride from block to block is 
 the host, to a store or to another instance as one piece.
 
 A recurrent layer (Mamba, a gated delta net, a short convolution) stores the same few tensors however long the sequence
-is:
+is. The tensors of all layers are one after the other in a block, whose pages may be anywhere in the pool. They are read
+and written in units, rows of as many bytes as divide a page and every tensor:
 
-    slot           0         1         2       first dimension of every tensor
-    layer 0     conv state, recurrent state    the last inputs of its convolution; the state of its scan
-    layer 1     conv state                     a layer that is only a convolution
+    layers      0 conv state, recurrent state    the last inputs of its convolution; the state of its scan
+                1 conv state                     a layer that is only a convolution
+
+    block       | 0 conv | 0 recurrent ...... | 1 conv |      bytes
+    units       |  0  1  |  2  3  4  5  6  7  |  8  9  |
+    pages       |      17      |      4       |   9    |      3 pages of 4 units: unit 4 is the first one of page 4
 """
 
 from __future__ import annotations
@@ -29,20 +33,21 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from paged_backend.api.block_layout import BlockLayout, LayerKind, WindowKind
+from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind, StateKind, WindowKind
 from paged_kernels.cpu.huge_pages import HUGE_PAGE, populate_pages, request_huge_pages
 from paged_kernels.layer_cache import FORMATS, LayerCache, plain_channels
 
 SCALE = torch.float32
 ALIGNMENT = 16  # bytes: of every tensor in a page, and of a page; what a copy kernel moves at a time
+STATE_ALIGNMENT = 512  # bytes: of every tensor of a recurrent layer, and then of a page; the least size of a unit
 
 # Maximum share of memory that no layer uses, because the layers of a kind do not fill their pages: in a block of each
 # kind together, and in the blocks of any kind. (A long sequence holds most blocks of full attention.)
@@ -137,9 +142,15 @@ class CacheLayout:
 
     blocks: BlockLayout
     layers: tuple[LayerShape, ...]
+    states: tuple[StateShape, ...]  # of recurrent layers
     dtype: torch.dtype  # a quantized type, or the type of the model's keys and values
     places: tuple[tuple[int, int], ...]  # of each layer: its page, counted over the blocks of all kinds; its first byte
     page_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of the states of a sequence, in whole pages."""
+        return self.blocks.kinds[-1].pages * self.page_bytes if self.states else 0
 
     @classmethod
     def of(
@@ -148,6 +159,7 @@ class CacheLayout:
         block_size: int,
         dtype: torch.dtype,
         *,
+        states: Sequence[StateShape] = (),
         max_model_len: int | None = None,
         max_pending: int = 0,
     ) -> CacheLayout:
@@ -157,6 +169,7 @@ class CacheLayout:
             layers: shapes and windows of all layers.
             block_size: tokens of a block.
             dtype: the type of the cache.
+            states: shapes of the states of recurrent layers.
             max_model_len: maximum tokens of a sequence. Windows this long count as full attention, all if it is None.
             max_pending: maximum tokens of a sequence in steps that are planned but not committed.
         """
@@ -170,19 +183,25 @@ class CacheLayout:
         full = [index for index in range(len(layers)) if index not in windowed and index not in empty]
         kinds = [kind for kind in (full, windowed) if kind]
         sizes = [[layers[index].page_bytes(block_size, dtype) for index in kind] for kind in kinds]
-        page_bytes = _page_bytes(sizes)
+        page_bytes, state_bytes = _page_bytes(sizes), sum(map(_state_bytes, _tensors_of(states)))
+        if states:  # without attention, a page is a state
+            page_bytes = _state_bytes(page_bytes) if kinds else state_bytes
         places = dict.fromkeys(empty, (0, 0))
         counts: list[int] = []  # pages of a block, by kind
         for kind, of_kind in zip(kinds, sizes, strict=True):
             packed = _packed(of_kind, page_bytes)
             places |= {index: (sum(counts) + page, offset) for index, (page, offset) in zip(kind, packed, strict=True)}
             counts.append(packed[-1][0] + 1)
-        if not windowed:
-            blocks = BlockLayout(block_size)
-        else:
+        of_tokens: tuple[LayerKind, ...] = (FULL,)
+        if windowed:
             window = WindowKind(counts[-1], max(layers[index].window or 0 for index in windowed))
-            blocks = BlockLayout(block_size, (LayerKind(counts[0]), window) if full else (window,), max_pending)
-        return cls(blocks, tuple(layers), dtype, tuple(places[index] for index in range(len(layers))), page_bytes)
+            of_tokens = (LayerKind(counts[0]), window) if full else (window,)
+        elif states and not full:
+            of_tokens = (LayerKind(0),)
+        recurrent = (StateKind(-(-state_bytes // page_bytes)),) if states else ()
+        blocks = BlockLayout(block_size, (*of_tokens, *recurrent), max_pending if windowed else 0)
+        ordered = tuple(places[index] for index in range(len(layers)))
+        return cls(blocks, tuple(layers), tuple(states), dtype, ordered, page_bytes)
 
 
 def _packed(sizes: Sequence[int], page_bytes: int) -> list[tuple[int, int]]:
@@ -227,6 +246,12 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def _state_bytes(size: TensorShape | int) -> int:
+    """Return the bytes that a tensor of a recurrent layer takes in a block, or of which a page with states consists."""
+    nbytes = size if isinstance(size, int) else size.nbytes
+    return -(-nbytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
+
+
 @dataclass(frozen=True, eq=False)
 class KVCache:
     """The keys and values of every layer, in pages; see `CacheLayout`. With one kind of layer a block is one page, and
@@ -235,6 +260,7 @@ class KVCache:
     memory: Tensor  # [num_pages, page_bytes] uint8
     layers: tuple[LayerCache, ...]  # views of the memory; the tensors of a layer without attention are empty
     pages: tuple[int, ...]  # page of each layer, counted over the blocks of all kinds
+    states: StateCache | None = None  # None: the model has no recurrent layers
 
     @classmethod
     def allocate(cls, layout: CacheLayout, num_pages: int, device: torch.device, *, pinned: bool = False) -> KVCache:
@@ -246,7 +272,8 @@ class KVCache:
         memory = (pinned_zeros(size) if pinned else _zeros(size, device)).view(num_pages, layout.page_bytes)
         places = zip(layout.layers, layout.places, strict=True)
         caches = [layer.cache(memory, offset, layout.blocks.block_size, layout.dtype) for layer, (_, offset) in places]
-        return cls(memory, tuple(caches), tuple(page for page, _ in layout.places))
+        states = StateCache.of(layout.states, memory) if layout.states else None
+        return cls(memory, tuple(caches), tuple(page for page, _ in layout.places), states)
 
     @property
     def device(self) -> torch.device:
@@ -273,7 +300,7 @@ class KVCache:
 
     def read(self, pages: Sequence[int]) -> Tensor:
         """Return a copy of pages on the host, [len(pages), page_bytes] uint8."""
-        return self.memory.index_select(0, torch.tensor(pages, device=self.device)).cpu()
+        return self.memory.index_select(0, torch.tensor(pages, dtype=torch.int64, device=self.device)).cpu()
 
     def write(self, pages: Sequence[int], content: Tensor) -> None:
         """Overwrite pages with what `read` returned."""
@@ -288,17 +315,6 @@ def pinned_zeros(nbytes: int) -> Tensor:
     """Return zeros in pinned memory. A pool is a single pinned allocation: PyTorch rounds each allocation up to a power
     of two, so one per tensor could take twice the memory."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).zero_()
-
-
-def pinned_tensors(shapes: Sequence[TensorShape]) -> list[Tensor]:
-    """Return tensors filled with zeros, one after the other in one allocation of pinned memory."""
-    sizes = [shape.nbytes for shape in shapes]
-    ends = list(accumulate(map(_aligned, sizes)))
-    memory = pinned_zeros(ends[-1])
-    return [
-        memory[start : start + size].view(dtype).view(shape)
-        for (shape, dtype), size, start in zip(shapes, sizes, [0, *ends], strict=False)
-    ]
 
 
 def _zeros(nbytes: int, device: torch.device) -> Tensor:
@@ -319,86 +335,84 @@ class StateShape:
     conv: TensorShape  # [channels, kernel_size]: the last inputs of the convolution
     recurrent: TensorShape | None  # None: the layer is only a convolution
 
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes of both states."""
-        return self.conv.nbytes + (self.recurrent.nbytes if self.recurrent else 0)
+
+def _tensors_of(layers: Iterable[StateShape]) -> list[TensorShape]:
+    return [part for layer in layers for part in (layer.conv, layer.recurrent) if part]
+
+
+def state_nbytes(layers: Iterable[StateShape]) -> int:
+    """Return the bytes that recurrent layers keep for a sequence."""
+    return sum(shape.nbytes for shape in _tensors_of(layers))
+
+
+@dataclass(frozen=True, eq=False)
+class StateTensor:
+    """A tensor of a recurrent layer, in every block with states."""
+
+    shape: TensorShape
+    span: slice  # its units in a block
+    pool: Tensor  # all units of the pool, [num_units, elements]
+
+    def read(self, units: Tensor) -> Tensor:
+        """Return a copy of the tensor of several blocks, [num_blocks, *shape]. units: see `StateCache.units_of`."""
+        rows = self.pool.index_select(0, self._of(units)).view(len(units), -1)
+        return rows[:, : math.prod(self.shape.shape)].contiguous().unflatten(1, self.shape.shape)
+
+    def write(self, units: Tensor, values: Tensor) -> None:
+        """Overwrite the tensor of several blocks. values: what `read` returned, or changed in place."""
+        rows = values.flatten(1)
+        if padding := -rows.shape[1] % self.pool.shape[1]:
+            rows = pad(rows, (0, padding))
+        self.pool.index_copy_(0, self._of(units), rows.reshape(-1, self.pool.shape[1]))
+
+    def _of(self, units: Tensor) -> Tensor:
+        return units[:, self.span].reshape(-1)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerState:
-    """The states of one recurrent layer. The first dimension is the slot."""
+    """The states of one recurrent layer."""
 
-    conv: Tensor  # [num_slots, channels, kernel_size]
-    recurrent: Tensor | None  # [num_slots, ...]
+    conv: StateTensor
+    recurrent: StateTensor | None
 
 
 @dataclass(frozen=True, eq=False)
 class StateCache:
-    """The states of every recurrent layer, in slots. A sequence has the same slot in all layers."""
+    """The states of every recurrent layer, in the pages of a pool."""
 
     layers: tuple[LayerState, ...]  # in the order of the model's recurrent layers
+    places: Tensor  # [2, num_units] int64: the page of each unit of a block, counted from 0, and its place in the page
+    units_per_page: int
 
     @classmethod
-    def allocate(
-        cls, layers: Sequence[StateShape], *, num_slots: int, device: torch.device, pinned: bool = False
-    ) -> StateCache:
-        """Return a cache filled with zeros. pinned: whether to allocate host memory that a GPU can access directly."""
+    def of(cls, layers: Sequence[StateShape], memory: Tensor) -> StateCache:
+        """Return views of a pool, [num_pages, page_bytes] uint8."""
+        sizes = [_state_bytes(shape) for shape in _tensors_of(layers)]
+        unit = math.gcd(memory.shape[1], *sizes)
+        starts, pool = iter([0, *accumulate(sizes)]), memory.view(-1, unit)
 
-        shapes = [
-            TensorShape((num_slots, *part.shape), part.dtype)
-            for layer in layers
-            for part in (layer.conv, layer.recurrent)
-            if part
+        def tensor(shape: TensorShape) -> StateTensor:
+            start = next(starts)
+            span = slice(start // unit, (start + _state_bytes(shape)) // unit)
+            return StateTensor(shape, span, pool.view(shape.dtype))
+
+        states = [
+            LayerState(tensor(layer.conv), tensor(layer.recurrent) if layer.recurrent else None) for layer in layers
         ]
-        tensors = iter(
-            pinned_tensors(shapes)
-            if pinned
-            else [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
-        )
-        return cls(tuple(LayerState(next(tensors), next(tensors) if layer.recurrent else None) for layer in layers))
+        per_page = memory.shape[1] // unit
+        units = torch.arange(sum(sizes) // unit, device=memory.device)
+        return cls(tuple(states), torch.stack((units // per_page, units % per_page)), per_page)
 
     @property
-    def num_slots(self) -> int:
-        """The number of sequences whose states fit."""
-        return len(self.tensors[0])
+    def pages_per_block(self) -> int:
+        """The number of pages of a block."""
+        return -(-self.places.shape[1] // self.units_per_page)
 
-    @cached_property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of all layers. The first dimension of each is the slot."""
-        parts = (part for layer in self.layers for part in (layer.conv, layer.recurrent))
-        return tuple(part for part in parts if part is not None)
-
-    def copy_slots(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy slots, given as (source, destination), as if all at once. Forks a sequence, or writes a checkpoint of
-        its state."""
-        copies = list(pairs)
-        if not copies:
-            return
-        sources, destinations = (list(slots) for slots in zip(*copies, strict=True))
-        for tensor in self.tensors:
-            tensor[destinations] = tensor[sources]
-
-    def copy_to(self, other: StateCache, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copy slots, given as (source, destination), to a cache of the same layers on another device. Returns before a
-        GPU has copied them; copies are made in order with other work of the current stream."""
-        for source, destination in pairs:
-            for tensor, copy in zip(self.tensors, other.tensors, strict=True):
-                copy[destination].copy_(tensor[source], non_blocking=True)
-
-    def read_slot(self, slot: int) -> list[Tensor]:
-        """Return a copy of one slot on the host: a tensor for each of `tensors`."""
-        return [tensor[slot].to("cpu", copy=True) for tensor in self.tensors]
-
-    def write_slot(self, slot: int, content: Sequence[Tensor]) -> None:
-        """Overwrite one slot with what `read_slot` returned."""
-        for tensor, value in zip(self.tensors, content, strict=True):
-            tensor[slot] = value
-
-
-def bytes_per_slot(layers: Sequence[StateShape]) -> int:
-    """Return the bytes of one slot in all layers."""
-    return sum(layer.nbytes for layer in layers)
+    def units_of(self, pages: Tensor) -> Tensor:
+        """Return the units of several blocks, [num_blocks, num_units] int64. pages: their pages, [num_blocks, pages of
+        a block] int64."""
+        return pages[:, self.places[0]] * self.units_per_page + self.places[1]
 
 
 def populate_in_background(cache: KVCache) -> threading.Thread:

@@ -23,13 +23,14 @@ PagePairs: TypeAlias = tuple[tuple[int, int], ...]  # (source, target) of pages
 
 
 class Transfer(NamedTuple):
-    """Copy a block with all of its pages, or a slot of states, to another."""
+    """Copy a block with all of its pages to another."""
 
     source: int
     target: int
-    # The content under which the target is indexed: on the host at once, on the device when the transfer is finished.
+    # The content under which a block is indexed: the target of a move, on the host at once and on the device when the
+    # move is finished; the source of a copy, when it is finished.
     entry: Entry | None = None
-    pages: PagePairs = ()  # the pages to copy; empty for slots of states
+    pages: PagePairs = ()  # the pages to copy
 
 
 class Transfers(NamedTuple):
@@ -106,14 +107,18 @@ class TransferLedger:
         self.num_moves_in += 1
         return target
 
-    def copy(self, request: int, block: int, *, after: int = NULL) -> int:
+    def copy(self, request: int, block: int, *, entry: Entry | None = None, after: int = NULL) -> int:
         """Plan to copy a block of the device, which the caller has locked, to a new block, and return the new block.
-        after: see `PagePool.allocate`."""
+        entry: a content under which the block is cached once it is copied. after: see `PagePool.allocate`."""
         target = self._device.claim(1, self._device.kind_of(block), after=after)[0]
-        copy = Transfer(block, target, None, _pairs(self._device, block, self._device, target))
+        copy = Transfer(block, target, entry, _pairs(self._device, block, self._device, target))
         self._copies.setdefault(request, []).append(copy)
         self.num_copies += 1
         return target
+
+    def copies_to(self, request: int, block: int) -> bool:
+        """Return whether a copy to this block is planned for a request."""
+        return any(copy.target == block for copy in self._copies.get(request, ()))
 
     def cancel(self, request: int) -> bool:
         """Take back the planned moves in and copies of a request. Return whether there were any."""
@@ -152,6 +157,8 @@ class TransferLedger:
             device.unlock(move.target)
             host.unlock(move.source)
         for copy in transfers.copies:
+            if done and copy.entry:
+                device.index(copy.source, copy.entry)
             device.unlock(copy.source)
 
 

@@ -3,14 +3,14 @@
 pages    | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |     one page has room for block_size tokens of some layers
 kind 0   blocks 0, 3 and 4                     a block of a single page has the number of its page
 kind 1   block 6, of pages 6, 1 and 7          a block of several pages has the number of its first page
+kind 2   blocks 8, 9                           a block without pages has a number after those of all pages
 free     2, 5                                  in runs, so that the blocks of a sequence follow each other (extents)
 cached   6 -> 0                                not referenced, content still indexed; least recently used first
 in use   {3: 1, 4: 2}                          references of each block: block tables, sessions and transfers
 
 Free pages + pages of cached blocks + pages of blocks in use = all pages, always; `check()` asserts it.
 
-The device has one pool and the host may have another. Slots for the states of recurrent layers are a third kind of
-memory, with a pool of its own (states.py).
+The device has one pool and the host may have another.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 import numpy as np
 
@@ -88,17 +89,18 @@ class FreePages:
         self._add(page + 1, start - length - page - 1)
         return page
 
-    def put(self, page: int) -> None:
-        """Free a page."""
-        self.end_growth(page)
-        start = end = page
+    def put(self, page: int, count: int = 1) -> None:
+        """Free `count` pages, this one and those after it."""
+        start, end = page, page + count
+        for one in range(start, end):
+            self.end_growth(one)
         if page in self._starts:
             start = self._starts[page]
             self._remove(start, page - start)
-        if length := self._lengths.get(page + 1):
+        if length := self._lengths.get(end):
+            self._remove(end, length)
             end += length
-            self._remove(page + 1, length)
-        self._add(start, end - start + 1)
+        self._add(start, end - start)
 
     def end_growth(self, page: int) -> None:
         """Release the claim on the page after this one, if there is one."""
@@ -155,15 +157,17 @@ class PagePool:
         num_pages: int,
         kinds: Sequence[int] = (1,),
         *,
+        single: int | None = None,
         caching: bool = False,
         on_evict: Callable[[int], None] | None = None,
         listener: Listener | None = None,
         medium: str = DEVICE,
         run_pages: int = 0,
     ):
-        """kinds: number of pages of a block, by kind. caching: whether contents are kept for the prefix cache.
-        on_evict: called with a cached block before its content is dropped. listener, medium: passed to the first kind's
-        index. run_pages: see RUN_PAGES; 0: never evict more than is needed."""
+        """kinds: number of pages of a block, by kind. single: a kind whose blocks do not follow each other; the pages
+        of a block do, as far as possible. caching: whether contents are kept for the prefix cache. on_evict: called
+        with a cached block before its content is dropped. listener, medium: passed to the first kind's index.
+        run_pages: see RUN_PAGES; 0: never evict more than is needed."""
         assert num_pages >= 1, num_pages
         self.num_pages = num_pages
         self.caching = caching
@@ -171,19 +175,24 @@ class PagePool:
         self.num_shared = 0  # blocks with more than one reference
         self.num_evictions = 0
         self._sizes = tuple(kinds)
+        self._single = single
+        self._num_blocks = [0] * len(kinds)  # blocks in use or cached, by kind
+        self._num_cached_blocks = [0] * len(kinds)
+        self._numbers: list[int] = []  # free numbers of blocks without pages
         self._on_evict = on_evict
         self._free = FreePages(num_pages)
         self._run_pages = run_pages
         self._most_free = num_pages // EARLY_SHARE
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_cached = 0  # pages of cached blocks
-        self._references = [0] * num_pages  # by block
+        self._references = [0] * num_pages  # by block; longer with blocks without pages
         self._transfers: Counter[int] = Counter()  # references of unfinished transfers, part of _references
         self._kinds = bytearray(num_pages)  # kind of each block
         # The pages of each block, with a last row for NULL: a page of zeros behind the pool, which is never written.
-        self._pages = tuple(
-            np.full((num_pages + 1, size), num_pages, dtype=np.int32) if size > 1 else None for size in kinds
-        )
+        self._pages = tuple(np.empty((num_pages + 1, size), dtype=np.int32) if size > 1 else None for size in kinds)
+        for pages in self._pages:
+            if pages is not None:
+                pages[NULL] = num_pages
 
     @property
     def num_cached(self) -> int:
@@ -214,7 +223,11 @@ class PagePool:
         if count * self._sizes[kind] > self.num_available:
             return None
         pages = self._pages[kind]
-        if pages is None:
+        if not self._sizes[kind]:
+            blocks = [self._take_number() for _ in range(count)]
+        elif kind == self._single:
+            blocks = [self._take_single(kind) for _ in range(count)]
+        elif pages is None:
             blocks = self._take(count, after)
         else:
             before = [NULL] * self._sizes[kind] if after == NULL else pages[after].tolist()
@@ -225,6 +238,7 @@ class PagePool:
         for block in blocks:
             self._references[block] = 1
             self._kinds[block] = kind
+        self._num_blocks[kind] += count
         return blocks
 
     def claim(self, count: int, kind: int = 0, *, after: int = NULL) -> list[int]:
@@ -237,7 +251,7 @@ class PagePool:
         """Add a reference; a cached block is then in use again."""
         if self._references[block] == 0:
             del self._cached[block]
-            self._num_cached -= self._sizes[self._kinds[block]]
+            self._count_cached(self._kinds[block], -1)
         self._references[block] += 1
         if self._references[block] == 2:
             self.num_shared += 1
@@ -249,7 +263,7 @@ class PagePool:
         Raises:
             ValueError: the block is not in use.
         """
-        if not 0 <= block < self.num_pages or not self._references[block]:
+        if not 0 <= block < len(self._references) or not self._references[block]:
             raise ValueError(f"block {block}: freed, but not in use")
         self._references[block] -= 1
         if self._references[block] == 1:
@@ -258,7 +272,7 @@ class PagePool:
             kind = self._kinds[block]
             if self.indexes[kind].contains(block):
                 self._cached[block] = None
-                self._num_cached += self._sizes[kind]
+                self._count_cached(kind, 1)
                 for page in self.pages_of(block):
                     self._free.end_growth(page)
             else:
@@ -296,8 +310,18 @@ class PagePool:
 
     def pages_of(self, block: int) -> tuple[int, ...]:
         """Return the pages of a block."""
-        pages = self._pages[self._kinds[block]]
-        return (block,) if pages is None else tuple(pages[block].tolist())
+        kind = self._kinds[block]
+        pages = self._pages[kind]
+        return (block,) * self._sizes[kind] if pages is None else tuple(pages[block].tolist())
+
+    def num_pages_of(self, blocks: Iterable[int]) -> int:
+        """Return the number of pages of some blocks together."""
+        return sum(self._sizes[self._kinds[block]] for block in blocks)
+
+    def num_blocks(self, kind: int) -> tuple[int, int]:
+        """Return how many blocks of a kind are in use, and how many are cached."""
+        cached = self._num_cached_blocks[kind]
+        return self._num_blocks[kind] - cached, cached
 
     def page_tables(self, kind: int, tables: np.ndarray) -> list[np.ndarray]:
         """Return block tables as one table of pages for each page of a block of this kind.
@@ -309,10 +333,15 @@ class PagePool:
             return list(np.ascontiguousarray(pages[tables].transpose(2, 0, 1)))
         return [np.where(tables == NULL, np.int32(self.num_pages), tables)]
 
+    def page_rows(self, kind: int, blocks: Sequence[int]) -> np.ndarray:
+        """Return the pages of blocks of a kind, [len(blocks), pages of a block] int32."""
+        pages, rows = self._pages[kind], np.array(blocks, dtype=np.int32)
+        return rows[:, None] if pages is None else pages[rows]
+
     def num_freed_by(self, tables: Iterable[Iterable[int]]) -> int:
         """Return how many pages would become available if these block tables were freed."""
         held = Counter(block for table in tables for block in table if block != NULL)
-        return sum(self._sizes[self._kinds[block]] for block, count in held.items() if self._references[block] == count)
+        return self.num_pages_of(block for block, count in held.items() if self._references[block] == count)
 
     # --- contents ---------------------------------------------------------------------------------------------------
 
@@ -335,7 +364,7 @@ class PagePool:
             self.indexes[kind].remove(block)
             if block in self._cached:
                 del self._cached[block]
-                self._num_cached -= self._sizes[kind]
+                self._count_cached(kind, -1)
                 self._release(block)
 
     def forget_all(self) -> None:
@@ -361,7 +390,7 @@ class PagePool:
             for kind, pages in enumerate(self._pages):
                 if pages is not None:
                     marks[pages[of_block[kinds == kind]]] = marks[of_block[kinds == kind], None]
-        return marks.tobytes().decode()
+        return marks[: self.num_pages].tobytes().decode()
 
     def check(self, tables: Iterable[Iterable[int]]) -> None:
         """Assert every invariant, given all live block tables. For tests and idle moments: it walks the pool."""
@@ -371,6 +400,11 @@ class PagePool:
         pages = [page for block in (*owned, *self._cached) for page in self.pages_of(block)]
         assert sorted([*pages, *self._free]) == list(range(self.num_pages)), "a page is lost or used twice"
         self._free.check()
+        numbers = [block for block in (*owned, *self._cached) if not self._sizes[self._kinds[block]]]
+        assert sorted([*numbers, *self._numbers]) == list(range(self.num_pages, len(self._references))), "a lost number"
+        used, cached = (Counter(self._kinds[block] for block in blocks) for blocks in (owned, self._cached))
+        for kind in range(len(self._sizes)):
+            assert self.num_blocks(kind) == (used[kind], cached[kind]), "blocks of a kind are miscounted"
         assert self._num_cached == sum(len(self.pages_of(block)) for block in self._cached), "cached pages miscounted"
         assert self.num_shared == sum(count > 1 for count in owned.values()), "the number of shared blocks is wrong"
         for kind, index in enumerate(self.indexes):
@@ -392,10 +426,38 @@ class PagePool:
             before += taken
         return pages
 
+    def _count_cached(self, kind: int, change: int) -> None:
+        self._num_cached += change * self._sizes[kind]
+        self._num_cached_blocks[kind] += change
+
+    def _take_single(self, kind: int) -> int:
+        """Take the pages of a block that no other one follows."""
+        taken = self._take(self._sizes[kind], NULL)
+        self._free.end_growth(taken[-1])
+        pages = self._pages[kind]
+        if pages is not None:
+            pages[taken[0]] = taken
+        return taken[0]
+
+    def _take_number(self) -> int:
+        """Take the number of a block without pages."""
+        if not self._numbers:
+            self._numbers.append(len(self._references))
+            self._references.append(0)
+            self._kinds.append(0)
+        return self._numbers.pop()
+
     def _release(self, block: int) -> None:
-        pages = self._pages[self._kinds[block]]
-        for page in (block,) if pages is None else pages[block].tolist():
-            self._free.put(page)
+        kind = self._kinds[block]
+        self._num_blocks[kind] -= 1
+        pages = self._pages[kind]
+        if pages is not None:
+            for page, count in _runs(pages[block].tolist()):
+                self._free.put(page, count)
+        elif self._sizes[kind]:
+            self._free.put(block)
+        else:
+            self._numbers.append(block)
 
     def _evict(self) -> None:
         """Free the least recently used cached block, and drop its content."""
@@ -404,3 +466,9 @@ class PagePool:
             self._on_evict(block)
         self.num_evictions += 1
         self.forget(block)
+
+
+def _runs(pages: Sequence[int]) -> list[tuple[int, int]]:
+    """Return runs of pages that follow each other, as (first page, length)."""
+    ends = [at for at in range(1, len(pages)) if pages[at] != pages[at - 1] + 1]
+    return [(pages[start], end - start) for start, end in pairwise((0, *ends, len(pages)))]

@@ -27,12 +27,13 @@ class Sequence:
     committed |<----- keys and values written ------->|        equals computed if no step is in flight
     tables    |  b0  |  b1  |  b2  |  b3  |                    a block table for each kind of layer
               | NULL | NULL |  b9  |  b5  |                    a sliding window; NULL: no later token reads the block
+              | NULL | NULL | NULL |  b8  |                    recurrent layers: the states after `computed` tokens
     chain        e0     e1     e2                              contents of full blocks, as far as computed
     """
 
     __slots__ = (
         "chain", "committed", "computed", "ended", "history", "index", "latest_checkpoint", "mask_seconds", "mask_turn",
-        "num_prompt", "on_host", "placed", "request", "state_slot", "tables", "tokens", "usage",
+        "num_prompt", "on_host", "placed", "request", "tables", "tokens", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -54,9 +55,8 @@ class Sequence:
         self.usage = usage or BlockUsage()
         self.num_prompt = len(request.prompt_token_ids)
         self.tables: list[list[int]] = [[] for _ in range(num_kinds)]
-        self.state_slot: int | None = None  # slot of the recurrent layers' states; None: the model has no such layers
-        self.on_host = False  # whether its blocks and state are on the host, as the request is swapped out
-        self.latest_checkpoint: Entry | None = None  # where its latest checkpoint in the output is indexed
+        self.on_host = False  # whether its blocks are on the host, as the request is swapped out
+        self.latest_checkpoint: Entry | None = None  # the content of its latest cached state in the output
         self.computed = 0
         self.committed = 0
         # Tokens whose blocks may still have to be copied or moved, by a step that may fail or be taken back. They are

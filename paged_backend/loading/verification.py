@@ -41,11 +41,11 @@ from transformers import PreTrainedModel
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.execution.batch import pack
+from paged_backend.execution.batch import consecutive_pages, pack
 from paged_backend.execution.runner import paged_logits
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.kv import sequence
-from paged_backend.kv.cache import CacheLayout, KVCache, LayerShape, StateCache
+from paged_backend.kv.cache import CacheLayout, KVCache, LayerShape
 from paged_backend.loading.attention_probe import Probed, find_key_channels, probe_layers
 from paged_backend.loading.earlier_starts import EarlierStarts, Outcome, OutdatedOutcome
 from paged_backend.loading.shallow_copy import WINDOW, layer_modules, representative_layers, shallow_copy
@@ -582,14 +582,15 @@ def _paged_logits_of(
     """Return logits by (prompt, position). They are computed with prompts in chunks of up to `most` tokens, then one
     decode step. By default the long prompt takes two chunks; the short one runs beside the first of them."""
     width = -(-len(prompts[0]) // block_size)
-    kv = KVCache.allocate(CacheLayout.of(layers, block_size, dtype), 2 * width + 1, model.device)
+    layout = CacheLayout.of(layers, block_size, dtype, states=recurrent.state_shapes(model))
+    state = layout.blocks.kinds[-1].pages if layout.states else 0  # pages of a sequence's states
+    kv = KVCache.allocate(layout, 2 * width + 1 + 2 * state, model.device)
     scale_channels(model, kv)
     long, short = (_greedy_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))
     long.tables, short.tables = [list(range(2 * width, 0, -2))], [list(range(1, 2 * width, 2))]
-    states = None
-    if shapes := recurrent.state_shapes(model):
-        states = StateCache.allocate(shapes, num_slots=3, device=model.device)
-        long.state_slot, short.state_slot = 2, 1
+    for number, seq in enumerate((long, short) if state else ()):
+        seq.tables.append([2 * width + 1 + number * state])
+    state_pages = consecutive_pages(state) if state else None
     logits_at: dict[tuple[int, int], Tensor] = {}
     stage = DeviceUpload(model.device)
 
@@ -598,7 +599,8 @@ def _paged_logits_of(
         chunks = tuple(
             Chunk(seq, seq.computed, n, sampled_sequences=(seq,) if n == seq.pending else ()) for seq, n in lengths
         )
-        logits = iter(paged_logits(model, stage(pack(Plan(chunks), block_size=block_size)), kv, states))
+        batch = stage(pack(Plan(chunks), block_size=block_size, state_pages=state_pages))
+        logits = iter(paged_logits(model, batch, kv))
         for chunk in chunks:
             chunk.sequence.computed += chunk.length
             if chunk.sampled_sequences:

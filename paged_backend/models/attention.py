@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from paged_backend.api.errors import ConfigError
-from paged_backend.kv.cache import KVCache, StateCache
+from paged_backend.kv.cache import KVCache
 from paged_backend.models.state_rows import StateRows
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.ops import kv_write, paged_attention
@@ -37,12 +37,11 @@ class UnsupportedModel(ConfigError):
 @dataclass(frozen=True, eq=False)
 class AttentionMeta:
     """The slots and block tables of a step's packed tokens, and the cache they refer to. For models with recurrent
-    layers also the state slots, and the states."""
+    layers also the rows of the states."""
 
     pagings: tuple[Paging, ...]  # one for each page of a block
     kv: KVCache
     state_rows: StateRows | None = None
-    states: StateCache | None = None
 
     def paging_of(self, layer: int) -> Paging:
         """Return the slots and block tables of the page that holds a layer."""

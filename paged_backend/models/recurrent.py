@@ -2,12 +2,11 @@
 
 A hybrid model has layers whose mixer keeps a fixed-size state instead of keys and values: Mamba, Mamba 2, a gated delta
 net, a short convolution. transformers' mixers read and write that state in a cache object. Here each mixer runs
-unchanged, with a cache object of transformers that holds the states of some slots:
+unchanged, with a cache object of transformers that holds the states of some sequences:
 
     packed batch    | a | b | c c c c c | d d d |      a, b decode; c continues a prompt; d starts one
     calls           [a, b]    [c c c c c]  [d d d]     2 sequences of 1 row; 1 sequence of 5; 1 of 3
-    states          gathered  view of c's  zero, then
-                    and back  slot         d's slot
+    states          read from their blocks, changed in place, and written back; d's are zero before
 
 The rows arrive in the keyword argument `paged` of the model, as for attention. Not every model passes it on to its
 mixers, so they get it from `RecurrentModel`, which runs before the model's own `forward`.
@@ -18,17 +17,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from paged_backend.kv.cache import LayerState, StateShape, TensorShape
+from paged_backend.kv.cache import LayerState, StateCache, StateShape, TensorShape
 from paged_backend.models.attention import AttentionMeta, UnsupportedModel
 from paged_backend.models.overrides import Overrides, overridden
-from paged_backend.models.state_rows import StateDecode
+from paged_backend.models.state_rows import StateRows
 
 # transformers.models.<key>.modeling_<key>.<value>
 MIXERS = {
@@ -135,21 +134,46 @@ def _cache_layer(conv: Tensor, recurrent: Tensor | None, *, is_start: bool) -> L
     return layer
 
 
+class _Batch(NamedTuple):
+    """Rows of a step that a mixer computes in one call, of one sequence or one row each of several."""
+
+    rows: slice | Tensor | None  # None: all rows of the step
+    sources: Tensor  # [num_sequences, num_units] int64: the units of the states before the rows
+    targets: Tensor  # those of the states after them
+    is_chunk: bool = False
+    is_start: bool = False  # whether the states before the rows are zero
+
+
+def _batches(rows: StateRows, states: StateCache) -> list[_Batch]:
+    """Return the batches of a step, in the order in which they are computed."""
+    batches = []
+    for chunk in rows.chunks:
+        span, units = slice(chunk.first_row, chunk.first_row + chunk.length), states.units_of(chunk.pages)
+        batches.append(_Batch(span, units, units, is_chunk=True, is_start=chunk.is_start))
+    for decode in rows.decodes:
+        units = states.units_of(decode.sources)
+        batches.append(_Batch(decode.rows, units, units if decode.targets is None else states.units_of(decode.targets)))
+    return batches
+
+
 class RecurrentModel:
-    """The `forward` of a model with recurrent layers, which keeps `paged` for its mixers."""
+    """The `forward` of a model with recurrent layers, which keeps the batches of a step for its mixers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._forward = model.forward
-        self.paged: AttentionMeta | None = None  # the rows of the forward pass in progress
+        self.batches: list[_Batch] | None = None  # of the forward pass in progress
+        self.states: StateCache | None = None
 
     def __call__(self, *args: Any, paged: AttentionMeta, **rest: Any) -> Any:
         """Run a forward pass over a packed batch."""
-        assert self.paged is None, "forward passes of a model do not nest"
-        self.paged = paged
+        assert self.batches is None, "forward passes of a model do not nest"
+        self.states = paged.kv.states
+        if self.states is not None and paged.state_rows is not None:
+            self.batches = _batches(paged.state_rows, self.states)
         try:
             return self._forward(*args, paged=paged, **rest)
         finally:
-            self.paged = None
+            self.batches = None
 
 
 class RecurrentMixer:
@@ -173,47 +197,43 @@ class RecurrentMixer:
         attention_mask: None = None,
         **rest: Any,  # arguments of transformers' own kernels, for batches that are not paged
     ) -> Tensor:  # [1, num_tokens, hidden]
-        paged = self._model.paged
-        if paged is None or paged.states is None or paged.state_rows is None:
-            raise UnsupportedModel(f"{self._name}: the step has no state slots")
+        batches, states = self._model.batches, self._model.states
+        if batches is None or states is None:
+            raise UnsupportedModel(f"{self._name}: the step has no states")
         if attention_mask is not None:
             raise UnsupportedModel(f"{self._name}: gets an attention mask")
-        state, rows = paged.states.layers[self._index], paged.state_rows
+        state = states.layers[self._index]
         parts: list[tuple[slice | Tensor, Tensor]] = []  # rows, and their outputs [num_rows, hidden]
-        for first, length, slot, is_start in rows.chunks:
-            span = slice(first, first + length)
-            parts.append((span, self._prefill(hidden_states[:, span], slot, state, is_start=is_start)[0]))
-        for decode in rows.decodes:
-            if decode.rows is None:
-                return self._decode(hidden_states.transpose(0, 1), decode, state).transpose(0, 1)
-            parts.append((decode.rows, self._decode(hidden_states[0, decode.rows, None], decode, state)[:, 0]))
+        for batch in batches:
+            if batch.rows is None:
+                return self._run(hidden_states.transpose(0, 1), batch, state).transpose(0, 1)
+            if batch.is_chunk:
+                output = self._run(hidden_states[:, batch.rows], batch, state)[0]
+            else:
+                output = self._run(hidden_states[0, batch.rows, None], batch, state)[:, 0]
+            parts.append((batch.rows, output))
         outputs = hidden_states.new_empty(1, hidden_states.shape[1], parts[0][1].shape[1], dtype=parts[0][1].dtype)
         for of_part, output in parts:
             outputs[0, of_part] = output
         return outputs
 
-    def _decode(self, hidden_states: Tensor, decode: StateDecode, state: LayerState) -> Tensor:
-        """Compute one row of each of several sequences, [num_rows, 1, hidden]."""
+    def _run(self, hidden_states: Tensor, batch: _Batch, state: LayerState) -> Tensor:
+        """Compute a batch, [num_sequences, num_rows, hidden], and store the states after it."""
         if self._single_rows and len(hidden_states) > 1:
-            rows = zip(hidden_states.split(1), decode.sources.split(1), decode.targets.split(1), strict=True)
-            return torch.cat([self._decode(row, StateDecode(None, *slots), state) for row, *slots in rows])
-        conv = state.conv[decode.sources]
-        recurrent = None if state.recurrent is None else state.recurrent[decode.sources]
-        output = self._call(hidden_states, _cache_layer(conv, recurrent, is_start=False))
-        state.conv[decode.targets] = conv
-        if state.recurrent is not None and recurrent is not None:
-            state.recurrent[decode.targets] = recurrent
+            units = zip(batch.sources.split(1), batch.targets.split(1), strict=True)
+            rows = zip(hidden_states.split(1), units, strict=True)
+            return torch.cat([self._run(row, _Batch(None, *of_row), state) for row, of_row in rows])
+        conv = state.conv.read(batch.sources)
+        recurrent = state.recurrent.read(batch.sources) if state.recurrent else None
+        layer = _cache_layer(conv, recurrent, is_start=batch.is_start)
+        if batch.is_chunk and self._single_step and (not batch.is_start or self._single_rows):
+            output = torch.cat([self._call(token, layer) for token in hidden_states.split(1, dim=1)], dim=1)
+        else:
+            output = self._call(hidden_states, layer)
+        state.conv.write(batch.targets, conv)
+        if state.recurrent and recurrent is not None:
+            state.recurrent.write(batch.targets, recurrent)
         return output
-
-    def _prefill(self, hidden_states: Tensor, slot: int, state: LayerState, *, is_start: bool) -> Tensor:
-        """Compute one chunk, [1, length, hidden]. Updates the slot in place."""
-        one = slice(slot, slot + 1)
-        layer = _cache_layer(
-            state.conv[one], None if state.recurrent is None else state.recurrent[one], is_start=is_start
-        )
-        if not self._single_step or (is_start and not self._single_rows):
-            return self._call(hidden_states, layer)
-        return torch.cat([self._call(token, layer) for token in hidden_states.split(1, dim=1)], dim=1)
 
 
 def over_packed_batches(

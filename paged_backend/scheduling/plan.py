@@ -37,7 +37,7 @@ class Chunk:
     allocated: Allocation = NO_BLOCKS  # counted in the usage unless the sequence ends before the commit
     forks: tuple[Sequence, ...] = ()  # sequences that share the chunk's blocks once it is computed
     draft_tokens: tuple[int, ...] = ()
-    draft_slots: tuple[int, ...] = ()  # slots for the recurrent state after each draft token
+    draft_states: tuple[int, ...] = ()  # blocks for the states of recurrent layers after each draft token
     scored: range = range(0)  # prompt positions whose next token gets optional outputs
     ends_request: bool = False  # whether the chunk ends the prompt of a request without output
 
@@ -56,13 +56,13 @@ class Chunk:
         """True if the chunk ends the prompt of an embedding request, which gets the hidden state of its last token."""
         return self.sequence.request.embeds and self.ends_request
 
-    def add_draft_tokens(self, tokens: list[int], num_new_blocks: int, state_slots: tuple[int, ...] = ()) -> None:
-        """Add these draft tokens to the chunk, which verifies them. num_new_blocks: blocks allocated for them.
-        state_slots: slots for the recurrent state after each draft token."""
-        self.draft_tokens, self.draft_slots = tuple(tokens), state_slots
+    def add_draft_tokens(self, tokens: list[int], allocated: Allocation, states: tuple[int, ...] = ()) -> None:
+        """Add these draft tokens to the chunk, which verifies them. allocated: blocks allocated for them. states:
+        blocks for the states of recurrent layers after each of them."""
+        self.draft_tokens, self.draft_states = tuple(tokens), states
         self.length += len(tokens)
-        if num_new_blocks:
-            self.allocated = Allocation(self.allocated.new + num_new_blocks, self.allocated.copied)
+        if allocated.new:
+            self.allocated = Allocation(self.allocated.new + allocated.new, self.allocated.copied)
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,8 @@ class Costs:
     """Measured seconds that decide whether copying is cheaper than recomputing."""
 
     token: float = 1.0  # time to compute a token, in a full step
-    copy: float = 0.0  # time to copy a block on the device
-    move: float = 0.0  # time to copy a block between device and host
-    move_state: float = 0.0  # time to copy the state of a sequence between device and host
+    copy: float = 0.0  # time to copy a page on the device
+    move: float = 0.0  # time to copy a page between device and host
 
 
 class TracedWork(NamedTuple):
@@ -89,8 +88,7 @@ class Plan:
     rows, decode first."""
 
     chunks: tuple[Chunk, ...] = ()
-    transfers: Transfers = NO_TRANSFERS  # transfers of blocks
-    state_transfers: Transfers = NO_TRANSFERS  # transfers of the states of recurrent layers
+    transfers: Transfers = NO_TRANSFERS
     admitted: tuple[int, ...] = ()  # keys of requests that are computed for the first time
     planned_at: float = 0.0  # time by the scheduler's clock
     prefill_tokens: int | None = None  # prompt tokens in a step that also decodes; None in a step without decode
@@ -168,10 +166,11 @@ class PlanBuilder:
         """Return the plan with all planned transfers and adapter loads; None if it has no chunk."""
         if not self.chunks:
             return None
+        if blocks.states:
+            blocks.states.keep(chunk.sequence for chunk in self.chunks)
         return Plan(
             chunks=tuple(self.chunks),
             transfers=blocks.ledger.take(),
-            state_transfers=blocks.states.prepare(chunk.sequence for chunk in self.chunks),
             admitted=tuple(self.admitted),
             planned_at=self.planned_at,
             prefill_tokens=self.prefill_tokens,

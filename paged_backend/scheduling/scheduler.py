@@ -223,8 +223,6 @@ class Scheduler:
                 self.blocks.invalidate(sequence)
         self._abort(group)
         for sequence in group.sequences:
-            if error.code is ErrorCode.INTERNAL:
-                self._states.forget_checkpoints(sequence)
             sequence.ended = True
         return TokenDelta(group.key, error=error)
 
@@ -309,7 +307,8 @@ class Scheduler:
             length = step.limit_scored(group, sequence.computed, length)
         if length == 0:
             return
-        length = self._states.chunk_length(sequence.computed, length, end)
+        if self._states:
+            length = self._states.chunk_length(sequence.computed, length, end)
         while (allocated := self.blocks.extend(sequence, sequence.computed + length)) is None:
             if self.pins.drop_oldest():
                 continue
@@ -333,12 +332,15 @@ class Scheduler:
                 continue
             left = sequence.request.sampling.max_tokens - sequence.generated - 1
             most = min(self._max_draft_tokens, step.budget, left)
+            if self._states:
+                most = min(most, self._states.num_affordable)
             tokens = propose(sequence, most) if most > 0 else []
             if not tokens:
                 continue
-            allocated = self.blocks.grow(sequence, chunk.start + 1 + len(tokens))
+            allocated = self.blocks.extend(sequence, chunk.start + 1 + len(tokens), num_states=len(tokens))
             if allocated is not None:
-                chunk.add_draft_tokens(tokens, allocated, self._states.take_draft_slots(len(tokens)))
+                states = self._states.take_drafts(len(tokens)) if self._states else ()
+                chunk.add_draft_tokens(tokens, allocated, states)
                 step.budget -= len(tokens)
                 self._counters.draft_tokens += len(tokens)
 
@@ -495,10 +497,11 @@ class Scheduler:
         length = min(group.prefill_len - leader.computed, step.budget)
         if group.scores_prompt:
             length = step.limit_scored(group, leader.computed, length)
-        length = self._states.chunk_length(leader.computed, length, group.prefill_len)
-        allocated = self.blocks.grow(leader, leader.computed + length)
+        if self._states:
+            length = self._states.chunk_length(leader.computed, length, group.prefill_len)
+        allocated = self.blocks.extend(leader, leader.computed + length)
         assert allocated is not None, "pages that were counted available are not"
-        group.block_usage.new += allocated
+        group.block_usage.new += allocated.new
         if is_new:
             step.admitted.append(group.key)
             self._accounts.admit_request(group.account, group.prefill_len - leader.computed)
@@ -563,13 +566,12 @@ class Scheduler:
         self._waiting.add(group)
 
     def _swap_is_cheaper(self, group: Group) -> bool:
-        """Return whether moving blocks and states to the host and back is cheaper than computing them again."""
+        """Return whether moving blocks to the host and back is cheaper than computing them again."""
         if self._preemption != "auto":
             return self._preemption == "swap"
-        states = {sequence.state_slot for sequence in group.sequences} - {None}
         shared = group.leader.num_prompt * (len(group.sequences) - 1) if group.forked else 0
         tokens = sum(sequence.computed for sequence in group.sequences) - shared
-        moves = self._num_distinct_blocks(group) * self.costs.move + len(states) * self.costs.move_state
+        moves = self.blocks.num_pages_held(group.sequences) * self.costs.move
         return 2 * moves < tokens * self.costs.token
 
     def _num_distinct_blocks(self, group: Group) -> int:
@@ -598,7 +600,6 @@ class Scheduler:
                 started = plan.planned_at if self.stages > 1 else max(last, plan.planned_at)
                 self._prefill_budget.record_step(plan.prefill_tokens, self._committed_at - started)
         self.blocks.ledger.finish(plan.transfers)
-        self._states.finish(plan.state_transfers)
         deltas: list[TokenDelta] = []
         sampled = 0  # index of the sampled sequence, over all chunks
         for index, chunk in enumerate(plan.chunks):
@@ -622,7 +623,8 @@ class Scheduler:
                         deltas.append(self._commit_sample(group, sequence, chunk, result, sampled))
                 sampled += 1
         assert sampled == len(result.tokens), f"{len(result.tokens)} results for {sampled} sequences"
-        self._states.free_draft_slots()
+        if self._states:
+            self._states.free_drafts()
         return deltas
 
     def fail(self, plan: Plan, message: str) -> list[TokenDelta]:
@@ -630,15 +632,15 @@ class Scheduler:
         self._in_flight -= 1
         self.blocks.ledger.finish(plan.transfers, done=False)
         lost = {move.target for move in plan.transfers.moves_out}
-        lost_states = {move.target for move in plan.state_transfers.moves_out}
         for group in self._waiting:
-            if any(_is_lost(sequence, lost, lost_states) for sequence in group.sequences if sequence.on_host):
+            tables = (table for sequence in group.sequences if sequence.on_host for table in sequence.tables)
+            if any(map(lost.intersection, tables)):
                 self._restart(group)
         error = RequestError(ErrorCode.INTERNAL, message)
         keys = dict.fromkeys(chunk.sequence.key for chunk in plan.chunks)
         ended = [TokenDelta(key, error=error) for key in keys if self.abort(key)]
-        self._states.finish(plan.state_transfers, done=False)  # last: the states of these requests have not arrived
-        self._states.free_draft_slots()
+        if self._states:
+            self._states.free_drafts()
         self.slots.fail(plan.loads)
         return ended
 
@@ -670,9 +672,10 @@ class Scheduler:
             # Keys and values of rejected tokens are overwritten later. Blocks that hold nothing else are freed.
             sequence.tokens[first:] = tokens
             sequence.computed = first + length - 1
-            self.blocks.commit(sequence, sequence.computed)
+            if self._states:
+                self._states.accept(sequence, chunk.draft_states, length - 1)
             self.blocks.truncate(sequence, sequence.computed)
-            self._states.accept(sequence, chunk.draft_slots, length - 1)
+            self.blocks.commit(sequence, sequence.computed)
             group.account.served_tokens += length - 1  # one token was counted when the step was planned
         if finish:
             self._finish(group, sequence)
@@ -768,7 +771,6 @@ class Scheduler:
         """Replace the live beams by their continuations. The first continuation of a beam takes over its blocks, the
         others share them. Beams without continuations are freed."""
         parents, beams = group.sequences, []
-        # Freed first, because forks need their slots.
         for index in set(range(len(parents))) - {continuation.beam for continuation in continuations}:
             self.blocks.free(parents[index])
         left = dict(enumerate(parents))
@@ -817,8 +819,7 @@ class Scheduler:
         return sum(sequence.num_blocks * self.blocks.block_size - sequence.computed for sequence in last.values())
 
     def clear_cache(self) -> None:
-        """Drop all cached contents of the pool and the state slots, including pinned ones. Called while no request is
-        open."""
+        """Drop all cached contents of the pool, including pinned ones. Called while no request is open."""
         assert not self.has_work and not self._in_flight
         while self.pins.drop_oldest():
             pass
@@ -865,11 +866,6 @@ def _finish_reason(request: GenerateRequest, token: int, length: int) -> FinishR
 def _first_score(index: int, block_size: int) -> int:
     """Return the index of a block's first score among the scores of its prompt, whose first token has none."""
     return max(0, index * block_size - 1)
-
-
-def _is_lost(sequence: Sequence, blocks: set[int], states: set[int]) -> bool:
-    """Return whether a part of a swapped-out sequence is in blocks or slots of the host that were not written."""
-    return sequence.state_slot in states or any(blocks.intersection(table) for table in sequence.tables)
 
 
 def _agreed_outputs(group: Group) -> list[TokenDelta]:

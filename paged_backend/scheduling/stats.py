@@ -27,7 +27,7 @@ class SchedulerCounters:
 class Stats:
     """The statistics of an engine at one moment, such as `stats.running`.
 
-    Each part of the engine names and counts its own: `Scheduler.stats`, `BlockManager.stats`, `StateSlots.stats`,
+    Each part of the engine names and counts its own: `Scheduler.stats`, `BlockManager.stats`,
     `BlockStore.stats`, and `EngineCore.stats` for what concerns the whole engine. families.py shows them as metrics.
     """
 

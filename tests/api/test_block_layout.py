@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from paged_backend.api.block_layout import FULL, BlockLayout, WindowKind
+from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind, StateKind, WindowKind
 from tests.support.shadow import FirstOfStride
 
 WINDOW = WindowKind(pages=5, window=512)
@@ -77,3 +77,23 @@ def test_longest_sequence_of_a_pool(kinds):
         assert layout.pages_for([longest], [longest], 0) <= pages
         assert longest == 2**31 - 1 or layout.pages_for([longest + 1], [longest + 1], 0) > pages
     assert (longest == 2**31 - 1) == (FULL not in kinds)
+
+
+def test_recurrent_layers_keep_one_state_of_each_sequence():
+    """They are the last kind, and not one that keeps tokens. A hit needs the state after its last block."""
+    layout = BlockLayout(16, (FULL, StateKind(7)))
+    assert (layout.state, layout.token_kinds, layout.token_pages, layout.pages) == (1, (FULL,), 1, 8)
+    assert not layout.has_null
+    assert layout.pages_for([33], [33], 0) == 3 + 7
+    assert layout.pages_for([33, 40, 1], [1, 1, 1], 0) == 3 + 3 + 1 + 3 * 7
+    assert StateKind(7).needed(5, 16) == range(4, 5) and not StateKind(7).needed(0, 16)
+    assert StateKind(7).held(2, 5, 16) == [4] and StateKind(7).held(0, 0, 16) == []
+    assert LAYOUT.state is None and LAYOUT.token_kinds == LAYOUT.kinds and LAYOUT.has_null
+    assert WINDOW.held(33, 35, 16) == list(range(1, 35))
+
+
+def test_without_attention_tokens_take_no_pages():
+    layout = BlockLayout(16, (LayerKind(0), StateKind(1)))
+    assert layout.pages_for([10**6], [1], 0) == 1
+    assert layout.max_tokens(1) == 2**31 - 1
+    assert not layout.has_null

@@ -223,7 +223,6 @@ VIOLATIONS = (
     {"data_parallel_size": 2, "disk_cache_dir": "d"},
     {"data_parallel_size": 2, "kv_events_config": {"enable_kv_cache_events": True}},
     {"batch_invariant": True, "tensor_parallel_size": 2},
-    {"max_state_checkpoints": 4, "enable_prefix_caching": False},
     {"enable_lora": True, "tensor_parallel_size": 2},
     {"enable_lora": True, "pipeline_parallel_size": 2},
     {"speculative_model": "m"},

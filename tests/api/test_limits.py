@@ -86,7 +86,7 @@ TESTED_ELSEWHERE = {
 }
 # Options with such names that bound no client input.
 NO_LIMITS = {
-    "max_num_seqs", "max_num_batched_tokens", "max_loras", "max_cpu_loras", "max_lora_rank", "max_state_checkpoints",
+    "max_num_seqs", "max_num_batched_tokens", "max_loras", "max_cpu_loras", "max_lora_rank",
 }  # fmt: skip
 # Constants that bound no client input: files, batches of rows, pictures, error messages, simulated servers.
 CONSTANTS = {
@@ -95,7 +95,7 @@ CONSTANTS = {
     "MAX_HEAD_START", "MAX_LAYERS", "MAX_LENGTH", "MAX_MEASURED_ELEMENTS",
     "MAX_PATTERN_CHARS", "MAX_POINTS", "MAX_POSITIONS", "MAX_PREFIX_BYTES", "MAX_PROMPT_ROWS", "MAX_QUEUED_BLOCKS",
     "MAX_KNOWN_BLOCKS", "MAX_KNOWN_KEYS", "MAX_LATENCY", "MAX_POLL_SECONDS", "MAX_PREFILL_STEPS", "MAX_RETRY_SECONDS",
-    "MAX_CONTEXT", "MAX_FREE_BLOCKS", "MAX_LOAD", "MAX_NUM_BATCHED_TOKENS", "MAX_NUM_SEQS", "MAX_PROMPTS", "MAX_TURNS",
+    "MAX_CONTEXT", "MAX_LOAD", "MAX_NUM_BATCHED_TOKENS", "MAX_NUM_SEQS", "MAX_PROMPTS", "MAX_TURNS",
     "MAX_REASON_CHARS", "MAX_RELATIVE_TIME", "MAX_ROWS", "MAX_SAMPLED_ROWS", "MAX_SCORED", "MAX_SHARING_ROWS",
     "MAX_SHOWN_NAMES", "MAX_STRING", "MAX_TEMPLATE_CHARS", "MAX_TOKENS", "MAX_UNSENT_BYTES", "MAX_UNSTORED_BYTES",
     "MAX_DIMENSIONS", "MAX_MESSAGE_BYTES", "MAX_REPLAYS", "MAX_STRANGERS", "_MAX_SHOWN", "_MAX_WARNINGS",

@@ -56,10 +56,6 @@ class TestTerminal:
         ]
         assert lines[-1] == "        the last 2.0 s"
 
-    def test_state_slots_are_in_the_header(self):
-        recording = Recording(pool_of("1.", state_slots="1c.."))
-        assert any("4 state slots: 1 used, 1 checkpoint" in line for line in frame(recording, 72, 40, Style()))
-
     def test_a_sleeping_model_is_asleep(self):
         recording = Recording(pool_of("..", sleeping=True))
         assert any("  asleep" in line for line in frame(recording, 200, 40, Style()))

@@ -9,8 +9,6 @@ from paged_client.map_view import (
     colour_of,
     columns_for,
     kind_of,
-    state_slots_label,
-    usage_label,
 )
 from tests.support.map_views import EVERY, pool_of
 
@@ -26,15 +24,6 @@ def test_a_grid_is_wider_than_high_and_holds_every_block(blocks):
     columns = columns_for(blocks)
     rows = -(-blocks // columns)
     assert rows <= columns <= blocks
-
-
-def test_state_slots_are_counted():
-    assert state_slots_label(pool_of(".")) is None
-    assert usage_label(pool_of("..")) == "no slots used"
-    pool = pool_of("..", state_slots="11.cpc...1")
-    assert state_slots_label(pool) == "10 state slots: 3 used, 3 checkpoints"
-    assert usage_label(pool) == "no slots used; 10 state slots: 3 used, 3 checkpoints"
-    assert state_slots_label(pool_of(".", state_slots="c")) == "1 state slot: 0 used, 1 checkpoint"
 
 
 def test_a_clock_set_back_does_not_move_time_backwards():

@@ -70,7 +70,7 @@ def as_on_gpu(monkeypatch):
 def weights_of(assembly):
     """Return the tensors that a model computes with, besides the pools."""
     runner = assembly.runner
-    pools = distinct_storages((runner.kv.memory, *(runner.states.tensors if runner.states else ())))
+    pools = distinct_storages([runner.kv.memory])
     pools, found = {one._cdata for one in pools}, find_tensors(assembly.loaded, runner)
     return [one for one in found if one.numel() and one.untyped_storage()._cdata not in pools]
 

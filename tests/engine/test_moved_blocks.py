@@ -113,7 +113,8 @@ def test_windows_states_and_latents_move(tmp_path, family):
     moved, runs, stats = run_moved(tmp_path, {}, options, tokens=10)
     assert moved == run_alone(tmp_path, {}, options)
     assert stats.cached_tokens >= 28  # the prompt and some of the output
-    assert any(run.kind is None for run in runs) == (family in HYBRID_FAMILIES)
+    layout = tiny_assembly(tmp_path, **options).scheduler.blocks.layout
+    assert {run.kind for run in runs} == set(range(len(layout.kinds)))
 
 
 def test_blocks_that_do_not_fit_are_computed_again(tiny):
@@ -164,12 +165,11 @@ def run_of(**changes):
 
 
 def test_frame_has_the_same_run():
-    for kind in (0, None):
-        run = run_of(kind=kind, content=torch.arange(8, dtype=torch.uint8).view(2, 4))
-        values, attached = run.write()
-        read = BlockRun.read(values, b"".join(attached))
-        assert (read.origin, read.tokens, read.first, read.kind) == (run.origin, run.tokens, run.first, run.kind)
-        assert read.content.tolist() == list(range(8))
+    run = run_of(kind=2, content=torch.arange(8, dtype=torch.uint8).view(2, 4))
+    values, attached = run.write()
+    read = BlockRun.read(values, b"".join(attached))
+    assert (read.origin, read.tokens, read.first, read.kind) == (run.origin, run.tokens, run.first, run.kind)
+    assert read.content.tolist() == list(range(8))
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,7 @@ def test_frame_has_the_same_run():
         ({"tokens": "1"}, "tokens must be a list of numbers"),
         ({"first": -1}, "first must be"),
         ({"kind": True}, "kind must be"),
+        ({"kind": None}, "kind must be"),
         ({"origin": ["a"]}, "blocks: ValueError"),
         ({"origin": ["a", "xy"]}, "blocks: ValueError"),
     ],
@@ -190,9 +191,9 @@ def test_malformed_frames_are_rejected(change, problem):
 
 def test_blocks_of_another_size_are_not_stored(tiny, caplog):
     with two_engines(tiny[0]) as (_, other, _, peer):
-        for run in (run_of(), run_of(kind=3), run_of(kind=None), run_of(tokens=[1])):
+        for run in (run_of(), run_of(kind=3), run_of(tokens=[1])):
             stored = threading.Event()
             other.store([run], stored.set)
             assert stored.wait(WAIT)
-        until(lambda: caplog.text.count("have another size") == 4, "the warnings")
+        until(lambda: caplog.text.count("have another size") == 3, "the warnings")
         assert peer.assembly.scheduler.blocks.pool.num_cached == 0

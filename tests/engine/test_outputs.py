@@ -1,19 +1,17 @@
 """Engine outputs: pool maps."""
 
-from paged_backend.api.block_layout import BlockLayout
+from paged_backend.api.block_layout import FULL, BlockLayout, StateKind
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.outputs import PoolMap
 from paged_backend.kv.blocks import BlockManager
-from paged_backend.kv.states import StateSlots
 from paged_backend.scheduling.plan import StepResult
 from paged_backend.scheduling.scheduler import Scheduler
 
 
-def test_pool_map_has_the_slots_of_states():
+def test_pool_map_has_the_pages_of_states():
     """One sequence runs, and the state at the end of its first block was kept; another checkpoint is a session's."""
-    states = StateSlots(6, 2, block_size=4, caching=True)
-    blocks = BlockManager(16, BlockLayout(4), caching=True, states=states)
+    blocks = BlockManager(16, BlockLayout(4, (FULL, StateKind(2))), caching=True)
     scheduler = Scheduler(blocks, max_num_seqs=2, max_num_batched_tokens=16, session_pages=16)
     for key, session in enumerate(("chat", None)):
         tokens = range(10 * key, 10 * key + 6)
@@ -24,9 +22,8 @@ def test_pool_map_has_the_slots_of_states():
             plan = scheduler.schedule()
             scheduler.commit(plan, StepResult.of_tokens([50] * sum(len(one.sampled_sequences) for one in plan.chunks)))
     pool = PoolMap.of(scheduler, scheduler.stats)
-    assert sorted(pool.state_slots) == [*"...1cp"]
-    stats = pool.stats
-    assert (stats.state_slots_total, stats.state_slots_used, stats.state_checkpoints) == (6, 1, 2)
+    assert sorted(pool.states) == sorted("." * 7 + "11" + "11" + "cc" + "ppp")
+    assert (pool.stats.states_used, pool.stats.states_cached, pool.state_blocks) == (2, 1, 2)
 
 
 def test_pool_map_of_running_scheduler():

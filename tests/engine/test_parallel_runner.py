@@ -10,7 +10,7 @@ from paged_backend.execution.runner import RunnerDied
 from paged_backend.kv.ledger import Transfer, Transfers
 from paged_backend.scheduling.plan import Plan
 
-STATE = dict.fromkeys("kv host host_states drafter copier gqa_group uniform".split())
+STATE = dict.fromkeys("kv host drafter copier gqa_group uniform".split())
 
 
 class FakeWorkers:

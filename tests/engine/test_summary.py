@@ -116,7 +116,7 @@ def test_line_of_recurrent_layers(tmp_path):
         max_model_len=32,
     )
     lines = dict(line.split(": ", 1) for line in summary(config, prepare_model(config, ProcessGroup(CPU))))
-    assert lines["States of recurrent layers"] == "8 slots, 0.00 GiB; host memory 4 slots, 0.00 GiB"
+    assert lines["Recurrent layers"] == "1 page of the KV cache, 4096 bytes, for each sequence"
 
 
 def test_messages_are_for_the_user(config, prepared, caplog):

@@ -11,7 +11,7 @@ from paged_backend.api.errors import ConfigError, ErrorCode
 from paged_backend.api.sizes import GIB
 from paged_backend.engine import model_preparation, pools
 from paged_backend.engine.model_preparation import log_restrictions
-from paged_backend.kv.cache import bytes_per_slot
+from paged_backend.kv.cache import state_nbytes
 from tests.support.families import DEFAULT_HYBRIDS, HYBRID_FAMILIES
 from tests.support.in_process import WAIT, generate_with_transformers, running, save_tiny, tiny_assembly
 from tests.support.packed_steps import random_prompts
@@ -39,7 +39,14 @@ def lfm2(tmp_path_factory):
 
 
 def assembly_of(path, **options):
-    return tiny_assembly(path, **{"max_model_len": 64} | options)
+    return tiny_assembly(path, **{"max_model_len": 64, "num_gpu_blocks_override": 256} | options)
+
+
+def tight_pool(path):
+    """Return options for a pool with a page more than the longest request needs, and whether requests are preempted
+    there: not if they only need states, which do not grow."""
+    layout = assembly_of(path).scheduler.blocks.layout
+    return {"num_gpu_blocks_override": layout.pages_for([64], [64], 0) + 1}, layout.pages > 1
 
 
 @pytest.mark.parametrize(
@@ -47,11 +54,11 @@ def assembly_of(path, **options):
     mostly_nightly(HYBRID_FAMILIES, default=DEFAULT_HYBRIDS),
 )
 def test_tokens_match_generate(family, tmp_path):
-    """Prompts in chunks of a small budget, beside sequences that decode; the second time in slots that were used."""
+    """Prompts in chunks of a small budget, beside sequences that decode; the second time in pages that were used."""
     model = save_tiny(HYBRID_FAMILIES[family](), tmp_path)
     prompts = random_prompts(random.Random(family), LENGTHS)
     expected = [generate_with_transformers(model, prompt, MAX_TOKENS) for prompt in prompts]
-    with running(assembly_of(tmp_path, max_num_batched_tokens=11, max_state_checkpoints=100)) as engine:
+    with running(assembly_of(tmp_path, max_num_batched_tokens=11)) as engine:
         for _ in range(2):
             assert engine.generate(prompts, max_tokens=MAX_TOKENS) == expected
         assert engine.history[-1].stats.cached_tokens > 0  # the states at block boundaries were kept
@@ -66,9 +73,10 @@ def test_steps_ahead_match_generate(served):
 
 def test_preempted_requests_match_generate(served):
     path, prompts, expected = served
-    with running(assembly_of(path, num_gpu_blocks_override=20, max_num_batched_tokens=16)) as engine:
+    small, preempts = tight_pool(path)
+    with running(assembly_of(path, **small, max_num_batched_tokens=16)) as engine:
         assert engine.generate(prompts, max_tokens=MAX_TOKENS) == expected
-        assert engine.history[-1].stats.preemptions > 0
+        assert (engine.history[-1].stats.preemptions > 0) == preempts
 
 
 def test_samples_match_requests_of_their_own(served):
@@ -129,62 +137,49 @@ def test_option_that_states_exclude_is_rejected(lfm2, options, named):
         assembly_of(lfm2, **options)
 
 
-def test_checkpoints_without_recurrent_layers_are_logged(tiny, caplog):
-    assembly_of(tiny[0], max_state_checkpoints=3)
-    assert "max_state_checkpoints=3 has no effect: LlamaForCausalLM has no recurrent layers" in caplog.text
-
-
 def test_disk_cache_without_a_host_pool_names_recurrent_layers(lfm2):
     with pytest.raises(ConfigError, match=r"disk_cache_dir=.*: needs a host pool; .* leave it out for .* recurrent"):
         assembly_of(lfm2, disk_cache_dir="cache")
 
 
+def test_no_memory_is_set_aside_for_states(lfm2, monkeypatch):
+    """The pool is as large as that of a model without them, however many sequences and draft tokens there may be."""
+    monkeypatch.setattr(pools, "available_memory", lambda: 200_000)
+    monkeypatch.setattr(model_preparation, "rank_bytes", lambda *arguments: 0)
+    for seqs, drafts in ((1, 0), (64, 4)):
+        options = {"max_num_seqs": seqs, "num_speculative_tokens": drafts, "max_num_batched_tokens": 64}
+        assembly = assembly_of(lfm2, **options, num_gpu_blocks_override=None)
+        assert assembly.scheduler.blocks.num_pages == len(assembly.runner.kv.memory) == 100_000 // 1024
+        assert assembly.scheduler.blocks.layout.kinds[1].pages == 3  # of 1,024 bytes, for 3 tensors of 768
+
+
+def test_a_pool_that_holds_no_state_is_an_error_at_load(lfm2):
+    problem = "one block of 4 tokens takes 1024 bytes, and the recurrent layers keep 3072 bytes for a sequence"
+    with pytest.raises(ConfigError, match=f"kv_cache_memory_bytes=4095: {problem}; give it more memory"):
+        assembly_of(lfm2, num_gpu_blocks_override=None, kv_cache_memory_bytes=4095)
+    with pytest.raises(ConfigError, match=f"num_gpu_blocks_override=3: {problem}; give it more memory"):
+        assembly_of(lfm2, num_gpu_blocks_override=3)
+    with pytest.raises(ConfigError, match=f"swap_space=.*: {problem}; give it more, or 0"):
+        assembly_of(lfm2, swap_space=4095 / GIB)
+    assembly = assembly_of(lfm2, swap_space=4096 / GIB)
+    assert len(assembly.runner.host.memory) == 4
+
+
+def test_a_page_of_a_model_without_attention_is_a_state(tmp_path):
+    """Its blocks of tokens take no memory."""
+    save_tiny(HYBRID_FAMILIES["mamba2"](), tmp_path)
+    assembly = assembly_of(tmp_path, num_gpu_blocks_override=1)
+    state = assembly.runner.kv.page_bytes
+    assert state_nbytes(assembly.loaded.spec.states) <= state == len(assembly.runner.kv.memory.view(-1))
+    with running(assembly) as engine:
+        engine.generate([[5] * 30], max_tokens=30)
+    with pytest.raises(ConfigError, match=f"swap_space=.*: the recurrent layers keep {state} bytes for a sequence"):
+        assembly_of(tmp_path, swap_space=0.5 * state / GIB)
+
+
 def test_draft_model_with_states_is_rejected(tiny, lfm2):
     with pytest.raises(ConfigError, match=r"speculative_model=.*Lfm2ForCausalLM has recurrent layers; a draft model"):
         assembly_of(tiny[0], speculative_model=str(lfm2), num_speculative_tokens=2)
-
-
-def test_states_that_do_not_fit_are_an_error_at_load(lfm2, monkeypatch):
-    monkeypatch.setattr(pools, "available_memory", lambda: 10_000)
-    monkeypatch.setattr(model_preparation, "rank_bytes", lambda *arguments: 0)  # what is free beside weights
-    problem = r"max_num_seqs=8: the recurrent layers keep 2304 bytes for each sequence and .* free; lower one of"
-    with pytest.raises(ConfigError, match=problem):
-        assembly_of(lfm2, max_num_seqs=8)
-
-
-def test_states_are_part_of_the_memory_budget(lfm2, monkeypatch):
-    """On a CPU the pool takes half of what the states leave."""
-    monkeypatch.setattr(pools, "available_memory", lambda: 16 * 2304 + 200_000)
-    monkeypatch.setattr(model_preparation, "rank_bytes", lambda *arguments: 0)  # what is free beside weights
-    assembly = assembly_of(lfm2, max_num_seqs=8, num_gpu_blocks_override=None)
-    assert assembly.runner.states.num_slots == 8 + 8  # sequences and checkpoints
-    block = assembly.runner.kv.memory[0].nbytes
-    assert assembly.scheduler.blocks.num_pages == 100_000 // block
-
-
-def test_states_are_part_of_the_pool_that_was_asked_for(lfm2):
-    options = {"num_gpu_blocks_override": None, "max_model_len": 64, "max_num_seqs": 4, "max_state_checkpoints": 4}
-    size = 1 << 20
-    with_states = tiny_assembly(lfm2, **options, kv_cache_memory_bytes=size)
-    slot = bytes_per_slot(with_states.loaded.spec.states)
-    block = with_states.runner.kv.memory[0].nbytes
-    assert with_states.scheduler.blocks.num_pages == (size - 8 * slot) // block
-    with pytest.raises(ConfigError, match=f"must fit into kv_cache_memory_bytes={7 * slot}; lower"):
-        tiny_assembly(lfm2, **options, kv_cache_memory_bytes=7 * slot)
-    with pytest.raises(ConfigError, match=rf"takes \d+ bytes, and the recurrent states take {8 * slot}; give the pool"):
-        tiny_assembly(lfm2, **options, kv_cache_memory_bytes=8 * slot + 1)
-
-
-def test_states_of_draft_tokens_are_part_of_the_memory_budget(lfm2, monkeypatch):
-    """No step has more draft tokens than the budget of tokens."""
-    for count, slots in ((1, 8 + 8), (4, 8 + 16)):
-        runner = assembly_of(lfm2, num_speculative_tokens=count, enable_prefix_caching=False).runner
-        assert runner.states.num_slots == slots
-    monkeypatch.setattr(pools, "available_memory", lambda: 10_000)
-    monkeypatch.setattr(model_preparation, "rank_bytes", lambda *arguments: 0)
-    problem = r"2304 bytes for each sequence, for each of 16 draft tokens \(.*\) and for each of 8 checkpoints"
-    with pytest.raises(ConfigError, match=problem):
-        assembly_of(lfm2, num_speculative_tokens=4)
 
 
 def test_restrictions_are_logged_on_a_gpu(lfm2, caplog):
@@ -214,7 +209,8 @@ def test_speculation_with_preemption_and_samples(served):
     sampling = {"temperature": 1.0, "max_tokens": 12, "allowed_token_ids": FEW_TOKENS}
     with running(assembly_of(path)) as engine:
         alone = [[engine.generate([prompt], seed=5 + index, **sampling)[0] for index in range(2)] for prompt in prompts]
-    small = {"num_gpu_blocks_override": 17, "prompt_lookup_min": 1, "num_speculative_tokens": 3}
+    small, preempts = tight_pool(path)
+    small |= {"prompt_lookup_min": 1, "num_speculative_tokens": 3}
     for mode in ("swap", "recompute"):
         with running(assembly_of(path, swap_space=0.01, preemption_mode=mode, **small)) as engine:
             keys = [engine.submit(prompt, n=2, seed=5, **sampling) for prompt in prompts]
@@ -225,8 +221,9 @@ def test_speculation_with_preemption_and_samples(served):
                     samples[delta.key, delta.sample] += delta.token_ids
             assert [[samples[key, index] for index in range(2)] for key in keys] == alone
             stats = step.stats
-            assert 0 < stats.accepted_tokens < stats.draft_tokens
-            assert stats.preemptions > 0
+            if preempts:  # else there is no room for states after draft tokens
+                assert 0 < stats.accepted_tokens < stats.draft_tokens
+            assert (stats.preemptions > 0) == preempts
 
 
 def test_conversation_with_draft_tokens_continues_from_its_state(served):
@@ -250,43 +247,14 @@ def test_conversation_with_draft_tokens_continues_from_its_state(served):
 def test_swapped_requests_match_generate(served):
     """Also with checkpoints on the device."""
     path, prompts, expected = served
-    options = {"preemption_mode": "swap", "num_gpu_blocks_override": 20, "max_num_batched_tokens": 16}
+    small, preempts = tight_pool(path)
+    options = {"preemption_mode": "swap", "max_num_batched_tokens": 16} | small
     for caching in (False, True):
         with running(assembly_of(path, swap_space=0.01, enable_prefix_caching=caching, **options)) as engine:
             assert engine.generate(prompts, max_tokens=MAX_TOKENS) == expected
             stats = engine.history[-1].stats
-            assert stats.swapped == stats.preemptions > 0
-
-
-def test_states_take_at_most_half_of_the_host_memory(lfm2):
-    """One slot per sequence that may run, if so many fit; the rest is for blocks."""
-    block = 4 * 2 * 2 * 16 * 4  # tokens, keys and values, heads, elements, bytes; in one layer
-    for total, slots in ((8 * 2304 * 2, 8), (3 * 2304 * 2, 3), (2304 + block, 1)):
-        runner = assembly_of(lfm2, swap_space=total / GIB, max_num_seqs=8).runner
-        assert runner.host_states.num_slots == slots
-        assert len(runner.host.memory) == (total - slots * 2304) // block
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "problem"),
-    [
-        (2000, "the recurrent layers keep 2304 bytes for a sequence; give it more, or 0"),
-        (2304 + 100, "one block of 4 tokens takes 1024 bytes and a recurrent state 2304 bytes; give it more, or 0"),
-    ],
-)
-def test_host_memory_that_holds_no_state_is_an_error_at_load(lfm2, nbytes, problem):
-    with pytest.raises(ConfigError, match=f"swap_space=.*: {problem}"):
-        assembly_of(lfm2, swap_space=nbytes / GIB)
-
-
-def test_model_without_attention_uses_all_host_memory_for_states(tmp_path):
-    save_tiny(HYBRID_FAMILIES["mamba2"](), tmp_path)
-    assembly = assembly_of(tmp_path, max_num_seqs=8)
-    assert assembly.runner.host_states is None
-    slot = sum(tensor[0].nbytes for tensor in assembly.runner.states.tensors)
-    assert assembly_of(tmp_path, swap_space=5 * slot / GIB, max_num_seqs=8).runner.host_states.num_slots == 5
-    with pytest.raises(ConfigError, match=f"swap_space=.*: the recurrent layers keep {slot} bytes for a sequence"):
-        assembly_of(tmp_path, swap_space=0.5 * slot / GIB)
+            assert stats.swapped == stats.preemptions
+            assert (stats.preemptions > 0) == preempts
 
 
 def test_conversation_continues_from_its_state(served):
@@ -302,11 +270,3 @@ def test_conversation_continues_from_its_state(served):
             assert engine.history[-1].stats.cached_tokens == cached
             computed = len(conversation) + 8  # the last token is never computed
             conversation += [*expected, 5, 6]
-
-
-def test_no_checkpoints(served):
-    path, prompts, expected = served
-    with running(assembly_of(path, max_state_checkpoints=0)) as engine:
-        for _ in range(2):
-            assert engine.generate(prompts, max_tokens=MAX_TOKENS) == expected
-        assert engine.history[-1].stats.cached_tokens == 0

@@ -178,9 +178,9 @@ def test_extend_gives_each_kind_its_blocks():
     assert [len(table) for table in one.tables] == [3, 3]
     assert len({page for table in one.tables for block in table for page in blocks.pool.pages_of(block)}) == 9
     before = snapshot(blocks)
-    assert blocks.extend(one, 17) is None and blocks.grow(one, 17) is None  # six pages; three are left
+    assert blocks.extend(one, 17) is None  # six pages; three are left
     assert snapshot(blocks) == before
-    assert blocks.grow(one, 13) == 1
+    assert blocks.extend(one, 13) == (1, 0)
 
 
 def test_a_shared_block_is_copied_before_it_is_written():
@@ -252,7 +252,7 @@ def test_truncate_frees_the_blocks_of_rejected_tokens():
     one = sequence(blocks, range(5))
     assert blocks.extend(one, 5)
     one.usage.new = 2
-    one.usage.new += blocks.grow(one, 13)
+    one.usage.new += blocks.extend(one, 13).new
     blocks.truncate(one, 6)
     assert (one.num_blocks, one.usage.new, blocks.num_used) == (2, 2, 6)
 

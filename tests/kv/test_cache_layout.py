@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from paged_backend.api import block_layout
-from paged_backend.api.block_layout import LayerKind, WindowKind
-from paged_backend.kv.cache import PADDING_LIMIT, CacheLayout, KVCache, LayerShape
+from paged_backend.api.block_layout import LayerKind, StateKind, WindowKind
+from paged_backend.kv.cache import (
+    PADDING_LIMIT,
+    CacheLayout,
+    KVCache,
+    LayerShape,
+    StateShape,
+    TensorShape,
+    state_nbytes,
+)
 
 FULL, WINDOW = LayerShape(2, 16), LayerShape(2, 16, window=512)
 PAGE = 2 * 2 * 16 * 16 * 4  # bytes of one of these layers: keys and values, heads, tokens, elements, bytes
@@ -101,3 +109,63 @@ def test_blocks_are_read_and_written_page_by_page():
     kv.memory.copy_(torch.randint(256, kv.memory.shape))
     kv.write([0, 1], kv.read([3, 5]))
     assert kv.memory[0].equal(kv.memory[3]) and kv.memory[1].equal(kv.memory[5])
+
+
+# --- states of recurrent layers ---------------------------------------------------------------------------------------
+
+CONV, SCAN = TensorShape((6, 4), torch.bfloat16), TensorShape((2, 40, 5), torch.float32)  # 48 and 1600 bytes
+STATES = [StateShape(CONV, SCAN), StateShape(TensorShape((128, 4), torch.float32), None)]
+
+
+def test_a_state_is_a_block_of_as_many_pages_as_it_needs():
+    """Of the pages of the layers with attention, whose size is a multiple of 512 bytes, as every tensor is."""
+    layout = CacheLayout.of([LayerShape(1, 30), LayerShape(0, 0)], 4, torch.float32, states=STATES)
+    assert layout.page_bytes == 1024  # 960 of keys and values
+    assert layout.blocks.kinds == (block_layout.FULL, StateKind(5))  # 512 + 2048 + 2048 bytes
+    assert layout.state_bytes == 5 * 1024
+    assert state_nbytes(STATES) == 48 + 1600 + 2048
+
+
+def test_without_attention_a_page_is_a_state():
+    layout = CacheLayout.of([LayerShape(0, 0)], 4, torch.float32, states=STATES)
+    assert layout.blocks.kinds == (LayerKind(0), StateKind(1))
+    assert layout.page_bytes == layout.state_bytes == 512 + 2048 + 2048
+
+
+def test_windows_share_pages_with_states():
+    layout = CacheLayout.of([FULL, WINDOW, WINDOW], 16, torch.float32, states=STATES, max_model_len=8192)
+    assert [type(kind) for kind in layout.blocks.kinds] == [LayerKind, WindowKind, StateKind]
+
+
+@pytest.mark.parametrize("layers", [[LayerShape(1, 30)], [LayerShape(1, 16)] * 12, []], ids=["small", "large", "none"])
+def test_states_are_read_and_written_in_any_pages(layers):
+    """Each tensor is in its own bytes, which other blocks and keys and values do not share."""
+    layout = CacheLayout.of(layers, 4, torch.float32, states=STATES)
+    count = layout.blocks.kinds[-1].pages
+    kv = KVCache.allocate(layout, 7 * count, torch.device("cpu"))
+    kv.memory.fill_(7)
+    pages = torch.randperm(7 * count)[: 3 * count].view(3, count)
+    units = kv.states.units_of(pages)
+    tensors = [part for layer in kv.states.layers for part in (layer.conv, layer.recurrent) if part]
+    values = [torch.randn(3, *part.shape.shape).to(part.shape.dtype) for part in tensors]
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.write(units, value)
+    for order in ([0, 1, 2], [2, 0], [1]):
+        for tensor, value in zip(tensors, values, strict=True):
+            found = tensor.read(units[order])
+            assert torch.equal(found, value[order]) and found.is_contiguous()
+    others = sorted(set(range(7 * count)) - set(pages.flatten().tolist()))
+    assert (kv.memory[others] == 7).all()
+    assert kv.states.pages_per_block == count
+    copied = [page for page in others if page not in pages][:count]
+    kv.write(copied, kv.read(pages[1].tolist()))  # as a whole
+    for tensor, value in zip(tensors, values, strict=True):
+        assert torch.equal(tensor.read(kv.states.units_of(torch.tensor([copied]))), value[1:2])
+
+
+def test_units_are_as_large_as_the_sizes_allow():
+    """Few long rows are copied faster than many short ones."""
+    states = [StateShape(TensorShape((4096,), torch.float32), TensorShape((2, 4096), torch.float32))]
+    layout = CacheLayout.of([LayerShape(8, 64)], 16, torch.float32, states=states)
+    kv = KVCache.allocate(layout, 4, torch.device("cpu"))
+    assert kv.states.units_of(torch.tensor([[0]])).shape == (1, 3)

@@ -13,7 +13,8 @@ from paged_backend.kv.content import Chain, Contents
 from paged_backend.kv.pages import NULL, RUN_PAGES, FreePages, PagePool
 from tests.support.stress import table
 
-KINDS = (1, 2, 3)  # pages of a block
+KINDS = (1, 2, 3, 0, 4)  # pages of a block
+SINGLE = 4  # the kind whose blocks do not follow each other
 
 
 class Entries:
@@ -41,6 +42,7 @@ class Model:
     """A pool made of dicts that are searched one by one."""
 
     def __init__(self, num_pages):
+        self.num_pages = num_pages
         self.free = set(range(num_pages))
         self.kinds = {}  # by block that is in use or cached
         self.references = {}
@@ -58,12 +60,13 @@ class Model:
             self.evicted.append(self.cached[0])
             self.forget(self.cached[0])
 
-    def take(self, pages, kind):
+    def take(self, block, pages, kind):
         """Follow the allocation of a block, given its pages."""
-        assert self.free.issuperset(pages) and len(pages) == KINDS[kind]
+        assert self.free.issuperset(pages) and len(pages) == KINDS[kind] and block not in self.kinds
+        assert block == pages[0] if pages else block >= self.num_pages
         self.free.difference_update(pages)
-        self.kinds[pages[0]], self.references[pages[0]] = kind, 1
-        self.pages[pages[0]] = pages
+        self.kinds[block], self.references[block] = kind, 1
+        self.pages[block] = pages
 
     def drop(self, block):
         self.references[block] -= 1
@@ -90,13 +93,14 @@ def play(seed, num_steps=200):
     """Apply random operations to a pool and to the model, and compare them after each."""
     rnd, entries, offloaded = random.Random(seed), Entries(), []
     num_pages = rnd.randint(3, 24)
-    pool, model = PagePool(num_pages, KINDS, caching=True, on_evict=offloaded.append), Model(num_pages)
+    options = {"single": SINGLE, "caching": True, "on_evict": offloaded.append}
+    pool, model = PagePool(num_pages, KINDS, **options), Model(num_pages)
     tables = []  # (blocks, whether it is the one block of a transfer)
     for _ in range(num_steps):
         held = [block for blocks, _ in tables for block in blocks]
         choice = rnd.random()
         if choice < 0.35:
-            count, kind = rnd.randint(0, 5), rnd.randrange(3)
+            count, kind = rnd.randint(0, 5), rnd.randrange(len(KINDS))
             after = rnd.choice([NULL, *(block for block in held if model.kinds[block] == kind)])
             before = () if after == NULL else model.pages[after]
             free = set(model.free)
@@ -104,15 +108,19 @@ def play(seed, num_steps=200):
             assert (blocks is None) == (count * KINDS[kind] > model.available())
             if blocks:
                 model.evict(count * KINDS[kind])
-            for part in range(KINDS[kind] if blocks else 0):  # of all blocks, one after the other
-                last = before[part] if before else NULL
-                for page in (pool.pages_of(block)[part] for block in blocks):
+            runs = list(zip(*map(pool.pages_of, blocks or ()), strict=True))  # of one part of all blocks
+            starts = before or [NULL] * KINDS[kind]
+            if kind == SINGLE:
+                runs = list(map(pool.pages_of, blocks or ()))
+                starts = [NULL] * len(runs)
+            for last, run in zip(starts, runs, strict=bool(blocks)):
+                for page in run:
                     continues = last == NULL or page == last + 1 or last + 1 not in free
                     assert continues, "an extent is not continued"
                     free.discard(page)
                     last = page
             for block in blocks or ():
-                model.take(pool.pages_of(block), kind)
+                model.take(block, pool.pages_of(block), kind)
                 assert pool.kind_of(block) == kind
             if blocks:
                 tables.append((blocks, False))
@@ -160,6 +168,13 @@ def compare(pool, model, tables, locked):
         for page in model.pages[block]:
             marks[page] = "c" if not count else str(count) if count < 10 else "+"
         assert len(model.pages[block]) == KINDS[kind]
+    for kind in range(len(KINDS)):
+        of_kind = [block for block in model.kinds if model.kinds[block] == kind]
+        num_cached = sum(block in model.cached for block in of_kind)
+        assert pool.num_blocks(kind) == (len(of_kind) - num_cached, num_cached)
+        if KINDS[kind]:
+            rows = pool.page_rows(kind, of_kind)
+            assert rows.tolist() == [list(pool.pages_of(block)) for block in of_kind]
     assert pool.map() == "".join(marks)
 
 
@@ -281,7 +296,7 @@ def test_the_tail_of_a_table_is_evicted_first():
 
 
 def test_pages_of_an_evicted_block_serve_another_kind():
-    pool = PagePool(6, KINDS, caching=True)
+    pool = PagePool(6, KINDS[:3], caching=True)
     (wide,) = cached(pool, 1, kind=2)
     assert (pool.num_available, pool.num_cached) == (6, 3)
     assert pool.allocate(3, 1) is not None
@@ -361,3 +376,10 @@ def test_null_becomes_the_page_of_zeros():
     assert [one.tolist() for one in pool.page_tables(0, tables)] == [[[8, narrow]]]
     tables = np.array([[NULL, wide]], dtype=np.int32)
     assert [one.tolist() for one in pool.page_tables(1, tables)] == [[[8, page]] for page in pool.pages_of(wide)]
+
+
+def test_no_page_is_claimed_after_a_block_that_none_follows():
+    pool = PagePool(12, (1, 4), single=1)
+    (state,) = pool.allocate(1, 1)
+    assert pool.pages_of(state) == (0, 1, 2, 3)
+    assert pool.allocate(1) == [4]

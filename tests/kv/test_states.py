@@ -1,82 +1,285 @@
-"""State slots: every sequence continues from the state of its own tokens, through forks, preemption and failures."""
+"""States of recurrent layers: every sequence continues from the state of its own tokens, through forks, preemption and
+failures, in blocks of the one pool."""
 
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind, StateKind
+from paged_backend.api.request import max_blocks_needed
+from paged_backend.kv.content import BlockKey
 from paged_backend.kv.ledger import NO_TRANSFERS
-from paged_backend.kv.states import StateSlots
-from paged_backend.scheduling.group import Group
+from paged_backend.kv.pages import NULL
 from tests.support import scheduler_stress as stress
-from tests.support.block_managers import cached, compute, manager
-from tests.support.scheduler_stress import request
-from tests.support.shadow import expected_tokens, finish
-from tests.support.shadow_states import ShadowStates
-from tests.support.states_stress import run_states_stress
+from tests.support.block_managers import cached, compute, manager, sequence
+from tests.support.scheduler_stress import RECURRENT, random_conditions, request, run_stress
+from tests.support.shadow import ShadowStore, expected_tokens, finish
+
+HYBRID = (FULL, StateKind(2))
+STATE = 1  # the index of the kind
 
 
-def scheduler(blocks, size, seqs, tokens, slots=None, *, caching=False, host=0, host_slots=0):
-    """Return a scheduler for a model with recurrent layers. slots: for states, by default those of sequences."""
-    states = StateSlots(slots or seqs, seqs, block_size=size, caching=caching, num_host_slots=host_slots)
-    return stress.scheduler(blocks, size, seqs, tokens, caching, host, preemption="swap", states=states)
+def scheduler(num_pages, size, seqs, tokens, *, kinds=HYBRID, caching=False, **options):
+    """Return a scheduler for a model with recurrent layers, and a store."""
+    sched = stress.scheduler(num_pages, size, seqs, tokens, caching, kinds=kinds, preemption="swap", **options)
+    return sched, ShadowStore(sched, 5)
+
+
+def run(sched, store, steps=1):
+    for _ in range(steps):
+        plan = sched.schedule()
+        sched.commit(plan, store.run(plan))
+        sched.check()
+    return plan
 
 
 @pytest.mark.parametrize("seeds", [25, pytest.param(500, marks=pytest.mark.nightly)])
 def test_stress(seeds):
     seen = Counter()
     for seed in range(seeds):
-        run_states_stress(seed, seen)
-    needed = ("state copies", "recomputed", "swapped", "states swapped in", "accepted_tokens", "beam output",
-              "failed step", "failed row", "abort in flight", "copies", "cached_tokens", "session output",
-              "blocks_pinned")  # fmt: skip
+        run_stress(seen, **random_conditions(seed, RECURRENT))
+    needed = ("state copies", "recomputed", "swapped", "states moved in", "accepted_tokens", "beam output",
+              "failed step", "failed row", "abort in flight", "copies", "cached_tokens", "host_tokens",
+              "session output", "blocks_pinned")  # fmt: skip
     assert all(seen[name] for name in needed), seen
 
 
+# --- the pages of states ----------------------------------------------------------------------------------------------
+
+
+def test_a_request_needs_a_state_for_each_sample():
+    layout = BlockLayout(4, (FULL, StateKind(5)))
+    assert max_blocks_needed(5, 4, 1, layout) == 2 + 5
+    assert max_blocks_needed(5, 4, 3, layout) == 1 + 3 + 3 * 5
+    assert BlockLayout(4, (LayerKind(0), StateKind(1))).max_tokens(1) == 2**31 - 1
+
+
+def test_sequences_take_pages_when_they_start_and_no_others():
+    """Nothing is set aside: the pool is empty before and after, and one long sequence may fill it."""
+    sched, store = scheduler(12, 4, 4, 8)
+    assert sched.blocks.num_used == 0
+    sched.add(request(0, range(37), max_tokens=4))
+    run(sched, store, 5)
+    assert sched.blocks.num_used == 10 + 2
+    assert (sched.stats.states_used, sched.stats.states_cached) == (1, 0)
+    finish(sched, store)
+
+
+def test_requests_wait_for_the_pages_of_their_states():
+    sched, _ = scheduler(8, 4, 4, 32)
+    for key in range(4):
+        sched.add(request(key, range(10 * key, 10 * key + 3), max_tokens=2))
+    assert len(sched.schedule().chunks) == 2  # each has a block and a state: three would need nine pages
+    assert sched.stats.waiting == 2
+
+
+def test_a_state_may_be_in_any_pages():
+    """The free pages are not next to each other."""
+    blocks = manager(10, kinds=(FULL, StateKind(3)))
+    others = [sequence(blocks, range(4), key=key, salt=str(key)) for key in range(2)]
+    single = blocks.pool.claim(10)
+    for page in single[1::2]:
+        blocks.pool.free(page)
+    del single[1::2]
+    assert compute(blocks, others[0])
+    assert blocks.pool.pages_of(blocks.states.of(others[0])) != (1, 2, 3)
+    assert blocks.pool.num_available == 1
+    assert not compute(blocks, others[1])  # there is room for its block, but not for its state
+    blocks.pool.free_table(single)
+    blocks.check([others[0]])
+
+
+def test_model_without_recurrent_layers_has_no_states():
+    sched = stress.scheduler(8, 4, max_num_seqs=2, max_num_batched_tokens=8)
+    sched.add(request(0, range(5), n=2))
+    plan = sched.schedule()
+    assert len(plan.chunks[0].sequence.tables) == 1
+    assert sched.blocks.states is None
+    assert sched.stats.states_used == 0
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
 def test_samples_continue_from_copies_of_the_prompts_state():
-    sched = scheduler(32, 4, 4, 8)
-    store = ShadowStates(sched, 5, 4)
+    """The last one takes it."""
+    sched, store = scheduler(32, 4, 4, 8)
     finish(sched, store, request(0, range(13), n=3, max_tokens=5))
-    assert store.num_copies == 2
+    assert store.num_state_copies == 2
 
 
 def test_a_failed_copy_leaves_the_state_to_others():
     """The step that fails copies the state for one of two samples. The other one is not in it: its state is valid."""
-    sched = scheduler(2, 4, 4, 8, 8, caching=True)
-    store = ShadowStates(sched, 5, 8)
+    sched, store = scheduler(6, 4, 4, 8, caching=True)
     sched.add(request(0, range(4), n=2, max_tokens=3))
     first = sched.schedule()
     result, second = store.run(first), sched.schedule()
     assert [chunk.sequence.index for chunk in second.chunks] == [0]
-    assert {copy.entry is None for copy in second.state_transfers.copies} == {True, False}
     sched.commit(first, result)
     sched.fail(second, "device error")
     finish(sched, store, request(1, range(5), max_tokens=2))
     assert sched.stats.cached_tokens == 4
 
 
-def test_state_whose_copy_failed_is_no_checkpoint():
-    """The prompt ends at the end of a block, where the state of a sample would be kept."""
-    sched = scheduler(32, 4, 4, 8, 8, caching=True)
-    store = ShadowStates(sched, 5, 8)
-    sched.add(request(0, range(4), n=3, max_tokens=5))
-    plan = sched.schedule()
-    sched.commit(plan, store.run(plan))
-    plan = sched.schedule()
-    assert {copy.entry is None for copy in plan.state_transfers.copies} == {True, False}
-    sched.fail(plan, "device error")
-    finish(sched, store, request(1, range(9), max_tokens=2))
-    assert sched.stats.cached_tokens == 0
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_state_is_cached_when_its_copy_is_made(fails):
+    """The step in flight computes up to the end of a block; the next one continues in a copy of the state."""
+    sched, store = scheduler(32, 4, 4, 8, caching=True)
+    sched.add(request(0, range(4), max_tokens=3))
+    first = sched.schedule()
+    result, second = store.run(first), sched.schedule()
+    (copy,) = second.transfers.copies
+    assert copy.entry is not None
+    sched.commit(first, result)
+    assert sched.blocks.pool.find(copy.entry, STATE) is None
+    if fails:
+        sched.fail(second, "device error")
+    else:
+        sched.commit(second, store.run(second))
+    assert sched.blocks.pool.find(copy.entry, STATE) == (None if fails else copy.source)
+    finish(sched, store)
 
 
-def preempted_by_priority(host, host_slots, **sampling):
-    """Return the tokens of two requests, of which the second preempts the first, with the scheduler and the store."""
-    sched = scheduler(8, 4, 4, 16, host=host, host_slots=host_slots)
-    store = ShadowStates(sched, 5, 4, host_slots)
+# --- the prefix cache -------------------------------------------------------------------------------------------------
+
+
+def test_a_hit_ends_where_a_state_was_kept():
+    """Not within a block, and not after a later block that is cached."""
+    blocks = manager(32, kinds=HYBRID)
+    one = cached(blocks, range(8))
+    blocks.free(one)
+    later, follower = cached(blocks, range(15)), sequence(blocks, range(15), key=1)
+    hit = blocks.match(follower, 15)
+    assert (hit.num_blocks, hit.partial) == (2, ())
+    assert [location and location.block for location in hit.tables[STATE]] == [None, blocks.pool.find(
+        one.chain.entries[1], STATE
+    )]  # fmt: skip
+    blocks.adopt(follower, hit)
+    assert follower.tables[STATE][0] == NULL
+    assert blocks.match(sequence(blocks, range(8), key=2), 8).num_blocks == 0
+    blocks.free(later)
+    blocks.check([follower])
+
+
+def test_a_kept_state_takes_part_in_the_order_of_eviction():
+    """It is evicted like a block, the least recently used first."""
+    blocks = manager(8, kinds=HYBRID)
+    first = cached(blocks, range(8))
+    blocks.free(first)
+    blocks.free(cached(blocks, range(20, 24), key=1, salt="b"))
+    assert blocks.pool.num_blocks(STATE) == (0, 2)
+    assert blocks.pool.claim(4)
+    assert blocks.pool.num_blocks(STATE) == (0, 1)
+    assert blocks.pool.find(first.chain.entries[1], STATE) is None
+
+
+@pytest.mark.parametrize(("num_pages", "kept"), [(6, 0), (7, 1)])
+def test_a_state_at_the_end_of_a_block_is_kept_if_there_is_room(num_pages, kept):
+    """Otherwise the sequence that continues from it overwrites it, and it is not found."""
+    sched, store = scheduler(num_pages, 4, 1, 8, caching=True)
+    sched.add(request(0, range(9), max_tokens=5))
+    run(sched, store, 4)
+    assert sched.stats.states_cached == kept
+    assert sched.stats.states_used == 1
+    finish(sched, store)
+
+
+def test_kept_states_preempt_nobody():
+    """Both requests pass the ends of blocks, and the pool has no page to spare."""
+    sched, store = scheduler(10, 4, 2, 16, caching=True)
+    finish(sched, store, *(request(key, range(20 * key, 20 * key + 5), max_tokens=8) for key in range(2)))
+    assert (sched.stats.recomputed, sched.stats.swapped) == (0, 0)
+
+
+def test_a_sequence_keeps_one_state_of_its_output():
+    """However much room there is."""
+    sched, store = scheduler(100, 4, 4, 8, caching=True)
+    sched.add(request(0, range(5), max_tokens=30))
+    kept = []
+    while sched.has_work:
+        run(sched, store)
+        kept.append(sched.stats.states_cached)
+    assert max(kept) == 2  # one of the prompt, one of the output
+
+
+def test_samples_at_the_end_of_a_block_keep_one_state():
+    sched, store = scheduler(64, 4, 4, 8, caching=True)
+    sched.add(request(0, range(8), n=2, max_tokens=4))
+    run(sched, store, 2)
+    plan = run(sched, store)
+    assert sorted(copy.entry is None for copy in plan.transfers.copies) == [False, True]
+    assert sched.stats.states_cached == 2  # after 4 and 8 tokens
+    finish(sched, store)
+
+
+def test_requests_that_continue_from_one_state_in_one_step():
+    """All but the last one copy it; it stays in the cache."""
+    sched, store = scheduler(64, 4, 8, 32, caching=True)
+    finish(sched, store, request(0, range(9), max_tokens=2))
+    copies = store.num_state_copies
+    finish(sched, store, *(request(key, [*range(8), 20 + key, 30], max_tokens=3) for key in range(1, 4)))
+    assert sched.stats.cached_tokens == 3 * 8
+    assert store.num_state_copies - copies >= 3
+    assert sched.blocks.match(sequence(sched.blocks, range(10), key=9), 10).num_blocks == 2
+
+
+def test_states_of_a_failed_request_are_forgotten():
+    """On the host too, and those that the sequence has left behind."""
+    blocks = manager(6, kinds=HYBRID, host=8)
+    one = cached(blocks, range(8))
+    entries = list(one.chain.entries)
+    blocks.free(one)
+    blocks.pool.free_table(blocks.pool.claim(6))  # moves all of it to the host
+    blocks.ledger.finish(blocks.ledger.take())
+    assert blocks.locate(BlockKey(entries[1], STATE)).on_host
+    other = sequence(blocks, range(8))
+    other.chain.entries += entries
+    blocks.invalidate(other)
+    assert blocks.locate(BlockKey(entries[1], STATE)) is None
+
+
+def test_cleared_pool_has_no_states():
+    sched, store = scheduler(64, 4, 4, 8, caching=True, session_pages=20)
+    finish_session(sched, store, request(0, range(9), max_tokens=2, session="chat"))
+    assert sched.stats.states_used == 1
+    sched.clear_cache()
+    sched.check()
+    assert sched.blocks.pool.num_blocks(STATE) == (0, 0)
+
+
+def finish_session(sched, store, one):
+    sched.add(one)
+    while sched.has_work:
+        run(sched, store)
+
+
+@pytest.mark.parametrize("prompt", [9, 12])
+def test_a_session_pins_the_state_after_its_last_full_block(prompt):
+    """Also one that its sequence has left behind. The next turn continues from it, and does not overwrite it."""
+    sched, store = scheduler(20, 4, 4, 8, caching=True, session_pages=20)
+    finish_session(sched, store, request(0, range(prompt), max_tokens=2, session="chat"))
+    assert sched.stats.states_used == 1
+    assert sched.stats.blocks_pinned == prompt // 4 + 2
+    taken = sched.blocks.pool.claim(sched.blocks.pool.num_available)
+    sched.blocks.pool.free_table(taken)
+    pinned = sched.pins.tables[STATE][-1]
+    sched.add(request(1, range(prompt + 2), max_tokens=2, session="chat"))
+    run(sched, store)
+    assert sched.stats.cached_tokens == prompt // 4 * 4
+    assert sched.blocks.states.of(next(iter(sched.running)).leader) != pinned
+    while sched.has_work:
+        run(sched, store)
+
+
+# --- the host ---------------------------------------------------------------------------------------------------------
+
+
+def preempted_by_priority(host, **sampling):
+    """Return the scheduler and the store after two requests, of which the second preempts the first."""
+    sched, store = scheduler(12, 4, 4, 16, host=host)
     sched.add(first := request(0, range(50, 62), max_tokens=9, priority=1, **sampling))
-    for _ in range(3):
-        plan = sched.schedule()
-        sched.commit(plan, store.run(plan))
+    run(sched, store, 3)
     outputs = finish(sched, store, second := request(1, range(20), max_tokens=6))
     assert outputs[1, 0] == expected_tokens(second, 0, 5)
     for index in range(first.sampling.n):
@@ -84,311 +287,150 @@ def preempted_by_priority(host, host_slots, **sampling):
     return sched, store
 
 
-def test_states_are_swapped_with_the_blocks():
-    sched, store = preempted_by_priority(host=16, host_slots=2, n=2)
-    assert (sched.stats.swapped, sched.stats.recomputed, store.num_swapped_in) == (1, 0, 2)
+@pytest.mark.parametrize(("host", "swapped"), [(9, 1), (8, 0)])
+def test_states_are_swapped_with_the_blocks(host, swapped):
+    """Five blocks and two states. Without room for all of them, the request is computed again."""
+    sched, store = preempted_by_priority(host, n=2)
+    assert (sched.stats.swapped, sched.stats.recomputed) == (swapped, 1 - swapped)
+    assert store.num_states_moved_in == 2 * swapped
 
 
-@pytest.mark.parametrize(("host", "host_slots"), [(16, 1), (16, 0), (2, 2)])
-def test_request_without_room_on_the_host_is_recomputed(host, host_slots):
-    """There is no room for the states of two samples, or for the blocks."""
-    sched, store = preempted_by_priority(host, host_slots, n=2)
-    assert (sched.stats.swapped, sched.stats.recomputed, store.num_swapped_in) == (0, 1, 0)
+def test_a_shared_state_is_swapped_once():
+    blocks = manager(16, kinds=HYBRID, host=16, caching=False)
+    parent, child = cached(blocks, range(6)), sequence(blocks, range(6))
+    blocks.fork(parent, child)
+    assert blocks.swap_out([parent, child])
+    assert blocks.host.num_used == 2 + 2
+    assert parent.tables[STATE] == child.tables[STATE]
+    blocks.ledger.finish(blocks.ledger.take())
+    blocks.swap_in([parent, child])
+    assert blocks.states.of(parent) == blocks.states.of(child)
+    blocks.check([parent, child])
+
+
+def test_sequences_without_room_on_the_host_stay():
+    blocks = manager(16, kinds=HYBRID, host=8, caching=False)
+    one = cached(blocks, range(6))
+    held = blocks.host.claim(5)
+    assert not blocks.swap_out([one])  # three pages are left for two blocks and a state
+    blocks.host.free(held.pop())
+    assert blocks.swap_out([one])
+    blocks.ledger.finish(blocks.ledger.take())
+    blocks.host.free_table(held)
+    blocks.check([one])
 
 
 def test_failed_swap_out_is_recomputed():
-    """What failed steps moved to the host is not read, even if all blocks of the request are cached there."""
-    sched = scheduler(8, 4, 4, 16, host=16, host_slots=2)
-    store = ShadowStates(sched, 5, 4, 2)
+    """What failed steps moved to the host is not read, even if all other blocks of the request are cached there."""
+    sched, store = scheduler(11, 4, 4, 16, host=16)
     sched.add(first := request(0, range(50, 62), max_tokens=9, priority=1))
-    plan = sched.schedule()
-    sched.commit(plan, store.run(plan))
+    run(sched, store)
     sched.add(request(1, range(24), max_tokens=6))
     plan = sched.schedule()
-    assert len(plan.state_transfers.moves_out) == 1
-    sched.blocks.ledger.finish(plan.transfers)  # as if the blocks had been on the host before
-    sched.fail(replace(plan, transfers=NO_TRANSFERS), "device error")
+    states = [move for move in plan.transfers.moves_out if len(move.pages) == 2]
+    others = plan.transfers._replace(moves_out=tuple(set(plan.transfers.moves_out) - set(states)))
+    assert len(states) == 1
+    sched.blocks.ledger.finish(others)  # as if the other blocks had been on the host before
+    sched.fail(replace(plan, transfers=NO_TRANSFERS._replace(moves_out=tuple(states))), "device error")
     assert finish(sched, store)[0, 0] == expected_tokens(first, 0, 5)[1:]
 
 
-def swap_out(slots, *sequences):
-    slots.swap_out(sequences)
-    for one in sequences:
-        one.on_host = True
+def test_an_evicted_state_is_continued_from_the_host():
+    sched, store = scheduler(9, 4, 2, 16, caching=True, host=40)
+    finish(sched, store, request(0, range(9), max_tokens=2))
+    finish(sched, store, request(1, range(50, 74), max_tokens=2))
+    finish(sched, store, request(2, range(12), max_tokens=4))
+    assert sched.stats.host_tokens == 8
+    assert store.num_states_moved_in == 1
 
 
-@pytest.fixture
-def swapped():
-    """(slots, two samples that share a state, which has been swapped out and in again, the copies of these steps)"""
-    slots = StateSlots(3, 3, block_size=4, caching=True, num_host_slots=1)
-    parent, child = computed(slots, 4), sequence(0, range(9))
-    child.computed = child.committed = 4
-    slots.fork(parent, child)
-    swap_out(slots, parent, child)
-    slots.check([parent, child])
-    out = slots.prepare([])
-    slots.swap_in([parent, child])
-    parent.on_host = child.on_host = False
-    slots.check([parent, child])
-    return slots, parent, child, out
+def test_a_state_from_the_host_is_not_found_where_it_is_overwritten():
+    """Nor is one that is swapped in shared with a sequence that may overwrite it."""
+    blocks = manager(16, kinds=HYBRID, host=16)
+    one = cached(blocks, range(8))
+    entry = one.chain.entries[1]
+    assert blocks.swap_out([one])
+    blocks.ledger.finish(blocks.ledger.take())
+    on_device = blocks.pool.find(entry, STATE)
+    other = sequence(blocks, range(9), key=1)
+    blocks.adopt(other, blocks.match(other, 9))
+    assert other.tables[STATE][-1] == on_device
+    blocks.swap_in([one])
+    assert one.tables[STATE][-1] != on_device
+    transfers = blocks.ledger.take()
+    assert [move.entry for move in transfers.moves_in if len(move.pages) == 2] == [None]
+    blocks.ledger.finish(transfers)
+    blocks.check([one, other])
 
 
-def test_a_shared_state_is_swapped_once(swapped):
-    slots, parent, child, out = swapped
-    copies = slots.prepare([parent, child])
-    assert [len(part) for part in (out.moves_out, copies.moves_in)] == [1, 1]
-    assert copies.moves_in[0].target in (parent.state_slot, child.state_slot)
-    assert parent.state_slot != child.state_slot
-    slots.finish(out)
-    slots.finish(copies)
-    slots.check([parent, child])
-    assert slots.num_host_used == 0
+# --- draft tokens -----------------------------------------------------------------------------------------------------
 
 
-def test_a_state_that_has_not_arrived_stays_or_is_dropped(swapped):
-    """It cannot be swapped out again, and is no checkpoint of a sequence that ends."""
-    slots, parent, child, _ = swapped
-    assert not slots.can_swap_out([parent, child])
-    slots.release(parent)
-    slots.check([child])
-    slots.release(child)
-    slots.check([])
-    assert slots.prepare([]) == NO_TRANSFERS
-    assert slots.num_host_used == slots.num_checkpoints == 0
-
-
-def test_a_slot_of_the_host_is_in_use_until_its_state_has_left(swapped):
-    slots, parent, child, _ = swapped
-    copies = slots.prepare([parent])
-    parent.computed += 1
-    slots.release(parent)
-    slots.release(child)
-    assert (slots.num_host_used, slots.num_checkpoints) == (1, 0)
-    slots.finish(copies)
-    assert slots.num_host_used == 0
-    slots.check([])
-
-
-def test_a_move_to_a_freed_slot_of_the_host_is_not_made():
-    """The slot may be the target of another move in the same step."""
-    slots = StateSlots(2, 2, num_host_slots=1)
-    one, other = computed(slots, 1), computed(slots, 1, key=1)
-    swap_out(slots, one)
-    slots.release(one)
-    source = other.state_slot
-    swap_out(slots, other)
-    assert [move.source for move in slots.prepare([]).moves_out] == [source]
-
-
-def test_model_without_states_gets_no_slots():
-    sched = stress.scheduler(8, 4, max_num_seqs=2, max_num_batched_tokens=8)
-    sched.add(request(0, range(5), n=2))
-    plan = sched.schedule()
-    assert plan.chunks[0].sequence.state_slot is None
-    assert plan.state_transfers == NO_TRANSFERS
-
-
-def test_checkpoint_is_found_after_its_copy():
-    slots = StateSlots(4, 2, block_size=4, caching=True)
-    one = computed(slots, 8)
-    for done in (False, True):
-        copies = slots.prepare([one])
-        assert [copy.source for copy in copies.copies] == [one.state_slot]
-        assert not slots.has_checkpoint(one.chain.entries[1])
-        slots.finish(copies, done=done)
-        assert slots.has_checkpoint(one.chain.entries[1]) == done
-    slots.check([one])
-
-
-def test_a_hit_ends_where_a_state_was_saved():
-    """Not within a block, and not after a later block that is cached."""
-    slots = StateSlots(4, 1, block_size=4, caching=True)
-    blocks = manager(16, states=slots)
-    one = sequence(0, range(8))
-    slots.prepare([one])
+def speculating(num_drafts, prompt=7, num_pages=40, caching=True):
+    """Return a block manager, a sequence that has computed its prompt and one token, and the blocks of its draft
+    tokens."""
+    blocks = manager(num_pages, kinds=HYBRID, caching=caching)
+    one = sequence(blocks, range(prompt))
     assert compute(blocks, one)
-    blocks.free(one)  # leaves a checkpoint after its two blocks
-    later, follower = cached(blocks, range(15)), sequence(1, range(15))
-    hit = blocks.match(follower, 15)
-    assert (hit.num_blocks, hit.partial) == (2, ())
-    blocks.adopt(follower, hit)
-    assert slots.has_checkpoint(follower.chain.entries[1]) and follower.state_slot is not None
-    assert blocks.match(sequence(2, range(8)), 8).num_blocks == 0
-    blocks.free(later)
-    blocks.check([follower])
-
-
-def test_checkpoints_are_added_while_slots_are_to_spare():
-    """As for states from a disk."""
-    slots, entries = StateSlots(3, 2, block_size=4, caching=True), sequence(0, range(12)).chain
-    slots.contents.extend(entries, range(12), 3, 4)
-    slot = slots.add_checkpoint(entries.entries[0])
-    assert slot is not None and slots.has_checkpoint(entries.entries[0])
-    assert slots.add_checkpoint(entries.entries[0]) is None  # is there already
-    assert slots.add_checkpoint(entries.entries[1]) is not None  # evicts the other one: no sequence runs yet
-    one, other = sequence(0, range(9)), sequence(1, range(9))
-    slots.prepare([one, other])
-    assert slots.num_checkpoints == 1
-
-
-def test_samples_at_the_end_of_a_block_save_one_checkpoint():
-    slots = StateSlots(8, 2, block_size=4, caching=True)
-    parent, child = computed(slots, 8), sequence(0, range(9))
-    child.computed = child.committed = 8
-    slots.fork(parent, child)
-    copies = slots.prepare([parent, child])
-    assert Counter(copy.entry is None for copy in copies.copies) == {True: 1, False: 1}
-    slots.finish(copies)
-    slots.check([parent, child])
-
-
-@pytest.mark.parametrize(("num_slots", "num_checkpoints"), [(2, 0), (3, 1)])
-def test_a_checkpoint_is_kept_if_a_slot_is_to_spare(num_slots, num_checkpoints):
-    """Otherwise the sequence that continues from it overwrites it."""
-    slots = StateSlots(num_slots, 2, block_size=4, caching=True)
-    one = computed(slots, 8)
-    slots.release(one)
-    assert slots.num_checkpoints == 1
-    follower, other = sequence(1, range(9)), computed(slots, 1, key=2)
-    follower.chain = one.chain
-    slots.adopt(follower, 2)
-    follower.computed = follower.committed = 8
-    slots.finish(slots.prepare([follower]))
-    slots.check([follower, other])
-    assert slots.num_checkpoints == num_checkpoints
-
-
-def test_a_pinned_checkpoint_is_not_overwritten():
-    slots = StateSlots(3, 2, block_size=4, caching=True)
-    one = computed(slots, 8)
-    slots.release(one)
-    slots.pin("chat", one)
-    follower = sequence(1, range(9))
-    follower.chain = one.chain
-    slots.adopt(follower, 2)
-    other = computed(slots, 1, key=2)
-    slots.check([follower, other])
-    slots.finish(slots.prepare([follower]))
-    slots.check([follower, other])
-    assert slots.pinned != [follower.state_slot]
-    assert slots.num_checkpoints == 1
-
-
-def test_no_checkpoint_takes_the_slot_of_a_sequence_that_shares_a_pinned_one():
-    """The last slot is for the sequence that continues from the session's checkpoint."""
-    slots = StateSlots(3, 2, block_size=4, caching=True)
-    one = computed(slots, 8)
-    slots.release(one)
-    slots.pin("chat", one)
-    follower = sequence(1, range(9))
-    follower.chain = one.chain
-    slots.adopt(follower, 2)
-    other = computed(slots, 4, key=2, first=20)
-    slots.finish(slots.prepare([other, follower]))
-    assert not slots.has_checkpoint(slots.contents.extend(other.chain, other.tokens, 1, 4))
-    slots.check([follower, other])
-
-
-def test_a_checkpoint_that_leaves_no_slot_for_a_sequence_is_not_pinned():
-    slots = StateSlots(1, 1, block_size=4, caching=True)
-    one = computed(slots, 8)
-    slots.release(one)
-    slots.pin("chat", one)
-    slots.check([])
-    assert slots.pinned == []
-
-
-def test_cleared_slots_have_no_checkpoints():
-    """Neither those of sessions nor others."""
-    slots = StateSlots(4, 2, block_size=4, caching=True)
-    one, other = computed(slots, 8), computed(slots, 8, key=1, first=20)
-    slots.release(one)
-    slots.pin("chat", one)
-    slots.release(other)
-    assert slots.num_checkpoints == 2
-    slots.clear()
-    slots.check([])
-    for two in (one, other):
-        assert not slots.has_checkpoint(two.chain.entries[1])
-    slots.unpin("chat")
-    slots.check([])
-
-
-def speculating(num_drafts, prompt=7, caching=True):
-    """Return slots, a sequence that has computed its prompt, and the slots of its draft tokens."""
-    slots = StateSlots(2 + num_drafts, 1, block_size=4, caching=caching, num_draft_slots=num_drafts)
-    one = computed(slots, prompt, prompt=prompt)
     one.tokens.append(50)
-    slots.check([one])
-    return slots, one, slots.take_draft_slots(num_drafts)
+    assert blocks.extend(one, prompt + 1 + num_drafts, num_states=num_drafts) is not None
+    drafts = blocks.states.take_drafts(num_drafts)
+    blocks.check([one])
+    return blocks, one, drafts
+
+
+def accept(blocks, one, drafts, count):
+    """Commit a step with draft tokens."""
+    one.tokens += range(count)
+    one.computed = len(one.tokens)
+    blocks.commit(one, one.computed - count)
+    blocks.states.accept(one, drafts, count)
+    blocks.truncate(one, one.computed)
+    blocks.commit(one, one.computed)
+    blocks.states.free_drafts()
+    blocks.check([one])
 
 
 @pytest.mark.parametrize("accepted", range(4))
-def test_sequence_continues_in_the_slot_of_the_last_accepted_token(accepted):
-    slots, one, drafts = speculating(3, caching=False)
-    own = one.state_slot
-    slots.check([one])
-    one.tokens += range(accepted)
-    one.computed = one.committed = 8 + accepted
-    slots.accept(one, drafts, accepted)
-    assert one.state_slot == (own, *drafts)[accepted]
-    slots.check([one])
-    slots.free_draft_slots()
-    slots.check([one])
-    assert {own, *drafts} - {one.state_slot} <= set(slots.pool._free)
+def test_sequence_continues_from_the_state_after_the_last_accepted_token(accepted):
+    blocks, one, drafts = speculating(3, caching=False)
+    own = blocks.states.of(one)
+    accept(blocks, one, drafts, accepted)
+    assert blocks.states.of(one) == (own, *drafts)[accepted]
+    assert blocks.pool.num_blocks(STATE) == (1, 0)
+    assert len(one.tables[STATE]) == one.num_blocks == 2 + (accepted > 0)
 
 
-def test_state_that_accepted_tokens_have_passed_becomes_a_checkpoint():
-    """The block ends after the token before the draft tokens, whose state is in the former slot of the sequence."""
-    slots, one, drafts = speculating(3)
-    own = one.state_slot
-    one.tokens += range(2)
-    one.computed = one.committed = 10
-    slots.accept(one, drafts, 2)
-    assert slots.has_checkpoint(one.chain.entries[1])
-    follower = sequence(1, range(9))
-    follower.chain = one.chain
-    slots.release(one)
-    slots.adopt(follower, 2)
-    assert follower.state_slot == own
+def test_state_that_accepted_tokens_have_passed_is_cached():
+    """The block ends after the token before the draft tokens, whose state is in the former block of the sequence."""
+    blocks, one, drafts = speculating(3)
+    own = blocks.states.of(one)
+    accept(blocks, one, drafts, 2)
+    assert blocks.pool.find(one.chain.entries[1], STATE) == own
+    assert blocks.pool.num_blocks(STATE) == (1, 1)
 
 
-def test_slots_of_a_sequence_that_ended_before_the_commit_are_freed():
-    slots, one, _ = speculating(3)
-    slots.release(one)
-    slots.check([])
-    slots.free_draft_slots()
-    slots.check([])
-    assert len(slots.take_draft_slots(3)) == 3
+def test_state_of_the_last_accepted_token_is_cached_at_the_end_of_a_block():
+    """Rejected draft tokens had begun another block."""
+    blocks, one, drafts = speculating(5, prompt=5)
+    accept(blocks, one, drafts, 2)
+    assert one.computed == 8
+    assert blocks.pool.find(one.chain.entries[1], STATE) == drafts[1]
 
 
-def test_drafts_of_a_model_without_states_need_no_slots():
-    slots, one = StateSlots(), sequence(0)
-    assert slots.take_draft_slots(3) == ()
-    slots.accept(one, (), 2)
-    assert one.state_slot is None
+def test_draft_tokens_need_room_for_their_states():
+    blocks, one, _ = speculating(3, num_pages=3 + 2 + 6)
+    assert blocks.states.num_affordable == 0
+    assert blocks.extend(one, 9, num_states=1) is None
+    sched, store = scheduler(9, 4, 1, 16, kinds=(FULL, StateKind(5)), draft_tokens=4)
+    finish(sched, store, request(0, [1, 2, 1, 2, 1, 2], max_tokens=8))
+    assert (sched.stats.draft_tokens, sched.stats.recomputed) == (0, 0)
 
 
-def sequence(key, prompt=(1, 2)):
-    return Group(request(key, prompt)).leader
-
-
-def computed(slots, count, *, key=0, prompt=9, first=0):
-    """Return a sequence that has computed `count` tokens."""
-    one = sequence(key, range(first, first + prompt))
-    slots.prepare([one])
-    one.computed = one.committed = count
-    return one
-
-
-def test_a_sequence_keeps_one_checkpoint_of_its_output():
-    """However many slots are to spare."""
-    sched = scheduler(64, 4, 4, 8, 30, caching=True)
-    store = ShadowStates(sched, 5, 30)
-    sched.add(request(0, range(5), max_tokens=30))
-    kept = []
-    while sched.has_work:
-        plan = sched.schedule()
-        sched.commit(plan, store.run(plan))
-        kept.append(sched.blocks.states.num_checkpoints)
-    assert max(kept) == 2  # one of the prompt, one of the output
+def test_states_of_a_sequence_that_ended_before_the_commit_are_freed():
+    blocks, one, _ = speculating(3)
+    blocks.free(one)
+    blocks.check([])
+    blocks.states.free_drafts()
+    blocks.check([])
+    assert blocks.pool.num_used == 0

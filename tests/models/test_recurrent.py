@@ -1,4 +1,4 @@
-"""Models with recurrent layers give the tokens of transformers, from states in slots."""
+"""Models with recurrent layers give the tokens of transformers, from states in any pages of a pool."""
 
 import copy
 import random
@@ -6,14 +6,17 @@ import random
 import pytest
 import torch
 
+from paged_backend.execution.batch import pack
+from paged_backend.execution.runner import paged_logits
 from paged_backend.kv.cache import TensorShape
 from paged_backend.loading.verification import verify_model
 from paged_backend.models import linear, recurrent
 from paged_backend.models.attention import UnsupportedModel
+from paged_backend.scheduling.plan import Chunk, Plan
 from paged_kernels.cpu import native
 from tests.support.families import DEFAULT_HYBRIDS, HYBRID_FAMILIES
 from tests.support.in_process import generate_with_transformers, save_tiny
-from tests.support.packed_steps import PackedSteps, random_prompts
+from tests.support.packed_steps import BLOCK_SIZE, PackedSteps, random_prompts
 from tests.support.pairwise import mostly_nightly
 
 LENGTHS = (1, 2, 5, 17, 24, 33)
@@ -30,7 +33,7 @@ def model(family, tmp_path):
 
 
 def test_mixed_batches_match_generate(family, model):
-    """Prompts in random chunks beside sequences that decode, at shuffled slots."""
+    """Prompts in random chunks beside sequences that decode, at shuffled pages."""
     rng = random.Random(family)
     prompts = random_prompts(rng, LENGTHS)
     expected = [generate_with_transformers(model, prompt, 10) for prompt in prompts]
@@ -38,8 +41,8 @@ def test_mixed_batches_match_generate(family, model):
 
 
 def test_forks_and_host_copies_match_generate(family, model):
-    """A fork continues from a copy of the state in another slot, whatever the original computes meanwhile. A state that
-    is read to the host continues in another slot."""
+    """A fork continues from a copy of the state in another block, whatever the original computes meanwhile. A state
+    that is read to the host continues in another block."""
     rng = random.Random(family)
     [prompt] = random_prompts(rng, [13])
     expected = generate_with_transformers(model, prompt, 12)
@@ -56,9 +59,10 @@ def test_forks_and_host_copies_match_generate(family, model):
     for _ in range(4):
         steps.step((fork, 1), (original, 1))
     moved = steps.fork(original)
-    content = steps.states.read_slot(original.state_slot)
-    steps.states.write_slot(original.state_slot, [torch.full_like(part, 3.0) for part in content])
-    steps.states.write_slot(moved.state_slot, content)
+    pages, others = (steps.pages_of[one.tables[1][0]] for one in (original, moved))
+    content = steps.kv.read(pages)
+    steps.kv.write(pages, torch.full_like(content, 3))
+    steps.kv.write(others, content)
     for _ in range(3):
         steps.step((moved, 1), (fork, 1))
     assert moved.tokens[len(prompt) :] == expected
@@ -101,9 +105,10 @@ def test_linear_layers_of_mixers_are_packed(tmp_path, monkeypatch):
     assert model.model.layers[0].mamba.in_proj.weight.numel() == 0
 
 
-def test_step_without_state_slots_is_an_error(tmp_path):
+def test_step_without_states_is_an_error(tmp_path):
     steps = PackedSteps(save_tiny(HYBRID_FAMILIES["lfm2"](), tmp_path), 1, random.Random(0))
     sequence = steps.sequence([3, 4, 5])
-    sequence.state_slot = None
-    with pytest.raises(UnsupportedModel, match="Lfm2ShortConv: the step has no state slots"):
-        steps.step((sequence, 3))
+    sequence.tables.pop()
+    batch = pack(Plan((Chunk(sequence, 0, 3, (sequence,)),)), block_size=BLOCK_SIZE)
+    with pytest.raises(UnsupportedModel, match="Lfm2ShortConv: the step has no states"):
+        paged_logits(steps.model, batch, steps.kv)

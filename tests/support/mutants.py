@@ -43,7 +43,7 @@ MUTANTS = {  # name: (file, source, replacement)
     "touch does not add a reference": (PAGES, "        self._references[block] += 1\n        if", "        if"),
     "a touched block stays evictable": (
         PAGES,
-        "            del self._cached[block]\n            self._num_cached -= self._sizes[self._kinds[block]]\n",
+        "            del self._cached[block]\n            self._count_cached(self._kinds[block], -1)\n",
         "            pass\n",
     ),
     "the most recently used cached block is evicted": (
@@ -55,8 +55,8 @@ MUTANTS = {  # name: (file, source, replacement)
     "an evicted block is still found": (CONTENT, "        del self._blocks[entry]\n", ""),
     "an evicted block stays indexed": (
         PAGES,
-        "        self.forget(block)\n\n",
-        "        del self._cached[block]\n        self._release(block)\n\n",
+        "        self.num_evictions += 1\n        self.forget(block)\n",
+        "        self.num_evictions += 1\n        del self._cached[block]\n        self._release(block)\n",
     ),
     "a block that is shared no more is counted as shared": (
         PAGES,
@@ -79,13 +79,13 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "cached pages are miscounted": (
         PAGES,
-        "                self._num_cached += self._sizes[kind]\n",
-        "                self._num_cached += 1\n",
+        "        self._num_cached += change * self._sizes[kind]\n",
+        "        self._num_cached += change\n",
     ),
     "one page of a block is freed": (
         PAGES,
-        "for page in (block,) if pages is None else pages[block].tolist():",
-        "for page in (block,):",
+        "for page, count in _runs(pages[block].tolist()):",
+        "for page, count in _runs([block]):",
     ),
     "a block keeps the kind that it had": (PAGES, "        self._kinds[block] = kind\n", ""),
     "a block keeps the pages that it had": (
@@ -141,8 +141,8 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "invalidated content is still found": (
         BLOCKS,
-        "                self.pool.forget(block)\n                self._unspilled",
-        "                self._unspilled",
+        "            self.pool.forget(block)\n            self._unspilled.pop(block, None)\n        of_host",
+        "            self._unspilled.pop(block, None)\n        of_host",
     ),
     "the last block of invalidated content is found": (
         BLOCKS,
@@ -151,13 +151,13 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "invalidated content is still found on the host": (
         BLOCKS,
-        "                    self.host.forget(on_host)\n",
-        "                    pass\n",
+        "            self.host.forget(of_host)\n",
+        "            pass\n",
     ),
     "invalidated content loses its block": (
         PAGES,
-        "                self._num_cached -= self._sizes[kind]\n                self._release(block)\n",
-        "                self._num_cached -= self._sizes[kind]\n",
+        "                self._count_cached(kind, -1)\n                self._release(block)\n",
+        "                self._count_cached(kind, -1)\n",
     ),
     "an evicted block is still a child": (
         CONTENT,
@@ -369,15 +369,13 @@ MUTANTS = {  # name: (file, source, replacement)
     "rejected draft tokens are accepted": (PLAN, "sampled[accepted] == draft_tokens[accepted]:", "True:"),
     "rejected draft tokens count as computed": (
         SCHEDULER,
-        "            sequence.computed = first + length - 1\n"
-        "            self.blocks.commit(sequence, sequence.computed)\n",
-        "            self.blocks.commit(sequence, first + length - 1)\n",
+        "            sequence.computed = first + length - 1\n",
+        "",
     ),
     "blocks of rejected draft tokens are kept": (
         BLOCKS,
-        "            for table in sequence.tables:\n                self.pool.free(table.pop())\n"
-        "            sequence.usage.new -= 1\n",
-        "            break\n",
+        "excess = max(0, sequence.num_blocks - self.layout.blocks_for(num_tokens))",
+        "excess = 0",
     ),
     "draft tokens go past max_tokens": (SCHEDULER, "sequence.generated - 1\n", "sequence.generated\n"),
     "the target of a move in stays locked": (LEDGER, "            device.unlock(move.target)\n", ""),
@@ -410,8 +408,8 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "swap-out ignores the host's room": (
         BLOCKS,
-        "for block in distinct) > self.host.num_available:",
-        "for block in distinct) > self.host.num_pages:",
+        "self.num_pages_held(sequences) > self.host.num_available:",
+        "self.num_pages_held(sequences) > self.host.num_pages:",
     ),
     "evicted blocks are not offloaded": (
         BLOCKS,
@@ -467,8 +465,8 @@ MUTANTS = {  # name: (file, source, replacement)
     "moves cost nothing": (SCHEDULER, "2 * moves < tokens", "0 < tokens"),
     "a failed swap-out counts as done": (
         SCHEDULER,
-        "any(blocks.intersection(table) for table in sequence.tables)",
-        "False",
+        "if any(map(lost.intersection, tables)):",
+        "if False:",
     ),
     # beam search
     "a beam has one continuation only": (
@@ -502,8 +500,8 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "blocks outside of the window are kept": (
         BLOCKS,
-        "chain(kind.needed(first, size), range(first, full)):\n                if index not in needed:",
-        "chain(kind.needed(first, size), range(first, full)):\n                if False:",
+        "chain(kind.needed(first, size), range(first, full)):\n                if index not in needed and table",
+        "chain(kind.needed(first, size), range(first, full)):\n                if False and table",
     ),
     "blocks that are never needed are kept": (
         BLOCKS,
@@ -598,68 +596,98 @@ MUTANTS = {  # name: (file, source, replacement)
         "by_seq[index]",
     ),
     # states of recurrent layers
-    "a copy of a state is left out": (STATES, "tuple(copies))", "tuple(copies[1:]))"),
-    "a hit ends where no state was saved": (
+    "samples write to the same state": (
         BLOCKS,
-        "if self.states.pool and not self.states.has_checkpoint(entries[count - 1]):",
-        "if False:",
+        "length > 0 and pool.is_shared(self.states.of(sequence))",
+        "False",
     ),
-    "a sample continues from the zero state": (
-        STATES,
-        "self._share(parent.state_slot, child)",
-        "self._hold(child, self.pool.claim(1)[0])",
+    "copies of states are not counted": (BLOCKS, "(shares_state + num_states + (not", "(num_states + (not"),
+    "states of draft tokens are not counted": (BLOCKS, "shares_state + num_states + (not", "shares_state + (not"),
+    "first states are not counted": (BLOCKS, " + (not length and more > 0))", ")"),
+    "only one state of a request is counted": (LAYOUT, "            return len(blocks)\n", "            return 1\n"),
+    "a hit ends where no state was kept": (
+        LAYOUT,
+        "return range(max(0, num_blocks - 1), num_blocks)",
+        "return range(0)",
     ),
-    "samples write to the same state": (STATES, "is_shared = self.pool.is_shared(source)", "is_shared = False"),
-    "an overwritten checkpoint is found": (
+    "a cached state is overwritten": (
         STATES,
-        "            elif self.pool.entry(source):\n",
-        "            elif False:\n",
+        "                self._blocks.forget(BlockKey(entry, self.kind), on_host=False)\n",
+        "                pass\n",
     ),
-    "checkpoints take the slots of sequences": (
+    "a kept state is overwritten": (STATES, "                self.copy(sequence, entry)\n", "                pass\n"),
+    "states are copied without room for them": (
         STATES,
-        "        if self._num_spare > 0:",
-        "        if self.pool.num_available > 0:",
+        "            if self.num_affordable:\n",
+        "            if True:\n",
     ),
-    "a slot that a session pins is one of a sequence": (
+    "a copy of a state is copied in the same step": (
         STATES,
-        " - set(self._pinned.values())) if self._pinned else len(self._holders)",
-        ")",
+        " or self._blocks.ledger.copies_to(sequence.key, block):",
+        ":",
     ),
-    "a state with tokens in flight becomes a checkpoint": (STATES, "position == sequence.computed and ", ""),
-    "a checkpoint is found although its copy failed": (
+    "a sequence keeps all states of its output": (
         STATES,
-        "                if done:\n",
-        "                if True:\n",
+        "            self._blocks.forget(BlockKey(sequence.latest_checkpoint, self.kind))\n",
+        "            pass\n",
     ),
-    "a state is not moved back on swap-in": (STATES, "                self._moves_in.append(move)\n", ""),
-    "a slot of the host is free before its state has left": (
+    "a sequence forgets the state of its prompt": (STATES, "if position > sequence.num_prompt:", "if True:"),
+    "a state is cached although its copy failed": (LEDGER, "if done and copy.entry:", "if copy.entry:"),
+    "a kept state is not cached": (LEDGER, "if done and copy.entry:", "if False:"),
+    "a chunk ends past the last full block": (
         STATES,
-        "                move = Transfer(source, targets[source])\n",
-        "                move = Transfer(source, targets[source])\n                self.host.free(source)\n",
+        "return end - start if start < end else length",
+        "return length",
     ),
-    "a state that has not arrived becomes a checkpoint": (
-        STATES,
-        " and not self._is_arriving(sequence.state_slot)",
-        "",
+    "a state from the host is found where it is overwritten": (
+        BLOCKS,
+        "indexed = kind != self.layout.state  # a",
+        "indexed = True  # a",
     ),
-    "a state that has not arrived is swapped out": (STATES, " and not any(map(self._is_arriving, slots))", ""),
-    "a state is moved to a slot of the host that was freed": (
-        STATES,
-        "if move.target != slot or self.host.is_shared(slot)]",
-        "]",
+    "a swapped-in state is found where it is overwritten": (
+        BLOCKS,
+        "indexed = kind != state  # a",
+        "indexed = True  # a",
     ),
-    "a sequence continues from the state after a rejected token": (STATES, "slots[num_accepted]", "slots[-1]"),
-    "a sequence continues from the state before its accepted tokens": (STATES, "slots[num_accepted]", "slots[0]"),
-    "the checkpoint before accepted tokens has the state of another position": (
+    "a swapped-in state is one that a planned sequence overwrites": (
+        BLOCKS,
+        " and (host.kind_of(block) != state or self.pool.is_cached(cached)):",
+        ":",
+    ),
+    "a sequence continues from the state after a rejected token": (STATES, "blocks[num_accepted]", "blocks[-1]"),
+    "a sequence continues from the state before its accepted tokens": (STATES, "blocks[num_accepted]", "blocks[0]"),
+    "the state before accepted tokens is that of another position": (
         STATES,
-        "index = num_accepted - (sequence.committed - position)",
+        "index = num_accepted - (sequence.computed - position)",
         "index = num_accepted - 1",
     ),
-    "a state whose swap-out failed is read": (
-        SCHEDULER,
-        "return sequence.state_slot in states or ",
-        "return ",
+    "states of draft tokens are never freed": (
+        STATES,
+        "        self._pool.free_table(self._drafts)\n",
+        "        pass\n",
     ),
+    "the state before accepted tokens is never freed": (
+        STATES,
+        "            self._pool.free(blocks[0])\n",
+        "            pass\n",
+    ),
+    "states of a failed request are found": (
+        BLOCKS,
+        "            for entry in sequence.chain.entries:\n                self.forget(",
+        "            for entry in ():\n                self.forget(",
+    ),
+    "a session does not pin a state that was left behind": (
+        BLOCKS,
+        "[-1] = NULL if state is None else state",
+        "[-1] = NULL",
+    ),
+    "a block without pages has the number of another": (
+        PAGES,
+        "            self._numbers.append(block)\n",
+        "            self._numbers += (block, block)\n",
+    ),
+    "the page after a state stays claimed": (PAGES, "        self._free.end_growth(taken[-1])\n", ""),
+    "blocks of a kind are not counted": (PAGES, "        self._num_blocks[kind] += count\n", ""),
     # sessions
     "a session pins no blocks": (SCHEDULER, "if session is not None and", "if False and"),
     "a session keeps its former blocks pinned": (
@@ -744,13 +772,18 @@ RARE = {
     "moves cost nothing",
     "hypotheses are not normalized",
     "any continuation may become a hypothesis",
-    "a checkpoint is found although its copy failed",
-    "a state that has not arrived is swapped out",
-    "a slot that a session pins is one of a sequence",
-    "a state that has not arrived becomes a checkpoint",
-    "a state is moved to a slot of the host that was freed",
-    "a state whose swap-out failed is read",
-    "the checkpoint before accepted tokens has the state of another position",
+    "first states are not counted",
+    "a sequence keeps all states of its output",
+    "a sequence forgets the state of its prompt",
+    "a state is cached although its copy failed",
+    "a kept state is not cached",
+    "a chunk ends past the last full block",
+    "a swapped-in state is found where it is overwritten",
+    "a swapped-in state is one that a planned sequence overwrites",
+    "the state before accepted tokens is that of another position",
+    "states of a failed request are found",
+    "a session does not pin a state that was left behind",
+    "the page after a state stays claimed",
     "a session pins no blocks",
     "a second turn may run at the same time",
     "sessions never expire",
@@ -796,12 +829,16 @@ LATE = {  # seeds that find the others
     "pins are never dropped for requests": 3,
     "a shared block is swapped out twice": 7,
     "scores without fingerprints are taken": 2,
+    "copies of states are not counted": 7,
+    "only one state of a request is counted": 9,
+    "a cached state is overwritten": 3,
+    "states are copied without room for them": 3,
+    "a state from the host is found where it is overwritten": 17,
     "adapters share prefixes": 0,
     "pins have no limit": 0,
 }
 
-REIMPORTED = ("paged_backend", "tests.support.scheduler_stress", "tests.support.shadow",
-              "tests.support.states_stress")  # fmt: skip
+REIMPORTED = ("paged_backend", "tests.support.scheduler_stress", "tests.support.shadow")
 MAX_SECONDS = 2  # CPU time for a seed, which takes less than one
 
 
@@ -816,15 +853,11 @@ def mutated_source(mutant: str) -> str:
 def found_by(mutant: str | None, seeds: Iterable[int]) -> str | None:
     """Return what detects a mutant first; None if nothing does. Without a mutant, return what fails."""
     with _installed(mutant) if mutant else contextlib.nullcontext(), _limited():
-        load, states = (
-            importlib.import_module(f"tests.support.{name}") for name in ("scheduler_stress", "states_stress")
-        )
+        load = importlib.import_module("tests.support.scheduler_stress")
         for seed in seeds:
             signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
             try:
-                if mutant is None or MUTANTS[mutant][0] in (STATES, BLOCKS):
-                    states.run_states_stress(seed)
-                for conditions in (load.CONDITIONS, load.DROPPING, load.PIPELINED):
+                for conditions in (load.RECURRENT, load.CONDITIONS, load.DROPPING, load.PIPELINED):
                     load.run_stress(**load.random_conditions(seed, conditions))
             except Exception as error:
                 return f"seed {seed}: {error!r}"

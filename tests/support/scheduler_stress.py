@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from paged_backend.api.block_layout import FULL, BlockLayout, WindowKind
+from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind, StateKind, WindowKind
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import Adapter, GenerateRequest, TokenDelta, max_blocks_needed
 from paged_backend.api.sampling_params import SamplingParams
@@ -17,7 +17,6 @@ from paged_backend.api.token_outputs import Fingerprint, requested_outputs
 from paged_backend.kv.blocks import BlockManager
 from paged_backend.kv.content import Contents
 from paged_backend.kv.pages import NULL, PINNED
-from paged_backend.kv.states import StateSlots
 from paged_backend.scheduling.budgets import MaskBudget
 from paged_backend.scheduling.plan import Costs, Plan, StepResult
 from paged_backend.scheduling.scheduler import Scheduler
@@ -70,6 +69,23 @@ DROPPING = CONDITIONS | {  # the same with kinds of layers that do not keep all 
     ]
     + [(FirstOfStride(stride=8),), (WindowKind(1, 3), FULL, FirstOfStride(2, stride=8))],
 }
+RECURRENT = CONDITIONS | {  # the same with recurrent layers
+    "blocks": range(4, 60),
+    "host": (0, 0, 5, 20, 80),
+    "pinned": (0, 0, 12, 100),
+    "draft_tokens": (0, 0, 1, 4),
+    "kinds": [
+        kinds
+        for pages in (1, 2, 5)
+        for kinds in (
+            (FULL, StateKind(pages)),
+            (FULL, StateKind(pages)),
+            (LayerKind(0), StateKind(pages)),
+            (WindowKind(1, 3), StateKind(pages)),
+            (FULL, WindowKind(2, 5), StateKind(pages)),
+        )
+    ],
+}
 MASK_LIMIT, MASK_COSTS = 10, (0, 0.1, 4, 50)  # seconds
 ADAPTERS = [Adapter(name, name.encode(), 1, {}) for name in "xyz"]
 
@@ -97,12 +113,9 @@ def scheduler(
     stages=1,
     keeps_scores=False,
     mask_budget: MaskBudget | None = None,
-    states: StateSlots | None = None,
 ) -> Scheduler:
     layout = BlockLayout(block_size, kinds, max_pending=2 * max_num_batched_tokens)
-    blocks = BlockManager(
-        num_blocks, layout, caching=caching, keeps_scores=keeps_scores, num_host_pages=host, states=states
-    )
+    blocks = BlockManager(num_blocks, layout, caching=caching, keeps_scores=keeps_scores, num_host_pages=host)
     return Scheduler(
         blocks,
         max_num_seqs=max_num_seqs,
@@ -159,7 +172,7 @@ class StressTest:
         self.sched = scheduler(blocks, size, seqs, seqs + extra, caching, host, session_pages=pinned,
                                preemption="swap" if swap else "recompute", draft_tokens=draft_tokens, loras=loras,
                                fair=fair, kinds=kinds, stages=stages, keeps_scores=scores == "kept",
-                               mask_budget=self.mask_budget, states=self.state_slots())  # fmt: skip
+                               mask_budget=self.mask_budget)  # fmt: skip
         self.scores = scores
         self.rows_scored: Counter[int] = Counter()  # computed positions by key
         self.prompts_scored: set[int] = set()  # keys of open requests whose prompt was returned
@@ -172,10 +185,6 @@ class StressTest:
         self.gone: list[tuple[int, int]] = []
         self.left = 25
         self.flights: list[tuple[Plan, StepResult | None]] = []
-
-    def state_slots(self) -> StateSlots | None:
-        """Return slots for the states of recurrent layers, if the model has some."""
-        return None
 
     def run(self, steps=5000) -> None:
         for _ in range(steps):
@@ -354,6 +363,9 @@ class StressTest:
         size = self.size
         for one in held:
             for kind, table in zip(self.sched.blocks.layout.kinds, one.tables, strict=True):
+                if isinstance(kind, StateKind):
+                    assert [block != NULL for block in table] == [at == len(table) - 1 for at in range(len(table))]
+                    continue
                 query = one.computed // size * size
                 seen = {at // size for at in range(query) if is_seen(kind, at, query, size)}
                 assert [block != NULL for block in table] == [
@@ -440,6 +452,8 @@ class StressTest:
         for name in ("recomputed", "swapped", "cached_tokens", "host_tokens", "evictions", "copies", "moves_out",
                      "moves_in", "draft_tokens", "accepted_tokens", "blocks_pinned"):  # fmt: skip
             self.seen[name] += getattr(stats, name)
+        self.seen["state copies"] += self.store.num_state_copies
+        self.seen["states moved in"] += self.store.num_states_moved_in
         if self.rnd.random() < 0.5:
             self.sched.clear_cache()
             self.sched.check()
@@ -471,7 +485,7 @@ def snapshot(blocks: BlockManager) -> bytes:
 def empty(blocks: BlockManager) -> None:
     """Evict every cached block."""
     sizes = [kind.pages for kind in blocks.layout.kinds]
-    kind = sizes.index(min(sizes))
+    kind = sizes.index(min(filter(None, sizes)))
     table = blocks.pool.allocate(blocks.pool.num_available // sizes[kind], kind)
     assert table is not None
     blocks.pool.free_table(table)

@@ -1,7 +1,8 @@
 """A stand-in for the model: each slot holds a digest of all tokens up to it, so that a wrong block is detected.
 
 The next token is drawn from the digest that was read through the block table. A sequence that reads the slot of another
-one, a stale one or an unwritten one gets other tokens, or fails at once.
+one, a stale one or an unwritten one gets other tokens, or fails at once. A state of recurrent layers is the digest of
+all tokens before it, in every slot of its pages.
 """
 
 from __future__ import annotations
@@ -173,11 +174,14 @@ class ShadowStore:
         host = scheduler.blocks.host
         self.host: list[bytes | None] = [None] * (host.num_pages * scheduler.blocks.block_size if host else 0)
         self.key_collisions = 0  # files with the requested key and other content
+        self.num_state_copies = 0
+        self.num_states_moved_in = 0
         # By key and kind of layer: origin and tokens, and the slots.
         self.disk: dict[tuple[Key, int], tuple[tuple[Origin, list[int]], list[bytes | None]]] = {}
 
     def run(self, plan: Plan) -> StepResult:
         self._copy(plan)
+        self._check_states(plan)
         rows: list[int] = []
         tokens: list[list[int]] = []
         found: dict[int, list[Candidate]] = {}
@@ -185,6 +189,7 @@ class ShadowStore:
         fingerprints: dict[int, list[Fingerprint]] = {}
         for index, chunk in enumerate(plan.chunks):
             digest, checked = self._read(chunk.sequence, chunk.start, chunk.start), []
+            states = dict(enumerate(chunk.draft_states, chunk.first_sampled))  # of the positions of draft tokens
             sampling, before = chunk.sequence.request.sampling, []
             for position in range(chunk.start, chunk.start + chunk.length):
                 if position >= chunk.first_sampled:
@@ -200,6 +205,8 @@ class ShadowStore:
                         scores["fingerprints"].setdefault(index, []).append(fingerprint(digest))
                 for slot in self._slots(chunk.sequence, position):
                     self.slots[slot] = digest
+                if self._blocks.states:
+                    self._write_state(states.get(position, self._blocks.states.of(chunk.sequence)), digest)
             for sequence in chunk.sampled_sequences:
                 if sequence.request.sampling.beam_width > 1:
                     values = {"fingerprints": fingerprint(digest)} if sampling.logits_digest else {}
@@ -219,6 +226,32 @@ class ShadowStore:
             prompt_values=scores,
             values={"fingerprints": fingerprints},
         )
+
+    def _check_states(self, plan: Plan) -> None:
+        """Assert that each chunk continues from the state of its own tokens, and writes to blocks of its own."""
+        states = self._blocks.states
+        if states is None:
+            return
+        written = [block for chunk in plan.chunks for block in (states.of(chunk.sequence), *chunk.draft_states)]
+        assert len(set(written)) == len(written), "two sequences write to one state"
+        for block in written:
+            assert self._blocks.pool.kind_of(block) == states.kind
+            assert self._blocks.pool.entry(block) is None, "a state in the prefix cache is overwritten"
+        for chunk in plan.chunks:
+            assert len(chunk.draft_states) == len(chunk.draft_tokens)
+            if chunk.start:
+                digest, block = start(chunk.sequence.request), states.of(chunk.sequence)
+                for position in range(chunk.start):
+                    digest = extend(digest, self._token(chunk.sequence, position))
+                for page in self._blocks.pool.pages_of(block):
+                    assert set(self.slots[self._span(page)]) == {digest}, (chunk.sequence.key, chunk.sequence.index)
+        kind_of = self._blocks.pool.kind_of
+        self.num_state_copies += sum(kind_of(copy.target) == states.kind for copy in plan.transfers.copies)
+        self.num_states_moved_in += sum(kind_of(move.target) == states.kind for move in plan.transfers.moves_in)
+
+    def _write_state(self, block: int, digest: bytes) -> None:
+        for page in self._blocks.pool.pages_of(block):
+            self.slots[self._span(page)] = [digest] * self._blocks.block_size
 
     def spill(self, most: int) -> int:
         """Spill cached blocks to the disk, by way of the host, as an idle engine does. Return how many."""
@@ -279,7 +312,7 @@ class ShadowStore:
     def _slots(self, sequence: Sequence, position: int, kinds: Iterable[int] | None = None) -> list[int]:
         """Return the slots of a token in the pages of its blocks, of all kinds of layers by default."""
         size, slots = self._blocks.block_size, []
-        for kind in range(len(sequence.tables)) if kinds is None else kinds:
+        for kind in range(len(self._blocks.layout.token_kinds)) if kinds is None else kinds:
             block = sequence.tables[kind][position // size]
             assert block != NULL, f"position {position}: its block of kind {kind} is gone"
             assert self._blocks.pool.kind_of(block) == kind, f"position {position}: a block of another kind"
@@ -289,7 +322,7 @@ class ShadowStore:
     def _read(self, sequence: Sequence, length: int, query: int) -> bytes:
         """Return the digest of the first `length` tokens, and assert that the slots that the queries of a chunk from
         position `query` on can see hold it."""
-        digest, kinds, size = start(sequence.request), self._blocks.layout.kinds, self._blocks.block_size
+        digest, kinds, size = start(sequence.request), self._blocks.layout.token_kinds, self._blocks.block_size
         for position in range(length):
             digest = extend(digest, self._token(sequence, position))
             seen = [at for at, kind in enumerate(kinds) if position >= query or is_seen(kind, position, query, size)]

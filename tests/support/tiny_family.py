@@ -19,7 +19,7 @@ from tests.support.families import FAMILIES, HYBRID_FAMILIES
 from tests.support.in_process import generate_with_transformers, save_tiny, tiny_assembly
 
 MATRIX_FAMILIES = FAMILIES | HYBRID_FAMILIES
-HYBRID_OPTIONS = {"max_model_len": 56, "max_state_checkpoints": 100}  # recurrent layers may have no longest context
+HYBRID_OPTIONS = {"max_model_len": 56}  # recurrent layers may have no longest context
 
 # Longer than the windows of the families, and with the output as long as the shortest context among them, 56 tokens.
 PROMPT_LENGTHS = (1, 9, 17, 25, 40)
@@ -63,9 +63,7 @@ class TinyFamily:
         return generate_with_transformers(self.model, prompt, max_tokens, **options)
 
     def assembly(self, *, adapters: Path | None = None, **options: Any) -> Assembly:
-        more = dict(HYBRID_OPTIONS) if self.name in HYBRID_FAMILIES else {}
-        if not options.get("enable_prefix_caching", True):
-            more.pop("max_state_checkpoints", None)  # belongs to the prefix cache
+        more = HYBRID_OPTIONS if self.name in HYBRID_FAMILIES else {}
         return tiny_assembly(self.directory, adapters=adapters, **more, **options)
 
     def smallest_pool(self, assembly: Assembly, block_size: int) -> int:
@@ -73,7 +71,8 @@ class TinyFamily:
         longest request. assembly: one of this family."""
         layout = replace(assembly.scheduler.blocks.layout, block_size=block_size)
         length = max(PROMPT_LENGTHS) + MAX_TOKENS - 1
-        return -(-layout.pages_for([length], [length], 0) // layout.pages)
+        pages = layout.token_pages or layout.pages  # without attention, blocks are states
+        return -(-layout.pages_for([length], [length], 0) // pages)
 
 
 def serve_or_reject(

@@ -180,23 +180,12 @@ _FAMILIES = (
         label="state",
     ),
     _gauge(
-        "paged_state_slots",
-        "Slots for states of recurrent layers, by state: used (held by requests), checkpoint (kept for the prefix cache"
-        " and for sessions), free (empty). 0 for a model without recurrent layers",
+        "paged_recurrent_states",
+        "States of recurrent layers in the KV cache, by state: used (held by requests and sessions), cached (kept for"
+        " their content). 0 for a model without recurrent layers",
         {
-            "total": lambda stats: stats.state_slots_total,
-            "used": lambda stats: stats.state_slots_used,
-            "checkpoint": lambda stats: stats.state_checkpoints,
-            "free": lambda stats: stats.state_slots_total - stats.state_slots_used - stats.state_checkpoints,
-        },
-        label="state",
-    ),
-    _gauge(
-        "paged_host_state_slots",
-        "Slots of host memory for states of recurrent layers, by state: used (held by preempted requests)",
-        {
-            "total": lambda stats: stats.host_state_slots_total,
-            "used": lambda stats: stats.host_state_slots_used,
+            "used": lambda stats: stats.states_used,
+            "cached": lambda stats: stats.states_cached,
         },
         label="state",
     ),

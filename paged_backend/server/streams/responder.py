@@ -491,7 +491,7 @@ class Responder:
                 "block_size": pool.stats.block_size,
                 "num_blocks": pool.stats.blocks_total,
                 "states": pool.states,
-                "state_slots": pool.state_slots,
+                "state_blocks": pool.state_blocks,
                 "running": pool.stats.running,
                 "waiting": pool.stats.waiting,
                 "tokens": pool.tokens,

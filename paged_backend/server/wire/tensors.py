@@ -181,8 +181,7 @@ OUTPUTS = {
         "State of the KV cache as JSON: `time`, `block_size`, `num_blocks`, requests `running` and `waiting`, `tokens`"
         " in used blocks, `max_model_len`, whether the model is `sleeping`, and since the start `cached_tokens_hit` and"
         " `preemptions`. `states` has one character per block: `.` free, `c` cached, `1` to `9` held by that many"
-        " sequences, `+` by more, `p` pinned by a session. `state_slots` has one for each slot for states of recurrent"
-        " layers: `1` held by a sequence, `c` a checkpoint, `p` a checkpoint of a session."
+        " sequences, `+` by more, `p` pinned by a session."
     ),
     "adapters": _string(
         'JSON list of the configured LoRA adapters: `{"name": ..., "rank": ..., "resident": ...}`, where `resident`'

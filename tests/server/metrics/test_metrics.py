@@ -86,17 +86,16 @@ def test_an_event_is_shown_by_all_of_its_families(families):
 
 def test_statistics_are_reported_when_they_change(families, clock):
     metrics = Metrics(families, {})
-    metrics.record(STATS.having(state_slots_total=9, state_slots_used=3, state_checkpoints=4))
+    metrics.record(STATS.having(states_used=3, states_cached=4))
     metrics.update()
-    slots = {("total",): 9, ("used",): 3, ("checkpoint",): 4, ("free",): 2}
-    assert families.values["paged_state_slots"] == slots
+    assert families.values["paged_recurrent_states"] == {("used",): 3, ("cached",): 4}
     assert families.values["vllm:prefix_cache_hits_total"] == {(): STATS.cached_tokens}
     before = len(families.updates)
-    metrics.record(STATS.having(state_slots_total=9, state_slots_used=4, state_checkpoints=4, cached_tokens=7))
+    metrics.record(STATS.having(states_used=4, states_cached=4, cached_tokens=7))
     metrics.update()
     assert families.values["vllm:prefix_cache_hits_total"] == {(): 7}
     assert {name for name, _ in families.updates[before:]} == {
-        "paged_state_slots",
+        "paged_recurrent_states",
         "paged_prefix_cache_hit_tokens_total",
         "vllm:prefix_cache_hits_total",
     }

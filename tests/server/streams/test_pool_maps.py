@@ -41,7 +41,7 @@ def test_every_caller_gets_next_pool_map_once(responder):
             "block_size": 16,
             "num_blocks": 4,
             "states": "12c.",
-            "state_slots": "",
+            "state_blocks": 0,
             "running": 1,
             "waiting": 0,
             "tokens": 20,
