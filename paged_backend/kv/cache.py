@@ -33,6 +33,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -355,18 +356,24 @@ class StateTensor:
 
     def read(self, units: Tensor) -> Tensor:
         """Return a copy of the tensor of several blocks, [num_blocks, *shape]. units: see `StateCache.units_of`."""
-        rows = self.pool.index_select(0, self._of(units)).view(len(units), -1)
-        return rows[:, : math.prod(self.shape.shape)].contiguous().unflatten(1, self.shape.shape)
+        rows = self.pool.index_select(0, self._of(units))
+        if self._padding:
+            rows = rows.view(len(units), -1)[:, : -self._padding].contiguous()
+        return rows.view(-1, *self.shape.shape)
 
     def write(self, units: Tensor, values: Tensor) -> None:
         """Overwrite the tensor of several blocks. values: what `read` returned, or changed in place."""
-        rows = values.flatten(1)
-        if padding := -rows.shape[1] % self.pool.shape[1]:
-            rows = pad(rows, (0, padding))
-        self.pool.index_copy_(0, self._of(units), rows.reshape(-1, self.pool.shape[1]))
+        if self._padding:
+            values = pad(values.flatten(1), (0, self._padding))
+        self.pool.index_copy_(0, self._of(units), values.reshape(-1, self.pool.shape[1]))
 
     def _of(self, units: Tensor) -> Tensor:
         return units[:, self.span].reshape(-1)
+
+    @cached_property
+    def _padding(self) -> int:
+        """Elements of its last unit that it does not use."""
+        return -math.prod(self.shape.shape) % self.pool.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
