@@ -25,7 +25,7 @@ MAX_LENGTH = 2**31  # above the length of any sequence; with windows alone, a sm
 class LayerKind:
     """Layers whose blocks are allocated and freed together. Layers of this class keep all blocks: full attention.
 
-    A subclass for another kind of attention overrides all of its methods and properties.
+    A subclass for another kind of attention overrides all of its methods and properties but `held`.
     """
 
     pages: int = 1  # pages of a block; 0: it only stands for its tokens, in a model without attention

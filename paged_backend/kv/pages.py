@@ -22,7 +22,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from paged_backend.kv.content import DEVICE, Entry, Listener, PrefixIndex
+from paged_backend.kv.content import DEVICE, BlockKey, Entry, Listener, PrefixIndex
 
 NULL = -1  # in a block table: a block that no later token reads, and that was freed
 RUN_PAGES = 8  # free pages that a sequence should find when its blocks do not continue an extent
@@ -366,6 +366,12 @@ class PagePool:
                 del self._cached[block]
                 self._count_cached(kind, -1)
                 self._release(block)
+
+    def evict_first(self, key: BlockKey) -> None:
+        """Make the block with this content the next one that is evicted, if it is cached."""
+        block = self.find(*key)
+        if block is not None and block in self._cached:
+            self._cached.move_to_end(block, last=False)
 
     def forget_all(self) -> None:
         """Remove all blocks from the index, the last indexed first."""

@@ -56,7 +56,10 @@ class Sequence:
         self.num_prompt = len(request.prompt_token_ids)
         self.tables: list[list[int]] = [[] for _ in range(num_kinds)]
         self.on_host = False  # whether its blocks are on the host, as the request is swapped out
-        self.latest_checkpoint: Entry | None = None  # the content of its latest cached state in the output
+        self.latest_checkpoint: tuple[Entry | None, int] = (
+            None,
+            0,
+        )  # content of its latest cached state, and its position
         self.computed = 0
         self.committed = 0
         # Tokens whose blocks may still have to be copied or moved, by a step that may fail or be taken back. They are

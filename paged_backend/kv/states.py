@@ -92,8 +92,7 @@ class States:
             if self._pool.find(entry, self.kind) not in (None, block):  # another sequence has left the same state
                 continue
             if self.num_affordable:
-                if position > sequence.num_prompt:
-                    self._replace_latest(sequence, entry)
+                self._replace_latest(sequence, entry, position)
                 self.copy(sequence, entry)
             else:
                 self._blocks.forget(BlockKey(entry, self.kind), on_host=False)
@@ -124,7 +123,7 @@ class States:
         if self._pool.caching and 0 <= index < num_accepted:
             entry = self._blocks.entry(sequence, position // self._block_size - 1)
             if self._pool.find(entry, self.kind) is None:
-                self._replace_latest(sequence, entry)
+                self._replace_latest(sequence, entry, position)
                 self._blocks.cache(blocks[index], entry)
         if num_accepted:
             table[-1] = blocks[num_accepted]
@@ -135,8 +134,14 @@ class States:
         """Free the blocks for draft tokens. After the step; sequences keep the states that they continue from."""
         self._pool.free_table(self._drafts)
 
-    def _replace_latest(self, sequence: Sequence, entry: Entry) -> None:
-        """Record the latest cached state in the output of a sequence, and forget the one before."""
-        if sequence.latest_checkpoint not in (None, entry):
-            self._blocks.forget(BlockKey(sequence.latest_checkpoint, self.kind))
-        sequence.latest_checkpoint = entry
+    def _replace_latest(self, sequence: Sequence, entry: Entry, position: int) -> None:
+        """Record the latest cached state of a sequence. Forget the one before if it is in the output; in the prompt,
+        let it be evicted first."""
+        latest, before = sequence.latest_checkpoint
+        sequence.latest_checkpoint = entry, position
+        if latest in (None, entry):
+            return
+        if before > sequence.num_prompt:
+            self._blocks.forget(BlockKey(latest, self.kind))
+        elif position <= sequence.num_prompt:
+            self._pool.evict_first(BlockKey(latest, self.kind))

@@ -203,6 +203,23 @@ def test_a_sequence_keeps_one_state_of_its_output():
     assert max(kept) == 2  # one of the prompt, one of the output
 
 
+def test_earlier_states_of_a_prompt_are_evicted_first():
+    """Before the blocks of an older request: most requests continue from the end of a prompt."""
+    sched, store = scheduler(64, 4, 4, 8, caching=True)
+    finish(sched, store, request(0, range(5), max_tokens=2, cache_salt="older"))
+    finish(sched, store, request(1, range(25), max_tokens=8))
+    follower = sequence(sched.blocks, range(25), key=2)
+    hit = sched.blocks.match(follower, 25)
+    assert hit.num_blocks == 6
+    kept = [sched.blocks.pool.find(entry, STATE) for entry in follower.chain.entries]
+    assert [block is not None for block in kept] == [False, True] * 3
+    pool = sched.blocks.pool
+    pool.free_table(pool.claim(pool.num_available - pool.num_cached + 4))  # evicts two states
+    kept = [pool.find(entry, STATE) for entry in follower.chain.entries]
+    assert [block is not None for block in kept] == [False] * 5 + [True]
+    assert sched.blocks.match(sequence(sched.blocks, range(5), salt="older"), 5).num_blocks == 1
+
+
 def test_samples_at_the_end_of_a_block_keep_one_state():
     sched, store = scheduler(64, 4, 4, 8, caching=True)
     sched.add(request(0, range(8), n=2, max_tokens=4))

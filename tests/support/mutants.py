@@ -628,10 +628,16 @@ MUTANTS = {  # name: (file, source, replacement)
     ),
     "a sequence keeps all states of its output": (
         STATES,
-        "            self._blocks.forget(BlockKey(sequence.latest_checkpoint, self.kind))\n",
+        "            self._blocks.forget(BlockKey(latest, self.kind))\n",
         "            pass\n",
     ),
-    "a sequence forgets the state of its prompt": (STATES, "if position > sequence.num_prompt:", "if True:"),
+    "a sequence forgets the state of its prompt": (STATES, "if before > sequence.num_prompt:", "if True:"),
+    "earlier states of a prompt stay as long as the last one": (
+        STATES,
+        "            self._pool.evict_first(BlockKey(latest, self.kind))\n",
+        "            pass\n",
+    ),
+    "the last state of a prompt is evicted first": (STATES, "elif position <= sequence.num_prompt:", "else:"),
     "a state is cached although its copy failed": (LEDGER, "if done and copy.entry:", "if copy.entry:"),
     "a kept state is not cached": (LEDGER, "if done and copy.entry:", "if False:"),
     "a chunk ends past the last full block": (
@@ -775,6 +781,8 @@ RARE = {
     "first states are not counted",
     "a sequence keeps all states of its output",
     "a sequence forgets the state of its prompt",
+    "earlier states of a prompt stay as long as the last one",
+    "the last state of a prompt is evicted first",
     "a state is cached although its copy failed",
     "a kept state is not cached",
     "a chunk ends past the last full block",
