@@ -83,14 +83,13 @@ class PoolSizing:
     def _num_pages(self, reserved: int) -> int:
         free = free_bytes(self._config, self._device, reserved)
         budget, least = self.pool_bytes(free), self.page_bytes * self.layout.blocks.pages
+        asked = "num_gpu_blocks_override" if self._config.num_gpu_blocks_override else "kv_cache_memory_bytes"
         if budget > free:
-            asked = "num_gpu_blocks_override" if self._config.num_gpu_blocks_override else "kv_cache_memory_bytes"
             raise ConfigError(
                 f"{asked}={getattr(self._config, asked)}: a pool of {budget / GIB:.1f} GiB, with blocks of"
                 f" {self.block_bytes} bytes; must fit into the {free / GIB:.1f} GiB that are free"
             )
         if budget < least:
-            asked = "num_gpu_blocks_override" if self._config.num_gpu_blocks_override else "kv_cache_memory_bytes"
             raise ConfigError(
                 f"{asked}={getattr(self._config, asked) or budget}: {self._needed()}; give it more memory"
             )
