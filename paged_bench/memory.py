@@ -12,7 +12,6 @@ import itertools
 import random
 import re
 import statistics
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from paged_backend.api.block_layout import BlockLayout
+from paged_backend.api.config import EngineConfig
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.sizes import GIB
@@ -464,7 +464,7 @@ def concurrency(requested: int, factors: Rows[int]) -> Iterator[Record]:
     for each sequence that may run: its own, and one for a checkpoint.
     """
     for (kind, model), factor in itertools.product(KINDS.items(), factors):
-        longest, states = factor * RESERVATION, bytes_per_slot(model.states)
+        longest, states = factor * RESERVATION, state_nbytes(model.states)
         budget = CONTIGUOUS * (longest * _token_bytes(model.layers) + states)
         fixed = CacheLayout.of([replace(layer, window=None) for layer in model.layers], BLOCK_SIZE, DTYPE)
 
@@ -480,11 +480,10 @@ def concurrency(requested: int, factors: Rows[int]) -> Iterator[Record]:
 
 
 def _pools(model: ModelShape, longest: int, max_num_seqs: int) -> tuple[CacheLayout, int]:
-    """Return the layout of the engine's pools, and the bytes that it reserves for states."""
+    """Return the layout of the engine's pools, which reserve nothing for states."""
     options = {"model": model.name, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max(CHUNK, max_num_seqs)}
     cache = CacheSpec(model.layers, model.states, DTYPE, longest)
-    sizing = PoolSizing(EngineConfig.from_options(options), cache, torch.device("cpu"))
-    return sizing.layout, sizing.state_bytes(sys.maxsize)
+    return PoolSizing(EngineConfig.from_options(options), cache, torch.device("cpu")).layout, 0
 
 
 def most_requests(requested: int, factor: int, budget: int, pools: Callable[[int], tuple[CacheLayout, int]]) -> float:

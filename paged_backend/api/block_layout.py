@@ -155,8 +155,8 @@ class BlockLayout:
 
     def held(self, num_tokens: int) -> int:
         """Return the pages that a sequence with `num_tokens` computed tokens holds between steps."""
-        full, further = divmod(num_tokens, self.block_size)
-        return sum(kind.pages * (len(kind.needed(full, self.block_size)) + (further > 0)) for kind in self.kinds)
+        full, blocks = num_tokens // self.block_size, self.blocks_for(num_tokens)
+        return sum(kind.pages * len(kind.held(full, blocks, self.block_size)) for kind in self.kinds)
 
     def pages_for(self, lengths: Sequence[int], pending: Sequence[int], shared: int) -> int:
         """Return the pages that a request needs at most for all of its samples.

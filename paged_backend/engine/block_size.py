@@ -28,7 +28,7 @@ from paged_backend.api.config import AUTO_BLOCK_SIZES, DEFAULT_BLOCK_SIZE, Engin
 from paged_backend.engine.model_preparation import rank_cache
 from paged_backend.engine.pools import PoolSizing
 from paged_backend.files.start_checks import ROOT
-from paged_backend.kv.cache import CacheSpec, bytes_per_slot, bytes_per_token
+from paged_backend.kv.cache import CacheSpec, bytes_per_token, state_nbytes
 from paged_backend.loading.description import Description, describe, pick_device
 from paged_backend.utils.startup import startup_log
 
@@ -113,9 +113,8 @@ def waste(config: EngineConfig, cache: CacheSpec, size: int) -> float:
     of blocks, tokens that have left a window, and the padding of pages."""
     layout = PoolSizing(replace(config, block_size=size), cache, torch.device("cpu")).layout
     lengths = [length for length in LENGTHS if length <= cache.max_model_len] or range(1, cache.max_model_len + 1)
-    states = len(lengths) * bytes_per_slot(cache.states)
     held = sum(map(layout.blocks.held, lengths)) * layout.page_bytes
-    return (held + states) / (sum(map(cache.token_bytes, lengths)) + states) - 1
+    return held / (sum(map(cache.token_bytes, lengths)) + len(lengths) * state_nbytes(cache.states)) - 1
 
 
 def resolve_block_size(config: EngineConfig) -> EngineConfig:
