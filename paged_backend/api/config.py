@@ -30,6 +30,7 @@ from paged_backend.api.options import (
     in_mib,
     integer,
     invalid_option,
+    layer_names,
     number,
     one_of,
     option,
@@ -370,6 +371,12 @@ class EngineConfig:
         " each, with a scale per token and head.",
         "auto",
     )
+    kv_cache_dtype_skip_layers: Sequence[int | str] | None = option(
+        layer_names,
+        "Layers whose keys and values stay in the type of the activations although `kv_cache_dtype` is another one:"
+        " their numbers, from 0 on, or `sliding_window` for all layers with a window.",
+        None,
+    )
     swap_space: float | None = option(
         in_gib(number(0)),
         "GiB of host memory for preempted requests and for cached blocks evicted from the device. Default: 4 with a"
@@ -683,6 +690,12 @@ RULES = (
     _excludes("enable_lora", "pipeline_parallel_size"),
     _needs("quantization_group_size", "quantization"),
     _needs("speculative_model", "num_speculative_tokens"),
+    Rule(
+        "kv_cache_dtype_skip_layers",
+        lambda config: config.kv_cache_dtype_skip_layers and KV_CACHE_DTYPES[config.kv_cache_dtype] == "auto",
+        'has no effect with kv_cache_dtype="{config.kv_cache_dtype}"; set it to int8 or fp8',
+    ),
+    _excludes("kv_cache_dtype_skip_layers", "pipeline_parallel_size"),
     *(_needs(store, "enable_prefix_caching") for store in STORES),
     *(
         _excludes(store, parallel, "stores whole blocks, and with {other} each process has only a part of every block")

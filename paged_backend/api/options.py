@@ -20,6 +20,7 @@ from paged_backend.api.secrets import redacted
 from paged_backend.api.sizes import GIB, MIB, parse_quantity
 
 Kind = Callable[[Any], Any]
+SLIDING_WINDOW = "sliding_window"  # stands for all layers that have one
 
 
 def option(
@@ -87,6 +88,15 @@ def two_tokens(value: Any) -> Any:
     if not is_list or len(value) != 2 or value[0] == value[1]:
         raise ValueError('must be a list of two different tokens like ["no", "yes"]')
     return value
+
+
+def layer_names(value: Any) -> Any:
+    """Parse a list of numbers of layers, which may be strings, and of the name of a kind of layers."""
+    names = [to_integer(name) for name in value] if isinstance(value, list | tuple) else []
+    is_valid = all(name == SLIDING_WINDOW or (type(name) is int and name >= 0) for name in names)
+    if not names or not is_valid:
+        raise ValueError(f'must be a list of numbers of layers, from 0 on, and "{SLIDING_WINDOW}", like [0, 1]')
+    return tuple(names)
 
 
 def flag(value: Any) -> bool:

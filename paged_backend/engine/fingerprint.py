@@ -69,6 +69,7 @@ class BlockSource:
             "weights": [str(self.dtype), config.quantization, config.quantization_group_size],
             "activations": config.quantized_activations,
             "layout": [str(self.kv_dtype), config.block_size, *map(str, layout.kinds)],
+            "skipped": config.kv_cache_dtype_skip_layers,
             "device": self.device.type,
             "code": FORMAT_VERSION,
         }

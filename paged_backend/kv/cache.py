@@ -80,9 +80,11 @@ class LayerShape:
     latent: bool = False  # whether values are the first elements of keys, and are not stored a second time
     window: int | None = None  # tokens that a query sees; None: all
     batch_invariant: bool = False  # whether a GPU computes the attention of each query by itself
+    dtype: torch.dtype | None = None  # of keys and values, if it is another one than that of the cache
 
     def tensors(self, block_size: int, dtype: torch.dtype) -> list[TensorShape]:
-        """Return what a page holds of the layer, in the order of `LayerCache.tensors`."""
+        """Return what a page holds of the layer, in the order of `LayerCache.tensors`. dtype: that of the cache."""
+        dtype = self.dtype or dtype
         slots = (self.num_kv_heads, block_size)
         sizes = [self.head_dim] if self.latent else [self.head_dim, self.value_dim or self.head_dim]
         stored = [TensorShape((*slots, size), dtype) for size in sizes]
@@ -105,7 +107,7 @@ class LayerShape:
             offset += _aligned(nbytes)
         if self.latent:
             cache = LayerCache.latent(views[0], self.value_dim or self.head_dim, *views[1:])
-        elif dtype in FORMATS:
+        elif len(views) > 2:
             cache = replace(
                 LayerCache(*views), key_channels=plain_channels(self.num_kv_heads, self.head_dim, memory.device)
             )

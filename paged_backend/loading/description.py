@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCau
 from paged_backend.api.config import DTYPES, KV_CACHE_DTYPES, STORES, EngineConfig
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.limits import EmbeddingSpec
-from paged_backend.api.options import invalid_option
+from paged_backend.api.options import SLIDING_WINDOW, invalid_option
 from paged_backend.files import model_files
 from paged_backend.files.config_fields import unsupported, unsupported_model
 from paged_backend.files.generation_config import BUILT_IN
@@ -29,7 +29,7 @@ from paged_backend.files.start_checks import (
     draft_errors,
     ranks_named,
 )
-from paged_backend.kv.cache import CacheSpec
+from paged_backend.kv.cache import CacheSpec, LayerShape
 from paged_backend.loading import model_sizes
 from paged_backend.loading.attention_probe import probe_layers
 from paged_backend.loading.classifier import is_classifier
@@ -228,7 +228,22 @@ def _cache_of(config: EngineConfig, model: PreTrainedModel, max_model_len: int) 
     except (UnsupportedModel, RuntimeError) as error:
         log.info("the memory of %s is checked once it is loaded: %s", type(model).__name__, error)
         return None
+    layers = skip_layers(config, layers, model.dtype)
     return CacheSpec(layers, tuple(states), pick_kv_dtype(config.kv_cache_dtype, model.dtype), max_model_len)
+
+
+def skip_layers(config: EngineConfig, layers: tuple[LayerShape, ...], dtype: torch.dtype) -> tuple[LayerShape, ...]:
+    """Return the layers of a model, of which those that the options name keep `dtype`. Raises ConfigError."""
+    field, names = "kv_cache_dtype_skip_layers", config.kv_cache_dtype_skip_layers or ()
+    for name in names:
+        if isinstance(name, int) and name >= len(layers):
+            raise invalid_option(field, names, f"{name}: the model has the layers 0 to {len(layers) - 1}")
+        if name == SLIDING_WINDOW and not any(layer.window for layer in layers):
+            raise invalid_option(field, names, f"{name}: the model has no layer with a window")
+    return tuple(
+        replace(layer, dtype=dtype) if index in names or (layer.window and SLIDING_WINDOW in names) else layer
+        for index, layer in enumerate(layers)
+    )
 
 
 def check_architecture(path: Path, hf_config: PretrainedConfig) -> None:

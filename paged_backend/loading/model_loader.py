@@ -33,6 +33,7 @@ from paged_backend.loading.description import (
     pick_max_model_len,
     quantization_spec,
     rounds_activations,
+    skip_layers,
 )
 from paged_backend.loading.earlier_starts import EarlierStarts, OutdatedOutcome
 from paged_backend.loading.gguf_weights import GgufWeights, read_quickly
@@ -183,6 +184,7 @@ def _load(
     adaptable = find_adaptable_layers(model) if config.enable_lora else None  # must precede `verify_model`
     stored = checkpoint or (GgufWeights(path, model.config) if path.suffix == GGUF and not dummy else None)
     layers, weight_format = _verify(config, path, model, tokenizer, kv_dtype, model_dtype, stored, earlier)
+    layers = skip_layers(config, layers, dtype)
     if stored is None and is_dequantized(hf_config, path) and not dummy:
         log_dequantized(path, model)
     spec = ModelSpec(

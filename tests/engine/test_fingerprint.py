@@ -90,6 +90,7 @@ def test_models_of_equal_sizes_and_times_are_told_apart(source, tmp_path, in_pla
         {"config": EngineConfig(model="m", quantization="int8", quantization_group_size=32)},
         {"config": EngineConfig(model="m", quantization="int8", quantized_activations="none")},
         {"config": EngineConfig(model="m", load_format="dummy", seed=1)},
+        {"config": EngineConfig(model="m", kv_cache_dtype="int8", kv_cache_dtype_skip_layers=[0])},
         {"config": EngineConfig(model="m", batch_invariant=True)},
     ],
     ids=str,

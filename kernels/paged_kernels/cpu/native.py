@@ -332,9 +332,10 @@ class DecoderLayers:
         """
         keys = [cache.keys for cache in caches]
         values = [cache.values for cache in caches]
-        key_scales = [cache.key_scales for cache in caches if cache.key_scales is not None]
-        value_scales = [cache.value_scales for cache in caches if cache.value_scales is not None]
-        key_channels = [cache.key_channels for cache in caches if cache.key_channels is not None]
+        none = stream.new_empty(0)
+        key_scales = [none if cache.key_scales is None else cache.key_scales for cache in caches]
+        value_scales = [none if cache.value_scales is None else cache.value_scales for cache in caches]
+        key_channels = [none if cache.key_channels is None else cache.key_channels for cache in caches]
         result: Tensor = _operator("decoder_layers")(
             self._numbers, stream, cos, sin, keys, values, key_scales, value_scales, key_channels,
             paging.slots, paging.block_tables, paging.context_lens, paging.query_starts,

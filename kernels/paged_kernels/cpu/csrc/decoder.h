@@ -92,13 +92,14 @@ int64_t make_layer(Tensor norm, double eps, int64_t num_heads, bool rotates, Opt
 
 void free_layer(int64_t layer) { made_layers.remove(layer); }
 
-// Returns the residual stream after these layers. keys, values, scales and centers are those of each layer; scales and
-// centers are empty if the cache is not quantized. All tensors of the step must be dense.
+// Returns the residual stream after these layers. keys, values, scales and channels are those of each layer, or empty
+// if its cache is not quantized. All tensors of the step must be dense.
 Tensor decoder_layers(std::vector<int64_t> layers, Tensor stream, Tensor cos, Tensor sin, std::vector<Tensor> keys, std::vector<Tensor> values,
                       std::vector<Tensor> key_scales, std::vector<Tensor> value_scales, std::vector<Tensor> key_channels, Tensor slots, Tensor block_tables, Tensor context_lens,
                       Tensor query_starts) {
-  if (keys.size() != layers.size() || values.size() != layers.size() || key_scales.size() != value_scales.size() || (!key_scales.empty() && key_scales.size() != layers.size()) ||
-      (!key_channels.empty() && key_channels.size() != layers.size()))
+  for (size_t size : {values.size(), key_scales.size(), value_scales.size(), key_channels.size()})
+    if (size != keys.size()) throw std::runtime_error("decoder_layers: " + std::to_string(keys.size()) + " keys with " + std::to_string(size) + " other tensors");
+  if (keys.size() != layers.size())
     throw std::runtime_error("decoder_layers: " + std::to_string(layers.size()) + " layers with " + std::to_string(keys.size()) + " caches");
   auto program = std::make_unique<Program>();
   Step step{cos, sin, slots, block_tables, context_lens, query_starts, stream, stream, stream, stream, stream, {}};
@@ -117,7 +118,7 @@ Tensor decoder_layers(std::vector<int64_t> layers, Tensor stream, Tensor cos, Te
   // Not in place: an item may be computed again while another thread has written its result.
   Tensor input = stream, outputs[] = {rows_like(stream, stream.size(1)), rows_like(stream, stream.size(1))};
   for (size_t i = 0; i < layers.size(); i++) {
-    const auto of_layer = [i](const std::vector<Tensor>& tensors) { return tensors.empty() ? OptionalTensor() : OptionalTensor(tensors[i]); };
+    const auto of_layer = [i](const std::vector<Tensor>& tensors) { return tensors[i].numel() ? OptionalTensor(tensors[i]) : OptionalTensor(); };
     const Cache cache = cache_of(keys[i], values[i], of_layer(key_scales), of_layer(value_scales), of_layer(key_channels));
     if (cache.value_dim != cache.head_dim) throw std::runtime_error("decoder_layers: keys of " + std::to_string(cache.head_dim) + " elements, values of " + std::to_string(cache.value_dim));
     add_layer(*program, *used[i], cache, step, input, outputs[i % 2]);
