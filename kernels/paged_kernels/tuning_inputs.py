@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paged_kernels.launch import Launch, device_of
 from paged_kernels.launch_table import ROW_COUNT_INVARIANT, AnyKey, RowTuningKey, TuningKey
-from paged_kernels.layer_cache import LayerCache, quantize
+from paged_kernels.layer_cache import LayerCache, plain_channels, quantize
 from paged_kernels.paging import Paging
 
 NUM_KV_HEADS, BLOCK_SIZE = 8, 16
@@ -108,7 +108,8 @@ def _random_caches(
         keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
         if key.quantized:
             (keys, key_scales), (values, value_scales) = (quantize(x, kv_dtype) for x in (keys, values))
-            caches.append(LayerCache(keys, values, key_scales, value_scales))
+            channels = plain_channels(NUM_KV_HEADS, key.block_d, device)
+            caches.append(LayerCache(keys, values, key_scales, value_scales, channels))
         else:
             caches.append(LayerCache(keys, values))
     return caches
