@@ -60,6 +60,8 @@ class PoolSizing:
 
     def sizes(self, reserved: int) -> Pools:
         """Return the sizes beside `reserved` bytes of the device. Raises ConfigError if a pool does not fit."""
+        if not self.page_bytes:  # an encoder keeps nothing
+            return Pools(self.layout, 1, 0)
         return Pools(self.layout, self._num_pages(reserved), self._num_host_pages(self._host_bytes()))
 
     def check_longest(self, num_pages: int) -> None:

@@ -77,7 +77,7 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> 
     length = min(tokens, spec.max_model_len - 1)
     count = min(config.max_num_seqs, -(-tokens // length))
     layout = PoolSizing(config, loaded.cache, device).layout
-    pages = layout.blocks.pages_for([length] * count, [length] * count, 0)
+    pages = max(1, layout.blocks.pages_for([length] * count, [length] * count, 0))
     blocks = BlockManager(pages, layout.blocks)
     plan = _largest_plan(blocks, count, length)
     runner = build_runner(config, loaded, device, Pools(layout, pages))

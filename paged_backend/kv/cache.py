@@ -199,7 +199,7 @@ class CacheLayout:
         if windowed:
             window = WindowKind(counts[-1], max(layers[index].window or 0 for index in windowed))
             of_tokens = (LayerKind(counts[0]), window) if full else (window,)
-        elif states and not full:
+        elif not full:
             of_tokens = (LayerKind(0),)
         recurrent = (StateKind(-(-state_bytes // page_bytes)),) if states else ()
         blocks = BlockLayout(block_size, (*of_tokens, *recurrent), max_pending if windowed else 0)

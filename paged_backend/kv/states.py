@@ -21,22 +21,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
+from paged_backend.api.block_layout import BlockLayout
 from paged_backend.kv.content import BlockKey, Entry
-from paged_backend.kv.pages import NULL
+from paged_backend.kv.ledger import TransferLedger
+from paged_backend.kv.pages import NULL, PagePool
 from paged_backend.kv.sequence import Sequence
 
-if TYPE_CHECKING:
-    from paged_backend.kv.blocks import BlockManager
+
+class CachedBlocks(Protocol):
+    """What a block manager does for its `States`."""
+
+    layout: BlockLayout
+    block_size: int
+    pool: PagePool
+    ledger: TransferLedger
+
+    def entry(self, sequence: Sequence, index: int) -> Entry:
+        """Return the content of a full block of a sequence."""
+
+    def cache(self, block: int, entry: Entry) -> None:
+        """Index a block, unless another one has the same content."""
+
+    def forget(self, key: BlockKey, *, on_host: bool = True) -> None:
+        """Remove a content from the prefix cache."""
 
 
 class States:
     """The blocks with the states of a model's recurrent layers. A part of the block manager."""
 
-    def __init__(self, blocks: BlockManager, kind: int):
+    def __init__(self, blocks: CachedBlocks, kind: int):
         """kind: the index of the kind of recurrent layers in the layout."""
         self.kind = kind
         self.pages = blocks.layout.kinds[kind].pages  # of a block

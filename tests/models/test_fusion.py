@@ -99,7 +99,7 @@ def test_mixtures_of_experts_take_fewer_operations(name):
 
     def run():
         with DeviceOperations(None) as operations:
-            logits = paged_logits(steps.model, batch, steps.kv, steps.states)
+            logits = paged_logits(steps.model, batch, steps.kv)
         return logits, len(operations.names)
 
     decoder = FusedDecoder.of(steps.model)
