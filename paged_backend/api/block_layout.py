@@ -6,8 +6,7 @@ which a pool allocates memory. All pages have the same size, so that a freed pag
     block of a sequence     0     1     2     3     4     5
     full attention          17    4     9     22    30    8       one page each
     window of two blocks    -     -     -     14,6  2,40  31,5    two pages each; freed when no later token reads them
-
-    recurrent layers        -     -     -     -     -     7,8   the states after all tokens so far, in two pages
+    recurrent layers        -     -     -     -     -     7,8     the states after all tokens so far, in two pages
 
 Most models have one kind of layer, whose blocks are single pages.
 """
