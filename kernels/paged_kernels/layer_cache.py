@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks, full_blocks
+
 FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}  # names of the formats, by the type of a pool
 MAX_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # code of a row's largest element
 MIN_ROW_MAX = 2.0**-100  # lower bound of a row's largest magnitude: keeps its scale a normal number, even for zeros
@@ -63,6 +65,7 @@ class LayerCache:
     key_channels: Tensor | None = None  # [3, num_kv_heads, head_dim] fp32: see `scale_keys`; None: no channel is scaled
     shares_memory: bool = False  # whether values and their scales are views of keys and their scales
     batch_invariant: bool = False  # whether the attention of a query must not depend on the rest of its batch
+    packed: PackedBlocks | None = None  # the full blocks in four bits; this cache has the others, in int8
 
     @classmethod
     def latent(cls, keys: Tensor, value_dim: int, scales: Tensor | None = None) -> "LayerCache":
@@ -82,6 +85,9 @@ class LayerCache:
             assert self.format and not self.shares_memory
             assert self.key_channels.shape == (3, self.keys.shape[1], self.keys.shape[3])
             assert self.key_channels.dtype == torch.float32 and self.key_channels.is_contiguous()
+        if self.packed is not None:
+            assert self.keys.dtype == torch.int8 and self.key_channels is not None
+            assert self.keys.shape[2] == BLOCK_SIZE
 
     @property
     def value_dim(self) -> int:
@@ -157,6 +163,19 @@ class BlockPair:
             largest=max(numbers[2], default=0),
             aligned=math.gcd(16, *itertools.chain(*numbers)),
         )
+
+
+def pack_full_blocks(cache: LayerCache, slots: Tensor, packed_slots: Tensor) -> None:
+    """Pack the blocks whose last tokens a step has written, if the layer has packed blocks.
+
+    slots, packed_slots: [num_tokens] int64, of the new tokens in `cache` and in `cache.packed`.
+    """
+    if cache.packed is not None:
+        blocks, targets = full_blocks(slots, packed_slots)
+        keys, values = (
+            pool[blocks].float() * scales[blocks][..., None] for pool, scales in cache.pools if scales is not None
+        )
+        cache.packed.write(targets, keys, values)
 
 
 # --- quantization -----------------------------------------------------------------------------------------------------

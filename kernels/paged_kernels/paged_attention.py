@@ -13,7 +13,7 @@ from paged_kernels import attention_plan, invariant_attention
 from paged_kernels.attention_kernels import paged_attention_kernel, prefix_attention_kernel
 from paged_kernels.attention_plan import AttentionPlan, LaunchTemplate, Layer, LayerKey, count_splits
 from paged_kernels.launch import Device, Launch, device_of
-from paged_kernels.layer_cache import LayerCache
+from paged_kernels.layer_cache import LayerCache, pack_full_blocks
 from paged_kernels.paging import Paging
 
 
@@ -121,6 +121,8 @@ def paged_attention_reference(
     """Compute `paged_attention` in fp32, one sequence at a time. The definition for tests; slow."""
     num_kv_heads, block_size = cache.keys.shape[1:3]
     group = query.shape[1] // num_kv_heads
+    if paging.packed is not None:
+        pack_full_blocks(cache, paging.slots, paging.packed.slots)
     out = query.new_zeros(*query.shape[:2], cache.value_dim)
     starts = paging.query_starts.tolist()
     for seq, context_len in enumerate(paging.context_lens.tolist()):
@@ -129,22 +131,33 @@ def paged_attention_reference(
         if context_len == 0 or query_len == 0:
             continue
         positions = torch.arange(context_len, device=query.device)
+        at = positions[context_len - query_len :, None]  # of the queries
+        age = at - positions  # [query_len, context_len]
+        hidden = (age < 0) if sliding_window is None else (age < 0) | (age >= sliding_window)
         blocks = paging.block_tables[seq].long()[positions // block_size]
         place = blocks, slice(None), positions % block_size
         keys, values = (
             pool[place].float() * (1 if scales is None else scales[place][..., None]) for pool, scales in cache.pools
         )
+        if cache.packed is not None and paging.packed is not None:  # every key twice, once hidden from each query
+            is_full = positions // block_size < at // block_size
+            hidden = torch.cat((hidden | is_full, hidden | ~is_full), dim=1)
+            of_packed = cache.packed.read(paging.packed.block_tables[seq].long()[: -(-context_len // block_size)])
+            keys, values = (
+                torch.cat((new, old.transpose(1, 2).flatten(0, 1)[:context_len]))
+                for new, old in zip((keys, values), of_packed, strict=True)
+            )
+        unseen = hidden.all(dim=0)[:, None, None]
+        keys, values = keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0)
         if cache.key_channels is not None:  # the center changes all scores of a query alike
             keys = keys * cache.key_channels[2]
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", query[rows].float(), keys) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        age = positions[context_len - query_len :, None] - positions  # [query_len, context_len]
-        hidden = (age < 0) if sliding_window is None else (age < 0) | (age >= sliding_window)
         scores = scores.masked_fill(hidden, float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, query_len, 1)], dim=-1)
-        weights = scores.softmax(dim=-1)[..., :context_len]
+        weights = scores.softmax(dim=-1)[..., : len(keys)]
         out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
     return out

@@ -67,6 +67,7 @@ class Paging:
     max_query_len: int  # known on the host, so that launch shapes need no device synchronization
     max_context_len: int
     shared: SharedPrefixes | None = None
+    packed: "Paging | None" = None  # of the blocks in four bits, for layers that have them (`packed_blocks`)
 
     def __post_init__(self) -> None:
         assert self.slots.dtype == torch.int64

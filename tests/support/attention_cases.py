@@ -1,5 +1,6 @@
 """Random packed batches over a shuffled pool, and the grid of cases for kernel tests."""
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
@@ -8,8 +9,10 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from paged_kernels.layer_cache import FORMATS, LayerCache, quantize, scale_keys
+from paged_kernels.layer_cache import FORMATS, LayerCache, pack_full_blocks, quantize, scale_keys
+from paged_kernels.packed_blocks import BLOCK_SIZE, NAN_SCALE, PackedBlocks
 from paged_kernels.paging import Paging
+from tests.support.pairwise import pairwise
 
 # (query_len, context_len) of each sequence of a batch
 BATCHES = {
@@ -35,7 +38,7 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     strided: bool = False  # query is a slice of wider rows; each pool is half of a joint tensor
-    format: str | None = None  # type of the pools; None: query's type
+    format: str | None = None  # type of the pools; None: query's type; int4: full blocks are packed
     value_dim: int | None = None  # None: head_dim
     latent: bool = False  # values are the first elements of keys
 
@@ -75,6 +78,23 @@ CHOSEN = (
     Case(batch="prefill", head_dim=8, block_size=256),
     *(Case(batch, head_dim=72, sinks=True, format=name) for batch in ("padded", "chunks") for name in FORMATS.values()),
 )
+
+# Layers with packed blocks: int8 for the newest block of each sequence.
+_PACKED_AXES = (
+    list(BATCHES),
+    [1, 2],
+    [1, 3, 8],
+    [32, 64, 96, 128],
+    [BLOCK_SIZE],
+    [None, 13, 64],
+    [None, 5.0],
+    [False, True],
+)
+PACKED = [
+    *(Case(*chosen.values, format="int4") for chosen in pairwise(*_PACKED_AXES)),
+    Case("mixed", head_dim=64, value_dim=32, block_size=BLOCK_SIZE, format="int4"),
+    Case("chunks", head_dim=96, value_dim=192, block_size=BLOCK_SIZE, format="int4"),
+]
 
 
 def sample(count: int, seed: int = 0) -> list[Case]:
@@ -187,6 +207,28 @@ def make_cache(
     return LayerCache(*parts, key_channels=channels) if channels is not None else LayerCache(*parts)
 
 
+def pack_inputs(cache: LayerCache, paging: Paging, seed: int = 0) -> tuple[LayerCache, Paging]:
+    """Pack the blocks that were full before the step, and leave NaN where no token of the step may read."""
+    num_blocks, heads, size, head_dim = cache.keys.shape
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).to(cache.keys.device)
+    made = PackedBlocks.shapes(heads, head_dim, cache.value_dim)
+    tensors = [torch.full((num_blocks, *shape), NAN_SCALE, dtype=dtype, device=order.device) for shape, dtype in made]
+    cache = dataclasses.replace(cache, packed=PackedBlocks(*tensors))
+    tables, packed_tables = paging.block_tables.clone(), order[paging.block_tables.long()].int()
+    spare = tables[0, -1].clone()
+    lengths = paging.query_starts.diff().tolist()
+    assert cache.key_scales is not None and cache.value_scales is not None
+    for seq, (context_len, length) in enumerate(zip(paging.context_lens.tolist(), lengths, strict=True)):
+        full = max(0, context_len - length) // size
+        blocks = paging.block_tables[seq, :full].long()
+        pack_full_blocks(cache, blocks * size + size - 1, packed_tables[seq, :full].long() * size + size - 1)
+        cache.key_scales[blocks] = cache.value_scales[blocks] = torch.nan
+        tables[seq, :full] = spare
+    slots = torch.where(paging.slots < 0, -1, order[paging.slots.clamp(min=0) // size] * size + paging.slots % size)
+    packed = replace_paging(paging, block_tables=packed_tables, slots=slots)
+    return cache, replace_paging(paging, block_tables=tables, packed=packed)
+
+
 def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Inputs:
     """Make the inputs of a case.
 
@@ -210,11 +252,15 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int =
     # Sinks and soft-caps are not the same after a shift of all scores.
     centered = not case.sinks and case.softcap is None
     sizes = dict(head_dim=case.head_dim, value_dim=value_dim, latent=case.latent, centered=centered)
-    query, cache = query[:, :heads], make_cache(pool.to(device, dtype), case.format, strided=case.strided, **sizes)
+    stored = "int8" if case.format == "int4" else case.format
+    query, cache = query[:, :heads], make_cache(pool.to(device, dtype), stored, strided=case.strided, **sizes)
     query = query if case.strided else query.contiguous()
     sinks = torch.randn(heads, generator=generator).to(device, dtype) if case.sinks else None
+    paging = move_paging(paging, device)
+    if case.format == "int4":
+        cache, paging = pack_inputs(cache, paging, seed)
     return Inputs(
-        (query, cache, move_paging(paging, device)),
+        (query, cache, paging),
         {
             "scale": case.head_dim**-0.5,
             "sliding_window": case.sliding_window,

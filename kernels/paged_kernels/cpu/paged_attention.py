@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_kernels.layer_cache import LayerCache, as_bytes, dequantize, scale_queries
+from paged_kernels.layer_cache import LayerCache, as_bytes, dequantize, pack_full_blocks, scale_queries
+from paged_kernels.packed_blocks import PackedBlocks
 from paged_kernels.paging import Paging
 
 QUERY_TILE = 256  # rows of a prefill chunk per call
@@ -51,21 +52,27 @@ class Call:
     bias: Tensor  # [S, 1, Q, L]: 0 where visible, -inf elsewhere; query's type
     keys: Tensor  # [S, num_kv_heads, L, head_dim] scratch, shared by the calls of a plan, which run one after the other
     values: Tensor  # [S, num_kv_heads, L, value_dim] likewise
+    packed: Tensor | None = None  # [S, L / block_size] packed blocks; None: the layer has none
+    newest: tuple[Tensor, Tensor] | None = None  # [S], [S]: the newest block of each span, and its place among its own
 
 
-def _spans(paging: Paging, block_size: int, window: int | None) -> Iterator[Span]:
+def _spans(paging: Paging, key: "LayerKey") -> Iterator[Span]:
+    """Divide the queries of a step. With packed blocks, the queries of a span are in the same block, its newest."""
+    block_size, window, tile = key.block_size, key.window, key.block_size if key.packed else QUERY_TILE
     starts = paging.query_starts.tolist()
     for seq, context_len in enumerate(paging.context_lens.tolist()):
         query_len = starts[seq + 1] - starts[seq]
         if context_len == 0:
             continue  # skips a padding sequence
         assert context_len >= query_len, f"sequence {seq}: {query_len} queries, context of {context_len}"
-        for done in range(0, query_len, QUERY_TILE):
-            length = min(QUERY_TILE, query_len - done)
-            position = context_len - query_len + done
+        position = context_len - query_len
+        while position < context_len:
+            done = position - (context_len - query_len)
+            length = min(tile - (position % block_size if key.packed else 0), context_len - position)
             oldest = 0 if window is None else max(0, position - window + 1)
             end_block = (position + length - 1) // block_size + 1
             yield Span(seq, starts[seq] + done, length, position, oldest // block_size, end_block)
+            position += length
 
 
 def _groups(spans: list[Span], block_bytes: int) -> Iterator[list[Span]]:
@@ -104,6 +111,13 @@ def _call(spans: list[Span], paging: Paging, key: "LayerKey", scratch: list[Tens
     # Memory that this sequence has not written may hold another request's NaN, and 0 * NaN is NaN.
     unwritten = (key_position > position[:, -1:])[:, None, :].expand(-1, num_kv_heads, -1)
     keys, values = (part[: pages.numel()].view(len(spans), num_kv_heads, width * block_size, -1) for part in scratch)
+    packed, newest = None, None
+    if key.packed:
+        assert paging.packed is not None
+        packed, last = torch.zeros_like(blocks), torch.tensor([span.num_blocks - 1 for span in spans])
+        for i, span in enumerate(spans):
+            packed[i, : last[i]] = paging.packed.block_tables[span.seq, span.first_block : span.end_block - 1]
+        newest = blocks[torch.arange(len(spans)), last], last
     return Call(
         rows=torch.cat([span.row + query for span in spans]),
         pages=pages.flatten(),
@@ -111,6 +125,8 @@ def _call(spans: list[Span], paging: Paging, key: "LayerKey", scratch: list[Tens
         bias=bias[:, None],
         keys=keys,
         values=values,
+        packed=packed,
+        newest=newest,
     )
 
 
@@ -124,11 +140,12 @@ class LayerKey:
     value_dim: int  # elements of a value that are stored apart from keys
     dtype: torch.dtype  # data type of queries
     window: int | None
+    packed: bool  # whether full blocks are packed
 
     def plan(self, paging: Paging) -> list[Call]:
         """Return the calls of a step for layers with this key."""
         block_bytes = self.num_kv_heads * self.block_size * (self.head_dim + self.value_dim) * self.dtype.itemsize
-        groups = list(_groups(list(_spans(paging, self.block_size, self.window)), block_bytes))
+        groups = list(_groups(list(_spans(paging, self)), block_bytes))
         pages = max((len(g) * g[0].num_blocks * self.num_kv_heads for g in groups), default=0)
         sizes = self.head_dim, self.value_dim
         scratch = [torch.empty((pages, self.block_size * size), dtype=self.dtype) for size in sizes]
@@ -146,6 +163,21 @@ def _gather(pool: Tensor, scales: Tensor | None, call: Call, into: Tensor) -> Te
         dequantize(codes, _select(scales, call.pages), out=pages)
     into.view(-1, head_dim).index_fill_(0, call.unwritten, 0)
     return into
+
+
+def _gather_packed(cache: LayerCache, packed: PackedBlocks, call: Call) -> tuple[Tensor, Tensor]:
+    """Gather the keys and values of a call, of which each span has its newest block in the cache itself."""
+    assert call.packed is not None and call.newest is not None
+    num_spans, width = call.packed.shape
+    newest, place = call.newest
+    full = packed.read(call.packed.flatten())
+    for of_call, blocks, (pool, scales) in zip((call.keys, call.values), full, cache.pools, strict=True):
+        assert scales is not None
+        in_blocks = of_call.unflatten(2, (width, -1))  # [S, num_kv_heads, width, block_size, head_dim]
+        in_blocks.copy_(blocks.unflatten(0, (num_spans, width)).transpose(1, 2))
+        in_blocks[torch.arange(num_spans), :, place] = (pool[newest].float() * scales[newest][..., None]).to(of_call)
+        of_call.view(-1, of_call.shape[3]).index_fill_(0, call.unwritten, 0)
+    return call.keys, call.values
 
 
 def _select(pool: Tensor, pages: Tensor, out: Tensor | None = None) -> Tensor:
@@ -195,12 +227,17 @@ def paged_attention(
     out = torch.zeros((*query.shape[:2], value_dim), dtype=query.dtype)
     if cache.key_channels is not None:
         query = scale_queries(query, cache.key_channels)
-    for call in paging.plan(LayerKey(num_kv_heads, block_size, head_dim, stored, query.dtype, sliding_window)):
-        keys = _gather(cache.keys, cache.key_scales, call, call.keys)
-        if cache.shares_memory:
-            values = keys[..., :value_dim]
+    if paging.packed is not None:
+        pack_full_blocks(cache, paging.slots, paging.packed.slots)
+    packed = cache.packed
+    key = LayerKey(num_kv_heads, block_size, head_dim, stored, query.dtype, sliding_window, packed is not None)
+    for call in paging.plan(key):
+        if packed is not None:
+            keys, values = _gather_packed(cache, packed, call)
         else:
-            values = _gather(cache.values, cache.value_scales, call, call.values)
+            keys = _gather(cache.keys, cache.key_scales, call, call.keys)
+            shares = cache.shares_memory
+            values = keys[..., :value_dim] if shares else _gather(cache.values, cache.value_scales, call, call.values)
         num_spans, query_len = len(keys), len(call.rows) // len(keys)
         q = query[call.rows].view(-1, num_kv_heads, group, head_dim)
         bias = call.bias

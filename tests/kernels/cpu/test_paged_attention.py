@@ -14,7 +14,7 @@ from paged_kernels.cpu import native
 from paged_kernels.cpu import paged_attention as cpu
 from paged_kernels.layer_cache import FORMATS
 from paged_kernels.paged_attention import paged_attention_reference
-from tests.support.attention_cases import BATCHES, Case, make_inputs, make_paging, replace_paging, sample
+from tests.support.attention_cases import BATCHES, PACKED, Case, make_inputs, make_paging, replace_paging, sample
 from tests.support.pairwise import pairwise
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -46,6 +46,12 @@ def test_groups_of_any_size_match_reference(group, head_dim, format):
     dtype = torch.bfloat16 if head_dim == 64 else torch.float32
     for batch in ("decode", "padded"):
         test_matches_reference(Case(batch, group=group, head_dim=head_dim, format=format), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_packed_blocks_match_reference(dtype):
+    for case in PACKED:
+        test_matches_reference(case, dtype)
 
 
 LONG = {"decode": ((1, 2100), (1, 300)), "chunk": ((9, 4500), (1, 40))}
