@@ -1,4 +1,4 @@
-"""Measure the accuracy and the speed of KV caches with one byte per value, relative to fp32.
+"""Measure the accuracy and the speed of KV caches in eight and four bits, relative to fp32.
 
 The next-token distributions at every position of a text are compared between KV caches of each data type, in
 independent windows. The text is this project's documentation and source code.
@@ -17,12 +17,12 @@ from torch import Tensor
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.engine.assembly import Assembly
-from paged_backend.execution.batch import pack
+from paged_backend.execution.batch import consecutive_page_tables, pack
 from paged_backend.execution.runner import paged_logits
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.kv.cache import CacheLayout, KVCache, bytes_per_token
 from paged_backend.loading.description import pick_kv_dtype
-from paged_backend.models.attention import scale_channels
+from paged_backend.models.attention import AttentionMeta, scale_channels
 from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_bench._engine import load
@@ -39,13 +39,17 @@ from paged_bench._harness import (
 )
 from paged_bench._timing import timer
 from paged_client.serving.repository import resolve_model
+from paged_kernels.layer_cache import pack_full_blocks
 from paged_kernels.ops import kv_write, paged_attention
 from paged_kernels.paging import Paging
 
-BLOCK_SIZE = 16
-TYPES = ("auto", "fp8", "int8")  # the first is the reference
-TARGET_CHANGE = 0.02  # nats, mean change of a log probability with int8
-DECODING, CONTEXT = 8, 1024  # number of sequences and their context length, where attention is timed
+BLOCK_SIZE = 32  # that of int4
+TYPES = ("auto", "fp8", "int8", "int4")  # the first is the reference
+TARGET_CHANGE = {"int8": 0.02}  # nats, mean change of a log probability
+TARGET_AGREED, TARGET_PERPLEXITY = {"int4": 95.0}, {"int4": 2.0}  # %, of the top tokens; increase of the perplexity
+TARGET_RATIO, TARGET_SPEED = {"int4": 3.4}, 1.2  # tokens in the bytes of bfloat16; attention, compared with it
+DECODING, CONTEXT = 16, 2048  # number of sequences and their context length, where attention is timed
+LAYERS = 8  # layers whose attention is timed in turn, so that keys and values are not in the processor's caches
 
 
 @dataclass
@@ -75,14 +79,15 @@ class Score:
         self.change += float((own - other).abs().sum())
         self.largest = max(self.largest, float((own - other).abs().max()))
 
-    def records(self, name: str) -> Iterator[Record]:
+    def records(self, name: str, reference: Score) -> Iterator[Record]:
         yield Record(f"KL divergence {name}", self.divergence / self.positions, "nats", limit=0.0)
-        yield Record(f"same top token {name}", 100 * self.agreed / self.positions, "%", limit=100.0)
+        agreed = 100 * self.agreed / self.positions
+        yield Record(f"same top token {name}", agreed, "%", TARGET_AGREED.get(name), limit=100.0)
         yield Record(f"perplexity {name}", math.exp(self.surprise / self.positions), "")
-        target = TARGET_CHANGE if name == "int8" else None
-        yield Record(
-            f"mean change of a log probability {name}", self.change / self.positions, "nats", target, limit=0.0
-        )
+        increase = 100 * (math.exp((self.surprise - reference.surprise) / self.positions) - 1)
+        yield Record(f"increase of the perplexity {name}", increase, "%", TARGET_PERPLEXITY.get(name), limit=0.0)
+        change = self.change / self.positions
+        yield Record(f"mean change of a log probability {name}", change, "nats", TARGET_CHANGE.get(name), limit=0.0)
         yield Record(f"largest change of a log probability {name}", self.largest, "nats", limit=0.0)
 
 
@@ -105,7 +110,8 @@ def log_probabilities(assembly: Assembly, pool: KVCache, window: Sequence[int]) 
     request = GenerateRequest(0, tuple(window), SamplingParams(temperature=0.0), 0, frozenset())
     sequence = Group(request).leader
     sequence.tables = [list(range(-(-len(window) // BLOCK_SIZE)))]
-    packed = pack(Plan((Chunk(sequence, 0, len(window), sampled_sequences=()),)), block_size=BLOCK_SIZE)
+    plan = Plan((Chunk(sequence, 0, len(window), sampled_sequences=()),))
+    packed = pack(plan, block_size=BLOCK_SIZE, page_tables=consecutive_page_tables(pool.pages_per_block))
     batch = DeviceUpload(assembly.device)(packed)
     every = torch.arange(len(window), device=assembly.device)
     return paged_logits(assembly.loaded.model, replace(batch, sample_rows=every), pool).float().log_softmax(-1)
@@ -131,27 +137,46 @@ def attention(assembly: Assembly, dtype: torch.dtype, rounds: int) -> list[Recor
     heads = assembly.loaded.model.config.get_text_config().num_attention_heads
     width = CONTEXT // BLOCK_SIZE
     blocks = torch.randperm(DECODING * width, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    paging = Paging(
-        slots=torch.arange(DECODING * CONTEXT, device=device),
-        block_tables=blocks.view(DECODING, width).to(device),
-        context_lens=torch.full((DECODING,), CONTEXT, dtype=torch.int32, device=device),
-        query_starts=torch.arange(DECODING + 1, dtype=torch.int32, device=device),
-        max_query_len=1,
-        max_context_len=CONTEXT,
-    )
-    key, value = torch.randn(2, len(paging.slots), shape.num_kv_heads, shape.head_dim, device=device, dtype=dtype)
+    key, value = torch.randn(2, DECODING * CONTEXT, shape.num_kv_heads, shape.head_dim, device=device, dtype=dtype)
     query = torch.randn(DECODING, heads, shape.head_dim, device=device, dtype=dtype)
 
+    def paging(page: int, count: int) -> Paging:
+        """Return the addresses in one of `count` pages of each block. The slots are those of all tokens."""
+        tables = (blocks * count + page).view(DECODING, width).to(device)
+        slots = tables.long()[..., None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=device)
+        return Paging(
+            slots=slots.flatten(),
+            block_tables=tables,
+            context_lens=torch.full((DECODING,), CONTEXT, dtype=torch.int32, device=device),
+            query_starts=torch.arange(DECODING + 1, dtype=torch.int32, device=device),
+            max_query_len=1,
+            max_context_len=CONTEXT,
+        )
+
     def timed(name: str) -> Callable[[], float]:
-        kv_dtype = pick_kv_dtype(name, dtype)
-        pool = KVCache.allocate(CacheLayout.of([shape], BLOCK_SIZE, kv_dtype), DECODING * width, device)
-        (cache,) = pool.layers
-        kv_write(key, value, cache, paging.slots)
-        seconds = timer(lambda _: paged_attention(query, cache, paging, scale=shape.head_dim**-0.5), 1, device)
+        layout = CacheLayout.of([shape] * LAYERS, BLOCK_SIZE, pick_kv_dtype(name, dtype))
+        count = layout.blocks.token_pages
+        pool = KVCache.allocate(layout, DECODING * width * count, device)
+        meta = AttentionMeta(tuple(paging(page, count) for page in range(count)), pool)
+        for layer, cache in enumerate(pool.layers):
+            of_layer = meta.paging_of(layer)
+            kv_write(key, value, cache, of_layer.slots)
+            if of_layer.packed:
+                pack_full_blocks(cache, of_layer.slots, of_layer.packed.slots)
+        nothing = torch.full((DECODING,), -1, device=device)  # is written in a timed step
+        meta = AttentionMeta(tuple(replace(one, slots=nothing) for one in meta.pagings), pool)
+
+        def attend(index: int) -> Tensor:
+            layer = index % LAYERS
+            return paged_attention(query, pool.layers[layer], meta.paging_of(layer), scale=shape.head_dim**-0.5)
+
+        seconds = timer(attend, LAYERS, device)
         return lambda: 1e3 * seconds()
 
     contest = alternate({name: timed(name) for name in TYPES}, rounds, label=f"attention, {{}} in {dtype}")
-    return contest.records(f"attention {{}} in {str(dtype).removeprefix('torch.')}", "ms/layer")
+    name = str(dtype).removeprefix("torch.")
+    speed = contest.ratio(f"speed of attention int4 / {name}", TYPES[0], "int4", TARGET_SPEED)
+    return [*contest.records(f"attention {{}} in {name}", "ms/layer"), speed]
 
 
 def measure(args: Namespace) -> Iterator[Record]:
@@ -165,9 +190,10 @@ def measure(args: Namespace) -> Iterator[Record]:
         )
     types = {name: pick_kv_dtype(name, spec.dtype) for name in TYPES}
     blocks = -(-args.length // BLOCK_SIZE)
+    layouts = {name: CacheLayout.of(spec.layers, BLOCK_SIZE, dtype) for name, dtype in types.items()}
     pools = {
-        name: KVCache.allocate(CacheLayout.of(spec.layers, BLOCK_SIZE, dtype), blocks, assembly.device)
-        for name, dtype in types.items()
+        name: KVCache.allocate(layout, blocks * layout.blocks.token_pages, assembly.device)
+        for name, layout in layouts.items()
     }
     for pool in pools.values():
         scale_channels(assembly.loaded.model, pool)
@@ -176,7 +202,11 @@ def measure(args: Namespace) -> Iterator[Record]:
     held = {name: bytes_per_token(spec.layers, dtype) for name, dtype in types.items()}
     for name, score in scores.items():
         yield Record(f"bytes per token {name}", held[name], "bytes", peers={"bfloat16": held["auto"] / 2})
-        yield from score.records(name)
+        if name in TARGET_RATIO:
+            yield Record(
+                f"tokens in the bytes of one in bfloat16 {name}", held["auto"] / 2 / held[name], "", TARGET_RATIO[name]
+            )
+        yield from score.records(name, scores[TYPES[0]])
     for dtype in (torch.float32, torch.bfloat16):
         yield from attention(assembly, dtype, 3 if args.quick else 9)
 

@@ -26,6 +26,8 @@ from torch import Tensor
 from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks, full_blocks
 
 FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}  # names of the formats, by the type of a pool
+INT4 = torch.uint4  # stands for a cache in int8 whose full blocks are packed
+QUANTIZED = (*FORMATS, INT4)  # all types for which there are scales
 MAX_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # code of a row's largest element
 MIN_ROW_MAX = 2.0**-100  # lower bound of a row's largest magnitude: keeps its scale a normal number, even for zeros
 

@@ -7,6 +7,8 @@ which a pool allocates memory. All pages have the same size, so that a freed pag
     full attention          17    4     9     22    30    8       one page each
     window of two blocks    -     -     -     14,6  2,40  31,5    two pages each; freed when no later token reads them
     recurrent layers        -     -     -     -     -     7,8     the states after all tokens so far, in two pages
+    packed layers           3     8     12    19    25    -       full blocks in four bits: see kernels/packed_blocks
+      their newest block    -     -     -     -     -     28      the block that is not full, in eight bits
 
 Most models have one kind of layer, whose blocks are single pages.
 """
@@ -38,6 +40,11 @@ class LayerKind:
     def description(self) -> str:
         """What the layers keep, for the summary of a start."""
         return "keep all tokens"
+
+    @property
+    def caches_full(self) -> bool:
+        """Whether full blocks stay in the prefix cache. A block that is not full always does."""
+        return True
 
     def needed(self, num_blocks: int, block_size: int) -> range:
         """Return which of the first `num_blocks` blocks, all full, are read by later tokens. The others are freed.
@@ -81,6 +88,30 @@ class WindowKind(LayerKind):
         # ceil((window - 1) / size) blocks up to the end of the last full one, and after it ceil((size - 1 + pending) /
         # size), for at most size - 1 tokens of a block that is not full and for the pending ones. This is their bound.
         return min(num_blocks, max(1, (self.window + pending - 4) // block_size + 3))
+
+
+@dataclass(frozen=True)
+class NewestKind(LayerKind):
+    """The newest block of layers whose full blocks are packed (`paged_kernels.packed_blocks`). It is freed when it is
+    full, as the packed block of another kind has its content."""
+
+    @property
+    def keeps_all(self) -> bool:
+        return False
+
+    @property
+    def caches_full(self) -> bool:
+        return False
+
+    @property
+    def description(self) -> str:
+        return "keep the newest block"
+
+    def needed(self, num_blocks: int, block_size: int) -> range:
+        return range(num_blocks, num_blocks)
+
+    def max_blocks(self, num_blocks: int, pending: int, block_size: int) -> int:
+        return min(num_blocks, max(1, (pending + 2 * block_size - 2) // block_size))
 
 
 @dataclass(frozen=True)

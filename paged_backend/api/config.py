@@ -58,7 +58,10 @@ AUTO = "auto"
 BLOCK_SIZES = tuple(1 << power for power in range(9))
 AUTO_BLOCK_SIZES = (8, 16, 32, 64, 128)  # candidates of `block_size=auto`
 DEFAULT_BLOCK_SIZE = 16
-KV_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}
+KV_CACHE_DTYPES = {
+    "auto": "auto", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8", "int4": "uint4",
+}  # fmt: skip
+INT4_BLOCK_SIZE = 32  # tokens of a block in `kv_cache_dtype=int4`
 
 
 @dataclass(frozen=True)
@@ -368,7 +371,8 @@ class EngineConfig:
     kv_cache_dtype: str = option(
         one_of(*KV_CACHE_DTYPES),
         "Data type of keys and values in the cache. `auto`: as `dtype`. `fp8` (also `fp8_e4m3`) and `int8`: one byte"
-        " each, with a scale per token and head.",
+        " each, with a scale per token and head. `int4`: four bits, with scales per channel of keys and token of"
+        " values, and `int8` in the newest block of a sequence; needs a `block_size` of 32.",
         "auto",
     )
     kv_cache_dtype_skip_layers: Sequence[int | str] | None = option(
@@ -696,6 +700,16 @@ RULES = (
         'has no effect with kv_cache_dtype="{config.kv_cache_dtype}"; set it to int8 or fp8',
     ),
     _excludes("kv_cache_dtype_skip_layers", "pipeline_parallel_size"),
+    Rule(
+        "block_size",
+        lambda config: config.kv_cache_dtype == "int4" and config.block_size not in (AUTO, INT4_BLOCK_SIZE),
+        'must be 32 with kv_cache_dtype="int4", or auto',
+    ),
+    Rule(
+        "kv_cache_dtype",
+        lambda config: config.kv_cache_dtype == "int4" and config.pipeline_parallel_size > 1,
+        "not supported with pipeline_parallel_size={config.pipeline_parallel_size}; use int8 or fp8",
+    ),
     *(_needs(store, "enable_prefix_caching") for store in STORES),
     *(
         _excludes(store, parallel, "stores whole blocks, and with {other} each process has only a part of every block")

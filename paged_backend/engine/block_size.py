@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged_backend.api.config import AUTO_BLOCK_SIZES, DEFAULT_BLOCK_SIZE, EngineConfig
+from paged_backend.api.config import AUTO_BLOCK_SIZES, DEFAULT_BLOCK_SIZE, INT4_BLOCK_SIZE, EngineConfig
 from paged_backend.engine.model_preparation import rank_cache
 from paged_backend.engine.pools import PoolSizing
 from paged_backend.files.start_checks import ROOT
@@ -80,6 +80,8 @@ def choose_block_size(config: EngineConfig, cache: CacheSpec | None, weight_byte
         weight_bytes: weights that a rank reads in a step.
         device: cpu or cuda.
     """
+    if config.kv_cache_dtype == "int4":
+        return Choice(INT4_BLOCK_SIZE, 'the only size with kv_cache_dtype="int4"')
     curve = CURVES.get(device)
     if curve is None:
         return Choice(DEFAULT_BLOCK_SIZE, f"the default, because attention is not measured on this device ({device})")

@@ -17,6 +17,7 @@ from paged_backend.loading.model_loader import LoadedModel
 from paged_backend.utils.machine import cpu_name, usable_cores
 from paged_backend.utils.startup import NO_CHAT, ONLY_EMBEDDINGS, ONLY_LABELS, startup_log
 from paged_kernels.cpu import native
+from paged_kernels.layer_cache import INT4
 
 _SHOWN_LABELS = 8
 
@@ -157,7 +158,8 @@ def _kernels(prepared: PreparedModel) -> str:
 
 
 def _data_types(loaded: LoadedModel) -> str:
-    cache = "" if loaded.spec.pooling else f", KV cache {_name_of(loaded.spec.kv_dtype)}"
+    kv_dtype = loaded.spec.kv_dtype
+    cache = "" if loaded.spec.pooling else f", KV cache {'int4' if kv_dtype == INT4 else _name_of(kv_dtype)}"
     return f"weights {_weights_type(loaded)}{cache}"
 
 
@@ -197,7 +199,8 @@ def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
     first = 0  # page of a block, counted over all kinds
     for kind in layout.blocks.token_kinds:
         if not kind.keeps_all:
-            count = sum(first <= page < first + kind.pages for page, _ in layout.places)
+            places = (*layout.places, *filter(None, layout.newest))
+            count = sum(first <= place.page < first + kind.pages for place in places)
             parts.append(f"{count} of {len(layout.places)} layers {kind.description}")
         first += kind.pages
     if pools.num_host_pages:

@@ -27,7 +27,7 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.token_outputs import requested_outputs
 from paged_backend.engine.pools import Pools, PoolSizing
 from paged_backend.engine.runner_builder import build_runner, capture_graphs, graph_shapes_of
-from paged_backend.execution.batch import PackedBatch, consecutive_pages, pack
+from paged_backend.execution.batch import PackedBatch, consecutive_page_tables, consecutive_pages, pack
 from paged_backend.execution.graphs import GraphShape, draft_shapes, largest_shapes
 from paged_backend.execution.runner import Runner
 from paged_backend.kv.blocks import BlockManager
@@ -157,15 +157,11 @@ def run_warm_up_steps(config: EngineConfig, spec: ModelSpec, runner: Runner, adv
 def _pack(plan: Plan, config: EngineConfig, runner: Runner, gqa_group: int | None = None) -> PackedBatch:
     """Pack a step that uses no block but block 0, which has the first pages."""
     states = runner.kv.states
-
-    def page_tables(kind: int, tables: np.ndarray) -> list[np.ndarray]:
-        return [tables + np.int32(page) for page in range(runner.kv.pages_per_block)]
-
     return pack(
         plan,
         block_size=config.block_size,
         gqa_group=gqa_group,
-        page_tables=page_tables,
+        page_tables=consecutive_page_tables(runner.kv.pages_per_block),
         state_pages=consecutive_pages(states.pages_per_block) if states else None,
     )
 

@@ -22,9 +22,13 @@ from paged_kernels.paging import Paging, SharedPrefixes, find_prefix_groups
 PageTables: TypeAlias = Callable[[int, np.ndarray], list[np.ndarray]]
 
 
-def blocks_are_pages(kind: int, tables: np.ndarray) -> list[np.ndarray]:
-    """Return the page tables of a model with one kind of layer, whose blocks are single pages."""
-    return [tables]
+def consecutive_page_tables(count: int = 1) -> PageTables:
+    """Return a function that returns page tables of sequences with one block table, whose blocks have `count` pages one
+    after the other, of all kinds of layers."""
+    return lambda kind, tables: [tables * np.int32(count) + np.int32(page) for page in range(count)]
+
+
+BLOCKS_ARE_PAGES = consecutive_page_tables()
 
 
 def consecutive_pages(count: int) -> PageRows:
@@ -100,7 +104,7 @@ def pack(
     draft: bool = False,
     gqa_group: int | None = None,
     uniform: UniformBatch | None = None,
-    page_tables: PageTables = blocks_are_pages,
+    page_tables: PageTables = BLOCKS_ARE_PAGES,
     state_pages: PageRows | None = None,
 ) -> PackedBatch:
     """Pack a plan into tensors on the host.

@@ -42,9 +42,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind, StateKind, WindowKind
+from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind, NewestKind, StateKind, WindowKind
+from paged_kernels import packed_blocks
 from paged_kernels.cpu.huge_pages import HUGE_PAGE, populate_pages, request_huge_pages
-from paged_kernels.layer_cache import FORMATS, LayerCache, plain_channels
+from paged_kernels.layer_cache import FORMATS, INT4, LayerCache, plain_channels
+from paged_kernels.packed_blocks import PackedBlocks
 
 SCALE = torch.float32
 ALIGNMENT = 16  # bytes: of every tensor in a page, and of a page; what a copy kernel moves at a time
@@ -84,9 +86,13 @@ class LayerShape:
 
     def tensors(self, block_size: int, dtype: torch.dtype) -> list[TensorShape]:
         """Return what a page holds of the layer, in the order of `LayerCache.tensors`. dtype: that of the cache."""
-        dtype = self.dtype or dtype
+        dtype, value_dim = self.dtype or dtype, self.value_dim or self.head_dim
+        if dtype == INT4:
+            assert block_size == packed_blocks.BLOCK_SIZE and not self.latent
+            shapes = PackedBlocks.shapes(self.num_kv_heads, self.head_dim, value_dim)
+            return [TensorShape(*shape) for shape in shapes] if self.num_kv_heads else []
         slots = (self.num_kv_heads, block_size)
-        sizes = [self.head_dim] if self.latent else [self.head_dim, self.value_dim or self.head_dim]
+        sizes = [self.head_dim] if self.latent else [self.head_dim, value_dim]
         stored = [TensorShape((*slots, size), dtype) for size in sizes]
         return stored + ([TensorShape(slots, SCALE)] * len(sizes) if dtype in FORMATS else [])
 
@@ -94,9 +100,13 @@ class LayerShape:
         """Return the bytes of the layer in a page."""
         return sum(_aligned(tensor.nbytes) for tensor in self.tensors(block_size, dtype))
 
-    def cache(self, memory: Tensor, offset: int, block_size: int, dtype: torch.dtype) -> LayerCache:
-        """Return views of the layer's tensors. memory: [num_pages, page_bytes] uint8. offset: the layer's first byte in
-        a page."""
+    def newest(self, dtype: torch.dtype) -> LayerShape | None:
+        """Return the shape of the layer in the block that is not full; None if its full blocks are not packed. dtype:
+        that of the cache."""
+        is_packed = (self.dtype or dtype) == INT4 and self.num_kv_heads
+        return replace(self, dtype=torch.int8, window=None) if is_packed else None
+
+    def _views(self, memory: Tensor, offset: int, block_size: int, dtype: torch.dtype) -> list[Tensor]:
         views: list[Tensor] = []
         for shape, of_type in self.tensors(block_size, dtype):
             if nbytes := math.prod(shape) * of_type.itemsize:
@@ -105,6 +115,16 @@ class LayerShape:
             else:
                 views.append(torch.empty((len(memory), *shape), dtype=of_type, device=memory.device))
             offset += _aligned(nbytes)
+        return views
+
+    def packed(self, memory: Tensor, offset: int, dtype: torch.dtype) -> PackedBlocks:
+        """Return views of the packed blocks of a layer; see `cache`."""
+        return PackedBlocks(*self._views(memory, offset, packed_blocks.BLOCK_SIZE, dtype))
+
+    def cache(self, memory: Tensor, offset: int, block_size: int, dtype: torch.dtype) -> LayerCache:
+        """Return views of the layer's tensors. memory: [num_pages, page_bytes] uint8. offset: the layer's first byte in
+        a page."""
+        views = self._views(memory, offset, block_size, dtype)
         if self.latent:
             cache = LayerCache.latent(views[0], self.value_dim or self.head_dim, *views[1:])
         elif len(views) > 2:
@@ -116,12 +136,22 @@ class LayerShape:
         return replace(cache, batch_invariant=self.batch_invariant)
 
 
+def unpackable(layer: LayerShape) -> str | None:
+    """Return why the blocks of a layer cannot be packed in four bits; None if they can."""
+    if layer.latent:
+        return "keeps latents, which are not stored in four bits"
+    sizes = {"keys": layer.head_dim, "values": layer.value_dim or layer.head_dim}
+    odd = [f"{name} of {size} elements" for name, size in sizes.items() if size % packed_blocks.GROUP]
+    return f"has {odd[0]}, which is not a multiple of {packed_blocks.GROUP}" if odd else None
+
+
 NO_ATTENTION = LayerShape(0, 0)  # the shape of a layer that stores no keys and values
 
 
 def bytes_per_token(layers: Iterable[LayerShape], dtype: torch.dtype) -> int:
     """Return the bytes of a token in all layers: keys, values, and the scales of a quantized `dtype`."""
-    return sum(tensor.nbytes for layer in layers for tensor in layer.tensors(1, dtype))
+    size = packed_blocks.BLOCK_SIZE  # the only one with which layers may be packed
+    return sum(tensor.nbytes for layer in layers for tensor in layer.tensors(size, dtype)) // size
 
 
 class CacheSpec(NamedTuple):
@@ -139,6 +169,13 @@ class CacheSpec(NamedTuple):
         )
 
 
+class Place(NamedTuple):
+    """Where a layer is in the blocks of all kinds together."""
+
+    page: int  # counted over the blocks of all kinds
+    offset: int  # its first byte in the page
+
+
 @dataclass(frozen=True)
 class CacheLayout:
     """The places of all layers in the pages of a pool."""
@@ -147,7 +184,8 @@ class CacheLayout:
     layers: tuple[LayerShape, ...]
     states: tuple[StateShape, ...]  # of recurrent layers
     dtype: torch.dtype  # a quantized type, or the type of the model's keys and values
-    places: tuple[tuple[int, int], ...]  # of each layer: its page, counted over the blocks of all kinds; its first byte
+    places: tuple[Place, ...]  # of each layer
+    newest: tuple[Place | None, ...]  # of the newest block of each layer; None: its full blocks are not packed
     page_bytes: int
 
     @property
@@ -184,27 +222,34 @@ class CacheLayout:
         # Layers without attention take no memory, so they are at the first byte of any page.
         empty = [index for index, layer in enumerate(layers) if not layer.page_bytes(block_size, dtype)]
         full = [index for index in range(len(layers)) if index not in windowed and index not in empty]
-        kinds = [kind for kind in (full, windowed) if kind]
-        sizes = [[layers[index].page_bytes(block_size, dtype) for index in kind] for kind in kinds]
+        newest = {index: shape for index, layer in enumerate(layers) if (shape := layer.newest(dtype))}
+        window = max((layers[index].window or 0 for index in windowed), default=1)
+        kinds: list[tuple[LayerKind, dict[int, LayerShape]]] = [
+            (FULL, {index: layers[index] for index in full}),
+            (WindowKind(window=window), {index: layers[index] for index in windowed}),
+            (NewestKind(), newest),
+        ]
+        kinds = [(kind, shapes) for kind, shapes in kinds if shapes]
+        sizes = [[shape.page_bytes(block_size, dtype) for shape in shapes.values()] for _, shapes in kinds]
         page_bytes, state_bytes = _page_bytes(sizes), sum(map(_state_bytes, _tensors_of(states)))
         if states:  # without attention, a page is a state
             page_bytes = _state_bytes(page_bytes) if kinds else state_bytes
-        places = dict.fromkeys(empty, (0, 0))
-        counts: list[int] = []  # pages of a block, by kind
-        for kind, of_kind in zip(kinds, sizes, strict=True):
-            packed = _packed(of_kind, page_bytes)
-            places |= {index: (sum(counts) + page, offset) for index, (page, offset) in zip(kind, packed, strict=True)}
-            counts.append(packed[-1][0] + 1)
-        of_tokens: tuple[LayerKind, ...] = (FULL,)
-        if windowed:
-            window = WindowKind(counts[-1], max(layers[index].window or 0 for index in windowed))
-            of_tokens = (LayerKind(counts[0]), window) if full else (window,)
-        elif not full:
-            of_tokens = (LayerKind(0),)
+        places: list[dict[int, Place]] = []  # by kind
+        of_tokens: list[LayerKind] = []
+        first = 0  # page of a kind
+        for (kind, shapes), of_kind in zip(kinds, sizes, strict=True):
+            packed = [Place(first + page, offset) for page, offset in _packed(of_kind, page_bytes)]
+            places.append(dict(zip(shapes, packed, strict=True)))
+            of_tokens.append(replace(kind, pages=packed[-1].page + 1 - first))
+            first += of_tokens[-1].pages
         recurrent = (StateKind(-(-state_bytes // page_bytes)),) if states else ()
-        blocks = BlockLayout(block_size, (*of_tokens, *recurrent), max_pending if windowed else 0)
-        ordered = tuple(places[index] for index in range(len(layers)))
-        return cls(blocks, tuple(layers), tuple(states), dtype, ordered, page_bytes)
+        limit = 0 if all(kind.keeps_all for kind in of_tokens) else max_pending
+        blocks = BlockLayout(block_size, (*(of_tokens or [LayerKind(0)]), *recurrent), limit)
+        in_newest = places.pop() if newest else {}
+        of_newest = [in_newest.get(index) for index in range(len(layers))]
+        found = dict.fromkeys(empty, Place(0, 0)) | {index: place for kind in places for index, place in kind.items()}
+        ordered = tuple(found[index] for index in range(len(layers)))
+        return cls(blocks, tuple(layers), tuple(states), dtype, ordered, tuple(of_newest), page_bytes)
 
 
 def _packed(sizes: Sequence[int], page_bytes: int) -> list[tuple[int, int]]:
@@ -255,6 +300,13 @@ def _state_bytes(size: TensorShape | int) -> int:
     return -(-nbytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
+class LayerPages(NamedTuple):
+    """The pages that hold a layer, counted over the blocks of all kinds."""
+
+    cache: int
+    packed: int | None = None  # of its packed blocks; None: it has none
+
+
 @dataclass(frozen=True, eq=False)
 class KVCache:
     """The keys and values of every layer, in pages; see `CacheLayout`. With one kind of layer a block is one page, and
@@ -262,7 +314,7 @@ class KVCache:
 
     memory: Tensor  # [num_pages, page_bytes] uint8
     layers: tuple[LayerCache, ...]  # views of the memory; the tensors of a layer without attention are empty
-    pages: tuple[int, ...]  # page of each layer, counted over the blocks of all kinds
+    pages: tuple[LayerPages, ...]  # of each layer
     states: StateCache | None = None  # None: the model has no recurrent layers
 
     @classmethod
@@ -273,10 +325,17 @@ class KVCache:
         num_pages += layout.blocks.has_null
         size = num_pages * layout.page_bytes
         memory = (pinned_zeros(size) if pinned else _zeros(size, device)).view(num_pages, layout.page_bytes)
-        places = zip(layout.layers, layout.places, strict=True)
-        caches = [layer.cache(memory, offset, layout.blocks.block_size, layout.dtype) for layer, (_, offset) in places]
+        caches, pages, block_size = [], [], layout.blocks.block_size
+        for layer, place, newest in zip(layout.layers, layout.places, layout.newest, strict=True):
+            if (shape := layer.newest(layout.dtype)) and newest:
+                cache = shape.cache(memory, newest.offset, block_size, layout.dtype)
+                caches.append(replace(cache, packed=layer.packed(memory, place.offset, layout.dtype)))
+                pages.append(LayerPages(newest.page, place.page))
+            else:
+                caches.append(layer.cache(memory, place.offset, block_size, layout.dtype))
+                pages.append(LayerPages(place.page))
         states = StateCache.of(layout.states, memory) if layout.states else None
-        return cls(memory, tuple(caches), tuple(page for page, _ in layout.places), states)
+        return cls(memory, tuple(caches), tuple(pages), states)
 
     @property
     def device(self) -> torch.device:
@@ -295,11 +354,7 @@ class KVCache:
     @property
     def pages_per_block(self) -> int:
         """The number of pages of a block, in all kinds of layers."""
-        return max(self.pages, default=0) + 1
-
-    def page_of(self, layer: int) -> int:
-        """Return the page of a block that holds a layer."""
-        return self.pages[layer]
+        return 1 + max((page for pages in self.pages for page in pages if page is not None), default=0)
 
     def read(self, pages: Sequence[int]) -> Tensor:
         """Return a copy of pages on the host, [len(pages), page_bytes] uint8."""

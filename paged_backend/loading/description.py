@@ -29,7 +29,7 @@ from paged_backend.files.start_checks import (
     draft_errors,
     ranks_named,
 )
-from paged_backend.kv.cache import CacheSpec, LayerShape
+from paged_backend.kv.cache import CacheSpec, LayerShape, unpackable
 from paged_backend.loading import model_sizes
 from paged_backend.loading.attention_probe import probe_layers
 from paged_backend.loading.classifier import is_classifier
@@ -240,10 +240,14 @@ def skip_layers(config: EngineConfig, layers: tuple[LayerShape, ...], dtype: tor
             raise invalid_option(field, names, f"{name}: the model has the layers 0 to {len(layers) - 1}")
         if name == SLIDING_WINDOW and not any(layer.window for layer in layers):
             raise invalid_option(field, names, f"{name}: the model has no layer with a window")
-    return tuple(
+    layers = tuple(
         replace(layer, dtype=dtype) if index in names or (layer.window and SLIDING_WINDOW in names) else layer
         for index, layer in enumerate(layers)
     )
+    for index, layer in enumerate(layers) if config.kv_cache_dtype == "int4" else ():
+        if layer.dtype is None and (reason := unpackable(layer)):
+            raise invalid_option("kv_cache_dtype", "int4", f"layer {index} {reason}; use int8 or fp8")
+    return layers
 
 
 def check_architecture(path: Path, hf_config: PretrainedConfig) -> None:

@@ -41,7 +41,7 @@ from transformers import PreTrainedModel
 
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
-from paged_backend.execution.batch import consecutive_pages, pack
+from paged_backend.execution.batch import consecutive_page_tables, consecutive_pages, pack
 from paged_backend.execution.runner import paged_logits
 from paged_backend.execution.upload import DeviceUpload
 from paged_backend.kv import sequence
@@ -60,7 +60,7 @@ from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.utils.startup import Progress, startup_log
 from paged_kernels.compilation import compile_ahead
-from paged_kernels.layer_cache import FORMATS
+from paged_kernels.layer_cache import QUANTIZED
 
 log = logging.getLogger("paged_llm")
 
@@ -126,7 +126,7 @@ def verify_model(
     name = type(model).__name__
     try:
         probed = probe_layers(model)
-        if kv_dtype in FORMATS:
+        if kv_dtype in QUANTIZED:
             find_key_channels(model)
         if outcome:
             layers = _restore(model, probed, outcome, options, quantizer)
@@ -311,7 +311,7 @@ class Proof:
     def _failure_of(self, names: Set[str], dtype: torch.dtype, depth: int) -> UnsupportedModel | None:
         model = shallow_copy(self._model, range(depth), dtype)
         probed = probe_layers(model)
-        if dtype in FORMATS:
+        if dtype in QUANTIZED:
             find_key_channels(model)
         expected = _expect(model, _prompts(model, ()), lambda: None)
         options = self._options._replace(kv_dtype=dtype)
@@ -584,13 +584,14 @@ def _paged_logits_of(
     width = -(-len(prompts[0]) // block_size)
     layout = CacheLayout.of(layers, block_size, dtype, states=recurrent.state_shapes(model))
     state = layout.blocks.kinds[-1].pages if layout.states else 0  # pages of a sequence's states
-    kv = KVCache.allocate(layout, 2 * width + 1 + 2 * state, model.device)
+    pages = layout.blocks.token_pages  # of a block
+    kv = KVCache.allocate(layout, (2 * width + 1) * pages + 2 * state, model.device)
     scale_channels(model, kv)
     long, short = (_greedy_sequence(key, ids[:-1]) for key, ids in enumerate(prompts))
     long.tables, short.tables = [list(range(2 * width, 0, -2))], [list(range(1, 2 * width, 2))]
     for number, seq in enumerate((long, short) if state else ()):
-        seq.tables.append([2 * width + 1 + number * state])
-    state_pages = consecutive_pages(state) if state else None
+        seq.tables.append([(2 * width + 1) * pages + number * state])
+    page_tables, state_pages = consecutive_page_tables(pages), consecutive_pages(state) if state else None
     logits_at: dict[tuple[int, int], Tensor] = {}
     stage = DeviceUpload(model.device)
 
@@ -599,7 +600,7 @@ def _paged_logits_of(
         chunks = tuple(
             Chunk(seq, seq.computed, n, sampled_sequences=(seq,) if n == seq.pending else ()) for seq, n in lengths
         )
-        batch = stage(pack(Plan(chunks), block_size=block_size, state_pages=state_pages))
+        batch = stage(pack(Plan(chunks), block_size=block_size, page_tables=page_tables, state_pages=state_pages))
         logits = iter(paged_logits(model, batch, kv))
         for chunk in chunks:
             chunk.sequence.computed += chunk.length

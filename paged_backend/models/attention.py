@@ -8,14 +8,15 @@ and call `attend_pages`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from paged_backend.api.errors import ConfigError
-from paged_backend.kv.cache import KVCache
+from paged_backend.kv.cache import KVCache, LayerPages
 from paged_backend.models.state_rows import StateRows
 from paged_kernels.layer_cache import LayerCache
 from paged_kernels.ops import kv_write, paged_attention
@@ -44,8 +45,17 @@ class AttentionMeta:
     state_rows: StateRows | None = None
 
     def paging_of(self, layer: int) -> Paging:
-        """Return the slots and block tables of the page that holds a layer."""
-        return self.pagings[self.kv.page_of(layer)]
+        """Return the slots and block tables of the pages that hold a layer."""
+        return self._paging_of[self.kv.pages[layer]]
+
+    @cached_property
+    def _paging_of(self) -> dict[LayerPages, Paging]:
+        """One object for all layers in the same pages, which share its plans."""
+        return {pages: self._with_packed(*pages) for pages in set(self.kv.pages)}
+
+    def _with_packed(self, page: int, packed: int | None) -> Paging:
+        paging = self.pagings[page]
+        return paging if packed is None else replace(paging, packed=self.pagings[packed])
 
 
 @dataclass(frozen=True, eq=False)
