@@ -701,14 +701,14 @@ RULES = (
     ),
     _excludes("kv_cache_dtype_skip_layers", "pipeline_parallel_size"),
     Rule(
-        "block_size",
-        lambda config: config.kv_cache_dtype == "int4" and config.block_size not in (AUTO, INT4_BLOCK_SIZE),
-        'must be 32 with kv_cache_dtype="int4", or auto',
-    ),
-    Rule(
         "kv_cache_dtype",
         lambda config: config.kv_cache_dtype == "int4" and config.pipeline_parallel_size > 1,
         "not supported with pipeline_parallel_size={config.pipeline_parallel_size}; use int8 or fp8",
+    ),
+    Rule(
+        "block_size",
+        lambda config: config.kv_cache_dtype == "int4" and config.block_size not in (AUTO, INT4_BLOCK_SIZE),
+        'must be 32 with kv_cache_dtype="int4", or auto',
     ),
     *(_needs(store, "enable_prefix_caching") for store in STORES),
     *(

@@ -87,10 +87,10 @@ class LayerShape:
     def tensors(self, block_size: int, dtype: torch.dtype) -> list[TensorShape]:
         """Return what a page holds of the layer, in the order of `LayerCache.tensors`. dtype: that of the cache."""
         dtype, value_dim = self.dtype or dtype, self.value_dim or self.head_dim
-        if dtype == INT4:
+        if dtype == INT4 and self.num_kv_heads:
             assert block_size == packed_blocks.BLOCK_SIZE and not self.latent
-            shapes = PackedBlocks.shapes(self.num_kv_heads, self.head_dim, value_dim)
-            return [TensorShape(*shape) for shape in shapes] if self.num_kv_heads else []
+            return [TensorShape(*shape) for shape in PackedBlocks.shapes(self.num_kv_heads, self.head_dim, value_dim)]
+        dtype = torch.int8 if dtype == INT4 else dtype  # of a layer without attention
         slots = (self.num_kv_heads, block_size)
         sizes = [self.head_dim] if self.latent else [self.head_dim, value_dim]
         stored = [TensorShape((*slots, size), dtype) for size in sizes]

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind, StateKind, WindowKind
+from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind, NewestKind, StateKind, WindowKind
 from tests.support.shadow import FirstOfStride
 
 WINDOW = WindowKind(pages=5, window=512)
@@ -27,7 +27,7 @@ def test_first_block_that_later_tokens_read(num_blocks, first):
 
 
 @pytest.mark.parametrize(
-    "kind", [FULL, WindowKind(1, 1), WindowKind(1, 7), WindowKind(1, 33), FirstOfStride(stride=16)]
+    "kind", [FULL, WindowKind(1, 1), WindowKind(1, 7), WindowKind(1, 33), NewestKind(), FirstOfStride(stride=16)]
 )
 def test_a_block_that_is_needed_was_needed_before(kind):
     """A prefix hit of fewer blocks is not possible without it."""
@@ -35,7 +35,8 @@ def test_a_block_that_is_needed_was_needed_before(kind):
         assert {block for block in kind.needed(count + 1, 4) if block < count} <= set(kind.needed(count, 4))
 
 
-KINDS = [WindowKind(1, window) for window in (1, 2, 5, 16, 33)] + [FirstOfStride(stride=16), FirstOfStride(stride=64)]
+KINDS = [WindowKind(1, window) for window in (1, 2, 5, 16, 33)]
+KINDS += [NewestKind(), FirstOfStride(stride=16), FirstOfStride(stride=64)]
 
 
 @pytest.mark.parametrize(("block_size", "kind"), list(itertools.product([1, 2, 4, 16], KINDS)), ids=str)
@@ -52,6 +53,8 @@ def test_bound_of_blocks_that_are_held(block_size, kind):
             }
             for committed, count in held.items():
                 assert count <= kind.max_blocks(layout.blocks_for(committed + pending), pending, block_size)
+    if isinstance(kind, NewestKind):
+        assert kind.max_blocks(10**6, 64, block_size) == max(held.values())
     if isinstance(kind, WindowKind):
         assert kind.max_blocks(10**6, 64, block_size) <= max(held.values()) + 1
 

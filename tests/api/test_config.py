@@ -223,6 +223,8 @@ VIOLATIONS = (
     {"quantization_group_size": 32},
     {"kv_cache_dtype_skip_layers": [0], "kv_cache_dtype": "auto"},
     {"kv_cache_dtype_skip_layers": [0], "pipeline_parallel_size": 2, "kv_cache_dtype": "int8"},
+    {"block_size": 16, "kv_cache_dtype": "int4"},
+    {"kv_cache_dtype": "int4", "pipeline_parallel_size": 2},
     {"data_parallel_size": 2, "nnodes": 2},
     {"nnodes": 2, "tensor_parallel_size": 3},
     {"data_parallel_size": 2, "disk_cache_dir": "d"},

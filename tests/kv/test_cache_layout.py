@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paged_backend.api import block_layout
-from paged_backend.api.block_layout import LayerKind, StateKind, WindowKind
+from paged_backend.api.block_layout import LayerKind, NewestKind, StateKind, WindowKind
 from paged_backend.kv.cache import (
     PADDING_LIMIT,
     CacheLayout,
@@ -14,8 +14,11 @@ from paged_backend.kv.cache import (
     LayerShape,
     StateShape,
     TensorShape,
+    bytes_per_token,
     state_nbytes,
+    unpackable,
 )
+from paged_kernels.layer_cache import INT4
 
 FULL, WINDOW = LayerShape(2, 16), LayerShape(2, 16, window=512)
 PAGE = 2 * 2 * 16 * 16 * 4  # bytes of one of these layers: keys and values, heads, tokens, elements, bytes
@@ -86,7 +89,7 @@ def windowed_cache():
 def test_layers_in_different_pages_have_the_same_place():
     kv = windowed_cache()
     assert {layer.keys.data_ptr() for layer in kv.layers} == {kv.memory.data_ptr()}
-    assert [kv.page_of(layer) for layer in range(3)] == [1, 0, 2]
+    assert [pages.cache for pages in kv.pages] == [1, 0, 2]
     assert len(kv.memory) == 8  # and the null page
 
 
@@ -109,6 +112,58 @@ def test_blocks_are_read_and_written_page_by_page():
     kv.memory.copy_(torch.randint(256, kv.memory.shape))
     kv.write([0, 1], kv.read([3, 5]))
     assert kv.memory[0].equal(kv.memory[3]) and kv.memory[1].equal(kv.memory[5])
+
+
+# --- packed blocks ----------------------------------------------------------------------------------------------------
+
+
+def test_packed_layers_share_pages_with_their_newest_blocks():
+    """Qwen2.5-0.5B: 72 bytes for the keys and values of a token and head, as 8 bits take 136."""
+    layers = [LayerShape(2, 64)] * 24
+    layout = CacheLayout.of(layers, 32, INT4, max_model_len=8192, max_pending=4096)
+    assert layout.blocks.kinds == (block_layout.FULL, NewestKind(2))
+    assert layout.page_bytes == 24 * 2 * 32 * 72
+    assert bytes_per_token(layers, INT4) == 24 * 2 * 72
+    assert layout.blocks.pages_for([2048], [1], 0) == 64 + 2
+    assert layout.blocks.max_pending == 4096
+
+
+def test_windows_and_skipped_layers_beside_packed_ones():
+    """Each kind of the windows keeps its blocks. A layer with its own type is not packed."""
+    layers = [
+        LayerShape(2, 32),
+        LayerShape(2, 32, window=512),
+        LayerShape(2, 32, dtype=torch.float32),
+        LayerShape(0, 0),
+    ]
+    layout = CacheLayout.of(layers, 32, INT4, max_model_len=8192)
+    assert [type(kind) for kind in layout.blocks.kinds] == [LayerKind, WindowKind, NewestKind]
+    assert [place is not None for place in layout.newest] == [True, True, False, False]
+    kv = KVCache.allocate(layout, 3 * layout.blocks.pages, torch.device("cpu"))
+    assert [cache.packed is not None for cache in kv.layers] == [True, True, False, False]
+    assert [cache.format for cache in kv.layers[:3]] == ["int8", "int8", None]
+    held = []  # the part of each tensor in one block of all kinds
+    for cache, pages in zip(kv.layers[:3], kv.pages, strict=False):
+        held += [tensor[pages.cache] for tensor in cache.tensors]
+        held += [tensor[pages.packed] for tensor in cache.packed.tensors] if cache.packed else []
+    for value, tensor in enumerate(held, 1):
+        tensor.fill_(value)
+    assert [tensor.unique().tolist() for tensor in held] == [[value] for value in range(1, 1 + len(held))]
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (LayerShape(1, 576, 512, latent=True), "keeps latents"),
+        (LayerShape(2, 80), "has keys of 80 elements, which is not a multiple of 32"),
+        (LayerShape(2, 64, 48), "has values of 48 elements"),
+        (LayerShape(2, 96, 64), None),
+        (LayerShape(0, 0), None),
+    ],
+)
+def test_layers_that_cannot_be_packed(layer, reason):
+    found = unpackable(layer)
+    assert found is None if reason is None else found.startswith(reason)
 
 
 # --- states of recurrent layers ---------------------------------------------------------------------------------------
