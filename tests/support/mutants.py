@@ -492,6 +492,21 @@ MUTANTS = {  # name: (file, source, replacement)
         "elif not closed:",
     ),
     # kinds of layers that do not keep all blocks
+    "a full newest block is cached": (
+        BLOCKS,
+        "for table in (sequence.tables[place] for place in self._caching):",
+        "for table in sequence.tables:",
+    ),
+    "a full newest block is kept": (
+        LAYOUT,
+        "return range(num_blocks, num_blocks)",
+        "return range(max(0, num_blocks - 1), num_blocks + 0)",
+    ),
+    "newest blocks of pending tokens are not counted": (
+        LAYOUT,
+        "(pending + 2 * block_size - 2) // block_size",
+        "(2 * block_size - 2) // block_size",
+    ),
     "a block leaves the window one token early": (LAYOUT, "+ 1 - self.window) //", "+ 2 - self.window) //"),
     "blocks are freed before their last reader has run": (
         BLOCKS,
@@ -715,6 +730,9 @@ MUTANTS = {  # name: (file, source, replacement)
 
 # The stress tests do not cover these, or meet them rarely: unit tests detect them.
 RARE = {
+    "a full newest block is cached",
+    "a full newest block is kept",
+    "newest blocks of pending tokens are not counted",
     "top tokens are lost when scores are merged",
     "the most recently used cached block is evicted",
     "a table is freed head first",
