@@ -211,6 +211,12 @@ class BlockLayout:
             kind.max_blocks(count - shared, limit, self.block_size) for count, limit in own
         )
 
+    def sequences(self, num_pages: int, length: int) -> int:
+        """Return how many sequences of `length` tokens a pool of this size has room for, of which one is computed and
+        the others are decoded. 0 if they need no pages."""
+        first, others = (self.pages_for([length], [pending], 0) for pending in (length, 1))
+        return max(0, 1 + (num_pages - first) // others) if others else 0
+
     def max_tokens(self, num_pages: int) -> int:
         """Return the length of the longest sequence for which a pool of this size has room."""
         keeps_all = any(kind.keeps_all and kind.pages for kind in self.kinds)

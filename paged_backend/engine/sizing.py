@@ -95,8 +95,7 @@ def plan(config: EngineConfig, device: Device, contexts: Sequence[int] = ()) -> 
         raise ConfigError(f"context={too_long}: must be at most {longest}, the context length of {described.name}")
     rows = []
     for length in lengths:
-        needed = blocks.pages_for([length], [length], 0)
-        fits = pages // needed if needed else config.max_num_seqs if free else 0
+        fits = blocks.sequences(pages, length) if blocks.pages else config.max_num_seqs if free else 0
         batch = min(fits, config.max_num_seqs)
         rows.append(Row(length, fits, batch, *_times(config, described, device, cache, length, batch)))
     return Plan(

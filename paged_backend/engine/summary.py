@@ -194,8 +194,9 @@ def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
 
     length = loaded.spec.max_model_len
     parts = [pool(pages)]
-    if needed := layout.blocks.pages_for([length], [length], 0):
-        parts[0] += f", for {_counted(pages // needed, 'request')} of {length} tokens"
+    if layout.blocks.pages:
+        count = layout.blocks.sequences(pages, length)
+        parts[0] += f", for {_counted(count, 'request')} of {length} tokens"
     first = 0  # page of a block, counted over all kinds
     for kind in layout.blocks.token_kinds:
         if not kind.keeps_all:

@@ -66,6 +66,17 @@ def test_a_long_sequence_needs_the_pages_of_its_window_only():
     assert LAYOUT.pages_for([32_768], [32_768], 0) == blocks + 5 * WINDOW.max_blocks(blocks, 4096, 16)
 
 
+@pytest.mark.parametrize("kinds", [(FULL,), (FULL, WINDOW), (FULL, NewestKind(2)), (FULL, StateKind(7))])
+def test_sequences_of_a_pool(kinds):
+    """One is computed, with the tokens of two steps pending, while the others are decoded."""
+    layout = BlockLayout(16, kinds, max_pending=128)
+    for pages in range(200, 800, 7):
+        count = layout.sequences(pages, 320)
+        assert layout.pages_for([320], [320], 0) + (count - 1) * layout.pages_for([320], [1], 0) <= pages
+        assert layout.pages_for([320], [320], 0) + count * layout.pages_for([320], [1], 0) > pages
+    assert layout.sequences(3, 320) == 0
+
+
 def test_samples_share_the_blocks_of_the_prompt():
     alone = LAYOUT.pages_for([320], [320], 0)
     both = LAYOUT.pages_for([336, 336], [336, 336], 20)
