@@ -28,7 +28,7 @@ from paged_backend.api.config import AUTO_BLOCK_SIZES, DEFAULT_BLOCK_SIZE, INT4_
 from paged_backend.engine.model_preparation import rank_cache
 from paged_backend.engine.pools import PoolSizing
 from paged_backend.files.start_checks import ROOT
-from paged_backend.kv.cache import CacheSpec, bytes_per_token, state_nbytes
+from paged_backend.kv.cache import CacheSpec, state_nbytes
 from paged_backend.loading.description import Description, describe, pick_device
 from paged_backend.utils.startup import startup_log
 
@@ -106,7 +106,7 @@ def step_seconds(curve: Curve, cache: CacheSpec, weight_bytes: float, size: int)
     context, attention = min(CONTEXT, cache.max_model_len), 0.0
     for layer in cache.layers:
         speed = (curve.latents if layer.latent else curve.heads)[size]
-        attention += bytes_per_token([layer], cache.kv_dtype) * min(context, layer.window or context) / speed
+        attention += layer.context_bytes(context, cache.kv_dtype) / speed
     return weight_bytes / curve.read + BATCH * (attention + curve.bookkeeping[size])
 
 

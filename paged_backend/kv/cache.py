@@ -100,6 +100,10 @@ class LayerShape:
         """Return the bytes of the layer in a page."""
         return sum(_aligned(tensor.nbytes) for tensor in self.tensors(block_size, dtype))
 
+    def context_bytes(self, length: int, dtype: torch.dtype) -> int:
+        """Return the bytes of the layer that the next token reads of `length` tokens before it."""
+        return bytes_per_token([self], dtype) * min(length, self.window or length)
+
     def newest(self, dtype: torch.dtype) -> LayerShape | None:
         """Return the shape of the layer in the block that is not full; None if its full blocks are not packed. dtype:
         that of the cache."""
@@ -164,9 +168,7 @@ class CacheSpec(NamedTuple):
 
     def token_bytes(self, length: int) -> int:
         """Return the bytes that the next token reads of `length` tokens before it."""
-        return sum(
-            bytes_per_token([layer], self.kv_dtype) * min(length, layer.window or length) for layer in self.layers
-        )
+        return sum(layer.context_bytes(length, self.kv_dtype) for layer in self.layers)
 
 
 class Place(NamedTuple):
