@@ -241,9 +241,10 @@ class FusedDecoder:
         embedded = self.module.embed_tokens(input_ids)
         angles = self.angles(embedded, position_ids)
         states = HiddenStates(embedded[0], None)
-        if self.native and len(paged.pagings) == 1:  # the kernel reads one block table for all layers
+        if self.native:
             caches = paged.kv.layers[: len(self.layers)]  # the draft model's caches follow
-            states = HiddenStates(self.native(states.output, *angles, caches, paged.pagings[0]), None)
+            pagings = [paged.paging_of(layer) for layer in range(len(caches))]
+            states = HiddenStates(self.native(states.output, *angles, caches, pagings), None)
         else:
             for layer in self.layers[: len(self.module.layers)]:  # warm-up leaves layers out (`distinct_layers`)
                 states = layer(states, angles, paged)

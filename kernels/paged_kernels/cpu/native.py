@@ -7,7 +7,7 @@ import ctypes
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
@@ -207,9 +207,12 @@ def paged_attention(
     """
     same_size = cache.value_dim == query.shape[2]
     out = _like(query) if same_size else query.new_empty(*query.shape[:2], cache.value_dim)
+    tensors, packed = _packed_of(cache, paging)
+    packed_slots, packed_tables = (packed.slots.contiguous(), packed.block_tables) if packed else (None, None)
     _operator("paged_attention")(
         out, _dense(query), cache.keys, cache.values, cache.key_scales, cache.value_scales, cache.key_channels,
-        paging.block_tables, paging.context_lens, paging.query_starts,
+        tensors, paging.slots.contiguous(), paging.block_tables, paging.context_lens, paging.query_starts,
+        packed_slots, packed_tables,
         scale, sliding_window or 0, softcap or 0.0, sinks if sinks is None else sinks.to(query.dtype).contiguous(),
         _index(level),
     )  # fmt: skip
@@ -321,7 +324,7 @@ class DecoderLayers:
         weakref.finalize(self, _free_layers, self._numbers)
 
     def __call__(
-        self, stream: Tensor, cos: Tensor, sin: Tensor, caches: Sequence[LayerCache], paging: Paging
+        self, stream: Tensor, cos: Tensor, sin: Tensor, caches: Sequence[LayerCache], pagings: Sequence[Paging]
     ) -> Tensor:
         """Return the residual stream [num_tokens, hidden] after the layers. All tensors must be dense.
 
@@ -329,16 +332,18 @@ class DecoderLayers:
             stream: the residual stream before the layers, [num_tokens, hidden].
             cos, sin: [1, num_tokens, head_dim].
             caches: the cache of each layer.
+            pagings: the addresses of each layer's cache. Layers that share them must have the same object.
         """
-        keys = [cache.keys for cache in caches]
-        values = [cache.values for cache in caches]
-        none = stream.new_empty(0)
-        key_scales = [none if cache.key_scales is None else cache.key_scales for cache in caches]
-        value_scales = [none if cache.value_scales is None else cache.value_scales for cache in caches]
-        key_channels = [none if cache.key_channels is None else cache.key_channels for cache in caches]
+        packed = [_packed_of(*layer) for layer in zip(caches, pagings, strict=True)]
+        distinct = list(dict.fromkeys([*pagings, *(paging for _, paging in packed if paging)]))
+        numbers = {paging: number for number, paging in enumerate(distinct)}
         result: Tensor = _operator("decoder_layers")(
-            self._numbers, stream, cos, sin, keys, values, key_scales, value_scales, key_channels,
-            paging.slots, paging.block_tables, paging.context_lens, paging.query_starts,
+            self._numbers, stream, cos, sin,
+            *_each(caches, "keys", "values", "key_scales", "value_scales", "key_channels"),
+            [tensor for tensors, _ in packed for tensor in tensors],
+            *_each(distinct, "slots", "block_tables", "context_lens", "query_starts"),
+            [numbers[paging] for paging in pagings],
+            [numbers[paging] if paging else -1 for _, paging in packed],
         )  # fmt: skip
         return result
 
@@ -396,6 +401,16 @@ def _make_layer(layer: DecoderLayer, level: int) -> int:
 def _free_layers(numbers: Sequence[int]) -> None:
     for number in numbers:
         _operator("free_layer")(number)
+
+
+def _packed_of(cache: LayerCache, paging: Paging) -> tuple[Sequence[Tensor], Paging | None]:
+    """Return the tensors of a layer's packed blocks and their addresses, if it has any."""
+    return ((), None) if cache.packed is None or paging.packed is None else (cache.packed.tensors, paging.packed)
+
+
+def _each(objects: Sequence[Any], *names: str) -> Iterator[list[Any]]:
+    """Yield the list of each attribute."""
+    return ([getattr(one, name) for one in objects] for name in names)
 
 
 def _like(x: Tensor) -> Tensor:  # twice as fast as `torch.empty`, of which a step needs hundreds

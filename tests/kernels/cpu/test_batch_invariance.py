@@ -1,13 +1,17 @@
 """Results of a row have the same bits in every batch: attention at each chunking and block size, and linear layers."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from paged_backend.models.quantization import quantize as quantize_weight
 from paged_kernels.cpu import native
 from paged_kernels.cpu.packed_linear import pack_linear
-from paged_kernels.layer_cache import FORMATS, LayerCache, quantize
+from paged_kernels.layer_cache import FORMATS, LayerCache, pack_full_blocks, plain_channels, quantize
+from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks
 from paged_kernels.paging import Paging
+from tests.support.attention_cases import replace_paging
 from tests.support.pairwise import pairwise
 
 TILED = {"amx", "amx_emulated"}  # with many rows they use tile instructions, which add in another order
@@ -43,15 +47,29 @@ def attend(query, keys, values, chunks, *, block_size, format, level, **settings
         pool = torch.full((num_blocks, keys.shape[1], block_size, rows.shape[2]), float("nan"), dtype=keys.dtype)
         pool[table[position // block_size], :, position % block_size] = rows
         pools.append(pool)
-    scales = []
+    cache = LayerCache(*pools)
     if format:
-        dtype = next(dtype for dtype, name in FORMATS.items() if name == format)
+        dtype = next((dtype for dtype, name in FORMATS.items() if name == format), torch.int8)
         (pools[0], key_scales), (pools[1], value_scales) = (quantize(pool, dtype) for pool in pools)
-        scales = [key_scales, value_scales]
+        cache = LayerCache(*pools, key_scales, value_scales)
+    if format == "int4":
+        cache, paging = packed(cache, paging, table[: len(keys) // BLOCK_SIZE])
     rows = torch.cat([query[start:end] for start, end in chunks])
-    return native.paged_attention(
-        rows, LayerCache(*pools, *scales), paging, scale=query.shape[-1] ** -0.5, level=level, **settings
+    return native.paged_attention(rows, cache, paging, scale=query.shape[-1] ** -0.5, level=level, **settings)
+
+
+def packed(cache, paging, blocks):
+    """Return the cache and addresses with these blocks packed, into blocks of the same numbers."""
+    num_blocks, num_kv_heads, _, head_dim = cache.keys.shape
+    shapes = PackedBlocks.shapes(num_kv_heads, head_dim, cache.value_dim)
+    cache = dataclasses.replace(
+        cache,
+        key_channels=plain_channels(num_kv_heads, head_dim, cache.keys.device),
+        packed=PackedBlocks(*(torch.zeros((num_blocks, *shape), dtype=dtype) for shape, dtype in shapes)),
     )
+    last = blocks * BLOCK_SIZE + BLOCK_SIZE - 1
+    pack_full_blocks(cache, last, last)
+    return cache, replace_paging(paging, packed=paging)
 
 
 def split(positions, lengths):
@@ -73,7 +91,20 @@ SETTINGS = ({}, {"sliding_window": 77}, {"sliding_window": 600, "softcap": 5.0})
 )
 def test_a_query_gets_the_same_bits_alone_and_in_every_chunk(heads, dtype, format, settings, threads):
     """At the start, across the ends of tiles and parts, and at the end of a context."""
-    group, head_dim = heads
+    ways = (((1,), 16), ((40,), 16), ((2, 13), 64), ((7, 1, 5), 1))
+    check_same_bits(*heads, dtype, format, settings, threads, ways)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "settings"), pairwise([(1, 64), (3, 96), (8, 128)], DTYPES, SETTINGS), ids=str
+)
+def test_a_query_gets_the_same_bits_from_packed_blocks_alone_and_in_every_chunk(heads, dtype, settings, threads):
+    ways = [(lengths, BLOCK_SIZE) for lengths in ((1,), (40,), (2, 13), (7, 1, 5))]
+    check_same_bits(*heads, dtype, "int4", settings, threads, ways)
+
+
+def check_same_bits(group, head_dim, dtype, format, settings, threads, ways):
+    """ways: lengths of chunks, in turn, with the size of blocks."""
     generator = torch.Generator().manual_seed(head_dim)
     query, keys, values = (
         torch.randn((LENGTH, heads, head_dim), generator=generator).to(dtype) for heads in (2 * group, 2, 2)
@@ -86,7 +117,7 @@ def test_a_query_gets_the_same_bits_alone_and_in_every_chunk(heads, dtype, forma
                     query, keys, values, list(split((first, last), lengths)),
                     block_size=block_size, format=format, level=level, **settings,
                 )
-                for lengths, block_size in (((1,), 16), ((40,), 16), ((2, 13), 64), ((7, 1, 5), 1))
+                for lengths, block_size in ways
             ]  # fmt: skip
             threads(3)
             for other in attended[1:]:

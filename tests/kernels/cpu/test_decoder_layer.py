@@ -1,5 +1,7 @@
 """A decoder layer in one call against its operations in sequence."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -15,7 +17,8 @@ from paged_kernels.cpu.native import (
 )
 from paged_kernels.cpu.packed_linear import pack_linear, pack_quantized
 from paged_kernels.layer_cache import FORMATS
-from tests.support.attention_cases import Case, make_inputs
+from paged_kernels.packed_blocks import BLOCK_SIZE
+from tests.support.attention_cases import Case, make_inputs, replace_paging
 from tests.support.pairwise import pairwise
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
@@ -86,29 +89,60 @@ PLAIN = {"biased": False, "head_norms": False, "rotates": True, "codes": None}
         native.levels(),
         KINDS,
         [torch.float32, torch.float16, torch.bfloat16],
-        [None, *FORMATS.values()],
+        [None, *FORMATS.values(), "int4"],
         ["decode", "mixed", "padded"],
     ),
     ids=str,
 )
 def test_decoder_layers_match_their_operations_bit_for_bit(level, kind, dtype, format, batch):
     layer = made(dtype=dtype, **PLAIN | KINDS[kind])
-    case = Case(batch, num_kv_heads=KV_HEADS, group=GROUP, head_dim=HEAD_DIM, format=format)
-    caches, others = ([make_inputs(case, dtype).arrays[1] for _ in range(2)] for _ in range(2))
-    paging = make_inputs(case, dtype).arrays[2]
+    case = Case(batch, KV_HEADS, GROUP, HEAD_DIM, block_size=BLOCK_SIZE, format=format)
+    check_layers([layer, layer], *(inputs_of([case, case], dtype) for _ in range(2)), level)
+
+
+def inputs_of(cases, dtype):
+    """Return a cache of each case, and the addresses of the first."""
+    made = [make_inputs(case, dtype).arrays for case in cases]
+    return [cache for _, cache, _ in made], [made[0][2]] * len(cases)
+
+
+def check_layers(layers, inputs, same_inputs, level):
+    """inputs, same_inputs: the same caches and addresses twice, since they are written."""
+    (caches, pagings), (others, _) = inputs, same_inputs
+    dtype, paging = layers[0].norm.dtype, pagings[0]
     tokens = len(paging.slots)
     stream = torch.randn(tokens, HIDDEN).to(dtype)
     angles = torch.randn(tokens, HEAD_DIM)
     cos, sin = angles.cos().to(dtype)[None], angles.sin().to(dtype)[None]
-    found = DecoderLayers([layer, layer], level=level)(stream, cos, sin, caches, paging)
+    found = DecoderLayers(layers, level=level)(stream, cos, sin, caches, pagings)
     output, residual = stream, None
-    for other in others:
-        output, residual = run_operations(layer, output, residual, cos, sin, other, paging, level)
+    for layer, other, addresses in zip(layers, others, pagings, strict=True):
+        output, residual = run_operations(layer, output, residual, cos, sin, other, addresses, level)
     used = torch.arange(tokens) < paging.query_starts[-1]
     assert torch.equal(found[used], (output + residual)[used])
     for cache, other in zip(caches, others, strict=True):
-        for one, another in zip(cache.tensors, other.tensors, strict=True):
+        packed = [(), ()] if cache.packed is None else [cache.packed.tensors, other.packed.tensors]
+        for one, another in zip((*cache.tensors, *packed[0]), (*other.tensors, *packed[1]), strict=True):
             assert torch.equal(one.nan_to_num(7.0), another.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("level", native.levels())
+def test_layers_with_addresses_of_their_own_match_their_operations(level):
+    """Two layers with packed blocks, layers whose caches are in one or both other pools, and windows."""
+    dtype = torch.float32
+    layers = [made(dtype=dtype, **PLAIN, sliding_window=window) for window in (None, None, 40, None, 40)]
+
+    def inputs():
+        case = Case("mixed", KV_HEADS, GROUP, HEAD_DIM, block_size=BLOCK_SIZE, format="int4")
+        (cache, third), (paging, _) = inputs_of([case, case], dtype)
+        plain = dataclasses.replace(case, format=None)
+        second, own = make_inputs(plain, dtype, seed=1).arrays[1:]
+        fifth = make_inputs(plain, dtype, seed=1).arrays[1]
+        fourth, whole = make_inputs(dataclasses.replace(case, format="int8"), dtype).arrays[1:]
+        both = replace_paging(whole, packed=paging.packed)  # addresses of packed blocks, in which the layer has none
+        return [cache, second, third, fourth, fifth], [paging, own, paging, both, own]
+
+    check_layers(layers, inputs(), inputs(), level)
 
 
 def one_layer(**settings):
@@ -120,18 +154,18 @@ def one_layer(**settings):
 def test_angles_of_different_types_are_rejected():
     layer, rows, angles, cache, paging = one_layer()
     with pytest.raises(RuntimeError, match="cos and sin have different types"):
-        layer(rows, angles, angles.bfloat16(), [cache], paging)
+        layer(rows, angles, angles.bfloat16(), [cache], [paging])
 
 
 def test_every_layer_needs_a_cache():
     layer, rows, angles, cache, paging = one_layer()
     with pytest.raises(RuntimeError, match="1 layers with 2 caches"):
-        layer(rows, angles, angles, [cache, cache], paging)
+        layer(rows, angles, angles, [cache, cache], [paging, paging])
 
 
 def test_time_of_each_operation_is_counted():
     layer, rows, angles, cache, paging = one_layer()
     before = native.seconds()
-    layer(rows, angles, angles, [cache], paging)
+    layer(rows, angles, angles, [cache], [paging])
     spent = {kind for kind, after in native.seconds().items() if after > before[kind]}
     assert spent == {"linear", "rope_kv_write", "paged_attention"}  # which compute norms and activations as well

@@ -1,5 +1,6 @@
 """Paged attention on a CPU against the reference: PyTorch, and C++ at every level of this machine."""
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from torch.testing import assert_close
 from paged_kernels import ops
 from paged_kernels.cpu import native
 from paged_kernels.cpu import paged_attention as cpu
-from paged_kernels.layer_cache import FORMATS
+from paged_kernels.layer_cache import FORMATS, LayerCache, pack_full_blocks, plain_channels
+from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks
 from paged_kernels.paged_attention import paged_attention_reference
+from paged_kernels.paging import Paging
 from tests.support.attention_cases import BATCHES, PACKED, Case, make_inputs, make_paging, replace_paging, sample
 from tests.support.pairwise import pairwise
 
@@ -54,15 +57,95 @@ def test_packed_blocks_match_reference(dtype):
         test_matches_reference(case, dtype)
 
 
+def cache_to_pack(head_dim, value_dim):
+    """Return a cache of 9 full blocks to be packed, whose elements have all magnitudes and some of which are NaN."""
+    generator = torch.Generator().manual_seed(head_dim)
+    pools, scales = [], []
+    for size in (head_dim, value_dim):
+        pools.append(torch.randint(-127, 128, (9, 2, BLOCK_SIZE, size), generator=generator, dtype=torch.int8))
+        sizes = torch.randint(-22, 10, (9, 2, 1), generator=generator)  # up to zeros and scales that are too large
+        scales.append(torch.exp2(sizes) * torch.rand((9, 2, BLOCK_SIZE), generator=generator))
+        pools[-1][1] = 100  # all the same
+        pools[-1][2, :, :, ::3] = 0
+        scales[-1][3, 1, 5] = torch.nan
+        scales[-1][4] = 2.0**40
+    shapes = PackedBlocks.shapes(2, head_dim, value_dim)
+    packed = PackedBlocks(*(torch.full((11, *shape), 77, dtype=dtype) for shape, dtype in shapes))
+    return LayerCache(*pools, *scales, plain_channels(2, head_dim, torch.device("cpu")), packed=packed)
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (64, 96), (96, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("attend", COMPILED.values(), ids=COMPILED)
+def test_blocks_are_packed_into_the_same_bits_as_by_the_definition(attend, sizes, threads):
+    head_dim, _ = sizes
+    slots = torch.tensor([31, 63, 95, 127, 159, -1, 191, 223 - 1, -1, 287])  # the blocks 0 to 5 and 8 end
+    packed_slots = torch.tensor([351, 31, 95, 127, 191, -1, 223, 319 - 1, -1, 255])
+    nobody = make_paging(((len(slots), 0),), BLOCK_SIZE)[0]
+    packed = replace_paging(nobody, slots=packed_slots)
+    expected = cache_to_pack(*sizes)
+    pack_full_blocks(expected, slots, packed_slots)
+    assert (expected.packed.key_scales == 255).any() and (expected.packed.key_scales == 0).any()
+    for count in (1, 3):
+        threads(count)
+        cache = cache_to_pack(*sizes)
+        attend(
+            torch.zeros(len(slots), 2, head_dim), cache, replace_paging(nobody, slots=slots, packed=packed), scale=1.0
+        )
+        for found, wanted in zip(cache.packed.tensors, expected.packed.tensors, strict=True):
+            assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))  # a zero that is NaN may have any bits
+
+
+def unread_entries(paging: Paging) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which entries of both block tables no query reads: of the cache itself, and of packed blocks."""
+    assert paging.packed is not None
+    column = torch.arange(paging.block_tables.shape[1])
+    first = (paging.context_lens - paging.query_starts.diff()) // BLOCK_SIZE
+    last = (paging.context_lens - 1) // BLOCK_SIZE
+    return (column < first[:, None]) | (column > last[:, None]), column >= last[:, None]
+
+
+@pytest.mark.parametrize("attend", COMPILED.values(), ids=COMPILED)
+def test_blocks_that_no_query_reads_need_no_address(attend):
+    query, cache, paging = make_inputs(Case("chunks", block_size=BLOCK_SIZE, format="int4"), torch.float32).arrays
+    expected = attend(query, cache, paging, scale=1.0)
+    own, full = unread_entries(paging)
+    packed = replace_paging(paging.packed, block_tables=paging.packed.block_tables.masked_fill(full, -7))
+    tables = paging.block_tables.masked_fill(own, 1 << 30)
+    assert own.any() and full.any()
+    assert torch.equal(
+        expected, attend(query, cache, replace_paging(paging, block_tables=tables, packed=packed), scale=1.0)
+    )
+    for changed, message in ((own, r"^block_tables\[0\]: block -7"), (full, r"packed block_tables\[0\]: block -7")):
+        of_packed = changed is full
+        read = (paging.packed if of_packed else paging).block_tables.masked_fill(~changed, -7)
+        changes = {"packed": replace_paging(paging.packed, block_tables=read)} if of_packed else {"block_tables": read}
+        with pytest.raises(RuntimeError, match=message):
+            attend(query, cache, replace_paging(paging, **changes), scale=1.0)
+
+
+def test_slots_outside_the_packed_pool_are_rejected():
+    query, cache, paging = make_inputs(Case("prefill", block_size=BLOCK_SIZE, format="int4"), torch.float32).arrays
+    for slot in (-1, len(cache.packed.key_codes) * BLOCK_SIZE):
+        packed = replace_paging(paging.packed, slots=torch.full_like(paging.slots, slot))
+        with pytest.raises(RuntimeError, match=f"and {slot} of pools of"):
+            native.paged_attention(query, cache, replace_paging(paging, packed=packed), scale=1.0)
+
+
 LONG = {"decode": ((1, 2100), (1, 300)), "chunk": ((9, 4500), (1, 40))}
 
 
-@pytest.mark.parametrize("settings", [{}, {"sinks": True, "softcap": 4.0}, {"sliding_window": 700}], ids=str)
+PACKED_LONG = {"head_dim": 64, "block_size": BLOCK_SIZE, "format": "int4"}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"sinks": True, "softcap": 4.0}, {"sliding_window": 700}, PACKED_LONG], ids=str
+)
 @pytest.mark.parametrize("spans", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("attend", COMPILED.values(), ids=COMPILED)
 def test_split_contexts_match_the_reference_on_any_number_of_threads(attend, spans, settings, threads, monkeypatch):
     monkeypatch.setitem(BATCHES, "long", spans)
-    inputs = make_inputs(Case("long", num_kv_heads=1, head_dim=72, **settings), torch.float32)
+    case = dataclasses.replace(Case("long", num_kv_heads=1, head_dim=72), **settings)
+    inputs = make_inputs(case, torch.float32)
     expected = paged_attention_reference(*inputs.arrays, **inputs.settings)
     threads(1)
     first = attend(*inputs.arrays, **inputs.settings)
@@ -72,7 +155,16 @@ def test_split_contexts_match_the_reference_on_any_number_of_threads(attend, spa
 
 
 @pytest.mark.parametrize("attend", COMPILED.values(), ids=COMPILED)
-@pytest.mark.parametrize("case", [Case("decode"), Case("mixed", format="int8"), Case("prefill", head_dim=128)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("decode"),
+        Case("mixed", format="int8"),
+        Case("prefill", head_dim=128),
+        Case("mixed", format="int4", block_size=BLOCK_SIZE),
+    ],
+    ids=str,
+)
 def test_batches_have_the_same_bits_on_any_number_of_threads(attend, case, threads):
     inputs = make_inputs(case, torch.bfloat16)
     found = []
@@ -127,14 +219,14 @@ def test_layers_of_a_step_share_one_plan():
 
 def test_window_gathers_only_its_own_blocks():
     paging, _ = make_paging(((1, 4000), (1, 3000)), 16)
-    calls = paging.plan(cpu.LayerKey(1, 16, 8, 8, torch.float32, window=64))
+    calls = paging.plan(cpu.LayerKey(1, 16, 8, 8, torch.float32, window=64, packed=False))
     assert sum(call.keys.shape[0] * call.keys.shape[2] for call in calls) <= 2 * (64 + 2 * 16)
 
 
 def test_decode_rows_of_different_length_are_not_padded_to_the_longest():
     context_lens = [30, 8000, 500, 40, 7900, 35, 510]
     paging, _ = make_paging(tuple((1, n) for n in context_lens), 16)
-    calls = paging.plan(cpu.LayerKey(3, 16, 64, 64, torch.float32, window=None))
+    calls = paging.plan(cpu.LayerKey(3, 16, 64, 64, torch.float32, window=None, packed=False))
     gathered = sum(call.keys.shape[0] * call.keys.shape[2] for call in calls)
     assert gathered <= 1.2 * sum(context_lens)
     assert len(calls) < len(context_lens)

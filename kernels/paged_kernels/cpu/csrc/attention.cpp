@@ -13,9 +13,11 @@
 // Units are defined in tiles.h: pairs of bf16 for tile instructions, else fp32. The columns of a value panel are
 // deinterleaved: of 2 W elements, the even ones come first, then the odd ones, so that packing needs no shuffle.
 //
-// Packing pays off if many rows share it. With few rows, as in a decode step, keys and values are read in place.
+// Packing pays off if many rows share it. With few rows, as in a decode step, keys and values are read in place. But those
+// of packed blocks (unpack.h) always go to panels, which takes less time than to read them in place for each row.
 #include "direct.h"
 #include "level.h"
+#include "unpack.h"
 
 namespace paged {
 namespace {
@@ -29,7 +31,7 @@ constexpr int strip_rows = PAGED_HAS_TILES ? 32 : 24;
 
 // The scratch memory of a thread for one work item.
 struct Scratch {
-  const void* rows[2][2 * key_tile];  // keys, then as many values, of this tile and of the next
+  const void* rows[2][2 * key_tile];  // what `find_rows` or `find_blocks` has found for this tile and for the next
   float key_scales[key_tile], value_scales[key_tile];
   uint32_t *query, *key_panel, *value_panel, *weights;
   float *scores, *sums, *maxima, *denominators;
@@ -72,11 +74,13 @@ INLINE size_t layout_scratch(Scratch* s, char* memory, int rows, const Cache& ca
 INLINE int first_tile(const Item& item) { return item.begin / tile_step * tile_step; }
 INLINE int next_tile(int start) { return (start / key_tile + 1) * key_tile; }
 
+INLINE int tile_keys(const Item& item, int start) { return min_int(next_tile(start), item.end) - start; }
+
 // Finds the addresses of the keys and values of one tile, from position `start` on. The item's first key stands in for
-// those before it. Returns their number.
+// those before it. Returns the number of keys, and as many values.
 INLINE int find_rows(const Attention& call, const Item& item, int start, const void** rows) {
   const Cache& cache = call.cache;
-  const int count = min_int(next_tile(start), item.end) - start, missing = max_int(0, item.begin - start), element = bytes(cache.type);
+  const int count = tile_keys(item, start), missing = max_int(0, item.begin - start), element = bytes(cache.type);
   const int32_t* table = call.block_tables + item.seq * call.table_stride;
   for (int n = missing; n < count;) {
     const int offset = (start + n) & (cache.block_size - 1);
@@ -105,6 +109,57 @@ INLINE void gather_scales(const Attention& call, const Item& item, int start, in
     for (; n < last; n++) keys[n] = *key++, values[n] = *value++;
   }
   for (int n = count; n < round_up(count, 32); n++) keys[n] = values[n] = 0;
+}
+
+// Returns how many keys of a tile are in packed blocks: those before the newest block of the queries.
+INLINE int packed_keys(const Item& item, int start) {
+  return max_int(0, min_int(tile_keys(item, start), item.position / packed_block * packed_block - start));
+}
+
+INLINE int64_t packed_block_at(const Attention& call, const Item& item, int position) {
+  return call.packed_tables[item.seq * call.packed_stride + position / packed_block];
+}
+
+INLINE int prefetched_bytes(const Attention& call) { return round_up(max_int(call.cache.head_dim, call.cache.value_dim), 128); }
+
+// Finds what to prefetch of one tile of a layer with packed blocks. Returns the number of addresses.
+INLINE int find_blocks(const Attention& call, const Item& item, int start, const void** to) {
+  const PackedBlocks& packed = call.cache.packed;
+  const int full = packed_keys(item, start), bytes = prefetched_bytes(call);
+  int count = 0;
+  for (int n = 0; n < full; n += packed_block)
+    for (int part = 0; part < PackedBlocks::num_parts; part++) {
+      const char* data = packed.at((PackedBlocks::Part)part, packed_block_at(call, item, start + n), item.kv_head);
+      for (int byte = 0; byte < packed.parts[part].head_bytes; byte += bytes) to[count++] = data + byte;
+    }
+  if (full < tile_keys(item, start)) count += 2 * find_rows(call, item, start + full, to + count);
+  return count;
+}
+
+// Packs the keys of one tile of a layer with packed blocks, and gathers the scales of keys and values.
+template <bool PAIRS>
+INLINE void unpack_tile_keys(const Attention& call, const Item& item, int start, PackKeys pack_keys, Scratch& s, Prefetcher& prefetcher) {
+  const int full = packed_keys(item, start);
+  for (int n = 0; n < full; n += packed_block)
+    unpack_keys<PAIRS>(call.cache.packed, packed_block_at(call, item, start + n), item.kv_head, call.cache.head_dim, s.key_panel + n, prefetcher);
+  for (int n = 0; n < full; n++) s.key_scales[n] = s.value_scales[n] = 1;
+  if (full == tile_keys(item, start)) return;
+  const void* rows[2 * packed_block];
+  const int count = find_rows(call, item, start + full, rows);
+  pack_keys(rows, count, call.cache.head_dim, s.key_panel + full, prefetcher);
+  gather_scales(call, item, start + full, count, s.key_scales + full, s.value_scales + full);
+}
+
+template <bool PAIRS>
+INLINE void unpack_tile_values(const Attention& call, const Item& item, int start, Scratch& s, Prefetcher& prefetcher) {
+  const int full = packed_keys(item, start), value_dim = call.cache.value_dim;
+  const auto panel = [&](int n) { return s.value_panel + (int64_t)(PAIRS ? n / 2 : n) * value_dim; };
+  for (int n = 0; n < full; n += packed_block)
+    unpack_values<PAIRS>(call.cache.packed, packed_block_at(call, item, start + n), item.kv_head, value_dim, item.begin - start - n, panel(n), prefetcher);
+  if (full == tile_keys(item, start)) return;
+  const void* rows[2 * packed_block];
+  const int count = find_rows(call, item, start + full, rows);
+  widen_values<PAIRS>(rows + count, count, value_dim, panel(full));
 }
 
 // --- softmax --------------------------------------------------------------------------------------------------------
@@ -268,39 +323,45 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
   const int columns = METHOD == Method::panels && !PAIRS ? W : 2 * W;
   const int query_width = round_up(head_dim, columns), width = round_up(value_dim, columns);
   const bool scaled = call.cache.keys.scales != nullptr;
-  const int row_bytes = max_int(head_dim, value_dim) * bytes(call.cache.type);
+  const bool packed = METHOD != Method::direct && call.packed_tables;
+  const int row_bytes = packed ? prefetched_bytes(call) : max_int(head_dim, value_dim) * bytes(call.cache.type);
   const Packers pack = packers<PAIRS>(call.cache.type);
   const Direct few = direct<METHOD == Method::direct && PAIRS>(call.cache.type);
   const bool split = !PAIRS && call.cache.type == Type::bf16;  // whether `few` sums even and odd elements of a key apart
-  const bool paired = PAIRS || (METHOD == Method::direct && split);  // whether the columns of `sums` are deinterleaved
+  const bool paired = !packed && (PAIRS || (METHOD == Method::direct && split));  // whether the columns of `sums` are deinterleaved
   const int all_rows = METHOD == Method::tiles ? round_up(rows, strip_rows) : rows;  // tile instructions add to whole strips
+  if (packed && rows <= strip_rows) s.value_panel = s.key_panel;  // half the memory fits a faster cache
   pack_query<PAIRS>(call, item, s, group);
   clear_sums(s, all_rows);
   if (METHOD == Method::direct && !PAIRS && paired)
     for (int row = 0; row < rows; row++) deinterleave_columns((float*)s.query + (int64_t)row * s.query_stride, query_width);
 #if PAGED_HAS_TILES
   if constexpr (METHOD == Method::tiles) {
-    const TileConfig config;
+    const TileConfig config = tiles_for(rows);
     tile_config(config);
     for (int u = (head_dim + 1) / 2; u < s.query_stride; u++)  // padding is multiplied too
       for (int n = 0; n < key_tile; n += W) store(s.key_panel + u * key_tile + n, vu{});
   }
 #endif
   bool has_totals = false;
-  int buffer = 0, count = find_rows(call, item, first_tile(item), s.rows[0]);
+  int buffer = 0;
+  const auto find = [&](const Item& of, int start, const void** to) { return packed ? find_blocks(call, of, start, to) : 2 * find_rows(call, of, start, to); };
+  find(item, first_tile(item), s.rows[0]);
   for (int start = first_tile(item), next; start < item.end; start = next, buffer ^= 1) {
     next = next_tile(start);
-    const int next_count = next < item.end ? find_rows(call, item, next, s.rows[!buffer])
-                           : next_item     ? find_rows(call, *next_item, first_tile(*next_item), s.rows[!buffer])
-                                           : 0;
-    const int wide = round_up(count, 32);
+    const int found = next < item.end ? find(item, next, s.rows[!buffer]) : next_item ? find(*next_item, first_tile(*next_item), s.rows[!buffer]) : 0;
+    const int count = tile_keys(item, start), wide = round_up(count, 32);
     const void* const* keys = s.rows[buffer];
-    Prefetcher prefetcher{s.rows[!buffer], s.rows[!buffer] + 2 * next_count, row_bytes};
-    if constexpr (METHOD != Method::direct) {
-      pack.keys(keys, count, head_dim, s.key_panel, prefetcher);
-      pack.values(keys + count, count, value_dim, s.out_stride, s.value_panel, prefetcher);
+    Prefetcher prefetcher{s.rows[!buffer], s.rows[!buffer] + found, row_bytes};
+    if (packed) {
+      unpack_tile_keys<PAIRS>(call, item, start, pack.keys, s, prefetcher);
+    } else {
+      if constexpr (METHOD != Method::direct) {
+        pack.keys(keys, count, head_dim, s.key_panel, prefetcher);
+        pack.values(keys + count, count, value_dim, s.out_stride, s.value_panel, prefetcher);
+      }
+      if (scaled) gather_scales(call, item, start, count, s.key_scales, s.value_scales);
     }
-    if (scaled) gather_scales(call, item, start, count, s.key_scales, s.value_scales);
     for (int row = 0; row < rows; row += strip_rows) {
       const int strip = min_int(strip_rows, rows - row);
       const int last = item.position + (row + strip - 1) / group;
@@ -322,6 +383,7 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
         const int high = min_int(count, position + 1 - start);
         softmax_row<PAIRS>(call, s, row + i, s.scores + i * key_tile, s.weights + i * stride, low, high, wide, width);
       }
+      if (packed && row == 0) unpack_tile_values<PAIRS>(call, item, start, s, prefetcher);
       if constexpr (METHOD == Method::direct)
         few.add(keys + count, count, value_dim, s.weights, sums, s.out_stride, strip, prefetcher);
       if constexpr (METHOD == Method::panels)
@@ -331,7 +393,6 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
         tile_product(s.weights, stride, s.value_panel, s.out_stride, sums, s.out_stride, round_up(strip, 16), s.out_stride, wide / 2, true);
 #endif
     }
-    count = next_count;
     if (next % part_keys == 0 && next < item.end) {
       has_totals = add_part_to_totals(s, rows, !has_totals);
       clear_sums(s, all_rows);
@@ -372,7 +433,7 @@ void write_attended(const Attention& call, const Item& item, const void* memory)
 void attend(const Attention& call, const Item& item, const Item* next_item, void* scratch) {
   const bool pairs = has_dot && call.type == Type::bf16;
   char* memory = (char*)scratch;
-  if (item.queries * (call.num_heads / call.cache.num_kv_heads) <= max_direct_rows) {
+  if (!call.packed_tables && item.queries * (call.num_heads / call.cache.num_kv_heads) <= max_direct_rows) {
     if (pairs) return attend_with<Method::direct, has_dot>(call, item, next_item, memory);
     return attend_with<Method::direct, false>(call, item, next_item, memory);
   }

@@ -11,14 +11,17 @@ namespace paged {
 namespace {
 
 void paged_attention(Tensor out, Tensor query, Tensor keys, Tensor values, OptionalTensor key_scales, OptionalTensor value_scales, OptionalTensor key_channels,
-                     Tensor block_tables, Tensor context_lens, Tensor query_starts, double scale, int64_t window,
-                     double softcap, OptionalTensor sinks, int64_t level) {
-  const Attention call = attention_call(out.data_ptr(), type_of(query), rows_of(query), query.size(0), query.size(1), cache_of(keys, values, key_scales, value_scales, key_channels),
-                                        block_tables, context_lens, query_starts, {scale, window, softcap, sinks});
+                     std::vector<Tensor> packed, Tensor slots, Tensor block_tables, Tensor context_lens, Tensor query_starts, OptionalTensor packed_slots,
+                     OptionalTensor packed_tables, double scale, int64_t window, double softcap, OptionalTensor sinks, int64_t level) {
+  const Addresses addresses{slots, block_tables, context_lens, query_starts, packed_slots, packed_tables};
+  const Attention call = attention_call(out.data_ptr(), type_of(query), rows_of(query), query.size(0), query.size(1),
+                                        cache_of(keys, values, key_scales, value_scales, key_channels, packed), addresses, {scale, window, softcap, sinks});
   std::memset(call.out, 0, out.numel() * bytes(call.type));  // padding rows stay zero
   auto program = std::make_unique<Program>();
+  add_packing(*program, level_of(level), call.cache, addresses);
   add_attention(*program, level_of(level), call, plan_attention(call));
-  keep(*program, query, keys, values, key_scales, value_scales, key_channels, block_tables, context_lens, query_starts, sinks);
+  keep(*program, query, keys, values, key_scales, value_scales, key_channels, block_tables, context_lens, query_starts, packed_tables, sinks);
+  keep(*program, std::move(packed));
   run(std::move(program));
 }
 
@@ -94,8 +97,9 @@ EXPORTED void paged_pool_counts(int64_t* to) {
 STABLE_TORCH_LIBRARY(paged_cpu, m) {
   m.def(
       "paged_attention(Tensor(a!) out, Tensor query, Tensor keys, Tensor values, Tensor? key_scales, "
-      "Tensor? value_scales, Tensor? key_channels, Tensor block_tables, Tensor context_lens, Tensor query_starts, float scale, int window, "
-      "float softcap, Tensor? sinks, int level) -> ()");
+      "Tensor? value_scales, Tensor? key_channels, Tensor(b!)[] packed, Tensor slots, Tensor block_tables, Tensor context_lens, "
+      "Tensor query_starts, Tensor? packed_slots, Tensor? packed_tables, float scale, int window, float softcap, Tensor? sinks, "
+      "int level) -> ()");
   m.def(
       "kv_write(Tensor key, Tensor? value, Tensor(a!) keys, Tensor(b!) values, Tensor(c!)? key_scales, "
       "Tensor(d!)? value_scales, Tensor? key_channels, Tensor slots, int level) -> ()");
@@ -116,8 +120,8 @@ STABLE_TORCH_LIBRARY(paged_cpu, m) {
   m.def("free_layer(int layer) -> ()");
   m.def(
       "decoder_layers(int[] layers, Tensor stream, Tensor cos, Tensor sin, Tensor(a!)[] keys, Tensor(b!)[] values, "
-      "Tensor(c!)[] key_scales, Tensor(d!)[] value_scales, Tensor[] key_channels, Tensor slots, Tensor block_tables, Tensor context_lens, "
-      "Tensor query_starts) -> Tensor");
+      "Tensor(c!)?[] key_scales, Tensor(d!)?[] value_scales, Tensor?[] key_channels, Tensor(e!)[] packed, Tensor[] slots, "
+      "Tensor[] block_tables, Tensor[] context_lens, Tensor[] query_starts, int[] pagings, int[] packed_pagings) -> Tensor");
   m.def(
       "make_experts(Tensor[] groups, Tensor?[] scales, Tensor?[] mins, Tensor?[] biases, int[] block_inputs, "
       "int[] int8_rows, int in_features, int out_features, int level) -> int");

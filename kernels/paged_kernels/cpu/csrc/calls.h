@@ -13,6 +13,7 @@ inline constexpr int key_tile = 128;  // keys per step of the running softmax; a
 inline constexpr int tile_step = 32;  // the first tile of keys of a window starts at a multiple of it
 inline constexpr int part_keys = 512, span_keys = 4096;  // keys of a part, and of a span of parts, that are summed apart
 inline constexpr int max_head_dim = 576;
+inline constexpr int packed_block = 32, packed_group = 32;  // tokens of a packed block, and channels of a value that share a scale
 inline constexpr int linear_group = 16;  // outputs of a weight that are stored together
 inline constexpr int linear_rows = 64;  // rows of x that a thread processes at a time: in panels, they fit its cache
 
@@ -28,12 +29,25 @@ struct Pool {  // [num_blocks, num_kv_heads, block_size, head_dim or value_dim] 
   int64_t scale_block_stride, scale_head_stride;
 };
 
+// The full blocks of a layer in four bits (packed_blocks.py).
+struct PackedBlocks {
+  enum Part { key_codes, key_scales, key_zeros, value_codes, value_scales, num_parts };
+  int num_blocks;  // 0: the layer has none
+  struct {
+    char* data;
+    int64_t block_stride, head_bytes;  // in bytes; the heads of a block are dense
+  } parts[num_parts];
+
+  char* at(Part part, int64_t block, int head) const { return parts[part].data + block * parts[part].block_stride + head * parts[part].head_bytes; }
+};
+
 struct Cache {
   Type type;
   int num_blocks, num_kv_heads, block_size, head_dim, value_dim;  // head_dim: elements of a key
   Pool keys, values;
   bool shared;  // values are the first elements of the keys, in the same memory
   const float* key_channels;  // [3, num_kv_heads, head_dim], see layer_cache.scale_keys; null: no channel is scaled
+  PackedBlocks packed;
 };
 
 struct Attention {
@@ -44,6 +58,8 @@ struct Attention {
   Cache cache;
   const int32_t* block_tables;
   int64_t table_stride;
+  const int32_t* packed_tables;  // of packed blocks; null: all keys and values are read from the other cache
+  int64_t packed_stride;
   const int32_t* context_lens;  // [num_seqs]
   const int32_t* query_starts;  // [num_seqs + 1]
   int num_seqs, max_blocks, num_tokens;
@@ -148,6 +164,7 @@ struct Level {
   void (*write_attended)(const Attention&, const Item&, const void* scratch);  // after attend, to out or item.partial
   void (*merge)(const Attention&, const Merge&);
   void (*write)(const Write&, int64_t begin, int64_t end);  // range of tokens
+  void (*pack)(const Cache&, int64_t block, int64_t packed, int kv_head);  // from one block to a packed one
   void (*rotate)(const Rotation&, int64_t begin, int64_t end);
   void (*norm)(const Norm&, int64_t begin, int64_t end);
   void (*swiglu)(const SwiGlu&, int64_t begin, int64_t end);

@@ -1,6 +1,7 @@
 // Decoder layers (`paged_kernels.cpu.native.DecoderLayer`) as one program of the thread pool.
 #pragma once
 #include <map>
+#include <tuple>
 
 #include "registry.h"
 #include "tensors.h"
@@ -30,12 +31,13 @@ Registry<Layer> made_layers("layer");
 
 // The tensors of a step that all layers share, and the memory for what they compute.
 struct Step {
-  Tensor cos, sin, slots, block_tables, context_lens, query_starts;
+  Tensor cos, sin;
   Tensor projected, rotated, attended, inner, middle;
-  std::map<int64_t, std::shared_ptr<const AttentionPlan>> plans;  // by window
 };
 
-void add_layer(Program& program, const Layer& layer, const Cache& cache, Step& step, const Tensor& input, const Tensor& output) {
+// Adds a layer. plan: of the layers with the same window and addresses; made for the first of them.
+void add_layer(Program& program, const Layer& layer, const Cache& cache, const Step& step, const Addresses& addresses, std::shared_ptr<const AttentionPlan>& plan,
+               const Tensor& input, const Tensor& output) {
   const Level& level = layer.level;
   const int64_t tokens = input.size(0), hidden = input.size(1), head_dim = cache.head_dim;
   const int64_t num_heads = layer.num_heads, num_kv_heads = cache.num_kv_heads, attention_width = num_heads * head_dim;
@@ -48,18 +50,18 @@ void add_layer(Program& program, const Layer& layer, const Cache& cache, Step& s
   program.add(linear_task(level, qkv));
 
   const auto heads_from = [&](int64_t head) { return Rows{(const char*)qkv.out + head * head_dim * element, width, head_dim}; };
-  const Write write{type, heads_from(num_heads), heads_from(num_heads + num_kv_heads), cache, (const int64_t*)step.slots.data_ptr()};
+  const Write write{type, heads_from(num_heads), heads_from(num_heads + num_kv_heads), cache, (const int64_t*)addresses.slots.data_ptr()};
   Rows query = heads_from(0);
   if (layer.rotates) {
     const Rotation rotation = rotation_call(step.rotated.data_ptr(), query, num_heads, write, step.cos, step.sin, layer.query_norm, layer.key_norm, layer.head_eps);
-    program.add(token_task(rotations, level.rotate, rotation, step.slots.size(0), width));
+    program.add(token_task(rotations, level.rotate, rotation, addresses.slots.size(0), width));
     query = {step.rotated.data_ptr(), attention_width, head_dim};
   } else {
-    program.add(token_task(rotations, level.write, write, step.slots.size(0), 2 * num_kv_heads * head_dim));
+    program.add(token_task(rotations, level.write, write, addresses.slots.size(0), 2 * num_kv_heads * head_dim));
   }
 
-  const Attention attention = attention_call(step.attended.data_ptr(), type, query, tokens, num_heads, cache, step.block_tables, step.context_lens, step.query_starts, layer.softmax);
-  auto& plan = step.plans[layer.softmax.window];
+  const Attention attention = attention_call(step.attended.data_ptr(), type, query, tokens, num_heads, cache, addresses, layer.softmax);
+  add_packing(program, level, cache, addresses);
   if (!plan) plan = plan_attention(attention);
   add_attention(program, level, attention, plan);
 
@@ -92,17 +94,19 @@ int64_t make_layer(Tensor norm, double eps, int64_t num_heads, bool rotates, Opt
 
 void free_layer(int64_t layer) { made_layers.remove(layer); }
 
-// Returns the residual stream after these layers. keys, values, scales and channels are those of each layer, or empty
-// if its cache is not quantized. All tensors of the step must be dense.
+// Returns the residual stream after these layers. keys, values, scales and channels are those of each layer. slots, tables,
+// lengths and starts: of each paging; pagings, packed_pagings: its number for each layer, or -1. packed: the tensors of
+// the layers with a packed paging, one after the other. All tensors of the step must be dense.
 Tensor decoder_layers(std::vector<int64_t> layers, Tensor stream, Tensor cos, Tensor sin, std::vector<Tensor> keys, std::vector<Tensor> values,
-                      std::vector<Tensor> key_scales, std::vector<Tensor> value_scales, std::vector<Tensor> key_channels, Tensor slots, Tensor block_tables, Tensor context_lens,
-                      Tensor query_starts) {
-  for (size_t size : {values.size(), key_scales.size(), value_scales.size(), key_channels.size()})
-    if (size != keys.size()) throw std::runtime_error("decoder_layers: " + std::to_string(keys.size()) + " keys with " + std::to_string(size) + " other tensors");
+                      std::vector<OptionalTensor> key_scales, std::vector<OptionalTensor> value_scales, std::vector<OptionalTensor> key_channels, std::vector<Tensor> packed,
+                      std::vector<Tensor> slots, std::vector<Tensor> block_tables, std::vector<Tensor> context_lens, std::vector<Tensor> query_starts,
+                      std::vector<int64_t> pagings, std::vector<int64_t> packed_pagings) {
+  for (size_t size : {values.size(), key_scales.size(), value_scales.size(), key_channels.size(), pagings.size(), packed_pagings.size()})
+    if (size != keys.size()) throw std::runtime_error("decoder_layers: " + std::to_string(keys.size()) + " keys with " + std::to_string(size) + " other arguments");
   if (keys.size() != layers.size())
     throw std::runtime_error("decoder_layers: " + std::to_string(layers.size()) + " layers with " + std::to_string(keys.size()) + " caches");
   auto program = std::make_unique<Program>();
-  Step step{cos, sin, slots, block_tables, context_lens, query_starts, stream, stream, stream, stream, stream, {}};
+  Step step{cos, sin, stream, stream, stream, stream, stream};
   int64_t projected = 0, attended = 0, inner = 0;
   std::vector<std::shared_ptr<const Layer>> used;
   for (size_t i = 0; i < layers.size(); i++) {
@@ -117,15 +121,24 @@ Tensor decoder_layers(std::vector<int64_t> layers, Tensor stream, Tensor cos, Te
   std::memset(step.attended.data_ptr(), 0, step.attended.numel() * bytes(type_of(stream)));  // padding rows stay zero
   // Not in place: an item may be computed again while another thread has written its result.
   Tensor input = stream, outputs[] = {rows_like(stream, stream.size(1)), rows_like(stream, stream.size(1))};
+  std::map<std::tuple<int64_t, int64_t, int64_t>, std::shared_ptr<const AttentionPlan>> plans;  // by window and pagings
+  auto next_packed = packed.begin();
   for (size_t i = 0; i < layers.size(); i++) {
-    const auto of_layer = [i](const std::vector<Tensor>& tensors) { return tensors[i].numel() ? OptionalTensor(tensors[i]) : OptionalTensor(); };
-    const Cache cache = cache_of(keys[i], values[i], of_layer(key_scales), of_layer(value_scales), of_layer(key_channels));
+    const int64_t paging = pagings[i], of_packed = packed_pagings[i];
+    Addresses addresses{slots.at(paging), block_tables.at(paging), context_lens.at(paging), query_starts.at(paging), {}, {}};
+    std::vector<Tensor> of_layer;
+    if (of_packed >= 0) {
+      addresses.packed_slots = slots.at(of_packed), addresses.packed_tables = block_tables.at(of_packed);
+      for (int part = 0; part < PackedBlocks::num_parts; part++) of_layer.push_back(*next_packed++);
+    }
+    const Cache cache = cache_of(keys[i], values[i], key_scales[i], value_scales[i], key_channels[i], of_layer);
     if (cache.value_dim != cache.head_dim) throw std::runtime_error("decoder_layers: keys of " + std::to_string(cache.head_dim) + " elements, values of " + std::to_string(cache.value_dim));
-    add_layer(*program, *used[i], cache, step, input, outputs[i % 2]);
+    add_layer(*program, *used[i], cache, step, addresses, plans[{used[i]->softmax.window, paging, of_packed}], input, outputs[i % 2]);
     input = outputs[i % 2];
   }
-  keep(*program, stream, outputs[0], outputs[1], step.projected, step.rotated, step.attended, step.inner, step.middle, cos, sin, slots, block_tables, context_lens, query_starts);
-  program->keep(std::make_shared<std::vector<std::vector<Tensor>>>(std::vector<std::vector<Tensor>>{keys, values, key_scales, value_scales, key_channels}));
+  keep(*program, stream, outputs[0], outputs[1], step.projected, step.rotated, step.attended, step.inner, step.middle, cos, sin);
+  for (auto* tensors : {&keys, &values, &packed, &slots, &block_tables, &context_lens, &query_starts}) keep(*program, std::move(*tensors));
+  for (auto* tensors : {&key_scales, &value_scales, &key_channels}) keep(*program, std::move(*tensors));
   program->keep(std::make_shared<std::vector<std::shared_ptr<const Layer>>>(std::move(used)));
   run(std::move(program));
   return input;

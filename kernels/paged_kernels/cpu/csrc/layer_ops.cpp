@@ -3,6 +3,7 @@
 // depend on which implementation wrote it.
 #include "level.h"
 #include "norm.h"
+#include "packed_blocks.h"
 
 namespace paged {
 namespace {
@@ -118,6 +119,8 @@ void write(const Write& call, int64_t begin, int64_t end) {
     }
   });
 }
+
+void pack(const Cache& cache, int64_t block, int64_t packed, int kv_head) { pack_block(cache, block, packed, kv_head); }
 
 void rotate(const Rotation& call, int64_t begin, int64_t end) {
   const Write& write = call.write;

@@ -6,9 +6,9 @@ namespace paged {
 namespace {
 
 #if defined(PAGED_OTHER_LINEAR)
-constexpr Level level = {scratch_bytes, attend, write_attended, merge, write, rotate, norm, swiglu, nullptr, nullptr, nullptr};
+constexpr Level level = {scratch_bytes, attend, write_attended, merge, write, pack, rotate, norm, swiglu, nullptr, nullptr, nullptr};
 #else
-constexpr Level level = {scratch_bytes, attend, write_attended, merge, write, rotate, norm, swiglu, panel_bytes, pack_rows, multiply};
+constexpr Level level = {scratch_bytes, attend, write_attended, merge, write, pack, rotate, norm, swiglu, panel_bytes, pack_rows, multiply};
 #endif
 
 }  // namespace

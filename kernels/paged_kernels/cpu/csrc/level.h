@@ -10,6 +10,7 @@ void attend(const Attention&, const Item&, const Item* next_item, void* scratch)
 void write_attended(const Attention&, const Item&, const void* scratch);
 void merge(const Attention&, const Merge&);
 void write(const Write&, int64_t begin, int64_t end);
+void pack(const Cache&, int64_t block, int64_t packed, int kv_head);
 void rotate(const Rotation&, int64_t begin, int64_t end);
 void norm(const Norm&, int64_t begin, int64_t end);
 void swiglu(const SwiGlu&, int64_t begin, int64_t end);

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace paged {
 namespace {
@@ -94,7 +95,15 @@ void check_sequence(const Attention& call, int seq) {
     throw std::runtime_error(where + "context of " + std::to_string(context) + ", block table of " + std::to_string(call.max_blocks));
 }
 
-// Lists items that cover every query with a context once for each KV head.
+// Checks the entries [first, last) of a sequence's block table.
+void check_blocks(const char* name, int seq, const int32_t* table, int first, int last, int num_blocks) {
+  for (int at = first; at < last; at++)
+    if (table[at] < 0 || table[at] >= num_blocks)
+      throw std::runtime_error(std::string(name) + "[" + std::to_string(seq) + "]: block " + std::to_string(table[at]) + " of a pool of " + std::to_string(num_blocks));
+}
+
+// Lists items that cover every query with a context once for each KV head. With packed blocks, the queries of
+// an item have the same newest block.
 std::vector<Item> list_items(const Attention& call) {
   const int group = call.num_heads / call.cache.num_kv_heads, tile = std::max(1, max_item_rows / group);
   std::vector<Item> items;
@@ -104,12 +113,15 @@ std::vector<Item> list_items(const Attention& call) {
     const int context = call.context_lens[seq];
     if (context == 0 || queries == 0) continue;
     const int oldest = call.window ? std::max(0, context - queries - call.window + 1) : 0;
-    const int32_t* table = call.block_tables + seq * call.table_stride;
-    for (int at = oldest / call.cache.block_size; at <= (context - 1) / call.cache.block_size; at++)
-      if (table[at] < 0 || table[at] >= call.cache.num_blocks)
-        throw std::runtime_error("block_tables[" + std::to_string(seq) + "]: block " + std::to_string(table[at]) + " of a pool of " + std::to_string(call.cache.num_blocks));
-    for (int done = 0; done < queries; done += tile) {
-      const int length = std::min(tile, queries - done), position = context - queries + done;
+    const int block_size = call.cache.block_size, newest = (context - 1) / block_size;
+    const int first_block = (call.packed_tables ? context - queries : oldest) / block_size;
+    check_blocks("block_tables", seq, call.block_tables + seq * call.table_stride, first_block, newest + 1, call.cache.num_blocks);
+    if (call.packed_tables)
+      check_blocks("packed block_tables", seq, call.packed_tables + seq * call.packed_stride, oldest / block_size, newest, call.cache.packed.num_blocks);
+    for (int done = 0, length; done < queries; done += length) {
+      const int position = context - queries + done;
+      length = std::min(tile, queries - done);
+      if (call.packed_tables) length = std::min(length, packed_block - position % packed_block);
       const int begin = call.window ? std::max(0, position - call.window + 1) : 0;
       for (int head = 0; head < call.cache.num_kv_heads; head++) {
         items.push_back({seq, head, first + done, length, position, begin, position + length});
@@ -118,6 +130,26 @@ std::vector<Item> list_items(const Attention& call) {
   }
   return items;
 }
+
+class PackTask final : public Task {
+ public:
+  struct Full {
+    int64_t block, packed;
+  };
+
+  PackTask(const Level& level, const Cache& cache, std::vector<Full> blocks)
+      : Task(attentions, (int)blocks.size() * cache.num_kv_heads, false), level_(level), cache_(cache), blocks_(std::move(blocks)) {}
+
+  void run(int item, Worker&, Claim&) const override {
+    const Full& full = blocks_[item / cache_.num_kv_heads];
+    level_.pack(cache_, full.block, full.packed, item % cache_.num_kv_heads);
+  }
+
+ private:
+  const Level& level_;
+  const Cache cache_;
+  const std::vector<Full> blocks_;
+};
 
 class AttentionTask final : public Task {
  public:
@@ -192,6 +224,18 @@ std::shared_ptr<const AttentionPlan> plan_attention(const Attention& call) {
   }
   std::stable_sort(plan->items.begin(), plan->items.end(), [&](const Item& a, const Item& b) { return cost_of(a, group) > cost_of(b, group); });
   return plan;
+}
+
+void add_packing(Program& program, const Level& level, const Cache& cache, const int64_t* slots, const int64_t* packed_slots, int64_t tokens) {
+  std::vector<PackTask::Full> blocks;
+  for (int64_t token = 0; token < tokens; token++) {
+    if (slots[token] < 0 || slots[token] % packed_block < packed_block - 1) continue;
+    const PackTask::Full full{slots[token] / packed_block, packed_slots[token] / packed_block};
+    if (full.block >= cache.num_blocks || packed_slots[token] < 0 || full.packed >= cache.packed.num_blocks)
+      throw std::runtime_error("slots " + std::to_string(slots[token]) + " and " + std::to_string(packed_slots[token]) + " of pools of " + std::to_string(cache.num_blocks) + " and " + std::to_string(cache.packed.num_blocks) + " blocks");
+    blocks.push_back(full);
+  }
+  program.add(std::make_unique<PackTask>(level, cache, std::move(blocks)));
 }
 
 void add_attention(Program& program, const Level& level, const Attention& call, std::shared_ptr<const AttentionPlan> plan) {

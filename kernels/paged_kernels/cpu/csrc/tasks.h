@@ -52,6 +52,9 @@ struct AttentionPlan {
 // Throws std::runtime_error for blocks outside the pool and for sequences with more queries than context.
 std::shared_ptr<const AttentionPlan> plan_attention(const Attention&);
 
+// Packs the blocks of a cache whose last tokens a step has written. Throws std::runtime_error for blocks outside the pool.
+void add_packing(Program&, const Level&, const Cache&, const int64_t* slots, const int64_t* packed_slots, int64_t tokens);
+
 void add_attention(Program&, const Level&, const Attention&, std::shared_ptr<const AttentionPlan>);
 
 // A kernel that reads each element of some tokens once and writes in place.

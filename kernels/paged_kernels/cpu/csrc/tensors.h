@@ -51,12 +51,22 @@ inline Pool pool_of(const Tensor& pool, const OptionalTensor& scales) {
   return made;
 }
 
-inline Cache cache_of(const Tensor& keys, const Tensor& values, const OptionalTensor& key_scales, const OptionalTensor& value_scales, const OptionalTensor& key_channels) {
+// packed: the tensors of packed_blocks.PackedBlocks, or none.
+inline Cache cache_of(const Tensor& keys, const Tensor& values, const OptionalTensor& key_scales, const OptionalTensor& value_scales, const OptionalTensor& key_channels, const std::vector<Tensor>& packed = {}) {
   for (int64_t size : {keys.size(3), values.size(3)})
     if (size > max_head_dim) throw std::runtime_error("head_dim=" + std::to_string(size) + ": must be 1.." + std::to_string(max_head_dim));
-  return {type_of(keys), (int)keys.size(0), (int)keys.size(1), (int)keys.size(2), (int)keys.size(3), (int)values.size(3),
-          pool_of(keys, key_scales), pool_of(values, value_scales), keys.data_ptr() == values.data_ptr(),
-          key_channels ? (const float*)key_channels->data_ptr() : nullptr};
+  Cache cache{type_of(keys), (int)keys.size(0), (int)keys.size(1), (int)keys.size(2), (int)keys.size(3), (int)values.size(3),
+              pool_of(keys, key_scales), pool_of(values, value_scales), keys.data_ptr() == values.data_ptr(),
+              key_channels ? (const float*)key_channels->data_ptr() : nullptr, {}};
+  if (packed.empty()) return cache;
+  if (packed.size() != PackedBlocks::num_parts || cache.type != Type::int8 || cache.block_size != packed_block || cache.head_dim % 32 || cache.value_dim % packed_group)
+    throw std::runtime_error("packed blocks: must belong to a cache in int8, with blocks of " + std::to_string(packed_block) + " and heads of a multiple of 32");
+  cache.packed.num_blocks = (int)packed[0].size(0);
+  for (size_t i = 0; i < packed.size(); i++) {
+    const int64_t bytes = packed[i].element_size();
+    cache.packed.parts[i] = {(char*)packed[i].data_ptr(), packed[i].stride(0) * bytes, packed[i].stride(1) * bytes};
+  }
+  return cache;
 }
 
 inline const void* data_of(const OptionalTensor& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
@@ -67,9 +77,14 @@ inline Tensor rows_like(const Tensor& x, int64_t width) {  // dense, of x's type
 }
 
 // Keeps tensors until no thread reads them.
+template <class AnyTensor>
+void keep(Program& program, std::vector<AnyTensor> tensors) {
+  program.keep(std::make_shared<std::vector<AnyTensor>>(std::move(tensors)));
+}
+
 template <class... Tensors>
-void keep(Program& program, const Tensors&... tensors) {
-  program.keep(std::make_shared<std::vector<OptionalTensor>>(std::vector<OptionalTensor>{tensors...}));
+void keep(Program& program, const Tensor& first, const Tensors&... others) {
+  keep(program, std::vector<OptionalTensor>{first, others...});
 }
 
 struct Weight {  // of a linear layer, in groups
@@ -142,8 +157,12 @@ struct Softmax {  // the parameters of an attention layer
   OptionalTensor sinks;
 };
 
-inline Attention attention_call(void* out, Type type, const Rows& query, int64_t num_tokens, int64_t num_heads, const Cache& cache, const Tensor& block_tables,
-                                const Tensor& context_lens, const Tensor& query_starts, const Softmax& softmax) {
+struct Addresses {  // of a step, see paging.Paging
+  Tensor slots, block_tables, context_lens, query_starts;
+  OptionalTensor packed_slots, packed_tables;  // of packed blocks, if the layer has them
+};
+
+inline Attention attention_call(void* out, Type type, const Rows& query, int64_t num_tokens, int64_t num_heads, const Cache& cache, const Addresses& addresses, const Softmax& softmax) {
   Attention call{};
   call.type = type;
   call.query = query;
@@ -151,17 +170,26 @@ inline Attention attention_call(void* out, Type type, const Rows& query, int64_t
   call.num_heads = (int)num_heads;
   call.num_tokens = (int)num_tokens;
   call.cache = cache;
-  call.block_tables = (const int32_t*)block_tables.data_ptr();
-  call.table_stride = block_tables.stride(0);
-  call.max_blocks = (int)block_tables.size(1);
-  call.context_lens = (const int32_t*)context_lens.data_ptr();
-  call.query_starts = (const int32_t*)query_starts.data_ptr();
-  call.num_seqs = (int)context_lens.size(0);
+  call.block_tables = (const int32_t*)addresses.block_tables.data_ptr();
+  call.table_stride = addresses.block_tables.stride(0);
+  call.max_blocks = (int)addresses.block_tables.size(1);
+  if (addresses.packed_tables) {
+    call.packed_tables = (const int32_t*)addresses.packed_tables->data_ptr();
+    call.packed_stride = addresses.packed_tables->stride(0);
+    call.max_blocks = (int)std::min<int64_t>(call.max_blocks, addresses.packed_tables->size(1) + 1);  // the newest is not packed
+  }
+  call.context_lens = (const int32_t*)addresses.context_lens.data_ptr();
+  call.query_starts = (const int32_t*)addresses.query_starts.data_ptr();
+  call.num_seqs = (int)addresses.context_lens.size(0);
   call.scale = (float)softmax.scale;
   call.window = (int)std::min<int64_t>(softmax.window, INT32_MAX);
   call.softcap = (float)softmax.softcap;
   call.sinks = data_of(softmax.sinks);
   return call;
+}
+
+inline void add_packing(Program& program, const Level& level, const Cache& cache, const Addresses& addresses) {
+  if (addresses.packed_slots) add_packing(program, level, cache, (const int64_t*)addresses.slots.data_ptr(), (const int64_t*)addresses.packed_slots->data_ptr(), addresses.slots.size(0));
 }
 
 // cos and sin: [num_tokens, head_dim], or [1, num_tokens, head_dim].

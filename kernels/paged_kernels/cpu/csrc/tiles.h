@@ -167,22 +167,26 @@ struct Tile {
 };
 thread_local Tile tiles[8];
 thread_local bool configured;
+thread_local int tile_rows[8];
 
 void tile_config(const TileConfig& config) {
   configured = config.palette == 1;
-  for (int t = 0; t < 8; t++) configured &= config.row_bytes[t] == 64 && config.rows[t] == 16;
+  for (int t = 0; t < 8; t++) {
+    configured &= config.row_bytes[t] == 64 && config.rows[t] <= 16;
+    tile_rows[t] = config.rows[t];
+  }
 }
 void tile_release() { configured = false; }
 void tile_zero(int t) { tiles[t] = Tile{}; }
 void tile_load(int t, const void* from, int64_t stride) {
   if (!configured) __builtin_trap();
-  for (int r = 0; r < 16; r++) __builtin_memcpy(tiles[t].units[r], (const char*)from + r * stride, 64);
+  for (int r = 0; r < tile_rows[t]; r++) __builtin_memcpy(tiles[t].units[r], (const char*)from + r * stride, 64);
 }
 void tile_store(int t, void* to, int64_t stride) {
-  for (int r = 0; r < 16; r++) __builtin_memcpy((char*)to + r * stride, tiles[t].units[r], 64);
+  for (int r = 0; r < tile_rows[t]; r++) __builtin_memcpy((char*)to + r * stride, tiles[t].units[r], 64);
 }
 void tile_dot(int c, int a, int b) {
-  for (int m = 0; m < 16; m++)
+  for (int m = 0; m < tile_rows[a]; m++)
     for (int k = 0; k < 16; k++)
       for (int n = 0; n < 16; n += W) {
         vu left = vu{} + tiles[a].units[m][k];
@@ -199,9 +203,57 @@ void tile_dot(int c, int a, int b) {
 #define tile_dot(c, a, b) _tile_dpbf16ps(c, a, b)
 #endif
 
+// The configuration of `tile_product` for all products with as many rows.
+INLINE TileConfig tiles_for(int rows) {
+  TileConfig config;
+  for (int t = 0; rows < 16 && t < 5; t++) config.rows[t] = (uint8_t)rows;  // the fewer, the faster
+  return config;
+}
+
+// tile_product for up to 16 rows: sums in tiles 0 to 3, of four columns of tiles.
+INLINE void few_rows_tile_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int columns, int depth, bool add) {
+  const int64_t a_row = 4 * a_stride, b_row = 4 * b_stride, c_row = 4 * c_stride;
+  for (int j = 0; j < columns; j += 64) {
+    const int more = columns - j;
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
+    if (add) {
+      tile_load(0, c + j, c_row);
+      if (more > 16) tile_load(1, c + j + 16, c_row);
+      if (more > 32) tile_load(2, c + j + 32, c_row);
+      if (more > 48) tile_load(3, c + j + 48, c_row);
+    }
+    for (int k = 0; k < depth; k += 16) {
+      const uint32_t* top = b + (int64_t)k * b_stride + j;
+      tile_load(4, a + k, a_row);
+      tile_load(5, top, b_row);
+      tile_dot(0, 4, 5);
+      if (more > 16) {
+        tile_load(6, top + 16, b_row);
+        tile_dot(1, 4, 6);
+      }
+      if (more > 32) {
+        tile_load(7, top + 32, b_row);
+        tile_dot(2, 4, 7);
+      }
+      if (more > 48) {
+        tile_load(5, top + 48, b_row);
+        tile_dot(3, 4, 5);
+      }
+    }
+    tile_store(0, c + j, c_row);
+    if (more > 16) tile_store(1, c + j + 16, c_row);
+    if (more > 32) tile_store(2, c + j + 32, c_row);
+    if (more > 48) tile_store(3, c + j + 48, c_row);
+  }
+}
+
 // The same for pairs of bf16 with tile instructions. rows, columns and depth must be multiples of 16.
 void tile_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
                   int columns, int depth, bool add) {
+  if (rows == 16) return few_rows_tile_product(a, a_stride, b, b_stride, c, c_stride, columns, depth, add);
   const int64_t a_row = 4 * a_stride, b_row = 4 * b_stride, c_row = 4 * c_stride;
   for (int j = 0; j < columns; j += 32)
     for (int i = 0; i < rows; i += 32) {  // sums in tiles 0 to 3, of two rows and two columns of tiles
