@@ -75,6 +75,31 @@ def test_outputs_depend_on_the_tokens_alone(options, directory, prompts, expecte
         assert stats["moves_out"] and stats["moves_in"]
 
 
+def test_batches_do_not_change_the_outputs_of_a_batch_invariant_engine(directory, prompts):
+    with running(tiny_assembly(directory, **OPTIONS, batch_invariant=True)) as engine:
+        alone = [engine.generate([prompt], max_tokens=MAX_TOKENS)[0] for prompt in prompts]
+        assert engine.generate(prompts, max_tokens=MAX_TOKENS) == alone
+
+
+def test_beams_copy_blocks_in_four_and_eight_bits(directory, prompts):
+    """A beam search whose beams share blocks finds what one without a prefix cache finds."""
+    found = []
+    for cached in (False, True):
+        with running(tiny_assembly(directory, **OPTIONS, enable_prefix_caching=cached)) as engine:
+            found += [engine.generate([prompts[0]], beam_width=3, max_tokens=MAX_TOKENS) for _ in range(2)]
+    assert found == found[:1] * 4
+
+
+def test_a_restarted_engine_reads_packed_blocks_from_disk(directory, prompts, expected, tmp_path):
+    options = {"swap_space": 0.01, "disk_cache_dir": str(tmp_path / "kv"), "disk_cache_gib": 0.01}
+    for stored in (0, 96):
+        assembly = tiny_assembly(directory, **OPTIONS, **options)
+        with running(assembly) as engine:
+            output = engine.wait(engine.submit(prompts[2], max_tokens=MAX_TOKENS, returns_usage=True))[0]
+        assert (output.tokens, output.usage.cached_tokens) == (expected[2], stored)
+        assembly.close()
+
+
 def test_samples_share_the_prompt(directory, prompts):
     """They get copies of the prompt's last block, in four and in eight bits."""
     sampling = {"temperature": 1.0, "max_tokens": 12}
