@@ -29,6 +29,7 @@ from paged_kernels import block_copy, kv_write, layer_ops, paged_attention, samp
 from paged_kernels.launch import OPTIONS, Device, Launch
 from paged_kernels.launch_table import RowTuningKey, find_table
 from paged_kernels.layer_cache import FORMATS, LayerCache
+from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks
 from paged_kernels.paging import Paging, SharedPrefixes
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 
@@ -47,6 +48,7 @@ PRODUCTS = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma|v_sm
 
 # --- cases ------------------------------------------------------------------------------------------------------------
 
+STORED = {name: dtype for dtype, name in FORMATS.items()} | {"int4": torch.int8}  # int8 for blocks that are not full
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SAMPLING = ("threshold", "best", "greedy", "first_best")
 SMALL_KERNELS = (*SAMPLING, "block_copy", "step_inputs")  # kernels with few configurations
@@ -81,7 +83,7 @@ class Case:
     # rope_kv_write: RMSNorm of each head; add_rms_norm: residual; few_rows_linear: norm, residual and SwiGLU;
     # latent_kv_write: rotation of halves, otherwise of pairs
     norm: bool = False
-    format: str | None = None  # quantized format of the pool
+    format: str | None = None  # quantized format of the pool; int4: full blocks are packed
     # size by kind: decode, split, invariant: longest context; prefill: longest chunk; prefix: sequences; others: rows
     length: int = 1024
     width: int = 16384  # width of a row; block_copy: bytes of a block; not used by attention
@@ -171,6 +173,9 @@ def small_grid(chip: str) -> Iterator[Case]:
         for head_dim, kernel in itertools.product((128, 256), ("invariant", "invariant_split")):
             yield Case(chip, kernel, "bf16", head_dim, **features, format=name)
         yield Case(chip, "add_partitions", format=name)
+    packed: dict[str, Any] = dict(block_size=BLOCK_SIZE, format="int4")
+    for kernel in ("decode", "split", "prefill", "prefix", "invariant", "invariant_split", "pack_blocks"):
+        yield from (Case(chip, kernel, "bf16", head_dim, **features, **packed) for head_dim in (96, 128, 256))
     expanded, latents = LATENT_SIZES[:2]
     yield from (Case(chip, kernel, **latents) for kernel in INVARIANT)
     yield from (Case(chip, "invariant", "fp32", head_dim, **features) for head_dim in (128, 256))
@@ -209,7 +214,7 @@ class Cost:
 def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     """Return the source that a launch with these arguments compiles, with pointers and multiples of 16 aligned."""
     names = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-    names |= {torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64", int: "i32", float: "fp32"}
+    names |= {torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64", int: "i32", float: "fp32"}
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
@@ -269,7 +274,7 @@ def _launch(case: Case) -> Launch:
     if case.kernel == "latent_kv_write":
         num_kv_heads = 1
     slots_of_pool = (64, num_kv_heads, case.block_size)
-    stored = next((stored for stored, name in FORMATS.items() if name == case.format), dtype)
+    stored = STORED.get(case.format, dtype)
     value_dim = case.value_dim or case.head_dim
     keys, values = (tensor(*slots_of_pool, size, dtype=stored) for size in (case.head_dim, value_dim))
     scales = tensor(*slots_of_pool, dtype=torch.float32) if case.format else None
@@ -277,6 +282,9 @@ def _launch(case: Case) -> Launch:
     if case.format and not case.latent:
         cache = replace(cache, key_channels=tensor(3, num_kv_heads, case.head_dim, dtype=torch.float32))
     cache = replace(cache, batch_invariant=case.kernel in INVARIANT)
+    if case.format == "int4":
+        made = PackedBlocks.shapes(num_kv_heads, case.head_dim, value_dim)
+        cache = replace(cache, packed=PackedBlocks(*(tensor(64, *shape, dtype=dtype) for shape, dtype in made)))
     slots, key = tensor(case.length, dtype=torch.int64), tensor(case.length, num_kv_heads, case.head_dim)
     if case.kernel == "kv_write":
         value = None if case.latent else tensor(case.length, num_kv_heads, value_dim)
@@ -309,11 +317,16 @@ def _launch(case: Case) -> Launch:
     )  # fmt: skip
     query = tensor(num_seqs * chunk, num_kv_heads * case.group, case.head_dim)
     out = tensor(num_seqs * chunk, num_kv_heads * case.group, value_dim)
-    return paged_attention.plan_launch(
+    if case.format == "int4":
+        paging = replace(paging, packed=replace(paging, shared=None))
+    launches = paged_attention.plan_launch(
         out, query, cache, paging,
         scale=0.1, sliding_window=100 if case.window else None, softcap=50.0 if case.softcap else None,
         sinks=tensor(num_kv_heads * case.group) if case.sinks else None, device=device,
-    )[case.kernel == "add_partitions"]  # fmt: skip
+    )  # fmt: skip
+    if case.format == "int4" and case.kernel != "pack_blocks":
+        launches = launches[1:]  # the first one packs blocks
+    return launches[case.kernel == "add_partitions"]
 
 
 def _registers_on_amd(assembly: str) -> tuple[int, int]:

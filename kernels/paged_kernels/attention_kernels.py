@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from paged_kernels.block_packing import Packed, load_packed_keys, load_packed_values, packed_of_head
 from paged_kernels.layer_ops import is_last
 
 
@@ -43,6 +44,14 @@ class Pools(NamedTuple):
     value: Any
     key_scale: Any
     value_scale: Any
+    packed: Any  # `Packed`
+
+
+class Tables(NamedTuple):
+    """The blocks of a sequence in the cache, and its packed blocks."""
+
+    cache: Any
+    packed: Any
 
 
 class Queries(NamedTuple):
@@ -51,6 +60,16 @@ class Queries(NamedTuple):
     first: Any  # [M, BLOCK_D]
     rest: Any  # [M, BLOCK_R]
     position: Any  # [M]
+
+
+class OwnBlocks(NamedTuple):
+    """Where the blocks of a tile's first and last query begin, of a layer with packed blocks.
+
+    Each query reads its own block from the cache, and the blocks before it from the packed ones.
+    """
+
+    first: Any
+    last: Any
 
 
 class Scoring(NamedTuple):
@@ -107,16 +126,27 @@ def tile_rows(first, length, BLOCK_M: tl.constexpr, LAYER: tl.constexpr):  # typ
 
 @triton.jit
 def pools_of_head(  # type: ignore[no-untyped-def]
-    keys, values, key_scales, value_scales, CACHE: tl.constexpr, LAYER: tl.constexpr
+    keys, values, key_scales, value_scales, packed, CACHE: tl.constexpr, LAYER: tl.constexpr
 ):  # fmt: skip
     """Return the pools of the program's KV head."""
     kv_head = (tl.program_id(1) // LAYER.HEAD_TILES).to(tl.int64)
     key, value = keys + kv_head * CACHE.K_HEAD, values + kv_head * CACHE.V_HEAD
+    if CACHE.PACKED is not None:
+        packed = packed_of_head(packed, kv_head, CACHE, LAYER.HEAD_DIM, LAYER.VALUE_DIM)
     if CACHE.FORMAT is None:
-        pools = Pools(key, value, key, value)  # there are no scales to read
+        pools = Pools(key, value, key, value, packed)  # there are no scales to read
     else:
-        pools = Pools(key, value, key_scales + kv_head * CACHE.S_HEAD, value_scales + kv_head * CACHE.S_HEAD)
+        pools = Pools(key, value, key_scales + kv_head * CACHE.S_HEAD, value_scales + kv_head * CACHE.S_HEAD, packed)
     return pools
+
+
+@triton.jit
+def tables_of(block_tables, stride_table, packed_tables, stride_packed_table, seq):  # type: ignore[no-untyped-def]
+    """Return the tables of a sequence."""
+    packed = packed_tables
+    if packed_tables is not None:
+        packed += stride_packed_table.to(tl.int64) * seq
+    return Tables(block_tables + stride_table.to(tl.int64) * seq, packed)
 
 
 @triton.jit
@@ -126,27 +156,43 @@ def load_queries(  # type: ignore[no-untyped-def]
     """Load the queries of a tile, scaled for the keys of the cache."""
     row = rows.start + (token * rows.stride_token + head * rows.stride_head)[:, None]
     d = tl.arange(0, LAYER.BLOCK_D)
-    q = tl.load(row + d[None, :], mask=is_row[:, None] & (d[None, :] < LAYER.HEAD_DIM), other=0.0)
+    q = tl.load(row + d[None, :], mask=is_row[:, None] & (d[None, :] < LAYER.FIRST_DIM), other=0.0)
     q_rest = q
     if LAYER.BLOCK_R > 0:
-        r = LAYER.BLOCK_D + tl.arange(0, LAYER.BLOCK_R)
+        r = LAYER.FIRST_DIM + tl.arange(0, LAYER.BLOCK_R)
         q_rest = tl.load(row + r[None, :], mask=is_row[:, None] & (r[None, :] < LAYER.HEAD_DIM), other=0.0)
     if CACHE.HAS_CHANNELS:
         kv_head = tl.program_id(1) // LAYER.HEAD_TILES
         factors = channels + (2 * (LAYER.NUM_HEADS // LAYER.GROUP) + kv_head) * LAYER.HEAD_DIM
-        q *= tl.load(factors + d, mask=d < LAYER.HEAD_DIM, other=0.0).to(q.dtype)[None, :]
+        q *= tl.load(factors + d, mask=d < LAYER.FIRST_DIM, other=0.0).to(q.dtype)[None, :]
         if LAYER.BLOCK_R > 0:
             q_rest *= tl.load(factors + r, mask=r < LAYER.HEAD_DIM, other=0.0).to(q.dtype)[None, :]
     return Queries(q, q_rest, position)
 
 
 @triton.jit
+def value_elements(LAYER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the element of a value in each column of a tile, and whether there is one.
+
+    With HALVES, each half of the columns has one half of the elements.
+    """
+    column = tl.arange(0, LAYER.BLOCK_V)
+    element = column
+    is_element = column < LAYER.VALUE_DIM
+    if LAYER.HALVES:
+        within = column % (LAYER.BLOCK_V // 2)
+        element = column // (LAYER.BLOCK_V // 2) * (LAYER.VALUE_DIM // 2) + within
+        is_element = within < LAYER.VALUE_DIM // 2
+    return element, is_element
+
+
+@triton.jit
 def store_result(rows, token, head, is_row, found, LAYER: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store the results [M, BLOCK_V] of a tile."""
     row = rows.start + (token * rows.stride_token + head * rows.stride_head)[:, None]
-    d = tl.arange(0, LAYER.BLOCK_V)
-    mask = is_row[:, None] & (d[None, :] < LAYER.VALUE_DIM)
-    tl.store(row + d[None, :], found.to(rows.start.dtype.element_ty), mask=mask)
+    e, is_element = value_elements(LAYER)
+    mask = is_row[:, None] & is_element[None, :]
+    tl.store(row + e[None, :], found.to(rows.start.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -156,6 +202,13 @@ def load_sink(sinks, head, is_row, BLOCK_M: tl.constexpr, LAYER: tl.constexpr): 
     if LAYER.HAS_SINKS:
         sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
     return sink
+
+
+@triton.jit
+def own_blocks(first_position, end, CACHE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the blocks of queries from a position up to `end`, which is 0 for padding."""
+    SIZE: tl.constexpr = CACHE.BLOCK_SIZE
+    return OwnBlocks(tl.maximum(first_position, 0) // SIZE * SIZE, tl.maximum(end - 1, 0) // SIZE * SIZE)
 
 
 @triton.jit
@@ -216,7 +269,7 @@ def _load_step(  # type: ignore[no-untyped-def]
     With BLOCK_R = 0 the second part is not used. With SHARED, the values are the first part of the keys.
     """
     d = tl.arange(0, LAYER.BLOCK_D)
-    e = tl.arange(0, LAYER.BLOCK_V)
+    e, is_element = value_elements(LAYER)
     n = start + tl.arange(0, BLOCK_N)
     # Memory outside [begin, end) may hold another request's data, even NaN: it is not loaded at all.
     in_context = (n >= begin) & (n < end)
@@ -227,24 +280,24 @@ def _load_step(  # type: ignore[no-untyped-def]
     k_scale = 1.0
     v_scale = 1.0
     if MASKED:
-        k_mask = (d[:, None] < LAYER.HEAD_DIM) & in_context[None, :]
+        k_mask = (d[:, None] < LAYER.FIRST_DIM) & in_context[None, :]
         k = tl.load(k_row[None, :] + d[:, None], mask=k_mask, other=0.0)
-    elif LAYER.BLOCK_D > LAYER.HEAD_DIM:
-        k = tl.load(k_row[None, :] + d[:, None], mask=d[:, None] < LAYER.HEAD_DIM, other=0.0)
+    elif LAYER.BLOCK_D > LAYER.FIRST_DIM:
+        k = tl.load(k_row[None, :] + d[:, None], mask=d[:, None] < LAYER.FIRST_DIM, other=0.0)
     else:
         k = tl.load(k_row[None, :] + d[:, None])
     if LAYER.SHARED:
         v = tl.trans(k)
     elif MASKED:
-        v_mask = (e[None, :] < LAYER.VALUE_DIM) & in_context[:, None]
+        v_mask = is_element[None, :] & in_context[:, None]
         v = tl.load(v_row[:, None] + e[None, :], mask=v_mask, other=0.0)
     elif LAYER.BLOCK_V > LAYER.VALUE_DIM:
-        v = tl.load(v_row[:, None] + e[None, :], mask=e[None, :] < LAYER.VALUE_DIM, other=0.0)
+        v = tl.load(v_row[:, None] + e[None, :], mask=is_element[None, :], other=0.0)
     else:
         v = tl.load(v_row[:, None] + e[None, :])
     k_rest = k
     if LAYER.BLOCK_R > 0:
-        r = LAYER.BLOCK_D + tl.arange(0, LAYER.BLOCK_R)
+        r = LAYER.FIRST_DIM + tl.arange(0, LAYER.BLOCK_R)
         r_mask = (r[:, None] < LAYER.HEAD_DIM) & (in_context[None, :] if MASKED else True)
         k_rest = tl.load(k_row[None, :] + r[:, None], mask=r_mask, other=0.0)
     if CACHE.FORMAT is not None:
@@ -261,13 +314,23 @@ def _load_step(  # type: ignore[no-untyped-def]
 @triton.jit
 def _softmax_step(  # type: ignore[no-untyped-def]
     row_max, row_sum, acc, unit, queries, pools, block, start, begin, end, scoring,
-    MASKED: tl.constexpr, ROW_UNITS: tl.constexpr, CACHE: tl.constexpr, LAYER: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, ROW_UNITS: tl.constexpr, PACKED: tl.constexpr,
+    CACHE: tl.constexpr, LAYER: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute one step of the running softmax, over the BLOCK_N keys from position `start` on."""
-    k, k_rest, v, k_scale, v_scale = _load_step(pools, block, start, begin, end, MASKED, CACHE, LAYER, BLOCK_N)
+    """Compute one step of the running softmax, over the BLOCK_N keys from position `start` on.
+
+    PACKED: whether they are in packed blocks.
+    """
     dtype: tl.constexpr = queries.first.dtype
     CODE_UNIT: tl.constexpr = 256.0 if CACHE.FORMAT == "fp8" else 1.0  # factor code / _widen(code)
-    if CACHE.FORMAT is not None:
+    HAS_SCALES: tl.constexpr = CACHE.FORMAT is not None and not PACKED
+    if PACKED:
+        offset = start % CACHE.BLOCK_SIZE
+        k, k_rest = load_packed_keys(pools.packed, block.to(tl.int64), offset, dtype, CACHE, LAYER, BLOCK_N)
+        v = load_packed_values(pools.packed, block.to(tl.int64), offset, dtype, CACHE, LAYER, BLOCK_N)
+    else:
+        k, k_rest, v, k_scale, v_scale = _load_step(pools, block, start, begin, end, MASKED, CACHE, LAYER, BLOCK_N)
+    if HAS_SCALES:
         k = _widen(k, CACHE, dtype)
         k_rest = _widen(k_rest, CACHE, dtype)
         v = _widen(v, CACHE, dtype)
@@ -276,13 +339,16 @@ def _softmax_step(  # type: ignore[no-untyped-def]
     if LAYER.BLOCK_R > 0:
         scores = tl.dot(queries.rest, k_rest, scores, input_precision=LAYER.PRECISION)
     scores = scores * scoring.scale
-    if CACHE.FORMAT is not None:
+    if HAS_SCALES:
         scores = scores * (k_scale * CODE_UNIT)[None, :]
     if LAYER.HAS_SOFTCAP:
         scores = scoring.softcap * _tanh(scores)
     if MASKED:
         n = start + tl.arange(0, BLOCK_N)
         visible = ((n >= begin) & (n < end))[None, :] & (n[None, :] <= queries.position[:, None])
+        if CACHE.PACKED is not None:  # a query reads its own block from the cache, and others from packed blocks
+            is_packed = n[None, :] < (queries.position // CACHE.BLOCK_SIZE * CACHE.BLOCK_SIZE)[:, None]
+            visible = visible & (is_packed == PACKED)
         if LAYER.HAS_WINDOW:
             visible = visible & (n[None, :] > queries.position[:, None] - scoring.window)
         scores = tl.where(visible, scores, float("-inf"))
@@ -293,7 +359,9 @@ def _softmax_step(  # type: ignore[no-untyped-def]
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(row_max - base)
     row_sum = row_sum * shrink + tl.sum(weights, 1)
-    if CACHE.FORMAT is not None:
+    if PACKED:
+        weights = weights * 16384.0  # 2 / unit
+    if HAS_SCALES:
         # The unit of acc is the largest value scale so far * 2**-14, so that a weight times its value's scale is at
         # most 2**14, within the range of float16.
         if ROW_UNITS:
@@ -310,29 +378,35 @@ def _softmax_step(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _empty_sums(TILE: tl.constexpr, LAYER: tl.constexpr, ROW_UNITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the sums of a tile's values, and their unit, which is below the smallest scale times 2**-14."""
-    unit = 1e-37
+def _empty_sums(CACHE: tl.constexpr, TILE: tl.constexpr, LAYER: tl.constexpr, ROW_UNITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sums of a tile's values, and their unit, which is below the smallest scale times 2**-14.
+
+    Packed values, which have been halved, count as codes with the scale 2.
+    """
+    LEAST: tl.constexpr = 1e-37 if CACHE.PACKED is None else 0.0001220703125
+    unit = LEAST
     if ROW_UNITS:
-        unit = tl.full([TILE.block_m], 1e-37, dtype=tl.float32)
+        unit = tl.full([TILE.block_m], LEAST, dtype=tl.float32)
     return tl.full([TILE.block_m, LAYER.BLOCK_V], 0.0, dtype=tl.float32), unit
 
 
 @triton.jit
 def _add_steps(  # type: ignore[no-untyped-def]
-    row_max, row_sum, acc, unit, queries, pools, table, first, begin, stop, end, scoring,
-    MASKED: tl.constexpr, ROW_UNITS: tl.constexpr, CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
+    row_max, row_sum, acc, unit, queries, pools, tables, first, begin, stop, end, scoring,
+    MASKED: tl.constexpr, ROW_UNITS: tl.constexpr, PACKED: tl.constexpr,
+    CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add the steps from `begin` up to `stop`, in which the keys [first, end) are visible.
 
     Blocks are loaded one step ahead: if keys depended on a load of the same step, the pipeline would be one shorter.
     """
+    table = tables.packed if PACKED else tables.cache
     block = _load_blocks(table, begin, begin, stop, CACHE.BLOCK_SIZE, TILE.block_n)
     for start in tl.range(begin, stop, TILE.block_n, num_stages=TILE.num_stages):
         next_block = _load_blocks(table, start + TILE.block_n, begin, stop, CACHE.BLOCK_SIZE, TILE.block_n)
         row_max, row_sum, acc, unit = _softmax_step(
             row_max, row_sum, acc, unit, queries, pools, block, start, first, end, scoring,
-            MASKED, ROW_UNITS, CACHE, LAYER, TILE.block_n,
+            MASKED, ROW_UNITS, PACKED, CACHE, LAYER, TILE.block_n,
         )  # fmt: skip
         block = next_block
     return row_max, row_sum, acc, unit
@@ -350,18 +424,25 @@ def _normalize(row_max, row_sum, acc, unit, CACHE: tl.constexpr):  # type: ignor
 
 @triton.jit
 def attend(  # type: ignore[no-untyped-def]
-    queries, row_max, row_sum, pools, table, first, begin, end, scoring,
+    queries, row_max, row_sum, pools, tables, first, begin, end, own, scoring,
     CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr, ROW_UNITS: tl.constexpr = False,
 ):  # fmt: skip
     """Return the attention of a tile over the keys in steps [begin, end), and the log2 of the softmax's denominator.
 
     Every step is masked: for few rows that costs less than a second loop with its own pipeline start. With ROW_UNITS,
-    the result of a row depends only on the keys that it sees.
+    the result of a row depends only on the keys that it sees. own: `OwnBlocks` of the queries.
     """
-    acc, unit = _empty_sums(TILE, LAYER, ROW_UNITS)
+    acc, unit = _empty_sums(CACHE, TILE, LAYER, ROW_UNITS)
+    if CACHE.PACKED is not None:
+        packed_end = tl.minimum(end, own.last)
+        row_max, row_sum, acc, unit = _add_steps(
+            row_max, row_sum, acc, unit, queries, pools, tables, first, begin, packed_end, packed_end, scoring,
+            True, ROW_UNITS, True, CACHE, LAYER, TILE,
+        )  # fmt: skip
+        begin = tl.maximum(begin, own.first)
     row_max, row_sum, acc, unit = _add_steps(
-        row_max, row_sum, acc, unit, queries, pools, table, first, begin, end, end, scoring,
-        True, ROW_UNITS, CACHE, LAYER, TILE,
+        row_max, row_sum, acc, unit, queries, pools, tables, first, begin, end, end, scoring,
+        True, ROW_UNITS, False, CACHE, LAYER, TILE,
     )  # fmt: skip
     return _normalize(row_max, row_sum, acc, unit, CACHE)
 
@@ -371,7 +452,7 @@ def attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _prefill_tile(  # type: ignore[no-untyped-def]
-    out, query, key_channels, pools, table, context_len, start, length, first_query, sinks, scoring,
+    out, query, key_channels, pools, tables, context_len, start, length, first_query, sinks, scoring,
     CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute the queries of a chunk from `first_query` on: first the steps that need no mask, then both edges."""
@@ -382,7 +463,12 @@ def _prefill_tile(  # type: ignore[no-untyped-def]
     end = first_position + tl.minimum(BLOCK_Q, length - first_query)
     first = tl.maximum(first_position - scoring.window + 1, 0) if LAYER.HAS_WINDOW else 0
     begin = first_step(first, CACHE, BLOCK_N)
-    high = begin + tl.maximum(first_position + 1 - begin, 0) // BLOCK_N * BLOCK_N
+    seen = first_position + 1  # all rows see the keys from the window's edge up to here
+    stop = end
+    if CACHE.PACKED is not None:
+        own = own_blocks(first_position, end, CACHE)
+        seen, stop = own.first, own.last
+    high = begin + tl.maximum(seen - begin, 0) // BLOCK_N * BLOCK_N
     low = begin
     if LAYER.HAS_WINDOW:
         low = tl.minimum(begin + tl.cdiv(tl.maximum(end - scoring.window - begin, 0), BLOCK_N) * BLOCK_N, high)
@@ -391,18 +477,25 @@ def _prefill_tile(  # type: ignore[no-untyped-def]
     queries = load_queries(query, token, head, is_row, context_len - length + index, key_channels, CACHE, LAYER)
     row_max = load_sink(sinks, head, is_row, TILE.block_m, LAYER)
     row_sum = tl.full([TILE.block_m], 1.0 if LAYER.HAS_SINKS else 0.0, dtype=tl.float32)
-    acc, unit = _empty_sums(TILE, LAYER, False)
+    acc, unit = _empty_sums(CACHE, TILE, LAYER, False)
+    PACKED: tl.constexpr = CACHE.PACKED is not None
     row_max, row_sum, acc, unit = _add_steps(
-        row_max, row_sum, acc, unit, queries, pools, table, first, low, high, end, scoring,
-        False, False, CACHE, LAYER, TILE,
+        row_max, row_sum, acc, unit, queries, pools, tables, first, low, high, stop, scoring,
+        False, False, PACKED, CACHE, LAYER, TILE,
     )  # fmt: skip
     before = low - begin
-    for done in tl.range(0, before + end - high, BLOCK_N, num_stages=TILE.num_stages):
+    table = tables.packed if PACKED else tables.cache
+    for done in tl.range(0, before + stop - high, BLOCK_N, num_stages=TILE.num_stages):
         step = tl.where(done < before, begin + done, high - before + done)
-        block = _load_blocks(table, step, first, end, CACHE.BLOCK_SIZE, BLOCK_N)
+        block = _load_blocks(table, step, first, stop, CACHE.BLOCK_SIZE, BLOCK_N)
         row_max, row_sum, acc, unit = _softmax_step(
-            row_max, row_sum, acc, unit, queries, pools, block, step, first, end, scoring,
-            True, False, CACHE, LAYER, BLOCK_N,
+            row_max, row_sum, acc, unit, queries, pools, block, step, first, stop, scoring,
+            True, False, PACKED, CACHE, LAYER, BLOCK_N,
+        )  # fmt: skip
+    if PACKED:
+        row_max, row_sum, acc, unit = _add_steps(
+            row_max, row_sum, acc, unit, queries, pools, tables, first, tl.maximum(begin, seen), end, end, scoring,
+            True, False, False, CACHE, LAYER, TILE,
         )  # fmt: skip
     found, _ = _normalize(row_max, row_sum, acc, unit, CACHE)
     store_result(out, token, head, is_row, found, LAYER)
@@ -413,7 +506,7 @@ def _prefill_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _decode_tile(  # type: ignore[no-untyped-def]
-    out, query, key_channels, pools, table, context_len, start, length, sinks, scoring,
+    out, query, key_channels, pools, tables, context_len, start, length, sinks, scoring,
     CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute all queries of a sequence, which fit the tile."""
@@ -425,14 +518,15 @@ def _decode_tile(  # type: ignore[no-untyped-def]
     first = tl.maximum(context_len - length - scoring.window + 1, 0) if LAYER.HAS_WINDOW else 0
     begin = first_step(first, CACHE, TILE.block_n)
     found, _ = attend(
-        queries, row_max, row_sum, pools, table, first, begin, context_len, scoring, CACHE, LAYER, TILE
+        queries, row_max, row_sum, pools, tables, first, begin, context_len,
+        own_blocks(context_len - length, context_len, CACHE), scoring, CACHE, LAYER, TILE,
     )  # fmt: skip
     store_result(out, token, head, is_row, found, LAYER)
 
 
 @triton.jit
 def _decode_split(  # type: ignore[no-untyped-def]
-    out, partials, query, key_channels, pools, table, context_len, seq, start, length, split, shared_lens, sinks,
+    out, partials, query, key_channels, pools, tables, context_len, seq, start, length, split, shared_lens, sinks,
     scoring, CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
     MIN_SPLIT: tl.constexpr, PREFIX_N: tl.constexpr, MAX_SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -457,7 +551,8 @@ def _decode_split(  # type: ignore[no-untyped-def]
         split_begin = begin + split * split_len
         split_end = tl.minimum(split_begin + split_len, context_len)
         found, log = attend(
-            queries, row_max, row_sum, pools, table, first, split_begin, split_end, scoring, CACHE, LAYER, TILE
+            queries, row_max, row_sum, pools, tables, first, split_begin, split_end,
+            own_blocks(context_len - length, context_len, CACHE), scoring, CACHE, LAYER, TILE,
         )  # fmt: skip
         parts = own
         if shared_lens is not None:
@@ -480,10 +575,10 @@ def _decode_split(  # type: ignore[no-untyped-def]
 @triton.jit
 def _store_partial(partials, found, log, is_row, place, head, LAYER: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store the result of a split."""
-    d = tl.arange(0, LAYER.BLOCK_V)
+    e, is_element = value_elements(LAYER)
     place = place * LAYER.NUM_HEADS + head
-    mask = is_row[:, None] & (d[None, :] < LAYER.VALUE_DIM)
-    tl.store(partials.results + place[:, None] * LAYER.VALUE_DIM + d[None, :], found, mask=mask)
+    mask = is_row[:, None] & is_element[None, :]
+    tl.store(partials.results + place[:, None] * LAYER.VALUE_DIM + e[None, :], found, mask=mask)
     tl.store(partials.logs + place, log, mask=is_row)
 
 
@@ -508,7 +603,7 @@ def _merge_partials(  # type: ignore[no-untyped-def]
     total = tl.sum(tl.exp2(log - top[None, :]), 0) + tl.exp2(sink - top)
     total = tl.where(total == 0.0, 1.0, total)
 
-    d = tl.arange(0, LAYER.BLOCK_V)
+    e, is_element = value_elements(LAYER)
     acc = tl.full([BLOCK_M, LAYER.BLOCK_V], 0.0, dtype=tl.float32)
     for done in range(0, parts, STEP):
         i = done + tl.arange(0, STEP)
@@ -516,8 +611,8 @@ def _merge_partials(  # type: ignore[no-untyped-def]
         mask = (i < parts)[:, None] & is_row[None, :]
         part_log = tl.load(partials.logs + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
         weight = tl.exp2(part_log - top[None, :])
-        values = partials.results + (at * LAYER.VALUE_DIM)[:, :, None] + d[None, None, :]
-        mask = mask[:, :, None] & (d < LAYER.VALUE_DIM)[None, None, :]
+        values = partials.results + (at * LAYER.VALUE_DIM)[:, :, None] + e[None, None, :]
+        mask = mask[:, :, None] & is_element[None, None, :]
         found = tl.load(values, mask=mask, other=0.0, cache_modifier=".cg")
         acc += tl.sum(found * weight[:, :, None], 0)
     return acc / total[:, None]
@@ -529,15 +624,19 @@ def _merge_partials(  # type: ignore[no-untyped-def]
 @triton.jit(
     # Arguments that change between steps or layers: specializing on them would trigger compilation while serving.
     do_not_specialize=[
-        *("num_seqs", "large_tiles", "num_splits", "prefix_splits", "slots", "queries", "window", "stride_table"),
+        *("num_seqs", "large_tiles", "num_splits", "prefix_splits", "slots", "queries", "window"),
+        *("stride_table", "stride_packed_table"),
     ],
-    do_not_specialize_on_alignment=["block_tables", "context_lens", "query_starts", "shared_lens", "sinks"],
+    do_not_specialize_on_alignment=[
+        *("block_tables", "packed_tables", "context_lens", "query_starts", "shared_lens", "sinks"),
+    ],
 )
 def paged_attention_kernel(  # type: ignore[no-untyped-def]
     out, partials, logs, arrivals, query, key_cache, value_cache, key_scales, value_scales, key_channels,
-    block_tables, context_lens, query_starts, shared_lens, sinks,
+    packed_key_codes, packed_key_scales, packed_key_zeros, packed_value_codes, packed_value_scales,
+    block_tables, packed_tables, context_lens, query_starts, shared_lens, sinks,
     num_seqs, large_tiles, num_splits, prefix_splits, slots, queries, window, scale, softcap,
-    stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
+    stride_table, stride_packed_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
     CACHE: tl.constexpr, LAYER: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, PARTIAL: tl.constexpr,
     MIN_SPLIT: tl.constexpr, PREFIX_N: tl.constexpr, MAX_SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -550,7 +649,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     """
     SMALL_Q: tl.constexpr = SMALL.block_m // LAYER.HEADS
     rows, results = Rows(query, stride_q_token, stride_q_head), Rows(out, stride_o_token, stride_o_head)
-    pools = pools_of_head(key_cache, value_cache, key_scales, value_scales, CACHE, LAYER)
+    packed = Packed(packed_key_codes, packed_key_scales, packed_key_zeros, packed_value_codes, packed_value_scales)
+    pools = pools_of_head(key_cache, value_cache, key_scales, value_scales, packed, CACHE, LAYER)
     scoring = Scoring(scale, softcap, window)
     item = tl.program_id(0)
     if LARGE is not None and item < large_tiles:
@@ -558,11 +658,11 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
             query_starts, num_seqs, large_tiles - 1 - item, LARGE.block_m // LAYER.HEADS
         )  # fmt: skip
         if length > SMALL_Q:
-            table = block_tables + stride_table.to(tl.int64) * seq
+            tables = tables_of(block_tables, stride_table, packed_tables, stride_packed_table, seq)
             context_len = tl.load(context_lens + seq)
             if first_query < length:
                 _prefill_tile(
-                    results, rows, key_channels, pools, table, context_len, start, length, first_query, sinks, scoring,
+                    results, rows, key_channels, pools, tables, context_len, start, length, first_query, sinks, scoring,
                     CACHE, LAYER, LARGE,
                 )  # fmt: skip
     else:
@@ -572,30 +672,35 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         start = tl.load(query_starts + seq)
         length = tl.load(query_starts + seq + 1) - start
         if (length > 0) & (length <= SMALL_Q):
-            table = block_tables + stride_table.to(tl.int64) * seq
+            tables = tables_of(block_tables, stride_table, packed_tables, stride_packed_table, seq)
             context_len = tl.load(context_lens + seq)
             if PARTIAL:
                 _decode_split(
                     results, Partials(partials, logs, arrivals, slots, queries, num_splits, prefix_splits),
-                    rows, key_channels, pools, table, context_len, seq, start, length, split, shared_lens, sinks,
+                    rows, key_channels, pools, tables, context_len, seq, start, length, split, shared_lens, sinks,
                     scoring, CACHE, LAYER, SMALL, MIN_SPLIT, PREFIX_N, MAX_SLOTS,
                 )  # fmt: skip
             else:
                 _decode_tile(
-                    results, rows, key_channels, pools, table, context_len, start, length, sinks, scoring,
+                    results, rows, key_channels, pools, tables, context_len, start, length, sinks, scoring,
                     CACHE, LAYER, SMALL,
                 )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["num_groups", "num_splits", "first_slot", "slots", "queries", "stride_table"],
-    do_not_specialize_on_alignment=["block_tables", "query_starts", "shared_lens", "members", "group_starts"],
+    do_not_specialize=[
+        *("num_groups", "num_splits", "first_slot", "slots", "queries", "stride_table", "stride_packed_table"),
+    ],
+    do_not_specialize_on_alignment=[
+        *("block_tables", "packed_tables", "query_starts", "shared_lens", "members", "group_starts"),
+    ],
 )
 def prefix_attention_kernel(  # type: ignore[no-untyped-def]
     partials, logs, query, key_cache, value_cache, key_scales, value_scales, key_channels,
-    block_tables, query_starts, shared_lens, members, group_starts,
+    packed_key_codes, packed_key_scales, packed_key_zeros, packed_value_codes, packed_value_scales,
+    block_tables, packed_tables, query_starts, shared_lens, members, group_starts,
     num_groups, num_splits, first_slot, slots, queries, scale, softcap,
-    stride_table, stride_q_token, stride_q_head,
+    stride_table, stride_packed_table, stride_q_token, stride_q_head,
     CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Compute the shared-prefix part of decode rows.
@@ -620,14 +725,21 @@ def prefix_attention_kernel(  # type: ignore[no-untyped-def]
             token = tl.load(query_starts + seq, mask=is_row, other=0).to(tl.int64)
             position = tl.full([TILE.block_m], 0, tl.int32) + end
             rows = Rows(query, stride_q_token, stride_q_head)
-            found, log = attend(
-                load_queries(rows, token, head, is_row, position, key_channels, CACHE, LAYER),
+            packed = Packed(
+                packed_key_codes, packed_key_scales, packed_key_zeros, packed_value_codes, packed_value_scales
+            )  # fmt: skip
+            acc, unit = _empty_sums(CACHE, TILE, LAYER, False)
+            row_max, row_sum, acc, unit = _add_steps(
                 tl.full([TILE.block_m], float("-inf"), dtype=tl.float32),
                 tl.full([TILE.block_m], 0.0, dtype=tl.float32),
-                pools_of_head(key_cache, value_cache, key_scales, value_scales, CACHE, LAYER),
-                block_tables + stride_table.to(tl.int64) * leader, begin, begin, end, Scoring(scale, softcap, 0),
-                CACHE, LAYER, TILE,
+                acc, unit,
+                load_queries(rows, token, head, is_row, position, key_channels, CACHE, LAYER),
+                pools_of_head(key_cache, value_cache, key_scales, value_scales, packed, CACHE, LAYER),
+                tables_of(block_tables, stride_table, packed_tables, stride_packed_table, leader),
+                begin, begin, end, end, Scoring(scale, softcap, 0),
+                True, False, CACHE.PACKED is not None, CACHE, LAYER, TILE,
             )  # fmt: skip
+            found, log = _normalize(row_max, row_sum, acc, unit, CACHE)
             place = (seq.to(tl.int64) * slots + first_slot + split) * queries
             memory = Partials(partials, logs, None, slots, queries, num_splits, num_splits)
             _store_partial(memory, found, log, is_row, place, head, LAYER)

@@ -6,7 +6,7 @@ come from `launch_table`, the number of splits from the batch and the device. Im
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from paged_kernels.launch import OPTIONS, Device, Launch, zeros
 from paged_kernels.launch_table import Tile, TuningKey, decode_tile, find_tile, power_of_two
 from paged_kernels.layer_cache import CacheLayout, LayerCache, as_bytes
+from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks
 from paged_kernels.paging import Paging
 
 MIN_SPLIT = 256  # minimum keys of a split; starting and merging a shorter one costs more than it saves
@@ -205,10 +206,16 @@ class LayerKey(NamedTuple):
     def quantized(self) -> bool:
         return self.cache.FORMAT is not None
 
+    def within_blocks(self, tile: Tile) -> Tile:
+        """Return the tile with steps that do not exceed a block, if the layer has packed blocks."""
+        return tile._replace(block_n=min(tile.block_n, BLOCK_SIZE)) if self.cache.PACKED else tile
+
     def step_arguments(self, paging: Paging) -> dict[str, Any]:
         """Return the arguments of the kernels that all layers with this key share."""
         stride_q_token, stride_q_head = self.query_strides
+        packed = paging.packed if self.cache.PACKED else None
         return dict(
+            packed_tables=packed and packed.block_tables, stride_packed_table=packed and packed.block_tables.stride(0),
             block_tables=paging.block_tables, context_lens=paging.context_lens, query_starts=paging.query_starts,
             num_seqs=paging.num_seqs, stride_table=paging.block_tables.stride(0),
             stride_o_token=self.num_heads * self.value_dim, stride_o_head=self.value_dim,
@@ -224,9 +231,11 @@ class Layer(NamedTuple):
     HEADS: int  # query heads of a group in one tile
     HEAD_DIM: int  # of keys and queries
     VALUE_DIM: int
-    BLOCK_D: int  # elements of the two parts in which a tile holds keys; see `key_blocks`
+    FIRST_DIM: int  # elements of a key in the first of the two parts in which a tile holds keys
+    BLOCK_D: int  # sizes of these parts; see `key_blocks`
     BLOCK_R: int
     BLOCK_V: int  # elements of a value in a tile
+    HALVES: bool  # whether the parts of a key, and of the columns of a tile's values, are halves, as in packed blocks
     SHARED: bool  # whether values are taken from the first part of a tile of keys
     HAS_WINDOW: bool
     HAS_SOFTCAP: bool
@@ -237,12 +246,16 @@ class Layer(NamedTuple):
     def of(cls, key: LayerKey, heads: int) -> "Layer":
         """Return the constants of a layer whose tiles take `heads` heads of a group."""
         block_d, block_r = key_blocks(key.head_dim)
+        first_dim, block_v = min(key.head_dim, block_d), padded_head_dim(key.value_dim)
+        if key.cache.PACKED:
+            first_dim, block_v = key.head_dim // 2, 2 * padded_head_dim(key.value_dim // 2)
+            block_d = block_r = padded_head_dim(first_dim)
         # Values that share the memory of the keys are in a tile of keys already, if they are within its first part.
         shared = key.shares_memory and key.value_dim <= block_d
         return cls(
             NUM_HEADS=key.num_heads, GROUP=key.group, HEADS=heads,
-            HEAD_DIM=key.head_dim, VALUE_DIM=key.value_dim, BLOCK_D=block_d, BLOCK_R=block_r,
-            BLOCK_V=block_d if shared else padded_head_dim(key.value_dim), SHARED=shared,
+            HEAD_DIM=key.head_dim, VALUE_DIM=key.value_dim, FIRST_DIM=first_dim, BLOCK_D=block_d, BLOCK_R=block_r,
+            BLOCK_V=block_d if shared else block_v, HALVES=key.cache.PACKED is not None, SHARED=shared,
             HAS_WINDOW=key.sliding_window is not None, HAS_SOFTCAP=key.has_softcap, HAS_SINKS=key.has_sinks,
             PRECISION="ieee" if key.dtype == torch.float32 else "tf32",  # tf32 would drop 13 bits of fp32
         )  # fmt: skip
@@ -295,11 +308,17 @@ class AttentionPlan:
         layer = dict(
             out=out, query=query, key_cache=as_bytes(cache.keys), value_cache=as_bytes(cache.values),
             key_scales=cache.key_scales, value_scales=cache.value_scales, key_channels=cache.key_channels,
-            sinks=sinks, window=window or 0,
+            **packed_arguments(cache), sinks=sinks, window=window or 0,
             scale=scale / softcap if softcap else scale * LOG2E, softcap=(softcap or 0.0) * LOG2E,
             partials=partials, logs=logs, arrivals=arrivals,
         )  # fmt: skip
         return [template.launch(layer) for template in self.templates]
+
+
+def packed_arguments(cache: LayerCache) -> dict[str, Tensor | None]:
+    """Return the packed blocks of a layer as arguments of the kernels."""
+    names = [field.name for field in fields(PackedBlocks)]
+    return {f"packed_{name}": cache.packed and getattr(cache.packed, name) for name in names}
 
 
 def partial_results(rows: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -23,11 +23,15 @@ from paged_kernels.attention_kernels import (
     attend,
     find_tile,
     load_queries,
+    own_blocks,
     pools_of_head,
     store_result,
+    tables_of,
     tile_rows,
+    value_elements,
 )
 from paged_kernels.attention_plan import AttentionPlan, LaunchTemplate, Layer, LayerKey, count_splits, key_blocks
+from paged_kernels.block_packing import Packed, pack_template
 from paged_kernels.launch_table import Tile, TuningKey, default_tile, power_of_two
 from paged_kernels.paging import Paging
 
@@ -58,14 +62,18 @@ def _finish(acc, row_max, row_sum, sinks, head, is_row, LAYER: tl.constexpr):  #
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_tokens", "num_tiles", "num_splits", "slots", "window", "stride_table"],
-    do_not_specialize_on_alignment=["block_tables", "context_lens", "query_starts", "sinks"],
+    do_not_specialize=[
+        *("num_seqs", "num_tokens", "num_tiles", "num_splits", "slots", "window", "stride_table"),
+        "stride_packed_table",
+    ],
+    do_not_specialize_on_alignment=["block_tables", "packed_tables", "context_lens", "query_starts", "sinks"],
 )
 def invariant_attention_kernel(  # type: ignore[no-untyped-def]
     out, partials, logs, query, key_cache, value_cache, key_scales, value_scales, key_channels,
-    block_tables, context_lens, query_starts, sinks,
+    packed_key_codes, packed_key_scales, packed_key_zeros, packed_value_codes, packed_value_scales,
+    block_tables, packed_tables, context_lens, query_starts, sinks,
     num_seqs, num_tokens, num_tiles, num_splits, slots, window, scale, softcap,
-    stride_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
+    stride_table, stride_packed_table, stride_o_token, stride_o_head, stride_q_token, stride_q_head,
     CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr, PARTITION: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of queries; with PARTIAL, every num_splits-th partition of its keys, which stay apart.
@@ -84,11 +92,13 @@ def invariant_attention_kernel(  # type: ignore[no-untyped-def]
         queries = load_queries(
             Rows(query, stride_q_token, stride_q_head), token, head, is_row, position, key_channels, CACHE, LAYER
         )
-        pools = pools_of_head(key_cache, value_cache, key_scales, value_scales, CACHE, LAYER)
-        table = block_tables + stride_table.to(tl.int64) * seq
+        packed = Packed(packed_key_codes, packed_key_scales, packed_key_zeros, packed_value_codes, packed_value_scales)
+        pools = pools_of_head(key_cache, value_cache, key_scales, value_scales, packed, CACHE, LAYER)
+        tables = tables_of(block_tables, stride_table, packed_tables, stride_packed_table, seq)
         first_position = context_len - length + first_query
         end = first_position + tl.minimum(BLOCK_Q, length - first_query)
         first = tl.maximum(first_position - window + 1, 0) if LAYER.HAS_WINDOW else 0
+        own = own_blocks(first_position, end, CACHE)
         no_max = tl.full([TILE.block_m], float("-inf"), dtype=tl.float32)
         no_sum = tl.full([TILE.block_m], 0.0, dtype=tl.float32)
         acc = tl.full([TILE.block_m, LAYER.BLOCK_V], 0.0, dtype=tl.float32)
@@ -98,14 +108,14 @@ def invariant_attention_kernel(  # type: ignore[no-untyped-def]
             begin = tl.maximum(part * PARTITION, first // TILE.block_n * TILE.block_n)
             stop = tl.minimum((part + 1) * PARTITION, end)
             found, log = attend(
-                queries, no_max, no_sum, pools, table, first, begin, stop, Scoring(scale, softcap, window),
+                queries, no_max, no_sum, pools, tables, first, begin, stop, own, Scoring(scale, softcap, window),
                 CACHE, LAYER, TILE, ROW_UNITS=True,
             )  # fmt: skip
             if PARTIAL:
-                d = tl.arange(0, LAYER.BLOCK_V)[None, :]
+                e, is_element = value_elements(LAYER)
                 place = (part % slots * num_tokens + token) * LAYER.NUM_HEADS + head
-                values = partials + place[:, None] * LAYER.VALUE_DIM + d
-                tl.store(values, found, mask=is_row[:, None] & (d < LAYER.VALUE_DIM))
+                values = partials + place[:, None] * LAYER.VALUE_DIM + e[None, :]
+                tl.store(values, found, mask=is_row[:, None] & is_element[None, :])
                 tl.store(logs + place, log, mask=is_row)
             else:
                 acc, row_max, row_sum = _add(acc, row_max, row_sum, found, log)
@@ -174,7 +184,7 @@ def tile_of(key: LayerKey) -> Tile:
 
 def plan(key: LayerKey, paging: Paging) -> AttentionPlan:
     """Return the plan of a step for layers with this key."""
-    tile = tile_of(key)
+    tile = key.within_blocks(tile_of(key))
     heads = min(key.group, tile.block_m)
     layer = Layer.of(key, heads)
     queries = tile.block_m // heads
@@ -193,6 +203,8 @@ def plan(key: LayerKey, paging: Paging) -> AttentionPlan:
         num_warps=tile.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
     templates = [LaunchTemplate.of(invariant_attention_kernel, (num_tiles, head_programs, splits), named)]
+    if key.cache.PACKED is not None:
+        templates.insert(0, pack_template(key, paging))
     if splits == 1:
         return AttentionPlan(templates)
     block_v = power_of_two(key.value_dim)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks, full_blocks
+from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks, PackedLayout, full_blocks
 
 FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}  # names of the formats, by the type of a pool
 INT4 = torch.uint4  # stands for a cache in int8 whose full blocks are packed
@@ -50,6 +50,7 @@ class CacheLayout(NamedTuple):
     S_BLOCK: int
     S_HEAD: int
     HAS_CHANNELS: bool  # whether channels of keys and queries are scaled
+    PACKED: PackedLayout | None  # None: no block is packed
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +116,7 @@ class LayerCache:
         return CacheLayout(
             self.keys.shape[2], self.format, MAX_CODE.get(self.keys.dtype),
             k_block, k_head, k_slot, v_block, v_head, v_slot, s_block, s_head,
-            HAS_CHANNELS=self.key_channels is not None,
+            HAS_CHANNELS=self.key_channels is not None, PACKED=self.packed.layout if self.packed else None,
         )  # fmt: skip
 
     @property

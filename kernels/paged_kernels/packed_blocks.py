@@ -22,6 +22,7 @@ Imports no triton.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,16 @@ GROUP = 32  # channels of a value that share a scale
 EXPONENT_BIAS = 109 << 3  # what is added to a scale's byte, shifted to the exponent and mantissa of a float32
 NAN_SCALE = 255
 LARGEST_CODE = 15.0
+
+
+class PackedLayout(NamedTuple):
+    """The strides of packed blocks from block to block, which are constants of the Triton kernels."""
+
+    KEY_CODES: int
+    KEY_SCALES: int
+    KEY_ZEROS: int
+    VALUE_CODES: int
+    VALUE_SCALES: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +69,11 @@ class PackedBlocks:
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors, with the block as first dimension."""
         return self.key_codes, self.key_scales, self.key_zeros, self.value_codes, self.value_scales
+
+    @property
+    def layout(self) -> PackedLayout:
+        """The constants of the blocks in the Triton kernels."""
+        return PackedLayout(*(tensor.stride(0) for tensor in self.tensors))
 
     def write(self, blocks: Tensor, keys: Tensor, values: Tensor) -> None:
         """Pack blocks. blocks: [n] int64. keys, values: [n, num_kv_heads, BLOCK_SIZE, head_dim or value_dim] fp32."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from paged_kernels import attention_plan, invariant_attention
 from paged_kernels.attention_kernels import paged_attention_kernel, prefix_attention_kernel
 from paged_kernels.attention_plan import AttentionPlan, LaunchTemplate, Layer, LayerKey, count_splits
+from paged_kernels.block_packing import pack_template
 from paged_kernels.launch import Device, Launch, device_of
 from paged_kernels.layer_cache import LayerCache, pack_full_blocks
 from paged_kernels.paging import Paging
@@ -29,25 +30,26 @@ def _plan(key: LayerKey, paging: Paging) -> AttentionPlan:
     )  # fmt: skip
     layer = Layer.of(key, shape.heads)
     head_programs = num_kv_heads * layer.HEAD_TILES
-    large_tiles, most_small, num_warps = 0, num_seqs, shape.small.num_warps
-    if shape.large:
-        large_tiles = key.num_tokens // (shape.large.block_m // shape.heads) + num_seqs
-        most_small, num_warps = num_seqs - 1, shape.large.num_warps
+    small, large = key.within_blocks(shape.small), shape.large and key.within_blocks(shape.large)
+    large_tiles, most_small, num_warps = 0, num_seqs, small.num_warps
+    if large:
+        large_tiles = key.num_tokens // (large.block_m // shape.heads) + num_seqs
+        most_small, num_warps = num_seqs - 1, large.num_warps
     splits = count_splits(most_small * head_programs, paging.max_context_len, device.multiprocessors)
 
     shared = None if layer.HAS_WINDOW else paging.shared
     prefix, prefix_grid, prefix_splits = None, (0, 0, 0), 0
     if shared is not None:
-        prefix = attention_plan.prefix_tile(**properties, num_seqs=num_seqs)
+        prefix = key.within_blocks(attention_plan.prefix_tile(**properties, num_seqs=num_seqs))
         members = prefix.block_m // shape.heads
         tiles = triton.cdiv(num_seqs, members)
         prefix_splits = count_splits(tiles * head_programs, shared.max_len, device.multiprocessors)
         prefix_grid = num_seqs // members + shared.num_groups, head_programs, prefix_splits
     slots = splits + prefix_splits
-    queries = min(paging.max_query_len, shape.small.block_m // shape.heads)  # most queries of a sequence that is split
+    queries = min(paging.max_query_len, small.block_m // shape.heads)  # most queries of a sequence that is split
 
     named = dict(
-        **key.step_arguments(paging), LAYER=layer, SMALL=shape.small, LARGE=shape.large,
+        **key.step_arguments(paging), LAYER=layer, SMALL=small, LARGE=large,
         shared_lens=shared.lens if shared else None, large_tiles=large_tiles,
         num_splits=splits, prefix_splits=prefix_splits, slots=slots, queries=queries, num_warps=num_warps,
         PARTIAL=slots > 1, MIN_SPLIT=attention_plan.MIN_SPLIT, PREFIX_N=prefix.block_n if prefix else 1,
@@ -61,6 +63,8 @@ def _plan(key: LayerKey, paging: Paging) -> AttentionPlan:
             first_slot=splits, num_splits=prefix_splits, TILE=prefix, num_warps=prefix.num_warps,
         )  # fmt: skip
         templates.insert(0, LaunchTemplate.of(prefix_attention_kernel, prefix_grid, named))
+    if key.cache.PACKED is not None:
+        templates.insert(0, pack_template(key, paging))
     if slots == 1:
         return AttentionPlan(templates)
     return AttentionPlan(templates, num_seqs * slots * queries * key.num_heads, num_seqs * head_programs)
@@ -72,10 +76,11 @@ def plan_launch(
 ) -> list[Launch]:  # fmt: skip
     """Return the launches of one call in order. `out` is contiguous."""
     num_tokens, num_heads, head_dim = query.shape
+    layout = cache.layout if paging.packed is not None else cache.layout._replace(PACKED=None)
     key = LayerKey(
         invariant_attention.plan if cache.batch_invariant else _plan,
         device, num_tokens, num_heads, head_dim, cache.value_dim, cache.keys.shape[1], query.dtype,
-        query.stride()[:2], cache.layout, cache.shares_memory, sliding_window, softcap is not None, sinks is not None,
+        query.stride()[:2], layout, cache.shares_memory, sliding_window, softcap is not None, sinks is not None,
     )  # fmt: skip
     return paging.plan(key).launches(out, query, cache, scale, sliding_window, softcap, sinks)
 
