@@ -29,7 +29,7 @@ from paged_kernels import block_copy, kv_write, layer_ops, paged_attention, samp
 from paged_kernels.launch import OPTIONS, Device, Launch
 from paged_kernels.launch_table import RowTuningKey, find_table
 from paged_kernels.layer_cache import FORMATS, LayerCache
-from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks
+from paged_kernels.packed_blocks import BLOCK_SIZE, GROUP, PackedBlocks
 from paged_kernels.paging import Paging, SharedPrefixes
 from paged_kernels.sampling_metadata import SamplingFilters, SamplingMetadata
 
@@ -48,7 +48,7 @@ PRODUCTS = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma|v_sm
 
 # --- cases ------------------------------------------------------------------------------------------------------------
 
-STORED = {name: dtype for dtype, name in FORMATS.items()} | {"int4": torch.int8}  # int8 for blocks that are not full
+PACKED: dict[str, Any] = dict(format="int4", block_size=BLOCK_SIZE)  # a layer with packed blocks
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SAMPLING = ("threshold", "best", "greedy", "first_best")
 SMALL_KERNELS = (*SAMPLING, "block_copy", "step_inputs")  # kernels with few configurations
@@ -108,6 +108,9 @@ def full_grid(chip: str) -> Iterator[Case]:
         yield Case(chip, "latent_kv_write", dtype, **sizes, format=name, norm=norm)
     for block_size, kernel, name in itertools.product((1, 8, 32, 64, 256), kernels, names):
         yield Case(chip, kernel, block_size=block_size, format=name)
+    for dtype, head_dim, kernel in itertools.product(DTYPES, HEAD_DIMS, (*kernels, "pack_blocks")):
+        if head_dim % GROUP == 0:
+            yield Case(chip, kernel, dtype, head_dim, window=kernel != "prefix", softcap=True, sinks=True, **PACKED)
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
         yield from (Case(chip, "kv_write", dtype, head_dim, format=name) for name in names)
         yield Case(chip, "rope_kv_write", dtype, head_dim)
@@ -164,18 +167,16 @@ def sample(chip: str) -> Iterator[Case]:
 def small_grid(chip: str) -> Iterator[Case]:
     """Yield the cases with the most registers and shared memory, and one of each variant."""
     features: dict[str, Any] = dict(window=True, softcap=True, sinks=True)
-    for name in (None, *FORMATS.values()):
-        yield Case(chip, "split", "bf16", 256, **features, format=name)
-        yield Case(chip, "prefill", "bf16", 128 if name == "int8" else 256, **features, format=name)
-        yield Case(chip, "decode", "bf16", 128, sinks=True, format=name)
-        yield Case(chip, "prefix", "fp16", 64, group=3, format=name)
-        yield from (Case(chip, "kv_write", dtype, format=name) for dtype in ("bf16", "fp32"))
+    for stored in (*(dict[str, Any](format=name) for name in (None, *FORMATS.values())), PACKED):
+        yield Case(chip, "split", "bf16", 256, **features, **stored)
+        yield Case(chip, "prefill", "bf16", 128 if stored["format"] == "int8" else 256, **features, **stored)
+        yield Case(chip, "decode", "bf16", 128, sinks=True, **stored)
+        yield Case(chip, "prefix", "fp16", 64, group=3, **stored)
+        yield from (Case(chip, "kv_write", dtype, **stored) for dtype in ("bf16", "fp32"))
         for head_dim, kernel in itertools.product((128, 256), ("invariant", "invariant_split")):
-            yield Case(chip, kernel, "bf16", head_dim, **features, format=name)
-        yield Case(chip, "add_partitions", format=name)
-    packed: dict[str, Any] = dict(block_size=BLOCK_SIZE, format="int4")
-    for kernel in ("decode", "split", "prefill", "prefix", "invariant", "invariant_split", "pack_blocks"):
-        yield from (Case(chip, kernel, "bf16", head_dim, **features, **packed) for head_dim in (96, 128, 256))
+            yield Case(chip, kernel, "bf16", head_dim, **features, **stored)
+        yield Case(chip, "add_partitions", **stored)
+    yield from (Case(chip, "pack_blocks", head_dim=head_dim, **PACKED) for head_dim in (96, 256))
     expanded, latents = LATENT_SIZES[:2]
     yield from (Case(chip, kernel, **latents) for kernel in INVARIANT)
     yield from (Case(chip, "invariant", "fp32", head_dim, **features) for head_dim in (128, 256))
@@ -214,7 +215,14 @@ class Cost:
 def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     """Return the source that a launch with these arguments compiles, with pointers and multiples of 16 aligned."""
     names = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-    names |= {torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64", int: "i32", float: "fp32"}
+    names |= {
+        torch.uint8: "*u8",
+        torch.int8: "*i8",
+        torch.int32: "*i32",
+        torch.int64: "*i64",
+        int: "i32",
+        float: "fp32",
+    }
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
@@ -274,7 +282,9 @@ def _launch(case: Case) -> Launch:
     if case.kernel == "latent_kv_write":
         num_kv_heads = 1
     slots_of_pool = (64, num_kv_heads, case.block_size)
-    stored = STORED.get(case.format, dtype)
+    is_packed = case.format == PACKED["format"]
+    stored = next((stored for stored, name in FORMATS.items() if name == case.format), dtype)
+    stored = torch.int8 if is_packed else stored
     value_dim = case.value_dim or case.head_dim
     keys, values = (tensor(*slots_of_pool, size, dtype=stored) for size in (case.head_dim, value_dim))
     scales = tensor(*slots_of_pool, dtype=torch.float32) if case.format else None
@@ -282,7 +292,7 @@ def _launch(case: Case) -> Launch:
     if case.format and not case.latent:
         cache = replace(cache, key_channels=tensor(3, num_kv_heads, case.head_dim, dtype=torch.float32))
     cache = replace(cache, batch_invariant=case.kernel in INVARIANT)
-    if case.format == "int4":
+    if is_packed:
         made = PackedBlocks.shapes(num_kv_heads, case.head_dim, value_dim)
         cache = replace(cache, packed=PackedBlocks(*(tensor(64, *shape, dtype=dtype) for shape, dtype in made)))
     slots, key = tensor(case.length, dtype=torch.int64), tensor(case.length, num_kv_heads, case.head_dim)
@@ -317,14 +327,14 @@ def _launch(case: Case) -> Launch:
     )  # fmt: skip
     query = tensor(num_seqs * chunk, num_kv_heads * case.group, case.head_dim)
     out = tensor(num_seqs * chunk, num_kv_heads * case.group, value_dim)
-    if case.format == "int4":
+    if is_packed:
         paging = replace(paging, packed=replace(paging, shared=None))
     launches = paged_attention.plan_launch(
         out, query, cache, paging,
         scale=0.1, sliding_window=100 if case.window else None, softcap=50.0 if case.softcap else None,
         sinks=tensor(num_kv_heads * case.group) if case.sinks else None, device=device,
     )  # fmt: skip
-    if case.format == "int4" and case.kernel != "pack_blocks":
+    if is_packed and case.kernel != "pack_blocks":
         launches = launches[1:]  # the first one packs blocks
     return launches[case.kernel == "add_partitions"]
 

@@ -207,8 +207,14 @@ class LayerKey(NamedTuple):
         return self.cache.FORMAT is not None
 
     def within_blocks(self, tile: Tile) -> Tile:
-        """Return the tile with steps that do not exceed a block, if the layer has packed blocks."""
-        return tile._replace(block_n=min(tile.block_n, BLOCK_SIZE)) if self.cache.PACKED else tile
+        """Return the tile; for a layer with packed blocks, with steps of one block, or half of one if keys are wide.
+
+        Wide keys would spill.
+        """
+        if self.cache.PACKED is None:
+            return tile
+        most = BLOCK_SIZE if max(self.head_dim, self.value_dim) <= 128 else BLOCK_SIZE // 2
+        return tile._replace(block_n=min(tile.block_n, most))
 
     def step_arguments(self, paging: Paging) -> dict[str, Any]:
         """Return the arguments of the kernels that all layers with this key share."""

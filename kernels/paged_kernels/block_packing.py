@@ -51,6 +51,18 @@ def _scales_of_bytes(codes):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _widen(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert codes to `dtype`. In 16 bits they are made the last bits of 128 or 1024, which is faster than to convert
+    integers: the compiler does this for two numbers at a time."""
+    if dtype == tl.float32:
+        wide = codes.to(dtype)
+    else:
+        BITS: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+        wide = (codes.to(tl.int16) | BITS).to(dtype, bitcast=True) - (128.0 if dtype == tl.bfloat16 else 1024.0)
+    return wide
+
+
+@triton.jit
 def load_packed_keys(  # type: ignore[no-untyped-def]
     packed, block, offset, dtype: tl.constexpr, CACHE: tl.constexpr, LAYER: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
@@ -66,9 +78,9 @@ def load_packed_keys(  # type: ignore[no-untyped-def]
     high_scale = _scales_of_bytes(tl.load(scales + HALF, mask=d < HALF, other=0))[:, None]
     low_zero = tl.load(zeros, mask=d < HALF, other=0.0).to(tl.float32)[:, None]
     high_zero = tl.load(zeros + HALF, mask=d < HALF, other=0.0).to(tl.float32)[:, None]
-    low = (codes & 15).to(tl.float32) * low_scale + low_zero
-    high = (codes >> 4).to(tl.float32) * high_scale + high_zero
-    return low.to(dtype), high.to(dtype)
+    low = _widen(codes & 15, dtype) * low_scale.to(dtype) + low_zero.to(dtype)
+    high = _widen(codes >> 4, dtype) * high_scale.to(dtype) + high_zero.to(dtype)
+    return low, high
 
 
 @triton.jit
@@ -91,17 +103,12 @@ def load_packed_values(  # type: ignore[no-untyped-def]
     group = (part // (BLOCK_HALF // PART) * HALF + first) // CHANNELS
     row = packed.value_scales + block * CACHE.PACKED.VALUE_SCALES + n * (LAYER.VALUE_DIM // CHANNELS)
     scales = _scales_of_bytes(tl.load(row[:, None] + group[None, :], mask=first[None, :] < HALF, other=0))
-    both = tl.join(codes & 15, codes >> 4).to(tl.float32) - 7.5
+    both = tl.join(_widen(codes & 15, dtype), _widen(codes >> 4, dtype)) - 7.5
     parts = tl.reshape(tl.permute(both, (0, 2, 1)), (BLOCK_N, LAYER.BLOCK_V // PART, PART))
-    return tl.reshape(parts * (scales * 0.5)[:, :, None], (BLOCK_N, LAYER.BLOCK_V)).to(dtype)
+    return tl.reshape(parts * (scales * 0.5).to(dtype)[:, :, None], (BLOCK_N, LAYER.BLOCK_V))
 
 
 # --- the kernel that packs --------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _larger(a, b):  # type: ignore[no-untyped-def]
-    return tl.where((a > b) | (a != a), a, b)  # NaN if one of them is NaN
 
 
 @triton.jit
@@ -126,7 +133,8 @@ def _pack_channels(  # type: ignore[no-untyped-def]
     n = tl.arange(0, CACHE.BLOCK_SIZE)[:, None]
     codes = tl.load(keys + n * CACHE.K_SLOT + d[None, :], mask=is_channel[None, :], other=0)
     x = codes.to(tl.float32) * tl.load(key_scales + n)
-    low, high = -tl.reduce(-x, 0, _larger), tl.reduce(x, 0, _larger)
+    has_nan = tl.max((x != x).to(tl.int32), 0) > 0
+    low, high = tl.where(has_nan, float("nan"), tl.min(x, 0)), tl.max(x, 0)
     zero = low.to(tl.float16)
     scale = _bytes_of_scales(tl.div_rn(high - low, tl.full(low.shape, 15.0, tl.float32)))
     scale = tl.where(tl.abs(zero.to(tl.float32)) < float("inf"), scale, NAN_SCALE)
@@ -150,7 +158,7 @@ def _pack_parts(  # type: ignore[no-untyped-def]
     rows, is_part = values + n * CACHE.V_SLOT, is_part[None, :, None]
     e = (group * CHANNELS)[None, :, None] + tl.arange(0, CHANNELS)[None, None, :]
     x = tl.load(rows + e, mask=is_part, other=0).to(tl.float32) * row_scale
-    top = tl.reduce(tl.abs(x), 2, _larger)
+    top = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")), 2)  # infinity replaces NaN
     scale = _bytes_of_scales(tl.div_rn(top, tl.full(top.shape, 7.5, tl.float32)))[:, :, None]
     place = scales + n * (VALUE_DIM // CHANNELS) + group[None, :, None]
     tl.store(place, scale.to(tl.uint8), mask=is_part)  # two parts may store the same scale

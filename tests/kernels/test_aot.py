@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from paged_kernels.aot import INVARIANT, MAX_SPILLED_BYTES, SMALL_KERNELS
+from paged_kernels.aot import ATTENTION, MAX_SPILLED_BYTES, SMALL_KERNELS
 
 CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -29,9 +29,10 @@ def check(rows: list[dict]) -> set[tuple[str, str | None]]:
 
 
 def kernels_and_formats() -> set[tuple[str, str | None]]:
-    kernels = ("decode", "split", "prefill", "prefix", *INVARIANT, "kv_write", "latent_kv_write", "rope_kv_write")
+    kernels = (*ATTENTION, "kv_write", "latent_kv_write", "rope_kv_write")
     return {
         *itertools.product(kernels, (None, "int8", "fp8")),
+        *((kernel, "int4") for kernel in (*ATTENTION, "kv_write", "pack_blocks")),
         *(
             (kernel, None)
             for kernel in ("add_rms_norm", "few_rows_linear", "invariant_linear", "swiglu", *SMALL_KERNELS)
@@ -53,7 +54,7 @@ def check_products(rows: list[dict]) -> None:
 def test_a_configuration_of_each_kernel_compiles_without_spilling(compiled_environment):
     found = check(report(compiled_environment, "--sample", "--chip", "sm_90"))
     assert {kernel for kernel, _ in found} == {kernel for kernel, _ in kernels_and_formats()}
-    assert {format for _, format in found} == {None, "int8", "fp8"}
+    assert {format for _, format in found} == {None, "int8", "fp8", "int4"}
 
 
 @pytest.mark.nightly

@@ -9,6 +9,7 @@ from paged_kernels import attention_plan
 from paged_kernels import paged_attention as module
 from paged_kernels.cpu.paged_attention import paged_attention as attend_cpu
 from paged_kernels.launch import Device
+from paged_kernels.packed_blocks import NAN_SCALE
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference, plan_launch
 from paged_kernels.paging import Paging, SharedPrefixes, find_prefix_groups, read_ratio
 from tests.support.attention_cases import BATCHES, Case, make_inputs, replace_paging
@@ -99,6 +100,24 @@ def test_more_members_than_fit_a_tile(device, monkeypatch):
     paging = replace_paging(paging, block_tables=tables, shared=prefixes)
     expected = paged_attention_reference(query, cache, paging, **inputs.settings)
     assert_close(paged_attention(query, cache, paging, **inputs.settings), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_packed_blocks_match_reference(device, monkeypatch):
+    """Members other than the leader of a group have blocks of NaN, which only the reference replaces."""
+    monkeypatch.setitem(BATCHES, "members", ((1, 70), (1, 129), (1, 97), (1, 40)))
+    inputs = make_inputs(Case("members", 2, 4, 96, block_size=32, sinks=True, format="int4"), torch.float32, device)
+    query, cache, paging = inputs.arrays
+    tables = paging.packed.block_tables.clone()
+    replaced = tables[1:3, :2].flatten().long()
+    cache.packed.key_scales[replaced] = cache.packed.value_scales[replaced] = NAN_SCALE
+    tables[1:3, :2] = tables[0, :2]
+    whole = replace_paging(paging, packed=replace_paging(paging.packed, block_tables=tables))
+    expected = paged_attention_reference(query, cache, whole, **inputs.settings)
+    assert not expected.isnan().any()
+    parts = ([64, 64, 64, 0], [0, 2, 1, -7], [0, 3])
+    prefixes = SharedPrefixes(*(torch.tensor(part, dtype=torch.int32, device=device) for part in parts), 64)
+    found = paged_attention(query, cache, replace_paging(paging, shared=prefixes), **inputs.settings)
+    assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_only_the_prefix_pass_reads_shared_blocks(device):

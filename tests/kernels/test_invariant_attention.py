@@ -15,11 +15,13 @@ from paged_kernels.launch_table import Tile, TuningKey
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference
 from paged_kernels.paging import SharedPrefixes
 from tests.support.attention_cases import (
+    PACKED,
     Case,
     make_cache,
     make_inputs,
     make_paging,
     move_paging,
+    pack_inputs,
     replace_paging,
     sample,
 )
@@ -54,8 +56,8 @@ TYPES = [(torch.float32, 3), (torch.float16, 1)]  # with a number of splits
 @pytest.mark.parametrize(
     ("case", "way"),
     mostly_nightly(
-        itertools.product(sample(8, seed=91), TYPES),
-        default=zip(sample(8, seed=91)[::6], itertools.cycle(TYPES), strict=False),
+        itertools.product([*sample(8, seed=91), *PACKED], TYPES),
+        default=zip([*sample(8, seed=91)[::6], PACKED[-1]], itertools.cycle(TYPES), strict=False),
     ),
     ids=str,
 )
@@ -82,9 +84,9 @@ class Contents:
         self.kv = magnitudes * torch.randn((3, LENGTH, 2, case.num_kv_heads, size), generator=generator)
         self.sinks = torch.randn(heads, generator=generator).to(device, dtype) if case.sinks else None
 
-    def attend(self, *chunks, block_size=16, splits=1, padding=0, shared=None, max_context_len=None):
+    def attend(self, *chunks, block_size=None, splits=1, padding=0, shared=None, max_context_len=None):
         """Return the attention of chunks (sequence, first position, length) in one step, one tensor each."""
-        case = self.case
+        case, block_size = self.case, block_size or self.case.block_size
         spans = tuple((length, start + length) for _, start, length in chunks) + ((1, 0),) * padding
         paging, num_blocks = make_paging(spans, block_size)
         pool = torch.full((num_blocks, 2, case.num_kv_heads, block_size, case.head_dim), float("nan"))
@@ -92,8 +94,9 @@ class Contents:
             position = torch.arange(start + length)
             place = table[position // block_size], slice(None), slice(None), position % block_size
             pool[place] = self.kv[sequence, : start + length]
+        stored = "int8" if case.format == "int4" else case.format
         cache = make_cache(
-            pool.to(self.device, self.dtype), case.format, strided=False, value_dim=case.value_dim, latent=case.latent
+            pool.to(self.device, self.dtype), stored, strided=False, value_dim=case.value_dim, latent=case.latent
         )
         query = torch.cat(
             [self.queries[sequence, start : start + length] for sequence, start, length in chunks]
@@ -102,6 +105,8 @@ class Contents:
         paging = replace_paging(
             move_paging(paging, self.device), shared=shared, max_context_len=max_context_len or paging.max_context_len
         )
+        if case.format == "int4":
+            cache, paging = pack_inputs(cache, paging)
         settings = dict(scale=0.1, sliding_window=case.sliding_window, softcap=case.softcap, sinks=self.sinks)
         with forced(splits):
             out = paged_attention(query, replace(cache, batch_invariant=True), paging, **settings)
@@ -115,6 +120,7 @@ CASES = [
     Case(group=1, head_dim=16, softcap=5.0, format="fp8"),
     Case(num_kv_heads=1, group=5, head_dim=48, value_dim=32, latent=True, sinks=True),
 ]
+PACKED_CASE = Case(num_kv_heads=1, group=1, head_dim=32, block_size=32, sliding_window=70, format="int4")
 POSITIONS = (0, 1, 63, 64, 65, 100, 127, 128, LENGTH - 1)
 
 
@@ -122,8 +128,8 @@ POSITIONS = (0, 1, 63, 64, 65, 100, 127, 128, LENGTH - 1)
 @pytest.mark.parametrize(
     ("case", "dtype"),
     mostly_nightly(
-        itertools.product(CASES, TOLERANCE),
-        default=[(CASES[1], torch.float16)],
+        itertools.product([*CASES, PACKED_CASE], TOLERANCE),
+        default=[(CASES[1], torch.float16), (PACKED_CASE, torch.float16)],
     ),
     ids=str,
 )
@@ -150,7 +156,7 @@ def test_bits_do_not_depend_on_the_batch(case, dtype, stride, tables, device, mo
         for (sequence, start, length), rows in zip(mixed, found, strict=True):
             if sequence == 0:
                 check(start, length, rows)
-    for block_size in (1, 8, 64, 256)[::stride]:
+    for block_size in (1, 8, 64, 256)[::stride] if case.format != "int4" else ():
         check(120, 30, *contents.attend((0, 120, 30), block_size=block_size))
     block_d, itemsize = key_blocks(contents.case.head_dim)[0], contents.dtype.itemsize
     rows = rows_of_query(contents.case.group, itemsize, block_d)

@@ -1,22 +1,26 @@
 """The Triton kernels, in the interpreter or on a GPU, against the reference; the reference against torch."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference
-from tests.support.attention_cases import AXES, BATCHES, Case, make_inputs, make_paging, move_paging, sample
+from tests.support.attention_cases import AXES, BATCHES, PACKED, Case, make_inputs, make_paging, move_paging, sample
+from tests.support.pairwise import mostly_nightly
 
 NUM_SAMPLES = 16  # at least as many as an axis has values
 SAMPLE = sample(NUM_SAMPLES, seed=235)  # with this seed the cases cost little in the interpreter
+FEW_PACKED = [case for case in PACKED if case.value_dim == 192 or (case.batch, case.group) == ("decode", 3)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def check(case: Case, dtype: torch.dtype, device: str) -> None:
     inputs = make_inputs(case, dtype, device)
+    actual = paged_attention(*inputs.arrays, **inputs.settings)  # first, because it packs blocks
     expected = paged_attention_reference(*inputs.arrays, **inputs.settings)
-    actual = paged_attention(*inputs.arrays, **inputs.settings)
     assert actual.dtype == dtype
     assert not expected.isnan().any()
     assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -25,6 +29,18 @@ def check(case: Case, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_fp32_matches_reference(case, device):
     check(case, torch.float32, device)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    mostly_nightly(
+        itertools.product(PACKED, (torch.float32, torch.float16)),
+        default=[*((case, torch.float32) for case in FEW_PACKED), (FEW_PACKED[0], torch.float16)],
+    ),
+    ids=str,
+)
+def test_packed_blocks_match_reference(case, dtype, device):
+    check(case, dtype, device)
 
 
 @pytest.mark.nightly

@@ -37,8 +37,8 @@ def splits_of(inputs, multiprocessors: int = MULTIPROCESSORS, **changes: object)
     """Return the planned number of splits of a call."""
     query, cache, paging = inputs.arrays
     device = Device("sm_90", multiprocessors)
-    first = plan_launch(query, query, cache, replace_paging(paging, **changes), **inputs.settings, device=device)[0]
-    return first.arguments["num_splits"]
+    last = plan_launch(query, query, cache, replace_paging(paging, **changes), **inputs.settings, device=device)[-1]
+    return last.arguments["num_splits"]
 
 
 @pytest.mark.parametrize("head_dim", [64, 66, 67])
@@ -78,6 +78,8 @@ def check(case: Case, dtype: torch.dtype, device: str, **changes: object) -> Non
         pytest.param(Case("long", 1, 20, 32, block_size=1), torch.float32, marks=pytest.mark.nightly),
         (Case("long", 1, 4, sinks=True, format="int8"), torch.float16),
         (Case("long", 1, 4, sinks=True, format="fp8"), torch.float32),
+        (Case("long", 1, 4, block_size=32, sinks=True, format="int4"), torch.float32),
+        (Case("long", 1, 4, 96, block_size=32, sliding_window=100, format="int4"), torch.float16),
         (Case("mixed", 1, 4, sinks=True), torch.float16),
         pytest.param(Case("mixed", 1, 3, sliding_window=64), torch.float32, marks=pytest.mark.nightly),
         pytest.param(Case("mixed", 1, 1, 32, format="int8"), torch.float32, marks=pytest.mark.nightly),
@@ -119,6 +121,7 @@ def test_queries_of_a_short_chunk_share_a_split(device, monkeypatch):
     assert splits_of(make_inputs(Case("verify", 1, 4), torch.float32)) > 1
     check(Case("verify", 1, 4, sinks=True), torch.float32, device)
     check(Case("verify", 1, 4, sliding_window=33), torch.float32, device)
+    check(Case("verify", 1, 4, block_size=32, format="int4"), torch.float32, device)
 
 
 def test_repeated_call_gives_the_same_bits(device):
