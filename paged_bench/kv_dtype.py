@@ -229,7 +229,7 @@ main = Benchmark(
     panels,
     options=(
         model_option(),
-        Option("--windows", "number of windows", 32),
+        Option("--windows", "number of windows", 40),
         Option("--length", "tokens of a window", 512),
     ),
     quick={"windows": 4, "length": 128},
