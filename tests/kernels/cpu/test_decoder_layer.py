@@ -96,14 +96,15 @@ PLAIN = {"biased": False, "head_norms": False, "rotates": True, "codes": None}
 )
 def test_decoder_layers_match_their_operations_bit_for_bit(level, kind, dtype, format, batch):
     layer = made(dtype=dtype, **PLAIN | KINDS[kind])
-    case = Case(batch, KV_HEADS, GROUP, HEAD_DIM, block_size=BLOCK_SIZE, format=format)
-    check_layers([layer, layer], *(inputs_of([case, case], dtype) for _ in range(2)), level)
+    block_size = BLOCK_SIZE if format == "int4" else 16
+    case = Case(batch, KV_HEADS, GROUP, HEAD_DIM, block_size=block_size, format=format)
+    check_layers([layer, layer], *(inputs_of(case, dtype, 2) for _ in range(2)), level)
 
 
-def inputs_of(cases, dtype):
-    """Return a cache of each case, and the addresses of the first."""
-    made = [make_inputs(case, dtype).arrays for case in cases]
-    return [cache for _, cache, _ in made], [made[0][2]] * len(cases)
+def inputs_of(case, dtype, count):
+    """Return some caches of a case, and the addresses of each."""
+    arrays = [make_inputs(case, dtype).arrays for _ in range(count)]
+    return [cache for _, cache, _ in arrays], [arrays[0][2]] * count
 
 
 def check_layers(layers, inputs, same_inputs, level):
@@ -128,19 +129,16 @@ def check_layers(layers, inputs, same_inputs, level):
 
 @pytest.mark.parametrize("level", native.levels())
 def test_layers_with_addresses_of_their_own_match_their_operations(level):
-    """Two layers with packed blocks, layers whose caches are in one or both other pools, and windows."""
-    dtype = torch.float32
-    layers = [made(dtype=dtype, **PLAIN, sliding_window=window) for window in (None, None, 40, None, 40)]
+    """Layers with packed blocks, of which an earlier layer with the same window or with their addresses has none."""
+    dtype, case = torch.float32, Case("mixed", KV_HEADS, GROUP, HEAD_DIM, block_size=BLOCK_SIZE, format="int4")
+    layers = [made(dtype=dtype, **PLAIN, sliding_window=window) for window in (None, None, 40, 40, None)]
 
     def inputs():
-        case = Case("mixed", KV_HEADS, GROUP, HEAD_DIM, block_size=BLOCK_SIZE, format="int4")
-        (cache, third), (paging, _) = inputs_of([case, case], dtype)
-        plain = dataclasses.replace(case, format=None)
-        second, own = make_inputs(plain, dtype, seed=1).arrays[1:]
-        fifth = make_inputs(plain, dtype, seed=1).arrays[1]
-        fourth, whole = make_inputs(dataclasses.replace(case, format="int8"), dtype).arrays[1:]
-        both = replace_paging(whole, packed=paging.packed)  # addresses of packed blocks, in which the layer has none
-        return [cache, second, third, fourth, fifth], [paging, own, paging, both, own]
+        (second, third, fifth), (paging, *_) = inputs_of(case, dtype, 3)
+        first, whole = make_inputs(dataclasses.replace(case, format="int8"), dtype).arrays[1:]
+        fourth, other = make_inputs(dataclasses.replace(case, format=None), dtype, seed=1).arrays[1:]
+        both = replace_paging(whole, packed=paging.packed)
+        return [first, second, third, fourth, fifth], [both, both, paging, other, paging]
 
     check_layers(layers, inputs(), inputs(), level)
 

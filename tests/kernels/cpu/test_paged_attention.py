@@ -16,7 +16,6 @@ from paged_kernels.cpu import paged_attention as cpu
 from paged_kernels.layer_cache import FORMATS, LayerCache, pack_full_blocks, plain_channels
 from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks
 from paged_kernels.paged_attention import paged_attention_reference
-from paged_kernels.paging import Paging
 from tests.support.attention_cases import BATCHES, PACKED, Case, make_inputs, make_paging, replace_paging, sample
 from tests.support.pairwise import pairwise
 
@@ -78,8 +77,8 @@ def cache_to_pack(head_dim, value_dim):
 @pytest.mark.parametrize("attend", COMPILED.values(), ids=COMPILED)
 def test_blocks_are_packed_into_the_same_bits_as_by_the_definition(attend, sizes, threads):
     head_dim, _ = sizes
-    slots = torch.tensor([31, 63, 95, 127, 159, -1, 191, 223 - 1, -1, 287])  # the blocks 0 to 5 and 8 end
-    packed_slots = torch.tensor([351, 31, 95, 127, 191, -1, 223, 319 - 1, -1, 255])
+    slots = torch.tensor([31, 63, 95, 127, 159, -1, 191, 222, -1, 287])  # the last ones of the blocks 0 to 5 and 8
+    packed_slots = torch.tensor([351, 31, 95, 127, 191, -1, 223, 318, -1, 255])
     nobody = make_paging(((len(slots), 0),), BLOCK_SIZE)[0]
     packed = replace_paging(nobody, slots=packed_slots)
     expected = cache_to_pack(*sizes)
@@ -95,32 +94,34 @@ def test_blocks_are_packed_into_the_same_bits_as_by_the_definition(attend, sizes
             assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))  # a zero that is NaN may have any bits
 
 
-def unread_entries(paging: Paging) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which entries of both block tables no query reads: of the cache itself, and of packed blocks."""
-    assert paging.packed is not None
-    column = torch.arange(paging.block_tables.shape[1])
-    first = (paging.context_lens - paging.query_starts.diff()) // BLOCK_SIZE
-    last = (paging.context_lens - 1) // BLOCK_SIZE
-    return (column < first[:, None]) | (column > last[:, None]), column >= last[:, None]
+@pytest.mark.parametrize("attend", COMPILED.values(), ids=COMPILED)
+def test_blocks_that_a_step_fills_are_packed_before_they_are_read(attend):
+    case = Case("prefill", block_size=BLOCK_SIZE, format="int4")
+    inputs, same = (make_inputs(case, torch.float32) for _ in range(2))
+    expected = paged_attention_reference(*inputs.arrays, **inputs.settings)
+    assert_close(attend(*same.arrays, **same.settings), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("attend", COMPILED.values(), ids=COMPILED)
 def test_blocks_that_no_query_reads_need_no_address(attend):
     query, cache, paging = make_inputs(Case("chunks", block_size=BLOCK_SIZE, format="int4"), torch.float32).arrays
+    column, newest = torch.arange(paging.block_tables.shape[1]), (paging.context_lens - 1)[:, None] // BLOCK_SIZE
+    first = (paging.context_lens - paging.query_starts.diff())[:, None] // BLOCK_SIZE
+    unread, packed_unread = (column < first) | (column > newest), column >= newest
+
+    def with_blocks(block, which, packed_which):
+        """Return the addresses with a block's number in some entries of both tables."""
+        tables = paging.packed.block_tables.masked_fill(packed_which, block)
+        packed = replace_paging(paging.packed, block_tables=tables)
+        return replace_paging(paging, block_tables=paging.block_tables.masked_fill(which, block), packed=packed)
+
+    assert (column < first).any()
     expected = attend(query, cache, paging, scale=1.0)
-    own, full = unread_entries(paging)
-    packed = replace_paging(paging.packed, block_tables=paging.packed.block_tables.masked_fill(full, -7))
-    tables = paging.block_tables.masked_fill(own, 1 << 30)
-    assert own.any() and full.any()
-    assert torch.equal(
-        expected, attend(query, cache, replace_paging(paging, block_tables=tables, packed=packed), scale=1.0)
-    )
-    for changed, message in ((own, r"^block_tables\[0\]: block -7"), (full, r"packed block_tables\[0\]: block -7")):
-        of_packed = changed is full
-        read = (paging.packed if of_packed else paging).block_tables.masked_fill(~changed, -7)
-        changes = {"packed": replace_paging(paging.packed, block_tables=read)} if of_packed else {"block_tables": read}
-        with pytest.raises(RuntimeError, match=message):
-            attend(query, cache, replace_paging(paging, **changes), scale=1.0)
+    assert torch.equal(expected, attend(query, cache, with_blocks(-7, unread, packed_unread), scale=1.0))
+    with pytest.raises(RuntimeError, match=r"^block_tables\[0\]: block -7"):
+        attend(query, cache, with_blocks(-7, ~unread, packed_unread), scale=1.0)
+    with pytest.raises(RuntimeError, match=r"^packed block_tables\[0\]: block -7"):
+        attend(query, cache, with_blocks(-7, unread, ~packed_unread), scale=1.0)
 
 
 def test_slots_outside_the_packed_pool_are_rejected():
@@ -132,8 +133,6 @@ def test_slots_outside_the_packed_pool_are_rejected():
 
 
 LONG = {"decode": ((1, 2100), (1, 300)), "chunk": ((9, 4500), (1, 40))}
-
-
 PACKED_LONG = {"head_dim": 64, "block_size": BLOCK_SIZE, "format": "int4"}
 
 

@@ -203,57 +203,16 @@ void tile_dot(int c, int a, int b) {
 #define tile_dot(c, a, b) _tile_dpbf16ps(c, a, b)
 #endif
 
-// The configuration of `tile_product` for all products with as many rows.
+// The configuration of `tile_product` for products of this many rows.
 INLINE TileConfig tiles_for(int rows) {
   TileConfig config;
-  for (int t = 0; rows < 16 && t < 5; t++) config.rows[t] = (uint8_t)rows;  // the fewer, the faster
+  for (int t = 0; t < 6; t++) config.rows[t] = (uint8_t)min_int(rows, 16);  // fewer rows are loaded and stored
   return config;
-}
-
-// tile_product for up to 16 rows: sums in tiles 0 to 3, of four columns of tiles.
-INLINE void few_rows_tile_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int columns, int depth, bool add) {
-  const int64_t a_row = 4 * a_stride, b_row = 4 * b_stride, c_row = 4 * c_stride;
-  for (int j = 0; j < columns; j += 64) {
-    const int more = columns - j;
-    tile_zero(0);
-    tile_zero(1);
-    tile_zero(2);
-    tile_zero(3);
-    if (add) {
-      tile_load(0, c + j, c_row);
-      if (more > 16) tile_load(1, c + j + 16, c_row);
-      if (more > 32) tile_load(2, c + j + 32, c_row);
-      if (more > 48) tile_load(3, c + j + 48, c_row);
-    }
-    for (int k = 0; k < depth; k += 16) {
-      const uint32_t* top = b + (int64_t)k * b_stride + j;
-      tile_load(4, a + k, a_row);
-      tile_load(5, top, b_row);
-      tile_dot(0, 4, 5);
-      if (more > 16) {
-        tile_load(6, top + 16, b_row);
-        tile_dot(1, 4, 6);
-      }
-      if (more > 32) {
-        tile_load(7, top + 32, b_row);
-        tile_dot(2, 4, 7);
-      }
-      if (more > 48) {
-        tile_load(5, top + 48, b_row);
-        tile_dot(3, 4, 5);
-      }
-    }
-    tile_store(0, c + j, c_row);
-    if (more > 16) tile_store(1, c + j + 16, c_row);
-    if (more > 32) tile_store(2, c + j + 32, c_row);
-    if (more > 48) tile_store(3, c + j + 48, c_row);
-  }
 }
 
 // The same for pairs of bf16 with tile instructions. rows, columns and depth must be multiples of 16.
 void tile_product(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, float* c, int c_stride, int rows,
                   int columns, int depth, bool add) {
-  if (rows == 16) return few_rows_tile_product(a, a_stride, b, b_stride, c, c_stride, columns, depth, add);
   const int64_t a_row = 4 * a_stride, b_row = 4 * b_stride, c_row = 4 * c_stride;
   for (int j = 0; j < columns; j += 32)
     for (int i = 0; i < rows; i += 32) {  // sums in tiles 0 to 3, of two rows and two columns of tiles

@@ -6,7 +6,7 @@
 namespace paged {
 namespace {
 
-INLINE vf splat_at(const float* from) {  // GCC loads and splats in one instruction
+INLINE vf splat_at(const float* from) {  // one instruction, where GCC makes two of `splat`
 #if defined(__AVX512F__)
   return (vf)_mm512_set1_ps(*from);
 #else
