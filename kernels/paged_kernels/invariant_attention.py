@@ -174,7 +174,8 @@ def tile_of(key: LayerKey) -> Tile:
     block_d = key_blocks(max(key.head_dim, key.value_dim))[0]
     chip, itemsize = key.device.chip, key.dtype.itemsize
     if itemsize == 4 or block_d > 256 or chip.startswith("gfx"):
-        return default_tile(chip, TuningKey(block_d, itemsize, 16, key.quantized, 1))
+        tile = default_tile(chip, TuningKey(block_d, itemsize, 16, key.quantized, 1))
+        return tile._replace(num_warps=4) if key.cache.PACKED else tile
     if key.cache.PACKED and block_d <= 128:
         return Tile(32, 32, 4, 2) if chip.startswith(SMALL_PRODUCTS) else Tile(64, 32, 8, 2)
     if block_d > 128:
