@@ -10,6 +10,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,11 +46,21 @@ from paged_kernels.paging import Paging
 
 BLOCK_SIZE = 32  # that of int4
 TYPES = ("auto", "fp8", "int8", "int4")  # the first is the reference
-TARGET_CHANGE = {"int8": 0.02}  # nats, mean change of a log probability
-TARGET_AGREED, TARGET_PERPLEXITY = {"int4": 95.0}, {"int4": 2.0}  # %, of the top tokens; increase of the perplexity
 TARGET_RATIO, TARGET_SPEED = {"int4": 3.4}, 1.2  # tokens in the bytes of bfloat16; attention, compared with it
 DECODING, CONTEXT = 16, 2048  # number of sequences and their context length, where attention is timed
 LAYERS = 8  # layers whose attention is timed in turn, so that keys and values are not in the processor's caches
+
+
+class Target(NamedTuple):
+    """What a type of keys and values must reach."""
+
+    change: float | None = None  # nats, mean change of a log probability
+    agreed: float | None = None  # %, positions with the same top token
+    increase: float | None = None  # %, of the perplexity
+
+
+NO_TARGET = Target()
+TARGETS = {"int8": Target(change=0.02), "int4": Target(agreed=95.0, increase=2.0)}
 
 
 @dataclass
@@ -79,15 +90,14 @@ class Score:
         self.change += float((own - other).abs().sum())
         self.largest = max(self.largest, float((own - other).abs().max()))
 
-    def records(self, name: str, reference: Score) -> Iterator[Record]:
+    def records(self, name: str, reference: Score, target: Target = NO_TARGET) -> Iterator[Record]:
         yield Record(f"KL divergence {name}", self.divergence / self.positions, "nats", limit=0.0)
-        agreed = 100 * self.agreed / self.positions
-        yield Record(f"same top token {name}", agreed, "%", TARGET_AGREED.get(name), limit=100.0)
+        yield Record(f"same top token {name}", 100 * self.agreed / self.positions, "%", target.agreed, limit=100.0)
         yield Record(f"perplexity {name}", math.exp(self.surprise / self.positions), "")
         increase = 100 * (math.exp((self.surprise - reference.surprise) / self.positions) - 1)
-        yield Record(f"increase of the perplexity {name}", increase, "%", TARGET_PERPLEXITY.get(name), limit=0.0)
+        yield Record(f"increase of the perplexity {name}", increase, "%", target.increase, limit=0.0)
         change = self.change / self.positions
-        yield Record(f"mean change of a log probability {name}", change, "nats", TARGET_CHANGE.get(name), limit=0.0)
+        yield Record(f"mean change of a log probability {name}", change, "nats", target.change, limit=0.0)
         yield Record(f"largest change of a log probability {name}", self.largest, "nats", limit=0.0)
 
 
@@ -107,11 +117,12 @@ def windows(assembly: Assembly, count: int, length: int) -> list[list[int]]:
 @torch.inference_mode()
 def log_probabilities(assembly: Assembly, pool: KVCache, window: Sequence[int]) -> Tensor:  # [length, vocab]
     """Return the log probabilities of every position's next token, in one forward pass with a KV cache."""
+    size = pool.layers[0].keys.shape[2]  # of a block
     request = GenerateRequest(0, tuple(window), SamplingParams(temperature=0.0), 0, frozenset())
     sequence = Group(request).leader
-    sequence.tables = [list(range(-(-len(window) // BLOCK_SIZE)))]
+    sequence.tables = [list(range(-(-len(window) // size)))]
     plan = Plan((Chunk(sequence, 0, len(window), sampled_sequences=()),))
-    packed = pack(plan, block_size=BLOCK_SIZE, page_tables=consecutive_page_tables(pool.pages_per_block))
+    packed = pack(plan, block_size=size, page_tables=consecutive_page_tables(pool.pages_per_block))
     batch = DeviceUpload(assembly.device)(packed)
     every = torch.arange(len(window), device=assembly.device)
     return paged_logits(assembly.loaded.model, replace(batch, sample_rows=every), pool).float().log_softmax(-1)
@@ -207,7 +218,7 @@ def measure(args: Namespace) -> Iterator[Record]:
             pages = {name: layout.blocks.held(length) * layout.page_bytes for name, layout in layouts.items()}
             title = f"tokens in the bytes of bfloat16, in sequences of {length:,} {name}"
             yield Record(title, pages["auto"] / 2 / pages[name], "x", TARGET_RATIO[name])
-        yield from score.records(name, scores[TYPES[0]])
+        yield from score.records(name, scores[TYPES[0]], TARGETS.get(name, NO_TARGET))
     for dtype in (torch.float32, torch.bfloat16):
         yield from attention(assembly, dtype, 3 if args.quick else 9)
 

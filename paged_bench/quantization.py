@@ -288,7 +288,7 @@ def compare(
     texts = windows(models[REFERENCE], args.windows, args.length)
     scores = accuracy({name: (engine, engine.runner.kv) for name, engine in models.items()}, texts, REFERENCE)
     for name, score in scores.items():
-        yield from score.records(name)
+        yield from score.records(name, scores[REFERENCE])
     longest = models[REFERENCE].limits.max_model_len
     for rows in (rows for rows in ROWS[: 2 if args.quick else None] if rows <= longest):
         steps = {name: step(engine, rows) for name, engine in models.items()}

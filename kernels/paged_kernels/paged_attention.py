@@ -76,11 +76,10 @@ def plan_launch(
 ) -> list[Launch]:  # fmt: skip
     """Return the launches of one call in order. `out` is contiguous."""
     num_tokens, num_heads, head_dim = query.shape
-    layout = cache.layout if paging.packed is not None else cache.layout._replace(PACKED=None)
     key = LayerKey(
         invariant_attention.plan if cache.batch_invariant else _plan,
         device, num_tokens, num_heads, head_dim, cache.value_dim, cache.keys.shape[1], query.dtype,
-        query.stride()[:2], layout, cache.shares_memory, sliding_window, softcap is not None, sinks is not None,
+        query.stride()[:2], cache.layout, cache.shares_memory, sliding_window, softcap is not None, sinks is not None,
     )  # fmt: skip
     return paging.plan(key).launches(out, query, cache, scale, sliding_window, softcap, sinks)
 

@@ -1,14 +1,12 @@
 """The Triton kernels, in the interpreter or on a GPU, against the reference; the reference against torch."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from paged_kernels.packed_blocks import NAN_SCALE, PackedBlocks
 from paged_kernels.paged_attention import paged_attention, paged_attention_reference
 from tests.support.attention_cases import AXES, BATCHES, PACKED, Case, make_inputs, make_paging, move_paging, sample
 from tests.support.pairwise import mostly_nightly
@@ -43,16 +41,6 @@ def test_fp32_matches_reference(case, device):
 )
 def test_packed_blocks_match_reference(case, dtype, device):
     check(case, dtype, device)
-
-
-def test_packed_blocks_without_addresses_are_not_used(device):
-    inputs = make_inputs(Case("decode", 1, 1, 32, block_size=32, format="int8"), torch.float32, device)
-    query, cache, paging = inputs.arrays
-    expected = paged_attention(query, cache, paging, **inputs.settings)
-    made = PackedBlocks.shapes(1, 32, 32)
-    tensors = [torch.full((1, *shape), NAN_SCALE, dtype=dtype, device=device) for shape, dtype in made]
-    packed = replace(cache, packed=PackedBlocks(*tensors))
-    assert torch.equal(paged_attention(query, packed, paging, **inputs.settings), expected)
 
 
 @pytest.mark.nightly
