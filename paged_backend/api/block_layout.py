@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 MAX_LENGTH = 2**31  # above the length of any sequence; with windows alone, a small pool has room for it
 
@@ -26,25 +27,18 @@ MAX_LENGTH = 2**31  # above the length of any sequence; with windows alone, a sm
 class LayerKind:
     """Layers whose blocks are allocated and freed together. Layers of this class keep all blocks: full attention.
 
-    A subclass for another kind of attention overrides all of its methods and properties but `held`.
+    A subclass for another kind of attention sets `keeps_all`, and overrides all methods and properties but `held`.
     """
 
-    pages: int = 1  # pages of a block; 0: it only stands for its tokens, in a model without attention
+    keeps_all: ClassVar[bool] = True  # whether later tokens read every block before them
+    caches_full: ClassVar[bool] = True  # whether the prefix cache keeps full blocks; it keeps others in any case
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether later tokens read every block before them."""
-        return True
+    pages: int = 1  # pages of a block; 0: it only stands for its tokens, in a model without attention
 
     @property
     def description(self) -> str:
         """What the layers keep, for the summary of a start."""
         return "keep all tokens"
-
-    @property
-    def caches_full(self) -> bool:
-        """Whether full blocks stay in the prefix cache. A block that is not full always does."""
-        return True
 
     def needed(self, num_blocks: int, block_size: int) -> range:
         """Return which of the first `num_blocks` blocks, all full, are read by later tokens. The others are freed.
@@ -71,11 +65,9 @@ class LayerKind:
 class WindowKind(LayerKind):
     """Layers with a sliding window."""
 
-    window: int = 1  # tokens that a query sees, with its own
+    keeps_all: ClassVar[bool] = False
 
-    @property
-    def keeps_all(self) -> bool:
-        return False
+    window: int = 1  # tokens that a query sees, with its own
 
     @property
     def description(self) -> str:
@@ -95,13 +87,8 @@ class NewestKind(LayerKind):
     """The newest block of layers whose full blocks are packed (`paged_kernels.packed_blocks`). It is freed when it is
     full, as the packed block of another kind has its content."""
 
-    @property
-    def keeps_all(self) -> bool:
-        return False
-
-    @property
-    def caches_full(self) -> bool:
-        return False
+    keeps_all: ClassVar[bool] = False
+    caches_full: ClassVar[bool] = False
 
     @property
     def description(self) -> str:
@@ -119,9 +106,7 @@ class StateKind(LayerKind):
     """Recurrent layers. A sequence holds a single block, the last one of its table: the states after all of its tokens.
     A state at the end of a full block can be cached as that block of the sequence."""
 
-    @property
-    def keeps_all(self) -> bool:
-        return False
+    keeps_all: ClassVar[bool] = False
 
     @property
     def description(self) -> str:

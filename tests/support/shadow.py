@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from paged_backend.api.block_layout import LayerKind, NewestKind, WindowKind
 from paged_backend.api.request import GenerateRequest, Origin
@@ -33,11 +33,9 @@ class FirstOfStride(LayerKind):
     """Layers whose queries see their own block, and of the earlier ones those that begin at multiples of `stride`
     tokens."""
 
-    stride: int = 64
+    keeps_all: ClassVar[bool] = False
 
-    @property
-    def keeps_all(self) -> bool:
-        return False
+    stride: int = 64
 
     def needed(self, num_blocks: int, block_size: int) -> range:
         return range(0, num_blocks, self.stride // block_size)
