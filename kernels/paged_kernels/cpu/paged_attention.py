@@ -62,17 +62,17 @@ def _spans(paging: Paging, key: "LayerKey") -> Iterator[Span]:
     starts = paging.query_starts.tolist()
     for seq, context_len in enumerate(paging.context_lens.tolist()):
         query_len = starts[seq + 1] - starts[seq]
-        if context_len == 0:
+        if context_len == 0 or query_len == 0:
             continue  # skips a padding sequence
         assert context_len >= query_len, f"sequence {seq}: {query_len} queries, context of {context_len}"
-        position = context_len - query_len
-        while position < context_len:
-            done = position - (context_len - query_len)
-            length = min(tile - (position % block_size if key.packed else 0), context_len - position)
+        first = context_len - query_len
+        for start in range(first - (first % block_size if key.packed else 0), context_len, tile):
+            position = max(first, start)
+            length = min(start + tile, context_len) - position
             oldest = 0 if window is None else max(0, position - window + 1)
             end_block = (position + length - 1) // block_size + 1
-            yield Span(seq, starts[seq] + done, length, position, oldest // block_size, end_block)
-            position += length
+            row = starts[seq] + position - first
+            yield Span(seq, row, length, position, oldest // block_size, end_block)
 
 
 def _groups(spans: list[Span], block_bytes: int) -> Iterator[list[Span]]:
