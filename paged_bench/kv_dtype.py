@@ -46,7 +46,7 @@ from paged_kernels.paging import Paging
 
 BLOCK_SIZE = 32  # that of int4
 TYPES = ("auto", "fp8", "int8", "int4")  # the first is the reference
-TARGET_RATIO, TARGET_SPEED = {"int4": 3.4}, 1.2  # tokens in the bytes of bfloat16; attention, compared with it
+TARGET_SPEED = 1.2  # of attention with int4, compared with the type of the queries
 DECODING, CONTEXT = 16, 2048  # number of sequences and their context length, where attention is timed
 LAYERS = 8  # layers whose attention is timed in turn, so that keys and values are not in the processor's caches
 
@@ -57,10 +57,11 @@ class Target(NamedTuple):
     change: float | None = None  # nats, mean change of a log probability
     agreed: float | None = None  # %, positions with the same top token
     increase: float | None = None  # %, of the perplexity
+    ratio: float | None = None  # tokens in the bytes of one in bfloat16
 
 
 NO_TARGET = Target()
-TARGETS = {"int8": Target(change=0.02), "int4": Target(agreed=95.0, increase=2.0)}
+TARGETS = {"int8": Target(change=0.02), "int4": Target(agreed=95.0, increase=2.0, ratio=3.4)}
 
 
 @dataclass
@@ -211,14 +212,15 @@ def measure(args: Namespace) -> Iterator[Record]:
     models = {name: (assembly, pool) for name, pool in pools.items()}
     scores = accuracy(models, windows(assembly, args.windows, args.length), TYPES[0])
     held = {name: bytes_per_token(spec.layers, dtype) for name, dtype in types.items()}
+    length = CONTEXT - BLOCK_SIZE // 2  # of sequences, so that the newest block is not full
+    pages = {name: layout.blocks.held(length) * layout.page_bytes for name, layout in layouts.items()}
     for name, score in scores.items():
+        target = TARGETS.get(name, NO_TARGET)
         yield Record(f"bytes per token {name}", held[name], "bytes", peers={"bfloat16": held["auto"] / 2})
-        if name in TARGET_RATIO:
-            length = CONTEXT - BLOCK_SIZE // 2  # of sequences, so that the newest block is not full
-            pages = {name: layout.blocks.held(length) * layout.page_bytes for name, layout in layouts.items()}
+        if target.ratio:
             title = f"tokens in the bytes of bfloat16, in sequences of {length:,} {name}"
-            yield Record(title, pages["auto"] / 2 / pages[name], "x", TARGET_RATIO[name])
-        yield from score.records(name, scores[TYPES[0]], TARGETS.get(name, NO_TARGET))
+            yield Record(title, pages["auto"] / 2 / pages[name], "x", target.ratio)
+        yield from score.records(name, scores[TYPES[0]], target)
     for dtype in (torch.float32, torch.bfloat16):
         yield from attention(assembly, dtype, 3 if args.quick else 9)
 
