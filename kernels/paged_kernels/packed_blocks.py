@@ -16,8 +16,8 @@ query reads depends on its position, and not on the steps in which the tokens be
 
 A scale is a byte: 5 bits of exponent and 3 of mantissa, from 2**-18 to 1.75 * 2**13. `NAN_SCALE` stands for NaN: a row
 or channel with an element that is not finite. A byte of codes has element i in its low half, and element i + size / 2
-in its high half. All operations are exact or rounded as in IEEE 754, so that implementations agree in every bit, but
-for those of a NaN in a zero.
+in its high half. All operations are exact or rounded as in IEEE 754, so all implementations write the same bits. Only
+the bits of a zero that is NaN may differ.
 
 Imports no triton.
 """
