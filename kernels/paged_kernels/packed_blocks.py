@@ -5,11 +5,13 @@ Keys are quantized per channel, over the 32 tokens of a block, and values per to
 a cache in int8 (`layer_cache.LayerCache`), to which new tokens are written:
 
     tokens      0 ... 31   32 ... 63   64 ... 95   96 ... 101
-    packed         17          4           9           -         a query at 101 reads tokens 0 to 95 here
-    int8            -          -           -          22         and its own block here
+    packed        (17)         4           9           -         a query at 101 reads tokens 32 to 95 here
+    int8           3           -           -          22         and the first block and its own one here
 
 When a step has written the last token of a block, the block is packed, from what the int8 cache holds of it. So what a
-query reads depends on its position, and not on the steps in which the tokens before it were computed.
+query reads depends on its position, and not on the steps in which the tokens before it were computed. The first block
+is read in int8, as many models attend to the first token most of all (attention sinks, Xiao et al. 2023,
+arXiv:2309.17453), and its keys are so large that they would set the range of their block. It is packed like any other.
 
     key   = code * scale + zero           scale, zero: of a block, head and channel
     value = (code - 7.5) * scale          scale: of a token, head and 32 channels
@@ -97,6 +99,12 @@ class PackedBlocks:
         keys += self.key_zeros[blocks].float()[:, :, None]
         groups = _elements(self.value_codes[blocks]).unflatten(3, (-1, GROUP)) - LARGEST_CODE / 2
         return keys, (groups * scales_of_bytes(self.value_scales[blocks])[..., None]).flatten(3)
+
+
+def is_packed(keys: Tensor, queries: Tensor) -> Tensor:
+    """Return whether the queries at some positions read the keys at others from packed blocks. Both are broadcast."""
+    blocks = keys // BLOCK_SIZE
+    return (blocks > 0) & (blocks < queries // BLOCK_SIZE)
 
 
 def full_blocks(slots: Tensor, packed_slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from paged_kernels.attention_plan import AttentionPlan, LaunchTemplate, Layer, L
 from paged_kernels.block_packing import pack_template
 from paged_kernels.launch import Device, Launch, device_of
 from paged_kernels.layer_cache import LayerCache, pack_full_blocks
+from paged_kernels.packed_blocks import is_packed
 from paged_kernels.paging import Paging
 
 
@@ -144,8 +145,8 @@ def paged_attention_reference(
             pool[place].float() * (1 if scales is None else scales[place][..., None]) for pool, scales in cache.pools
         )
         if cache.packed is not None and paging.packed is not None:  # every key twice, once hidden from each query
-            is_full = positions // block_size < at // block_size
-            hidden = torch.cat((hidden | is_full, hidden | ~is_full), dim=1)
+            packed = is_packed(positions, at)
+            hidden = torch.cat((hidden | packed, hidden | ~packed), dim=1)
             of_packed = cache.packed.read(paging.packed.block_tables[seq].long()[: -(-context_len // block_size)])
             keys, values = (
                 torch.cat((new, old.transpose(1, 2).flatten(0, 1)[:context_len]))

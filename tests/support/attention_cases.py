@@ -208,7 +208,8 @@ def make_cache(
 
 
 def pack_inputs(cache: LayerCache, paging: Paging, seed: int = 0) -> tuple[LayerCache, Paging]:
-    """Pack the blocks that were full before the step, and leave NaN where no token of the step may read."""
+    """Pack the blocks that were full before the step, and leave NaN where no token of the step may read: in the packed
+    copies of the first blocks, and in all other full blocks of the cache."""
     num_blocks, heads, size, head_dim = cache.keys.shape
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).to(cache.keys.device)
     made = PackedBlocks.shapes(heads, head_dim, cache.value_dim)
@@ -222,8 +223,10 @@ def pack_inputs(cache: LayerCache, paging: Paging, seed: int = 0) -> tuple[Layer
         full = max(0, context_len - length) // size
         blocks = paging.block_tables[seq, :full].long()
         pack_full_blocks(cache, blocks * size + size - 1, packed_tables[seq, :full].long() * size + size - 1)
-        cache.key_scales[blocks] = cache.value_scales[blocks] = torch.nan
-        tables[seq, :full] = spare
+        first, later = packed_tables[seq, :1].long(), blocks[1:]
+        cache.packed.key_scales[first] = cache.packed.value_scales[first] = NAN_SCALE
+        cache.key_scales[later] = cache.value_scales[later] = torch.nan
+        tables[seq, 1:full] = spare
     slots = torch.where(paging.slots < 0, -1, order[paging.slots.clamp(min=0) // size] * size + paging.slots % size)
     packed = replace_paging(paging, block_tables=packed_tables, slots=slots)
     return cache, replace_paging(paging, block_tables=tables, packed=packed)

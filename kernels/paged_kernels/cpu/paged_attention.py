@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_kernels.layer_cache import LayerCache, as_bytes, dequantize, pack_full_blocks, scale_queries
-from paged_kernels.packed_blocks import PackedBlocks
+from paged_kernels.packed_blocks import PackedBlocks, is_packed
 from paged_kernels.paging import Paging
 
 QUERY_TILE = 256  # rows of a prefill chunk per call
@@ -53,11 +53,11 @@ class Call:
     keys: Tensor  # [S, num_kv_heads, L, head_dim] scratch, shared by the calls of a plan, which run one after the other
     values: Tensor  # [S, num_kv_heads, L, value_dim] likewise
     packed: Tensor | None = None  # [S, L / block_size] packed blocks; None: the layer has none
-    newest: tuple[Tensor, Tensor] | None = None  # [S], [S]: the newest block of each span, and its place among its own
+    unpacked: tuple[Tensor, Tensor, Tensor] | None = None  # [n] each: spans, places of blocks in them, and these blocks
 
 
 def _spans(paging: Paging, key: "LayerKey") -> Iterator[Span]:
-    """Divide the queries of a step. With packed blocks, the queries of a span are in the same block, its newest."""
+    """Divide the queries of a step. With packed blocks, the queries of a span are in the same block, its last one."""
     block_size, window, tile = key.block_size, key.window, key.block_size if key.packed else QUERY_TILE
     starts = paging.query_starts.tolist()
     for seq, context_len in enumerate(paging.context_lens.tolist()):
@@ -111,13 +111,16 @@ def _call(spans: list[Span], paging: Paging, key: "LayerKey", scratch: list[Tens
     # Memory that this sequence has not written may hold another request's NaN, and 0 * NaN is NaN.
     unwritten = (key_position > position[:, -1:])[:, None, :].expand(-1, num_kv_heads, -1)
     keys, values = (part[: pages.numel()].view(len(spans), num_kv_heads, width * block_size, -1) for part in scratch)
-    packed, newest = None, None
+    packed, unpacked = None, None
     if key.packed:
         assert paging.packed is not None
-        packed, last = torch.zeros_like(blocks), torch.tensor([span.num_blocks - 1 for span in spans])
+        packed = torch.zeros_like(blocks)
         for i, span in enumerate(spans):
-            packed[i, : last[i]] = paging.packed.block_tables[span.seq, span.first_block : span.end_block - 1]
-        newest = blocks[torch.arange(len(spans)), last], last
+            packed[i, : span.num_blocks] = paging.packed.block_tables[span.seq, span.first_block : span.end_block]
+        in_cache = ~is_packed(key_position[:, ::block_size], position[:, :1])
+        packed.masked_fill_(in_cache, 0)
+        of_span, place = in_cache.nonzero(as_tuple=True)
+        unpacked = of_span, place, blocks[of_span, place]
     return Call(
         rows=torch.cat([span.row + query for span in spans]),
         pages=pages.flatten(),
@@ -126,7 +129,7 @@ def _call(spans: list[Span], paging: Paging, key: "LayerKey", scratch: list[Tens
         keys=keys,
         values=values,
         packed=packed,
-        newest=newest,
+        unpacked=unpacked,
     )
 
 
@@ -166,16 +169,16 @@ def _gather(pool: Tensor, scales: Tensor | None, call: Call, into: Tensor) -> Te
 
 
 def _gather_packed(cache: LayerCache, packed: PackedBlocks, call: Call) -> tuple[Tensor, Tensor]:
-    """Gather the keys and values of a call, of which each span has its newest block in the cache itself."""
-    assert call.packed is not None and call.newest is not None
+    """Gather the keys and values of a call, of a layer with packed blocks."""
+    assert call.packed is not None and call.unpacked is not None
     num_spans, width = call.packed.shape
-    newest, place = call.newest
+    of_span, place, unpacked = call.unpacked
     full = packed.read(call.packed.flatten())
     for of_call, blocks, (pool, scales) in zip((call.keys, call.values), full, cache.pools, strict=True):
         assert scales is not None
         in_blocks = of_call.unflatten(2, (width, -1))  # [S, num_kv_heads, width, block_size, head_dim]
         in_blocks.copy_(blocks.unflatten(0, (num_spans, width)).transpose(1, 2))
-        in_blocks[torch.arange(num_spans), :, place] = (pool[newest].float() * scales[newest][..., None]).to(of_call)
+        in_blocks[of_span, :, place] = (pool[unpacked].float() * scales[unpacked][..., None]).to(of_call)
         of_call.view(-1, of_call.shape[3]).index_fill_(0, call.unwritten, 0)
     return call.keys, call.values
 
