@@ -8,7 +8,7 @@ which a pool allocates memory. All pages have the same size, so that a freed pag
     window of two blocks    -     -     -     14,6  2,40  31,5    two pages each; freed when no later token reads them
     recurrent layers        -     -     -     -     -     7,8     the states after all tokens so far, in two pages
     packed layers           3     8     12    19    25    -       full blocks in four bits: see kernels/packed_blocks
-      their newest block    -     -     -     -     -     28      the block that is not full, in eight bits
+      their edges           6     -     -     -     -     28      the first block and the newest one, in eight bits
 
 Most models have one kind of layer, whose blocks are single pages.
 """
@@ -31,7 +31,7 @@ class LayerKind:
     """
 
     keeps_all: ClassVar[bool] = True  # whether later tokens read every block before them
-    caches_full: ClassVar[bool] = True  # whether the prefix cache keeps full blocks; it keeps others in any case
+    caches_freed: ClassVar[bool] = True  # whether the prefix cache keeps full blocks that no later token reads
 
     pages: int = 1  # pages of a block; 0: it only stands for its tokens, in a model without attention
 
@@ -83,22 +83,22 @@ class WindowKind(LayerKind):
 
 
 @dataclass(frozen=True)
-class NewestKind(LayerKind):
-    """The newest block of layers whose full blocks are packed (`paged_kernels.packed_blocks`). It is freed when it is
-    full, as the packed block of another kind has its content."""
+class EdgeKind(LayerKind):
+    """The first and the newest block of layers with packed blocks (`paged_kernels.packed_blocks`). All others are freed
+    when they are full, as packed blocks of another kind have their content."""
 
     keeps_all: ClassVar[bool] = False
-    caches_full: ClassVar[bool] = False
+    caches_freed: ClassVar[bool] = False
 
     @property
     def description(self) -> str:
-        return "keep the newest block"
+        return "keep the first and the newest block"
 
     def needed(self, num_blocks: int, block_size: int) -> range:
-        return range(num_blocks, num_blocks)
+        return range(min(num_blocks, 1))
 
     def max_blocks(self, num_blocks: int, pending: int, block_size: int) -> int:
-        return min(num_blocks, max(1, (pending + 2 * block_size - 2) // block_size))
+        return min(num_blocks, 1 + max(1, (pending + 2 * block_size - 2) // block_size))
 
 
 @dataclass(frozen=True)

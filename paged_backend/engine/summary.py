@@ -200,7 +200,7 @@ def _kv_cache(config: EngineConfig, prepared: PreparedModel) -> str:
     first = 0  # page of a block, counted over all kinds
     for kind in layout.blocks.token_kinds:
         if not kind.keeps_all:
-            places = (*layout.places, *filter(None, layout.newest))
+            places = (*layout.places, *filter(None, layout.edges))
             count = sum(first <= place.page < first + kind.pages for place in places)
             parts.append(f"{count} of {len(layout.places)} layers {kind.description}")
         first += kind.pages

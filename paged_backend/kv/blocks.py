@@ -110,7 +110,6 @@ class BlockManager:
         self._num_token_kinds, self._token_pages = len(layout.token_kinds), layout.token_pages
         self._dropping = [(index, kind) for index, kind in enumerate(layout.kinds) if not kind.keeps_all]
         self._keeping = [index for index, kind in enumerate(layout.kinds) if kind.keeps_all]
-        self._caching = [index for index, kind in enumerate(layout.kinds) if kind.caches_full]
         self._unspilled: dict[int, None] = {}  # cached blocks that `spill` has not examined, oldest first
 
     @property
@@ -244,8 +243,8 @@ class BlockManager:
             return
         if self.caching:
             self.entry(sequence, full - 1)
-            for table in (sequence.tables[place] for place in self._caching):
-                for index in range(first, full):
+            for kind, table in zip(self.layout.kinds, sequence.tables, strict=True):
+                for index in range(first, full if kind.caches_freed else kind.needed(full, size).stop):
                     if table[index] != NULL:  # of states, only those at the end of the block
                         self.cache(table[index], sequence.chain.entries[index])
         for place, kind in self._dropping:

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind, NewestKind, StateKind, WindowKind
+from paged_backend.api.block_layout import FULL, BlockLayout, EdgeKind, LayerKind, StateKind, WindowKind
 from paged_kernels import packed_blocks
 from paged_kernels.cpu.huge_pages import HUGE_PAGE, populate_pages, request_huge_pages
 from paged_kernels.layer_cache import FORMATS, INT4, LayerCache, plain_channels
@@ -104,8 +104,8 @@ class LayerShape:
         """Return the bytes of the layer that the next token reads of `length` tokens before it."""
         return bytes_per_token([self], dtype) * min(length, self.window or length)
 
-    def newest(self, dtype: torch.dtype) -> LayerShape | None:
-        """Return the shape of the layer in the block that is not full; None if its full blocks are not packed. dtype:
+    def edge(self, dtype: torch.dtype) -> LayerShape | None:
+        """Return the shape of the layer in the first and the newest block; None if its blocks are not packed. dtype:
         that of the cache."""
         is_packed = (self.dtype or dtype) == INT4 and self.num_kv_heads
         return replace(self, dtype=torch.int8, window=None) if is_packed else None
@@ -187,7 +187,7 @@ class CacheLayout:
     states: tuple[StateShape, ...]  # of recurrent layers
     dtype: torch.dtype  # a quantized type, or the type of the model's keys and values
     places: tuple[Place, ...]  # of each layer
-    newest: tuple[Place | None, ...]  # of the newest block of each layer; None: its full blocks are not packed
+    edges: tuple[Place | None, ...]  # of each layer in the first and the newest block; None: its blocks are not packed
     page_bytes: int
 
     @property
@@ -224,12 +224,12 @@ class CacheLayout:
         # Layers without attention take no memory, so they are at the first byte of any page.
         empty = [index for index, layer in enumerate(layers) if not layer.page_bytes(block_size, dtype)]
         full = [index for index in range(len(layers)) if index not in windowed and index not in empty]
-        newest = {index: shape for index, layer in enumerate(layers) if (shape := layer.newest(dtype))}
+        edges = {index: shape for index, layer in enumerate(layers) if (shape := layer.edge(dtype))}
         window = max((layers[index].window or 0 for index in windowed), default=1)
         kinds: list[tuple[LayerKind, dict[int, LayerShape]]] = [
             (FULL, {index: layers[index] for index in full}),
             (WindowKind(window=window), {index: layers[index] for index in windowed}),
-            (NewestKind(), newest),
+            (EdgeKind(), edges),
         ]
         kinds = [(kind, shapes) for kind, shapes in kinds if shapes]
         sizes = [[shape.page_bytes(block_size, dtype) for shape in shapes.values()] for _, shapes in kinds]
@@ -247,11 +247,18 @@ class CacheLayout:
         recurrent = (StateKind(-(-state_bytes // page_bytes)),) if states else ()
         limit = 0 if all(kind.keeps_all for kind in of_tokens) else max_pending
         blocks = BlockLayout(block_size, (*(of_tokens or [LayerKind(0)]), *recurrent), limit)
-        in_newest = places.pop() if newest else {}
-        of_newest = [in_newest.get(index) for index in range(len(layers))]
+        of_edges = places.pop() if edges else {}
         found = dict.fromkeys(empty, Place(0, 0)) | {index: place for kind in places for index, place in kind.items()}
         ordered = tuple(found[index] for index in range(len(layers)))
-        return cls(blocks, tuple(layers), tuple(states), dtype, ordered, tuple(of_newest), page_bytes)
+        return cls(
+            blocks,
+            tuple(layers),
+            tuple(states),
+            dtype,
+            ordered,
+            tuple(map(of_edges.get, range(len(layers)))),
+            page_bytes,
+        )
 
 
 def _packed(sizes: Sequence[int], page_bytes: int) -> list[tuple[int, int]]:
@@ -328,11 +335,11 @@ class KVCache:
         size = num_pages * layout.page_bytes
         memory = (pinned_zeros(size) if pinned else _zeros(size, device)).view(num_pages, layout.page_bytes)
         caches, pages, block_size = [], [], layout.blocks.block_size
-        for layer, place, newest in zip(layout.layers, layout.places, layout.newest, strict=True):
-            if (shape := layer.newest(layout.dtype)) and newest:
-                cache = shape.cache(memory, newest.offset, block_size, layout.dtype)
+        for layer, place, edge in zip(layout.layers, layout.places, layout.edges, strict=True):
+            if (shape := layer.edge(layout.dtype)) and edge:
+                cache = shape.cache(memory, edge.offset, block_size, layout.dtype)
                 caches.append(replace(cache, packed=layer.packed(memory, place.offset, layout.dtype)))
-                pages.append(LayerPages(newest.page, place.page))
+                pages.append(LayerPages(edge.page, place.page))
             else:
                 caches.append(layer.cache(memory, place.offset, block_size, layout.dtype))
                 pages.append(LayerPages(place.page))

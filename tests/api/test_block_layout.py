@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind, NewestKind, StateKind, WindowKind
+from paged_backend.api.block_layout import FULL, BlockLayout, EdgeKind, LayerKind, StateKind, WindowKind
 from tests.support.shadow import FirstOfStride
 
 WINDOW = WindowKind(pages=5, window=512)
@@ -27,7 +27,7 @@ def test_first_block_that_later_tokens_read(num_blocks, first):
 
 
 @pytest.mark.parametrize(
-    "kind", [FULL, WindowKind(1, 1), WindowKind(1, 7), WindowKind(1, 33), NewestKind(), FirstOfStride(stride=16)]
+    "kind", [FULL, WindowKind(1, 1), WindowKind(1, 7), WindowKind(1, 33), EdgeKind(), FirstOfStride(stride=16)]
 )
 def test_a_block_that_is_needed_was_needed_before(kind):
     """A prefix hit of fewer blocks is not possible without it."""
@@ -36,7 +36,7 @@ def test_a_block_that_is_needed_was_needed_before(kind):
 
 
 KINDS = [WindowKind(1, window) for window in (1, 2, 5, 16, 33)]
-KINDS += [NewestKind(), FirstOfStride(stride=16), FirstOfStride(stride=64)]
+KINDS += [EdgeKind(), FirstOfStride(stride=16), FirstOfStride(stride=64)]
 
 
 @pytest.mark.parametrize(("block_size", "kind"), list(itertools.product([1, 2, 4, 16], KINDS)), ids=str)
@@ -53,7 +53,7 @@ def test_bound_of_blocks_that_are_held(block_size, kind):
             }
             for committed, count in held.items():
                 assert count <= kind.max_blocks(layout.blocks_for(committed + pending), pending, block_size)
-    if isinstance(kind, NewestKind):
+    if isinstance(kind, EdgeKind):
         assert kind.max_blocks(10**6, 64, block_size) == max(held.values())
     if isinstance(kind, WindowKind):
         assert kind.max_blocks(10**6, 64, block_size) <= max(held.values()) + 1
@@ -66,7 +66,7 @@ def test_a_long_sequence_needs_the_pages_of_its_window_only():
     assert LAYOUT.pages_for([32_768], [32_768], 0) == blocks + 5 * WINDOW.max_blocks(blocks, 4096, 16)
 
 
-@pytest.mark.parametrize("kinds", [(FULL,), (FULL, WINDOW), (FULL, NewestKind(2)), (FULL, StateKind(7))])
+@pytest.mark.parametrize("kinds", [(FULL,), (FULL, WINDOW), (FULL, EdgeKind(2)), (FULL, StateKind(7))])
 def test_sequences_of_a_pool(kinds):
     """One is computed, with the tokens of two steps pending, while the others are decoded."""
     layout = BlockLayout(16, kinds, max_pending=128)

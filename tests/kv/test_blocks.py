@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_backend.api.block_layout import FULL, NewestKind, WindowKind
+from paged_backend.api.block_layout import FULL, EdgeKind, WindowKind
 from paged_backend.api.request import Origin
 from paged_backend.kv.blocks import NO_BLOCKS, NO_HIT
 from paged_backend.kv.content import BlockKey, BlockScores
@@ -17,7 +17,7 @@ from tests.support.shadow import FirstOfStride, is_seen
 
 WINDOW = WindowKind(2, window=6)
 KINDS = [(FULL,), (WindowKind(1, 3),), (FULL, WindowKind(1, 5)), (WindowKind(2, 4), FULL, FirstOfStride(1, stride=8))]
-KINDS.append((FULL, NewestKind(2)))
+KINDS.append((FULL, EdgeKind(2)))
 
 
 def known(blocks, tokens):
@@ -357,17 +357,22 @@ def test_invalidated_contents_are_found_nowhere(kinds):
     assert (blocks.pool.num_used, blocks.pool.num_cached) == (0, 0)
 
 
-def test_a_full_block_leaves_the_newest_blocks():
-    """It is not cached either, as another kind keeps its content. A block that is not full is, in both kinds."""
-    blocks = manager(20, kinds=(FULL, NewestKind(2)))
+def test_full_blocks_leave_the_edges():
+    """They are not cached either, as another kind keeps their content. Cached are the first block, which a hit needs,
+    and a block that is not full."""
+    blocks = manager(20, kinds=(FULL, EdgeKind(2)))
     one = cached(blocks, range(10))
-    assert [block != NULL for block in one.tables[1]] == [False, False, True]
-    assert blocks.num_used == 3 + 2 and blocks.pool.num_cached == 0
+    first, *others = one.tables[1]
+    assert [block != NULL for block in others] == [False, True]
+    assert blocks.num_used == 3 + 2 * 2 and blocks.pool.num_cached == 0
     blocks.free(one)
-    assert (blocks.pool.num_used, blocks.pool.num_cached) == (0, 3 + 2)
+    assert (blocks.pool.num_used, blocks.pool.num_cached) == (0, 3 + 2 * 2)
     hit = blocks.match(sequence(blocks, [*range(10), 50]), 11)
-    assert (hit.num_blocks, hit.partial_tokens, hit.tables[1]) == (2, 2, [None, None])
-    assert known(blocks, range(7)) == 1  # within a full block, nothing is found
+    assert (hit.num_blocks, hit.partial_tokens, hit.tables[1]) == (2, 2, [(first, False), None])
+    assert known(blocks, range(7)) == 1  # within a full block that has left, nothing is found
+    assert blocks.match(sequence(blocks, [0, 1, 50]), 3).partial_tokens == 2
+    blocks.pool.forget(first)
+    assert known(blocks, range(10)) == 0
 
 
 def test_clear_forgets_the_device_only():

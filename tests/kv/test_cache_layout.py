@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paged_backend.api import block_layout
-from paged_backend.api.block_layout import LayerKind, NewestKind, StateKind, WindowKind
+from paged_backend.api.block_layout import EdgeKind, LayerKind, StateKind, WindowKind
 from paged_backend.kv.cache import (
     PADDING_LIMIT,
     CacheLayout,
@@ -117,14 +117,14 @@ def test_blocks_are_read_and_written_page_by_page():
 # --- packed blocks ----------------------------------------------------------------------------------------------------
 
 
-def test_packed_layers_share_pages_with_their_newest_blocks():
+def test_packed_layers_share_pages_with_their_edges():
     """Qwen2.5-0.5B: 72 bytes for the keys and values of a token and head, as 8 bits take 136."""
     layers = [LayerShape(2, 64)] * 24
     layout = CacheLayout.of(layers, 32, INT4, max_model_len=8192, max_pending=4096)
-    assert layout.blocks.kinds == (block_layout.FULL, NewestKind(2))
+    assert layout.blocks.kinds == (block_layout.FULL, EdgeKind(2))
     assert layout.page_bytes == 24 * 2 * 32 * 72
     assert bytes_per_token(layers, INT4) == 24 * 2 * 72
-    assert layout.blocks.pages_for([2048], [1], 0) == 64 + 2
+    assert layout.blocks.pages_for([2048], [1], 0) == 64 + 2 * 2
     assert layout.blocks.max_pending == 4096
 
 
@@ -137,8 +137,8 @@ def test_windows_and_skipped_layers_beside_packed_ones():
         LayerShape(0, 0),
     ]
     layout = CacheLayout.of(layers, 32, INT4, max_model_len=8192)
-    assert [type(kind) for kind in layout.blocks.kinds] == [LayerKind, WindowKind, NewestKind]
-    assert [place is not None for place in layout.newest] == [True, True, False, False]
+    assert [type(kind) for kind in layout.blocks.kinds] == [LayerKind, WindowKind, EdgeKind]
+    assert [place is not None for place in layout.edges] == [True, True, False, False]
     kv = KVCache.allocate(layout, 3 * layout.blocks.pages, torch.device("cpu"))
     assert [cache.packed is not None for cache in kv.layers] == [True, True, False, False]
     assert [cache.format for cache in kv.layers[:3]] == ["int8", "int8", None]

@@ -494,14 +494,15 @@ MUTANTS = {  # name: (file, source, replacement)
     # kinds of layers that do not keep all blocks
     "a full newest block is cached": (
         BLOCKS,
-        "for table in (sequence.tables[place] for place in self._caching):",
-        "for table in sequence.tables:",
+        "full if kind.caches_freed else kind.needed(full, size).stop",
+        "full",
     ),
     "a full newest block is kept": (
         LAYOUT,
-        "return range(num_blocks, num_blocks)",
-        "return range(max(0, num_blocks - 1), num_blocks + 0)",
+        "return range(min(num_blocks, 1))",
+        "return range(num_blocks)",
     ),
+    "the first edge is freed": (LAYOUT, "return range(min(num_blocks, 1))", "return range(0)"),
     "newest blocks of pending tokens are not counted": (
         LAYOUT,
         "(pending + 2 * block_size - 2) // block_size",

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from paged_backend.api.block_layout import FULL, BlockLayout, LayerKind, NewestKind, StateKind, WindowKind
+from paged_backend.api.block_layout import FULL, BlockLayout, EdgeKind, LayerKind, StateKind, WindowKind
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import Adapter, GenerateRequest, TokenDelta, max_blocks_needed
 from paged_backend.api.sampling_params import SamplingParams
@@ -67,8 +67,8 @@ DROPPING = CONDITIONS | {  # the same with kinds of layers that do not keep all 
             (FULL, WindowKind(1, window), WindowKind(2, 4)),
         )
     ]
-    + [(FULL, NewestKind(pages)) for pages in (1, 2, 3)]
-    + [(FULL, WindowKind(1, 5), NewestKind(2))]
+    + [(FULL, EdgeKind(pages)) for pages in (1, 2, 3)]
+    + [(FULL, WindowKind(1, 5), EdgeKind(2))]
     + [(FirstOfStride(stride=8),), (WindowKind(1, 3), FULL, FirstOfStride(2, stride=8))],
 }
 RECURRENT = CONDITIONS | {  # the same with recurrent layers

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from paged_backend.api.block_layout import LayerKind, NewestKind, WindowKind
+from paged_backend.api.block_layout import EdgeKind, LayerKind, WindowKind
 from paged_backend.api.request import GenerateRequest, Origin
 from paged_backend.api.token_outputs import Fingerprint, Logprobs, TokenLogprob
 from paged_backend.kv import content as contents
@@ -50,8 +50,8 @@ def is_seen(kind: LayerKind, position: int, query: int, block_size: int) -> bool
     if isinstance(kind, FirstOfStride):
         block = position // block_size
         return block == query // block_size or block * block_size % kind.stride == 0
-    if isinstance(kind, NewestKind):
-        return position // block_size == query // block_size
+    if isinstance(kind, EdgeKind):
+        return position < block_size or position // block_size == query // block_size
     return not isinstance(kind, WindowKind) or position > query - kind.window
 
 
