@@ -372,7 +372,7 @@ class EngineConfig:
         one_of(*KV_CACHE_DTYPES),
         "Data type of keys and values in the cache. `auto`: as `dtype`. `fp8` (also `fp8_e4m3`) and `int8`: one byte"
         " each, with a scale per token and head. `int4`: four bits, with scales per channel of keys and token of"
-        " values, and `int8` in the newest block of a sequence; needs a `block_size` of 32.",
+        " values, and `int8` in the first and the newest block of a sequence; needs a `block_size` of 32.",
         "auto",
     )
     kv_cache_dtype_skip_layers: Sequence[int | str] | None = option(
@@ -543,6 +543,11 @@ class EngineConfig:
         return self.num_ranks // (self.nnodes or 1)
 
     @property
+    def packs_blocks(self) -> bool:
+        """Whether blocks of keys and values are packed in four bits."""
+        return self.kv_cache_dtype == "int4"
+
+    @property
     def chooses_block_size(self) -> bool:
         """Whether `block_size` still is `auto`. The engine replaces it by a number before it reads the option."""
         return str(self.block_size) == AUTO
@@ -702,12 +707,12 @@ RULES = (
     _excludes("kv_cache_dtype_skip_layers", "pipeline_parallel_size"),
     Rule(
         "kv_cache_dtype",
-        lambda config: config.kv_cache_dtype == "int4" and config.pipeline_parallel_size > 1,
+        lambda config: config.packs_blocks and config.pipeline_parallel_size > 1,
         "not supported with pipeline_parallel_size={config.pipeline_parallel_size}; use int8 or fp8",
     ),
     Rule(
         "block_size",
-        lambda config: config.kv_cache_dtype == "int4" and config.block_size not in (AUTO, INT4_BLOCK_SIZE),
+        lambda config: config.packs_blocks and config.block_size not in (AUTO, INT4_BLOCK_SIZE),
         'must be 32 with kv_cache_dtype="int4", or auto',
     ),
     *(_needs(store, "enable_prefix_caching") for store in STORES),

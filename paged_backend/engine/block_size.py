@@ -80,7 +80,7 @@ def choose_block_size(config: EngineConfig, cache: CacheSpec | None, weight_byte
         weight_bytes: weights that a rank reads in a step.
         device: cpu or cuda.
     """
-    if config.kv_cache_dtype == "int4":
+    if config.packs_blocks:
         return Choice(INT4_BLOCK_SIZE, 'the only size with kv_cache_dtype="int4"')
     curve = CURVES.get(device)
     if curve is None:

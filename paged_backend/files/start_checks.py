@@ -337,7 +337,7 @@ def _token_bytes(config: EngineConfig, fields: Mapping[str, Any]) -> int:
         return 0
     itemsize, scale = (4 if DTYPES[config.dtype] == "float32" else 2), 0
     vectors = 2 * (layers // config.pipeline_parallel_size) * (kv_heads // config.tensor_parallel_size)
-    if config.kv_cache_dtype == "int4":
+    if config.packs_blocks:
         return vectors * size * 9 // 16  # four bits and half a bit of scales
     if KV_CACHE_DTYPES[config.kv_cache_dtype] != "auto":
         itemsize, scale = 1, 4  # each head of a token has a float32 scale

@@ -244,7 +244,7 @@ def skip_layers(config: EngineConfig, layers: tuple[LayerShape, ...], dtype: tor
         replace(layer, dtype=dtype) if index in names or (layer.window and SLIDING_WINDOW in names) else layer
         for index, layer in enumerate(layers)
     )
-    for index, layer in enumerate(layers) if config.kv_cache_dtype == "int4" else ():
+    for index, layer in enumerate(layers) if config.packs_blocks else ():
         if layer.dtype is None and (reason := unpackable(layer)):
             raise invalid_option("kv_cache_dtype", "int4", f"layer {index} {reason}; use int8 or fp8")
     return layers
