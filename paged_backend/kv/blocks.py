@@ -300,9 +300,12 @@ class BlockManager:
 
         The caller counts the result in the usage when the tokens are committed.
         """
-        tables, size, pool = sequence.tables[: self._num_token_kinds], self.block_size, self.pool
-        index, length = sequence.computed // size, len(tables[0])
-        shared = [table for table in tables if pool.is_shared(table[index])] if index < length else []
+        size, pool, length = self.block_size, self.pool, len(sequence.tables[0])
+        index, shared = sequence.computed // size, []
+        if index < length:
+            for table in sequence.tables[: self._num_token_kinds] if self.states else sequence.tables:
+                if pool.is_shared(table[index]):
+                    shared.append(table)
         shares_state = self.states is not None and length > 0 and pool.is_shared(self.states.of(sequence))
         if not shared and not shares_state and not num_states and num_tokens <= length * size:
             return NO_BLOCKS

@@ -32,8 +32,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "chain", "committed", "computed", "ended", "history", "index", "latest_checkpoint", "mask_seconds", "mask_turn",
-        "num_prompt", "on_host", "placed", "request", "tables", "tokens", "usage",
+        "chain", "committed", "computed", "ended", "history", "index", "key", "latest_checkpoint", "mask_seconds",
+        "mask_turn", "num_prompt", "on_host", "placed", "request", "tables", "tokens", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -48,7 +48,7 @@ class Sequence:
     ):
         """index: number of this sample in the request. usage: counts the blocks of all samples of the request.
         num_kinds: kinds of layers of the model."""
-        self.request = request
+        self.request, self.key = request, request.key
         self.tokens = tokens
         self.chain = chain
         self.index = index
@@ -69,10 +69,6 @@ class Sequence:
         self.history: array[int] = array("i")  # copy of `tokens` that prompt lookup searches
         self.mask_seconds = 0.0  # what its masks cost, by `MaskBudget`
         self.mask_turn = 0  # when its last mask was computed, by the budget's count; 0: never
-
-    @property
-    def key(self) -> int:
-        return self.request.key
 
     @property
     def num_blocks(self) -> int:

@@ -41,7 +41,7 @@ class Group:
 
     __slots__ = (
         "accepted_tokens", "account", "admission_index", "beams", "block_usage", "cached_tokens", "draft_tokens",
-        "forked", "has_output", "needs_previous_result", "num_stored_scores", "preempted_at",
+        "forked", "has_output", "key", "needs_previous_result", "num_stored_scores", "preempted_at",
         "preempted_seconds", "preemptions", "prompt_values", "request", "scores_prompt",
         "sequences",
     )  # fmt: skip
@@ -50,7 +50,7 @@ class Group:
         """account: the tenant's account; by default one for this request alone. num_kinds: kinds of layers of the
         model."""
         sampling, progress = request.sampling, request.progress
-        self.request = request
+        self.request, self.key = request, request.key
         self.account = account or Account(sampling.priority, sampling.cache_salt)
         is_beam_search = sampling.beam_width > 1
         self.beams = BeamState(BeamSearch(sampling, request.stop_ids, request.ends)) if is_beam_search else None
@@ -86,10 +86,6 @@ class Group:
         self.preemptions = 0
         self.preempted_at = 0.0  # time of the last preemption, by the scheduler's clock
         self.preempted_seconds = 0.0
-
-    @property
-    def key(self) -> int:
-        return self.request.key
 
     @property
     def priority(self) -> int:
