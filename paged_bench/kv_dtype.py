@@ -212,14 +212,16 @@ def measure(args: Namespace) -> Iterator[Record]:
     models = {name: (assembly, pool) for name, pool in pools.items()}
     scores = accuracy(models, windows(assembly, args.windows, args.length), TYPES[0])
     held = {name: bytes_per_token(spec.layers, dtype) for name, dtype in types.items()}
-    length = CONTEXT - BLOCK_SIZE // 2  # of sequences, so that the newest block is not full
-    pages = {name: layout.blocks.held(length) * layout.page_bytes for name, layout in layouts.items()}
+    room: dict[int, dict[str, float]] = {}  # by length of sequences, whose newest block is not full
+    for length in (CONTEXT - BLOCK_SIZE // 2, 4 * CONTEXT - BLOCK_SIZE // 2):
+        used = {name: layout.blocks.held(length) * layout.page_bytes for name, layout in layouts.items()}
+        room[length] = {name: used["auto"] / 2 / used[name] for name in layouts}
     for name, score in scores.items():
         target = TARGETS.get(name, NO_TARGET)
         yield Record(f"bytes per token {name}", held[name], "bytes", peers={"bfloat16": held["auto"] / 2})
-        if target.ratio:
+        for length, times in room.items() if target.ratio else ():
             title = f"tokens in the bytes of bfloat16, in sequences of {length:,} {name}"
-            yield Record(title, pages["auto"] / 2 / pages[name], "x", target.ratio)
+            yield Record(title, times[name], "x", target.ratio)
         yield from score.records(name, scores[TYPES[0]], target)
     for dtype in (torch.float32, torch.bfloat16):
         yield from attention(assembly, dtype, 3 if args.quick else 9)
