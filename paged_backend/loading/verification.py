@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -59,13 +60,15 @@ from paged_backend.models.quantization import Quantizer
 from paged_backend.scheduling.group import Group
 from paged_backend.scheduling.plan import Chunk, Plan
 from paged_backend.utils.startup import Progress, startup_log
+from paged_kernels import packed_blocks
 from paged_kernels.compilation import compile_ahead
-from paged_kernels.layer_cache import QUANTIZED
+from paged_kernels.layer_cache import INT4, QUANTIZED
 
 log = logging.getLogger("paged_llm")
 
 LONG, SHORT = 21, 10  # tokens of the prompts
 MEASURED = 6  # positions at the end of each prompt whose logits are computed
+LONG_INT4 = 2 * packed_blocks.BLOCK_SIZE + MEASURED  # of the long prompt, so that its last tokens read a packed block
 # Largest error of the logits of a position: the norm of the difference, divided by the norm of the logits after their
 # mean is subtracted. A wrong window, scale or mask gives an error of the order of 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -135,7 +138,7 @@ def verify_model(
         progress.advance()
         proof = None if skip else Proof(model, probed.layers, options)
         progress.advance()
-        prompts = _prompts(model, text)
+        prompts = _prompts(model, text, kv_dtype)
         if skip:
             expected = Expected(prompts)
             progress.advance(4)
@@ -414,12 +417,15 @@ class Expected(NamedTuple):
     sensitivity: Sequence[float] = ()  # by prompt: relative change of its logits by one unit in the last place
 
 
-def _prompts(model: PreTrainedModel, text: Sequence[int]) -> tuple[list[int], list[int]]:
+def _prompts(
+    model: PreTrainedModel, text: Sequence[int], kv_dtype: torch.dtype | None = None
+) -> tuple[list[int], list[int]]:
     """Return a long prompt, of text if there is enough, and a short one of random tokens."""
-    vocab = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocab, (2, LONG), generator=torch.Generator().manual_seed(0)).tolist()
-    known = [token for token in text if token < vocab][:LONG]
-    return known if len(known) == LONG else ids[0], ids[1][:SHORT]
+    config = model.config.get_text_config()
+    length = min(LONG_INT4, getattr(config, "max_position_embeddings", LONG_INT4)) if kv_dtype == INT4 else LONG
+    ids = torch.randint(config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)).tolist()
+    known = [token for token in text if token < config.vocab_size]
+    return [*islice(cycle(known), length)] if len(known) >= LONG else ids[0], ids[1][:SHORT]
 
 
 @torch.inference_mode()

@@ -8,6 +8,8 @@ from paged_backend.loading import verification
 from paged_backend.loading.attention_probe import AttentionProbe
 from paged_backend.loading.verification import verify_model
 from paged_backend.models.attention import UnsupportedModel
+from paged_kernels.layer_cache import INT4
+from paged_kernels.packed_blocks import NAN_SCALE
 from tests.support.families import COMMON, REJECTED_FAMILIES
 from tests.support.gguf import CONFIG
 from tests.support.in_process import byte_tokenizer, save_tiny, tiny_assembly
@@ -51,6 +53,23 @@ def test_wrong_paged_logits_are_rejected(tiny):
     """An attention function with a wrong scale must not pass the verification."""
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .* logits at position"):
         tiny_assembly(tiny[0])
+
+
+def test_blocks_in_four_bits_are_verified(monkeypatch):
+    """A prompt is long enough to read one."""
+    config = hf.LlamaConfig(**COMMON | {"head_dim": 32})
+    verify_model(hf.AutoModelForCausalLM.from_config(config).eval(), block_size=32, kv_dtype=INT4)
+    correct = verification.paged_logits
+
+    def overwritten(model, batch, kv):
+        for cache in kv.layers:
+            if cache.packed:
+                cache.packed.value_scales.fill_(NAN_SCALE)
+        return correct(model, batch, kv)
+
+    monkeypatch.setattr(verification, "paged_logits", overwritten)
+    with pytest.raises(UnsupportedModel, match=r"with torch.uint4 keys and values .*, logits at position"):
+        verify_model(hf.AutoModelForCausalLM.from_config(config).eval(), block_size=32, kv_dtype=INT4)
 
 
 def sensitive_model():
