@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from paged_backend.api.errors import ErrorCode, RequestError
 from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState, TokenDelta
+from paged_backend.api.token_outputs import NOTHING, Values
 from paged_backend.kv.blocks import NO_BLOCKS, NO_HIT, BlockManager, Hit, Pins
 from paged_backend.kv.content import BlockScores
 from paged_backend.kv.pages import NULL
@@ -603,7 +604,7 @@ class Scheduler:
         deltas: list[TokenDelta] = []
         sampled = 0  # index of the sampled sequence, over all chunks
         for index, chunk in enumerate(plan.chunks):
-            group = self._running.get(chunk.sequence.request.key)
+            group = self._running.get(chunk.sequence.key)
             if group:
                 if chunk.allocated is not NO_BLOCKS and not chunk.sequence.ended:
                     group.block_usage.new += chunk.allocated.new
@@ -647,17 +648,9 @@ class Scheduler:
     def _commit_sample(
         self, group: Group, sequence: Sequence, chunk: Chunk, result: StepResult, index: int
     ) -> TokenDelta:
-        """Commit the tokens of a sequence with their optional outputs. index: number of the sequence in the results."""
-        delta = self._append(group, sequence, result.tokens[index], chunk)
-        count = len(delta.token_ids)
-        if not result.values:
-            return delta
-        values = {name: by_seq[index][:count] for name, by_seq in result.values.items() if index in by_seq}
-        return delta._replace(values=values)
-
-    def _append(self, group: Group, sequence: Sequence, tokens: list[int], chunk: Chunk) -> TokenDelta:
-        """Append the new tokens of a sequence, up to the one that ends the output."""
-        request, first = sequence.request, sequence.committed
+        """Append the new tokens of a sequence, up to the one that ends the output, and return them with their optional
+        outputs. index: number of the sequence in the results."""
+        request, first, tokens = sequence.request, sequence.committed, result.tokens[index]
         sequence.tokens[first] = tokens[0]
         finish = _finish_reason(request, tokens[0], first + 1 - sequence.num_prompt)
         if chunk.draft_tokens:
@@ -679,7 +672,11 @@ class Scheduler:
             group.account.served_tokens += length - 1  # one token was counted when the step was planned
         if finish:
             self._finish(group, sequence)
-        return TokenDelta(request.key, tuple(tokens), finish, None, sequence.index, group.usage)
+        values: Values = NOTHING
+        if result.values:
+            count = len(tokens)
+            values = {name: by_seq[index][:count] for name, by_seq in result.values.items() if index in by_seq}
+        return TokenDelta(sequence.key, tuple(tokens), finish, None, sequence.index, group.usage, values)
 
     def _commit_prompt(self, group: Group, chunk: Chunk, result: StepResult, index: int) -> list[TokenDelta]:
         """Commit the prompt results of a chunk: optional outputs, a hidden state, the end of a request without

@@ -142,10 +142,11 @@ def test_removing_from_long_queue_does_not_scan_it(leave, monkeypatch):
     """Each of 4,096 requests is found by a few comparisons, and the others keep their order."""
     sched, asked = scheduler(), Counter()
     for name in ("key", "scheduling_order"):
-        read = getattr(Group, name).fget
-        monkeypatch.setattr(
-            Group, name, property(lambda group, read=read, name=name: asked.update([name]) or read(group))
+        found = getattr(Group, name)
+        counted = property(
+            lambda group, found=found, name=name: asked.update([name]) or found.__get__(group), found.__set__
         )
+        monkeypatch.setattr(Group, name, counted)
     keys = list(range(4096))
     for key in keys:
         sched.add(request(key, prompt=2, priority=key % 3))
