@@ -14,7 +14,7 @@ from paged_kernels import ops
 from paged_kernels.cpu import native
 from paged_kernels.cpu import paged_attention as cpu
 from paged_kernels.layer_cache import FORMATS, LayerCache, pack_full_blocks, plain_channels
-from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks
+from paged_kernels.packed_blocks import BLOCK_SIZE, PackedBlocks, is_packed
 from paged_kernels.paged_attention import paged_attention_reference
 from tests.support.attention_cases import BATCHES, PACKED, Case, make_inputs, make_paging, replace_paging, sample
 from tests.support.pairwise import pairwise
@@ -54,6 +54,17 @@ def test_groups_of_any_size_match_reference(group, head_dim, format):
 def test_packed_blocks_match_reference(dtype):
     for case in PACKED:
         test_matches_reference(case, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 64, 65, 66])  # the query at 96 reads from 33, 32 and 31 on
+def test_first_block_is_read_in_int8(window, dtype, monkeypatch):
+    """Contexts that end in each of the first blocks, and chunks that begin in them."""
+    ends = (1, 31, 32, 33, 63, 64, 65, 96, 97, 129)
+    monkeypatch.setitem(BATCHES, "first", (*((1, end) for end in ends), (40, 50), (5, 35), (70, 102), (3, 97)))
+    test_matches_reference(
+        Case("first", head_dim=32, block_size=BLOCK_SIZE, sliding_window=window, format="int4"), dtype
+    )
 
 
 def cache_to_pack(head_dim, value_dim):
@@ -102,26 +113,44 @@ def test_blocks_that_a_step_fills_are_packed_before_they_are_read(attend):
     assert_close(attend(*same.arrays, **same.settings), expected, atol=1e-5, rtol=1e-5)
 
 
+def blocks_read(paging, window):
+    """Return which blocks of each sequence its queries read in int8, and which packed: [num_seqs, max_blocks] bool."""
+    num_seqs, max_blocks = paging.block_tables.shape
+    keys, reads = torch.arange(max_blocks * BLOCK_SIZE), torch.zeros(2, num_seqs, max_blocks, dtype=torch.bool)
+    for seq, (context, queries) in enumerate(zip(paging.context_lens, paging.query_starts.diff(), strict=True)):
+        at = torch.arange(context - queries, context)[:, None]
+        seen, packed = (keys <= at) & (keys > at - (window or context)), is_packed(keys, at)
+        for read, which in zip(reads, (seen & ~packed, seen & packed), strict=True):
+            read[seq] = which.any(dim=0).view(-1, BLOCK_SIZE).any(dim=1)
+    return reads
+
+
+@pytest.mark.parametrize("window", [None, 80])  # 80: the first sequence does not read its first block
 @pytest.mark.parametrize("attend", COMPILED.values(), ids=COMPILED)
-def test_blocks_that_no_query_reads_need_no_address(attend):
-    query, cache, paging = make_inputs(Case("chunks", block_size=BLOCK_SIZE, format="int4"), torch.float32).arrays
-    column, newest = torch.arange(paging.block_tables.shape[1]), (paging.context_lens - 1)[:, None] // BLOCK_SIZE
-    first = (paging.context_lens - paging.query_starts.diff())[:, None] // BLOCK_SIZE
-    unread, packed_unread = (column < first) | (column > newest), column >= newest
+def test_blocks_that_no_query_reads_need_no_address(attend, window, monkeypatch):
+    monkeypatch.setitem(BATCHES, "long", ((40, 170), (5, 100)))
+    query, cache, paging = make_inputs(Case("long", block_size=BLOCK_SIZE, format="int4"), torch.float32).arrays
 
-    def with_blocks(block, which, packed_which):
-        """Return the addresses with a block's number in some entries of both tables."""
-        tables = paging.packed.block_tables.masked_fill(packed_which, block)
-        packed = replace_paging(paging.packed, block_tables=tables)
-        return replace_paging(paging, block_tables=paging.block_tables.masked_fill(which, block), packed=packed)
+    def attended(*unknown, width=None):
+        """Attend with the number -7 in these entries of both tables, and with this many columns of the packed table."""
+        tables, packed_tables = (
+            of.block_tables.masked_fill(which, -7) for of, which in zip((paging, paging.packed), unknown, strict=True)
+        )
+        packed = replace_paging(paging.packed, block_tables=packed_tables[:, :width])
+        changed = replace_paging(paging, block_tables=tables, packed=packed)
+        return attend(query, cache, changed, scale=1.0, sliding_window=window)
 
-    assert (column < first).any()
-    expected = attend(query, cache, paging, scale=1.0)
-    assert torch.equal(expected, attend(query, cache, with_blocks(-7, unread, packed_unread), scale=1.0))
-    with pytest.raises(RuntimeError, match=r"^block_tables\[0\]: block -7"):
-        attend(query, cache, with_blocks(-7, ~unread, packed_unread), scale=1.0)
-    with pytest.raises(RuntimeError, match=r"^packed block_tables\[0\]: block -7"):
-        attend(query, cache, with_blocks(-7, unread, ~packed_unread), scale=1.0)
+    reads = blocks_read(paging, window)
+    assert (~reads).any(dim=2).all()
+    newest = (170 - 1) // BLOCK_SIZE
+    assert torch.equal(attended(*~reads, width=newest), attended(*torch.zeros_like(reads)))
+    with pytest.raises(RuntimeError, match=f"sequence 0: context of 170, block table of {newest}"):
+        attended(*~reads, width=newest - 1)
+    for table, seq, column in reads.nonzero().tolist():
+        unknown = ~reads
+        unknown[table, seq, column] = True
+        with pytest.raises(RuntimeError, match=rf"^{('', 'packed ')[table]}block_tables\[{seq}\]: block -7"):
+            attended(*unknown)
 
 
 def test_slots_outside_the_packed_pool_are_rejected():

@@ -76,11 +76,11 @@ INLINE int next_tile(int start) { return (start / key_tile + 1) * key_tile; }
 
 INLINE int tile_keys(const Item& item, int start) { return min_int(next_tile(start), item.end) - start; }
 
-// Finds the addresses of the keys and values of one tile, from position `start` on. The item's first key stands in for
-// those before it. Returns the number of keys, and as many values.
-INLINE int find_rows(const Attention& call, const Item& item, int start, const void** rows) {
+// Finds the addresses of `count` keys from position `start` on, and of their values after them. The item's first key
+// stands in for those before it. Returns the number of addresses.
+INLINE int find_rows(const Attention& call, const Item& item, int start, int count, const void** rows) {
   const Cache& cache = call.cache;
-  const int count = tile_keys(item, start), missing = max_int(0, item.begin - start), element = bytes(cache.type);
+  const int missing = max_int(0, item.begin - start), element = bytes(cache.type);
   const int32_t* table = call.block_tables + item.seq * call.table_stride;
   for (int n = missing; n < count;) {
     const int offset = (start + n) & (cache.block_size - 1);
@@ -92,7 +92,7 @@ INLINE int find_rows(const Attention& call, const Item& item, int start, const v
       rows[n] = key, rows[count + n] = value;
   }
   for (int n = 0; n < missing; n++) rows[n] = rows[missing], rows[count + n] = rows[count + missing];
-  return count;
+  return 2 * count;
 }
 
 INLINE void gather_scales(const Attention& call, const Item& item, int start, int count, float* keys, float* values) {
@@ -111,13 +111,21 @@ INLINE void gather_scales(const Attention& call, const Item& item, int start, in
   for (int n = count; n < round_up(count, 32); n++) keys[n] = values[n] = 0;
 }
 
-// Returns how many keys of a tile are in packed blocks: those before the newest block of the queries.
-INLINE int packed_keys(const Item& item, int start) {
-  return max_int(0, min_int(tile_keys(item, start), item.position / packed_block * packed_block - start));
-}
-
-INLINE int64_t packed_block_at(const Attention& call, const Item& item, int position) {
-  return call.packed_tables[item.seq * call.packed_stride + position / packed_block];
+// Visits the blocks of one tile of a layer with packed blocks. packed(n, block): takes a packed block, from key n of the
+// tile on. in_int8(n, rows, count): takes `count` keys of another block, and their values, from what `find_rows` has found.
+template <class Packed, class InInt8>
+INLINE void visit_blocks(const Attention& call, const Item& item, int start, const Packed& packed, const InInt8& in_int8) {
+  const int keys = tile_keys(item, start);
+  for (int n = 0; n < keys; n += packed_block) {
+    if (is_packed(start + n, item.position)) {
+      packed(n, call.packed_tables[item.seq * call.packed_stride + (start + n) / packed_block]);
+    } else {
+      const void* rows[2 * packed_block];
+      const int count = min_int(packed_block, keys - n);
+      find_rows(call, item, start + n, count, rows);
+      in_int8(n, rows, count);
+    }
+  }
 }
 
 INLINE int prefetched_bytes(const Attention& call) { return round_up(max_int(call.cache.head_dim, call.cache.value_dim), 128); }
@@ -125,41 +133,42 @@ INLINE int prefetched_bytes(const Attention& call) { return round_up(max_int(cal
 // Finds what to prefetch of one tile of a layer with packed blocks. Returns the number of addresses.
 INLINE int find_blocks(const Attention& call, const Item& item, int start, const void** to) {
   const PackedBlocks& packed = call.cache.packed;
-  const int full = packed_keys(item, start), bytes = prefetched_bytes(call);
-  int count = 0;
-  for (int n = 0; n < full; n += packed_block)
-    for (int part = 0; part < PackedBlocks::num_parts; part++) {
-      const char* data = packed.at((PackedBlocks::Part)part, packed_block_at(call, item, start + n), item.kv_head);
-      for (int byte = 0; byte < packed.parts[part].head_bytes; byte += bytes) to[count++] = data + byte;
-    }
-  if (full < tile_keys(item, start)) count += 2 * find_rows(call, item, start + full, to + count);
-  return count;
+  const void** end = to;
+  visit_blocks(call, item, start,
+      [&](int, int64_t block) {
+        for (int part = 0; part < PackedBlocks::num_parts; part++) {
+          const char* data = packed.at((PackedBlocks::Part)part, block, item.kv_head);
+          for (int byte = 0; byte < packed.parts[part].head_bytes; byte += prefetched_bytes(call)) *end++ = data + byte;
+        }
+      },
+      [&](int, const void* const* rows, int count) {
+        for (int i = 0; i < 2 * count; i++) *end++ = rows[i];
+      });
+  return (int)(end - to);
 }
 
-// Packs the keys of one tile of a layer with packed blocks, and gathers the scales of keys and values.
+// Fills the key panel with one tile of a layer with packed blocks, and gathers the scales of its keys and values.
 template <bool PAIRS>
 INLINE void unpack_tile_keys(const Attention& call, const Item& item, int start, PackKeys pack_keys, Scratch& s, Prefetcher& prefetcher) {
-  const int full = packed_keys(item, start);
-  for (int n = 0; n < full; n += packed_block)
-    unpack_keys<PAIRS>(call.cache.packed, packed_block_at(call, item, start + n), item.kv_head, call.cache.head_dim, s.key_panel + n, prefetcher);
-  for (int n = 0; n < full; n++) s.key_scales[n] = s.value_scales[n] = 1;
-  if (full == tile_keys(item, start)) return;
-  const void* rows[2 * packed_block];
-  const int count = find_rows(call, item, start + full, rows);
-  pack_keys(rows, count, call.cache.head_dim, s.key_panel + full, prefetcher);
-  gather_scales(call, item, start + full, count, s.key_scales + full, s.value_scales + full);
+  const int head_dim = call.cache.head_dim;
+  visit_blocks(call, item, start,
+      [&](int n, int64_t block) {
+        unpack_keys<PAIRS>(call.cache.packed, block, item.kv_head, head_dim, s.key_panel + n, prefetcher);
+        for (int i = n; i < n + packed_block; i++) s.key_scales[i] = s.value_scales[i] = 1;
+      },
+      [&](int n, const void* const* rows, int count) {
+        pack_keys(rows, count, head_dim, s.key_panel + n, prefetcher);
+        gather_scales(call, item, start + n, count, s.key_scales + n, s.value_scales + n);
+      });
 }
 
 template <bool PAIRS>
 INLINE void unpack_tile_values(const Attention& call, const Item& item, int start, Scratch& s, Prefetcher& prefetcher) {
-  const int full = packed_keys(item, start), value_dim = call.cache.value_dim;
+  const int value_dim = call.cache.value_dim;
   const auto panel = [&](int n) { return s.value_panel + (int64_t)(PAIRS ? n / 2 : n) * value_dim; };
-  for (int n = 0; n < full; n += packed_block)
-    unpack_values<PAIRS>(call.cache.packed, packed_block_at(call, item, start + n), item.kv_head, value_dim, item.begin - start - n, panel(n), prefetcher);
-  if (full == tile_keys(item, start)) return;
-  const void* rows[2 * packed_block];
-  const int count = find_rows(call, item, start + full, rows);
-  widen_values<PAIRS>(rows + count, count, value_dim, panel(full));
+  visit_blocks(call, item, start,
+      [&](int n, int64_t block) { unpack_values<PAIRS>(call.cache.packed, block, item.kv_head, value_dim, item.begin - start - n, panel(n), prefetcher); },
+      [&](int n, const void* const* rows, int count) { widen_values<PAIRS>(rows + count, count, value_dim, panel(n)); });
 }
 
 // --- softmax --------------------------------------------------------------------------------------------------------
@@ -345,7 +354,7 @@ void attend_with(const Attention& call, const Item& item, const Item* next_item,
 #endif
   bool has_totals = false;
   int buffer = 0;
-  const auto find = [&](const Item& of, int start, const void** to) { return packed ? find_blocks(call, of, start, to) : 2 * find_rows(call, of, start, to); };
+  const auto find = [&](const Item& of, int start, const void** to) { return packed ? find_blocks(call, of, start, to) : find_rows(call, of, start, tile_keys(of, start), to); };
   find(item, first_tile(item), s.rows[0]);
   for (int start = first_tile(item), next; start < item.end; start = next, buffer ^= 1) {
     next = next_tile(start);

@@ -41,6 +41,9 @@ struct PackedBlocks {
   char* at(Part part, int64_t block, int head) const { return parts[part].data + block * parts[part].block_stride + head * parts[part].head_bytes; }
 };
 
+// Whether a query reads a key from packed blocks, by their positions (packed_blocks.is_packed).
+static constexpr bool is_packed(int key, int query) { return key >= packed_block && key / packed_block < query / packed_block; }
+
 struct Cache {
   Type type;
   int num_blocks, num_kv_heads, block_size, head_dim, value_dim;  // head_dim: elements of a key

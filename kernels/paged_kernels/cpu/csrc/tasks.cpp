@@ -95,15 +95,23 @@ void check_sequence(const Attention& call, int seq) {
     throw std::runtime_error(where + "context of " + std::to_string(context) + ", block table of " + std::to_string(call.max_blocks));
 }
 
-// Checks the entries [first, last) of a sequence's block table.
-void check_blocks(const char* name, int seq, const int32_t* table, int first, int last, int num_blocks) {
-  for (int at = first; at < last; at++)
-    if (table[at] < 0 || table[at] >= num_blocks)
-      throw std::runtime_error(std::string(name) + "[" + std::to_string(seq) + "]: block " + std::to_string(table[at]) + " of a pool of " + std::to_string(num_blocks));
+void check_block(const char* name, int seq, int block, int num_blocks) {
+  if (block < 0 || block >= num_blocks)
+    throw std::runtime_error(std::string(name) + "[" + std::to_string(seq) + "]: block " + std::to_string(block) + " of a pool of " + std::to_string(num_blocks));
 }
 
-// Lists items that cover every query with a context once for each KV head. With packed blocks, the queries of
-// an item have the same newest block.
+// Checks the entries of a sequence's block tables that its queries read.
+void check_blocks(const Attention& call, int seq, int first_query, int last_query, int oldest_key) {
+  const int size = call.cache.block_size;
+  const int32_t *table = call.block_tables + seq * call.table_stride, *packed = call.packed_tables + seq * call.packed_stride;
+  for (int at = oldest_key / size; at <= last_query / size; at++) {
+    if (!call.packed_tables || !is_packed(at * size, first_query)) check_block("block_tables", seq, table[at], call.cache.num_blocks);
+    if (call.packed_tables && is_packed(at * size, last_query)) check_block("packed block_tables", seq, packed[at], call.cache.packed.num_blocks);
+  }
+}
+
+// Lists items that cover every query with a context once for each KV head. With packed blocks, the queries of an item are
+// in the same block.
 std::vector<Item> list_items(const Attention& call) {
   const int group = call.num_heads / call.cache.num_kv_heads, tile = std::max(1, max_item_rows / group);
   std::vector<Item> items;
@@ -113,11 +121,7 @@ std::vector<Item> list_items(const Attention& call) {
     const int context = call.context_lens[seq];
     if (context == 0 || queries == 0) continue;
     const int oldest = call.window ? std::max(0, context - queries - call.window + 1) : 0;
-    const int block_size = call.cache.block_size, newest = (context - 1) / block_size;
-    const int first_block = (call.packed_tables ? context - queries : oldest) / block_size;
-    check_blocks("block_tables", seq, call.block_tables + seq * call.table_stride, first_block, newest + 1, call.cache.num_blocks);
-    if (call.packed_tables)
-      check_blocks("packed block_tables", seq, call.packed_tables + seq * call.packed_stride, oldest / block_size, newest, call.cache.packed.num_blocks);
+    check_blocks(call, seq, context - queries, context - 1, oldest);
     for (int done = 0, length; done < queries; done += length) {
       const int position = context - queries + done;
       length = std::min(tile, queries - done);
