@@ -405,7 +405,10 @@ def _free_layers(numbers: Sequence[int]) -> None:
 
 def _packed_of(cache: LayerCache, paging: Paging) -> tuple[Sequence[Tensor], Paging | None]:
     """Return the tensors of a layer's packed blocks and their addresses, if it has any."""
-    return ((), None) if cache.packed is None or paging.packed is None else (cache.packed.tensors, paging.packed)
+    if cache.packed is None:
+        return (), None
+    assert paging.packed is not None
+    return cache.packed.tensors, paging.packed
 
 
 def _each(objects: Sequence[Any], *names: str) -> Iterator[list[Any]]:

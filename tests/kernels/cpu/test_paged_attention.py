@@ -153,6 +153,13 @@ def test_blocks_that_no_query_reads_need_no_address(attend, window, monkeypatch)
             attended(*unknown)
 
 
+@pytest.mark.parametrize("attend", [cpu.paged_attention, native.paged_attention])
+def test_layers_with_packed_blocks_need_their_addresses(attend):
+    query, cache, paging = make_inputs(Case("decode", block_size=BLOCK_SIZE, format="int4"), torch.float32).arrays
+    with pytest.raises(AssertionError):
+        attend(query, cache, replace_paging(paging, packed=None), scale=1.0)
+
+
 def test_slots_outside_the_packed_pool_are_rejected():
     query, cache, paging = make_inputs(Case("prefill", block_size=BLOCK_SIZE, format="int4"), torch.float32).arrays
     for slot in (-1, len(cache.packed.key_codes) * BLOCK_SIZE):

@@ -61,7 +61,7 @@ struct Attention {
   Cache cache;
   const int32_t* block_tables;
   int64_t table_stride;
-  const int32_t* packed_tables;  // of packed blocks; null: all keys and values are read from the other cache
+  const int32_t* packed_tables;  // of packed blocks; null: the layer has none
   int64_t packed_stride;
   const int32_t* context_lens;  // [num_seqs]
   const int32_t* query_starts;  // [num_seqs + 1]

@@ -159,7 +159,7 @@ struct Softmax {  // the parameters of an attention layer
 
 struct Addresses {  // of a step, see paging.Paging
   Tensor slots, block_tables, context_lens, query_starts;
-  OptionalTensor packed_slots, packed_tables;  // of packed blocks, if the layer has them
+  OptionalTensor packed_slots, packed_tables;  // of the packed blocks of a layer that has them
 };
 
 inline Attention attention_call(void* out, Type type, const Rows& query, int64_t num_tokens, int64_t num_heads, const Cache& cache, const Addresses& addresses, const Softmax& softmax) {
@@ -173,10 +173,11 @@ inline Attention attention_call(void* out, Type type, const Rows& query, int64_t
   call.block_tables = (const int32_t*)addresses.block_tables.data_ptr();
   call.table_stride = addresses.block_tables.stride(0);
   call.max_blocks = (int)addresses.block_tables.size(1);
-  if (addresses.packed_tables) {
-    call.packed_tables = (const int32_t*)addresses.packed_tables->data_ptr();
-    call.packed_stride = addresses.packed_tables->stride(0);
-    call.max_blocks = (int)std::min<int64_t>(call.max_blocks, addresses.packed_tables->size(1) + 1);  // the newest is not packed
+  if (cache.packed.num_blocks) {
+    const Tensor& tables = addresses.packed_tables.value();
+    call.packed_tables = (const int32_t*)tables.data_ptr();
+    call.packed_stride = tables.stride(0);
+    call.max_blocks = (int)std::min<int64_t>(call.max_blocks, tables.size(1) + 1);  // the newest is not packed
   }
   call.context_lens = (const int32_t*)addresses.context_lens.data_ptr();
   call.query_starts = (const int32_t*)addresses.query_starts.data_ptr();
@@ -189,7 +190,7 @@ inline Attention attention_call(void* out, Type type, const Rows& query, int64_t
 }
 
 inline void add_packing(Program& program, const Level& level, const Cache& cache, const Addresses& addresses) {
-  if (addresses.packed_slots) add_packing(program, level, cache, (const int64_t*)addresses.slots.data_ptr(), (const int64_t*)addresses.packed_slots->data_ptr(), addresses.slots.size(0));
+  if (cache.packed.num_blocks) add_packing(program, level, cache, (const int64_t*)addresses.slots.data_ptr(), (const int64_t*)addresses.packed_slots.value().data_ptr(), addresses.slots.size(0));
 }
 
 // cos and sin: [num_tokens, head_dim], or [1, num_tokens, head_dim].
