@@ -5,16 +5,16 @@
 //                            values -> panel [key units][value_dim]
 //     for each strip of rows:  scores = query x panel; weights; out += weights x panel
 //
-// Tiles start at multiples of key_tile, apart from the first one of a window. The sums over part_keys keys are added to
-// those over the keys before them in the same span of span_keys keys, then spans are added. So the result of a query
-// depends on its position, and not on the other queries of the step: keys outside of its window add zeros. Except with
-// tile instructions, scores are summed in the order of `score_block` for any number of rows (`score_product`).
+// Tiles start at multiples of key_tile, apart from the first one of a window. Sums over part_keys keys are added in order
+// to a sum over span_keys keys, and these in order to the result. Keys outside of a window add zeros. So the result of a
+// query depends on its position, and not on the other queries of the step. Scores of many rows are summed in the order of
+// those of few rows (`score_product`), except with tile instructions.
 //
-// Units are defined in tiles.h: pairs of bf16 for tile instructions, else fp32. The columns of a value panel are
+// Units (tiles.h) are pairs of bf16 where the level multiplies them, else fp32. The columns of a value panel are
 // deinterleaved: of 2 W elements, the even ones come first, then the odd ones, so that packing needs no shuffle.
 //
-// Packing pays off if many rows share it. With few rows, as in a decode step, keys and values are read in place. But those
-// of packed blocks (unpack.h) always go to panels, which takes less time than to read them in place for each row.
+// Panels pay off if many rows share them. With few rows, as in a decode step, keys and values are read in place. But layers
+// with packed blocks (unpack.h) always use panels, as to dequantize a key for each row would take longer.
 #include "direct.h"
 #include "level.h"
 #include "unpack.h"
@@ -219,7 +219,7 @@ INLINE void softmax_row(const Attention& call, Scratch& s, int row, float* score
   for (int d = 0; d < width; d += W) store(sums + d, load<vf>(sums + d) * shrink);
 }
 
-// Adds the result of a row over some keys to that over keys before them. It changes nothing if one of them has no keys.
+// Adds the result of a row over some keys to that over keys before them. A result over no keys adds nothing.
 INLINE void add_part(float* sums, float* maximum, float* denominator, const float* more, float more_maximum, float more_denominator, int width) {
   const float top = __builtin_fmaxf(*maximum, more_maximum), base = top == -infinity ? 0 : top;
   const float share = exp2(*maximum - base), more_share = exp2(more_maximum - base);

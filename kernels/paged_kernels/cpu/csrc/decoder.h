@@ -35,7 +35,7 @@ struct Step {
   Tensor projected, rotated, attended, inner, middle;
 };
 
-// Adds a layer. plan: of the layers with the same window and addresses; made for the first of them.
+// Adds a layer. plan: of all layers with the same window and addresses; null for the first of them, which makes it.
 void add_layer(Program& program, const Layer& layer, const Cache& cache, const Step& step, const Addresses& addresses, std::shared_ptr<const AttentionPlan>& plan,
                const Tensor& input, const Tensor& output) {
   const Level& level = layer.level;
@@ -94,9 +94,10 @@ int64_t make_layer(Tensor norm, double eps, int64_t num_heads, bool rotates, Opt
 
 void free_layer(int64_t layer) { made_layers.remove(layer); }
 
-// Returns the residual stream after these layers. keys, values, scales and channels are those of each layer. slots, tables,
-// lengths and starts: of each paging; pagings, packed_pagings: its number for each layer, or -1. packed: the tensors of
-// the layers with a packed paging, one after the other. All tensors of the step must be dense.
+// Returns the residual stream after these layers. keys, values, scales and channels: of each layer. slots, block_tables,
+// context_lens, query_starts: of each paging. pagings, packed_pagings: the numbers of each layer's pagings, -1 for a layer
+// without packed blocks. packed: the tensors of the layers with packed blocks, one after the other. All tensors of the
+// step must be dense.
 Tensor decoder_layers(std::vector<int64_t> layers, Tensor stream, Tensor cos, Tensor sin, std::vector<Tensor> keys, std::vector<Tensor> values,
                       std::vector<OptionalTensor> key_scales, std::vector<OptionalTensor> value_scales, std::vector<OptionalTensor> key_channels, std::vector<Tensor> packed,
                       std::vector<Tensor> slots, std::vector<Tensor> block_tables, std::vector<Tensor> context_lens, std::vector<Tensor> query_starts,

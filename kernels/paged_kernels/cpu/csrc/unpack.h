@@ -1,4 +1,4 @@
-// Panels of keys and values in four bits. The columns of these value panels are in the order of elements.
+// Panels of layers with packed blocks. The columns of these value panels are in the order of elements.
 #pragma once
 #include "packed_blocks.h"
 #include "tiles.h"
@@ -14,8 +14,8 @@ INLINE vf splat_at(const float* from) {  // one instruction, where GCC makes two
 #endif
 }
 
-// Turns the codes in the lowest four bits of lanes into code * scale + zero. With PAIRS, both halves of a lane have a code
-// in their lowest bits; the scale and zero of the second half are `stride` elements after those of the first.
+// Turns the codes in the lowest four bits of lanes into code * scale + zero. With PAIRS, each half of a lane has a code in
+// its lowest bits; the scale and zero of the high half are `stride` elements after those of the low one.
 template <bool PAIRS>
 class Dequantizer {
  public:
@@ -80,7 +80,7 @@ INLINE void load_columns(const char* rows, int row_bytes, vu (&columns)[4]) {
   All::exchange<1>(columns[2], columns[3]);
 }
 
-// Packs the keys of a block into columns of a panel.
+// Dequantizes the keys of a packed block into columns of a panel.
 template <bool PAIRS>
 INLINE void unpack_keys(const PackedBlocks& packed, int64_t block, int kv_head, int head_dim, uint32_t* panel, Prefetcher& prefetcher) {
   alignas(64) float scales[max_head_dim + W], zeros[max_head_dim + W];
@@ -113,7 +113,7 @@ INLINE void unpack_keys(const PackedBlocks& packed, int64_t block, int kv_head, 
   }
 }
 
-// Packs the values of a block into rows of a panel; zeros for the first `missing` ones.
+// Dequantizes the values of a packed block into rows of a panel; the first `missing` ones become zeros.
 template <bool PAIRS>
 INLINE void unpack_values(const PackedBlocks& packed, int64_t block, int kv_head, int value_dim, int missing, uint32_t* panel, Prefetcher& prefetcher) {
   constexpr int together = PAIRS ? 2 : 1;  // values in a row of the panel
@@ -137,7 +137,7 @@ INLINE void unpack_values(const PackedBlocks& packed, int64_t block, int kv_head
   }
 }
 
-// Packs up to packed_block values in int8, without their scales; zeros for the others.
+// Widens up to packed_block values in int8 into rows of a panel, without their scales; missing ones become zeros.
 template <bool PAIRS>
 INLINE void widen_values(const void* const* rows, int count, int value_dim, uint32_t* panel) {
   constexpr int together = PAIRS ? 2 : 1;
