@@ -126,7 +126,8 @@ def paged_attention_reference(
     """Compute `paged_attention` in fp32, one sequence at a time. The definition for tests; slow."""
     num_kv_heads, block_size = cache.keys.shape[1:3]
     group = query.shape[1] // num_kv_heads
-    if paging.packed is not None:
+    if cache.packed is not None:
+        assert paging.packed is not None
         pack_full_blocks(cache, paging.slots, paging.packed.slots)
     out = query.new_zeros(*query.shape[:2], cache.value_dim)
     starts = paging.query_starts.tolist()
@@ -144,7 +145,8 @@ def paged_attention_reference(
         keys, values = (
             pool[place].float() * (1 if scales is None else scales[place][..., None]) for pool, scales in cache.pools
         )
-        if cache.packed is not None and paging.packed is not None:  # every key twice, once hidden from each query
+        if cache.packed is not None:  # every key twice, once hidden from each query
+            assert paging.packed is not None
             packed = is_packed(positions, at)
             hidden = torch.cat((hidden | packed, hidden | ~packed), dim=1)
             of_packed = cache.packed.read(paging.packed.block_tables[seq].long()[: -(-context_len // block_size)])
