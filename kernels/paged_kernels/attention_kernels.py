@@ -213,8 +213,9 @@ def own_blocks(first_position, end, CACHE: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def first_step(first, CACHE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the start of the first step over keys from `first` on: `first`, unless steps lie within one block."""
-    return first // BLOCK_N * BLOCK_N if CACHE.BLOCK_SIZE >= BLOCK_N else first
+    """Return the start of the first step over keys from `first` on. A step begins with a block, or is within one."""
+    UNIT: tl.constexpr = min(CACHE.BLOCK_SIZE, BLOCK_N)
+    return first // UNIT * UNIT
 
 
 @triton.jit
@@ -250,11 +251,12 @@ def _load_blocks(table, start, begin, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl
 
     Positions outside [begin, end) get block 0.
     """
+    first = table + start // BLOCK_SIZE
     if BLOCK_SIZE >= BLOCK_N:
-        block = tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
+        block = tl.load(first, mask=start < end, other=0)
     else:
         n = start + tl.arange(0, BLOCK_N)
-        block = tl.load(table + n // BLOCK_SIZE, mask=(n >= begin) & (n < end), other=0)
+        block = tl.load(first + tl.arange(0, BLOCK_N) // BLOCK_SIZE, mask=(n >= begin) & (n < end), other=0)
     return block
 
 
@@ -266,7 +268,8 @@ def _load_step(  # type: ignore[no-untyped-def]
     """Load keys in two parts [BLOCK_D, BLOCK_N] and [BLOCK_R, BLOCK_N], values [BLOCK_N, BLOCK_V] and their scales for
     positions from start on.
 
-    With BLOCK_R = 0 the second part is not used. With SHARED, the values are the first part of the keys.
+    With BLOCK_R = 0 the second part is not used. With SHARED, the values are the first part of the keys. Keys are
+    loaded as values are, and transposed in shared memory, so that a thread uses a block number for both.
     """
     d = tl.arange(0, LAYER.BLOCK_D)
     e, is_element = value_elements(LAYER)
@@ -274,20 +277,22 @@ def _load_step(  # type: ignore[no-untyped-def]
     # Memory outside [begin, end) may hold another request's data, even NaN: it is not loaded at all.
     in_context = (n >= begin) & (n < end)
     block = block.to(tl.int64)
-    slot = start % CACHE.BLOCK_SIZE + tl.arange(0, BLOCK_N) if CACHE.BLOCK_SIZE >= BLOCK_N else n % CACHE.BLOCK_SIZE
+    slot = tl.arange(0, BLOCK_N) % CACHE.BLOCK_SIZE  # the same in every step, if a step begins with a block
+    if CACHE.BLOCK_SIZE > BLOCK_N:
+        slot += start % CACHE.BLOCK_SIZE
     k_row = pools.key + block * CACHE.K_BLOCK + slot * CACHE.K_SLOT
     v_row = pools.value + block * CACHE.V_BLOCK + slot * CACHE.V_SLOT
     k_scale = 1.0
     v_scale = 1.0
     if MASKED:
-        k_mask = (d[:, None] < LAYER.FIRST_DIM) & in_context[None, :]
-        k = tl.load(k_row[None, :] + d[:, None], mask=k_mask, other=0.0)
+        k_mask = (d[None, :] < LAYER.FIRST_DIM) & in_context[:, None]
+        k = tl.load(k_row[:, None] + d[None, :], mask=k_mask, other=0.0)
     elif LAYER.BLOCK_D > LAYER.FIRST_DIM:
-        k = tl.load(k_row[None, :] + d[:, None], mask=d[:, None] < LAYER.FIRST_DIM, other=0.0)
+        k = tl.load(k_row[:, None] + d[None, :], mask=d[None, :] < LAYER.FIRST_DIM, other=0.0)
     else:
-        k = tl.load(k_row[None, :] + d[:, None])
+        k = tl.load(k_row[:, None] + d[None, :])
     if LAYER.SHARED:
-        v = tl.trans(k)
+        v = k
     elif MASKED:
         v_mask = is_element[None, :] & in_context[:, None]
         v = tl.load(v_row[:, None] + e[None, :], mask=v_mask, other=0.0)
@@ -298,8 +303,8 @@ def _load_step(  # type: ignore[no-untyped-def]
     k_rest = k
     if LAYER.BLOCK_R > 0:
         r = LAYER.FIRST_DIM + tl.arange(0, LAYER.BLOCK_R)
-        r_mask = (r[:, None] < LAYER.HEAD_DIM) & (in_context[None, :] if MASKED else True)
-        k_rest = tl.load(k_row[None, :] + r[:, None], mask=r_mask, other=0.0)
+        r_mask = (r[None, :] < LAYER.HEAD_DIM) & (in_context[:, None] if MASKED else True)
+        k_rest = tl.load(k_row[:, None] + r[None, :], mask=r_mask, other=0.0)
     if CACHE.FORMAT is not None:
         s_row = block * CACHE.S_BLOCK + slot
         if MASKED:
@@ -308,7 +313,7 @@ def _load_step(  # type: ignore[no-untyped-def]
         else:
             k_scale = tl.load(pools.key_scale + s_row)
             v_scale = tl.load(pools.value_scale + s_row)
-    return k, k_rest, v, k_scale, v_scale
+    return tl.trans(k), tl.trans(k_rest), v, k_scale, v_scale
 
 
 @triton.jit
