@@ -246,17 +246,17 @@ def _widen(codes, CACHE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit
-def _load_blocks(table, start, begin, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_blocks(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load the blocks of positions start to start + BLOCK_N: one per position, or a scalar if a step is in one block.
 
-    Positions outside [begin, end) get block 0.
+    Positions from `end` on get block 0.
     """
     first = table + start // BLOCK_SIZE
     if BLOCK_SIZE >= BLOCK_N:
         block = tl.load(first, mask=start < end, other=0)
     else:
-        n = start + tl.arange(0, BLOCK_N)
-        block = tl.load(first + tl.arange(0, BLOCK_N) // BLOCK_SIZE, mask=(n >= begin) & (n < end), other=0)
+        n = tl.arange(0, BLOCK_N)
+        block = tl.load(first + n // BLOCK_SIZE, mask=start + n < end, other=0)
     return block
 
 
@@ -274,8 +274,11 @@ def _load_step(  # type: ignore[no-untyped-def]
     d = tl.arange(0, LAYER.BLOCK_D)
     e, is_element = value_elements(LAYER)
     n = start + tl.arange(0, BLOCK_N)
-    # Memory outside [begin, end) may hold another request's data, even NaN: it is not loaded at all.
-    in_context = (n >= begin) & (n < end)
+    # Memory outside [begin, end) may hold another request's data, even NaN: it is not loaded at all. Only with a window
+    # can a step begin before `begin`.
+    in_context = n < end
+    if LAYER.HAS_WINDOW:
+        in_context = in_context & (n >= begin)
     block = block.to(tl.int64)
     slot = tl.arange(0, BLOCK_N) % CACHE.BLOCK_SIZE  # the same in every step, if a step begins with a block
     if CACHE.BLOCK_SIZE > BLOCK_N:
@@ -350,7 +353,7 @@ def _softmax_step(  # type: ignore[no-untyped-def]
         scores = scoring.softcap * _tanh(scores)
     if MASKED:
         n = start + tl.arange(0, BLOCK_N)
-        visible = ((n >= begin) & (n < end))[None, :] & (n[None, :] <= queries.position[:, None])
+        visible = (n < end)[None, :] & (n[None, :] <= queries.position[:, None])
         if CACHE.PACKED is not None:  # a query reads its own block from the cache, and others from packed blocks
             is_packed = n[None, :] < (queries.position // CACHE.BLOCK_SIZE * CACHE.BLOCK_SIZE)[:, None]
             visible = visible & (is_packed == PACKED)
@@ -406,9 +409,9 @@ def _add_steps(  # type: ignore[no-untyped-def]
     Blocks are loaded one step ahead: if keys depended on a load of the same step, the pipeline would be one shorter.
     """
     table = tables.packed if PACKED else tables.cache
-    block = _load_blocks(table, begin, begin, stop, CACHE.BLOCK_SIZE, TILE.block_n)
+    block = _load_blocks(table, begin, stop, CACHE.BLOCK_SIZE, TILE.block_n)
     for start in tl.range(begin, stop, TILE.block_n, num_stages=TILE.num_stages):
-        next_block = _load_blocks(table, start + TILE.block_n, begin, stop, CACHE.BLOCK_SIZE, TILE.block_n)
+        next_block = _load_blocks(table, start + TILE.block_n, stop, CACHE.BLOCK_SIZE, TILE.block_n)
         row_max, row_sum, acc, unit = _softmax_step(
             row_max, row_sum, acc, unit, queries, pools, block, start, first, end, scoring,
             MASKED, ROW_UNITS, PACKED, CACHE, LAYER, TILE.block_n,
@@ -492,7 +495,7 @@ def _prefill_tile(  # type: ignore[no-untyped-def]
     table = tables.packed if PACKED else tables.cache
     for done in tl.range(0, before + stop - high, BLOCK_N, num_stages=TILE.num_stages):
         step = tl.where(done < before, begin + done, high - before + done)
-        block = _load_blocks(table, step, first, stop, CACHE.BLOCK_SIZE, BLOCK_N)
+        block = _load_blocks(table, step, stop, CACHE.BLOCK_SIZE, BLOCK_N)
         row_max, row_sum, acc, unit = _softmax_step(
             row_max, row_sum, acc, unit, queries, pools, block, step, first, stop, scoring,
             True, False, PACKED, CACHE, LAYER, BLOCK_N,
