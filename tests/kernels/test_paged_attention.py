@@ -100,6 +100,19 @@ def test_reference_softcap_and_sinks_equal_their_formula():
         assert_close(actual[row, 0], expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("batch", "block_size"), [("decode", 16), ("decode", 64), ("mixed", 16)])
+def test_keys_before_the_window_are_not_read(batch, block_size, device):
+    """Their block may have visible keys. They may be NaN, which a weight of 0 would not remove."""
+    inputs = make_inputs(Case(batch, block_size=block_size, sliding_window=13), torch.float32, device)
+    _, cache, paging = inputs.arrays
+    expected = paged_attention(*inputs.arrays, **inputs.settings)
+    for table, (query_len, context_len) in zip(paging.block_tables, BATCHES[batch], strict=True):
+        position = torch.arange(max(context_len - query_len - 12, 0), device=device)
+        for pool in (cache.keys, cache.values):
+            pool[table[position // block_size].long(), :, position % block_size] = torch.nan
+    assert torch.equal(paged_attention(*inputs.arrays, **inputs.settings), expected)
+
+
 def test_row_does_not_depend_on_the_rest_of_the_batch(device):
     inputs = make_inputs(Case("decode"), torch.float32, device)
     query, cache, paging = inputs.arrays
