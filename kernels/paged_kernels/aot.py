@@ -210,6 +210,7 @@ class Cost:
     registers: int  # registers per thread
     spilled: int  # spilled bytes per thread
     products: tuple[str, ...]  # instructions that multiply tiles
+    steps: tuple[int, ...]  # instructions of each innermost loop that multiplies tiles; none on AMD
 
 
 def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
@@ -345,16 +346,38 @@ def _registers_on_amd(assembly: str) -> tuple[int, int]:
     return int(usage["vgpr_count"]), int(usage["private_segment_fixed_size"])
 
 
-def _registers_on_nvidia(cubin: bytes) -> tuple[int, int]:
-    """Return registers and stack bytes of a thread. The kernels have no arrays, so all of the stack was spilled."""
+def _read_cubin(cubin: bytes, tool: Any, option: str) -> str:
+    """Return what a tool of CUDA prints about a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool.path, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _registers_on_nvidia(cubin: bytes) -> tuple[int, int]:
+    """Return registers and stack bytes of a thread. The kernels have no arrays, so all of the stack was spilled."""
+    usage = _read_cubin(cubin, triton.knobs.nvidia.cuobjdump, "--dump-resource-usage")
     match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert match, usage
     return int(match[1]), int(match[2])
+
+
+def _steps_on_nvidia(cubin: bytes) -> tuple[int, ...]:
+    """Return the instructions of each loop that multiplies tiles, and has no such loop in it."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[range] = []
+    for line in _read_cubin(cubin, triton.knobs.nvidia.nvdisasm, "-c").splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*);", line):
+            code.append(instruction[1])
+            target = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction[1])
+            if target and target[1] in labels:  # backward
+                loop = range(labels[target[1]], len(code))
+                if any("MMA" in code[i] for i in loop) and not any(other[0] in loop for other in loops):
+                    loops.append(loop)
+    return tuple(len(loop) for loop in loops)
 
 
 def compile_case(case: Case) -> Cost:
@@ -365,9 +388,11 @@ def compile_case(case: Case) -> Cost:
     products = tuple(sorted(set(PRODUCTS.findall(compiled.asm.get("ptx") or compiled.asm["amdgcn"]))))
     if "cubin" in compiled.asm:
         registers, spilled = _registers_on_nvidia(compiled.asm["cubin"])
+        steps = _steps_on_nvidia(compiled.asm["cubin"])
     else:
         registers, spilled = _registers_on_amd(compiled.asm["amdgcn"])
-    return Cost(compiled.metadata.shared, registers, spilled, products)
+        steps = ()
+    return Cost(compiled.metadata.shared, registers, spilled, products, steps)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -57,6 +57,22 @@ def test_a_configuration_of_each_kernel_compiles_without_spilling(compiled_envir
     assert {format for _, format in found} == {None, "int8", "fp8", "int4"}
 
 
+COMPARE_STEPS = """
+from paged_kernels.aot import Case, compile_case
+for block_size in (16, 64):
+    print(*compile_case(Case("sm_90", "decode", block_size=block_size)).steps)
+"""
+
+
+def test_a_step_over_many_blocks_takes_hardly_more_instructions_than_one_within_a_block(compiled_environment):
+    """Places of rows within blocks are not computed in the loop, and keys and values share block numbers."""
+    command = [sys.executable, "-c", COMPARE_STEPS]
+    done = subprocess.run(command, capture_output=True, text=True, env=compiled_environment)
+    assert done.returncode == 0, done.stderr
+    several, one = map(int, done.stdout.split())
+    assert 100 < several < 1.1 * one
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("chip", CHIPS)
 def test_heaviest_configurations_compile_without_spilling(chip, compiled_environment):
