@@ -65,7 +65,7 @@ class Queries(NamedTuple):
 class OwnBlocks(NamedTuple):
     """Where the blocks of a tile's first and last query begin, of a layer with packed blocks.
 
-    Each query reads its own block from the cache, and the blocks before it from the packed ones.
+    Each query reads the first block and its own one from the cache, and the blocks between them from the packed ones.
     """
 
     first: Any
@@ -354,9 +354,10 @@ def _softmax_step(  # type: ignore[no-untyped-def]
     if MASKED:
         n = start + tl.arange(0, BLOCK_N)
         visible = (n < end)[None, :] & (n[None, :] <= queries.position[:, None])
-        if CACHE.PACKED is not None:  # a query reads its own block from the cache, and others from packed blocks
-            is_packed = n[None, :] < (queries.position // CACHE.BLOCK_SIZE * CACHE.BLOCK_SIZE)[:, None]
-            visible = visible & (is_packed == PACKED)
+        if CACHE.PACKED is not None:  # a query reads the blocks between the first and its own one packed
+            own = queries.position // CACHE.BLOCK_SIZE * CACHE.BLOCK_SIZE
+            packed_end = tl.where(start < CACHE.BLOCK_SIZE, 0, own)
+            visible = visible & ((n[None, :] < packed_end[:, None]) == PACKED)
         if LAYER.HAS_WINDOW:
             visible = visible & (n[None, :] > queries.position[:, None] - scoring.window)
         scores = tl.where(visible, scores, float("-inf"))
@@ -399,25 +400,44 @@ def _empty_sums(CACHE: tl.constexpr, TILE: tl.constexpr, LAYER: tl.constexpr, RO
 
 
 @triton.jit
+def _position(step, gap, CACHE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return where a step begins if `gap` positions after the first block are left out."""
+    return step + tl.where(step < CACHE.BLOCK_SIZE, 0, gap)
+
+
+@triton.jit
 def _add_steps(  # type: ignore[no-untyped-def]
-    row_max, row_sum, acc, unit, queries, pools, tables, first, begin, stop, end, scoring,
+    row_max, row_sum, acc, unit, queries, pools, tables, first, begin, end, gap, scoring,
     MASKED: tl.constexpr, ROW_UNITS: tl.constexpr, PACKED: tl.constexpr,
     CACHE: tl.constexpr, LAYER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add the steps from `begin` up to `stop`, in which the keys [first, end) are visible.
+    """Add the keys from `first` on in steps [begin, end), but for `gap` keys after the first block.
 
     Blocks are loaded one step ahead: if keys depended on a load of the same step, the pipeline would be one shorter.
     """
     table = tables.packed if PACKED else tables.cache
-    block = _load_blocks(table, begin, stop, CACHE.BLOCK_SIZE, TILE.block_n)
-    for start in tl.range(begin, stop, TILE.block_n, num_stages=TILE.num_stages):
-        next_block = _load_blocks(table, start + TILE.block_n, stop, CACHE.BLOCK_SIZE, TILE.block_n)
+    start = _position(begin, gap, CACHE)
+    block = _load_blocks(table, start, end, CACHE.BLOCK_SIZE, TILE.block_n)
+    for step in tl.range(begin, end - gap, TILE.block_n, num_stages=TILE.num_stages):
+        start = _position(step, gap, CACHE)
+        next_start = _position(step + TILE.block_n, gap, CACHE)
+        next_block = _load_blocks(table, next_start, end, CACHE.BLOCK_SIZE, TILE.block_n)
         row_max, row_sum, acc, unit = _softmax_step(
             row_max, row_sum, acc, unit, queries, pools, block, start, first, end, scoring,
             MASKED, ROW_UNITS, PACKED, CACHE, LAYER, TILE.block_n,
         )  # fmt: skip
         block = next_block
     return row_max, row_sum, acc, unit
+
+
+@triton.jit
+def _gap(begin, end, own, CACHE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return how many keys of [begin, end) are between the first block and the blocks of a tile's queries.
+
+    They are whole steps. Rounding tells the compiler so, and saves instructions in the loop.
+    """
+    gap = tl.maximum(tl.minimum(own.first, end) - tl.maximum(begin, CACHE.BLOCK_SIZE), 0)
+    return gap // BLOCK_N * BLOCK_N
 
 
 @triton.jit
@@ -441,15 +461,16 @@ def attend(  # type: ignore[no-untyped-def]
     the result of a row depends only on the keys that it sees. own: `OwnBlocks` of the queries.
     """
     acc, unit = _empty_sums(CACHE, TILE, LAYER, ROW_UNITS)
+    gap = 0
     if CACHE.PACKED is not None:
-        packed_end = tl.minimum(end, own.last)
         row_max, row_sum, acc, unit = _add_steps(
-            row_max, row_sum, acc, unit, queries, pools, tables, first, begin, packed_end, packed_end, scoring,
+            row_max, row_sum, acc, unit, queries, pools, tables, first,
+            tl.maximum(begin, CACHE.BLOCK_SIZE), tl.minimum(end, own.last), 0, scoring,
             True, ROW_UNITS, True, CACHE, LAYER, TILE,
         )  # fmt: skip
-        begin = tl.maximum(begin, own.first)
+        gap = _gap(begin, end, own, CACHE, TILE.block_n)
     row_max, row_sum, acc, unit = _add_steps(
-        row_max, row_sum, acc, unit, queries, pools, tables, first, begin, end, end, scoring,
+        row_max, row_sum, acc, unit, queries, pools, tables, first, begin, end, gap, scoring,
         True, ROW_UNITS, False, CACHE, LAYER, TILE,
     )  # fmt: skip
     return _normalize(row_max, row_sum, acc, unit, CACHE)
@@ -470,12 +491,13 @@ def _prefill_tile(  # type: ignore[no-untyped-def]
     first_position = context_len - length + first_query
     end = first_position + tl.minimum(BLOCK_Q, length - first_query)
     first = tl.maximum(first_position - scoring.window + 1, 0) if LAYER.HAS_WINDOW else 0
-    begin = first_step(first, CACHE, BLOCK_N)
+    edge = first_step(first, CACHE, BLOCK_N)
+    begin = edge
     seen = first_position + 1  # all rows see the keys from the window's edge up to here
     stop = end
     if CACHE.PACKED is not None:
         own = own_blocks(first_position, end, CACHE)
-        seen, stop = own.first, own.last
+        begin, seen, stop = tl.maximum(edge, CACHE.BLOCK_SIZE), own.first, own.last
     high = begin + tl.maximum(seen - begin, 0) // BLOCK_N * BLOCK_N
     low = begin
     if LAYER.HAS_WINDOW:
@@ -488,7 +510,7 @@ def _prefill_tile(  # type: ignore[no-untyped-def]
     acc, unit = _empty_sums(CACHE, TILE, LAYER, False)
     PACKED: tl.constexpr = CACHE.PACKED is not None
     row_max, row_sum, acc, unit = _add_steps(
-        row_max, row_sum, acc, unit, queries, pools, tables, first, low, high, stop, scoring,
+        row_max, row_sum, acc, unit, queries, pools, tables, first, low, high, 0, scoring,
         False, False, PACKED, CACHE, LAYER, TILE,
     )  # fmt: skip
     before = low - begin
@@ -502,7 +524,8 @@ def _prefill_tile(  # type: ignore[no-untyped-def]
         )  # fmt: skip
     if PACKED:
         row_max, row_sum, acc, unit = _add_steps(
-            row_max, row_sum, acc, unit, queries, pools, tables, first, tl.maximum(begin, seen), end, end, scoring,
+            row_max, row_sum, acc, unit, queries, pools, tables, first,
+            edge, end, _gap(edge, end, own, CACHE, BLOCK_N), scoring,
             True, False, False, CACHE, LAYER, TILE,
         )  # fmt: skip
     found, _ = _normalize(row_max, row_sum, acc, unit, CACHE)
@@ -731,23 +754,19 @@ def prefix_attention_kernel(  # type: ignore[no-untyped-def]
             index, head, is_row = tile_rows(first_member, group_len, TILE.block_m, LAYER)
             seq = tl.load(members + group_start + index, mask=is_row, other=0)
             token = tl.load(query_starts + seq, mask=is_row, other=0).to(tl.int64)
-            position = tl.full([TILE.block_m], 0, tl.int32) + end
+            position = tl.full([TILE.block_m], 0x7FFFFFFF, tl.int32)  # after all shared keys
             rows = Rows(query, stride_q_token, stride_q_head)
             packed = Packed(
                 packed_key_codes, packed_key_scales, packed_key_zeros, packed_value_codes, packed_value_scales
             )  # fmt: skip
-            acc, unit = _empty_sums(CACHE, TILE, LAYER, False)
-            row_max, row_sum, acc, unit = _add_steps(
+            found, log = attend(
+                load_queries(rows, token, head, is_row, position, key_channels, CACHE, LAYER),
                 tl.full([TILE.block_m], float("-inf"), dtype=tl.float32),
                 tl.full([TILE.block_m], 0.0, dtype=tl.float32),
-                acc, unit,
-                load_queries(rows, token, head, is_row, position, key_channels, CACHE, LAYER),
                 pools_of_head(key_cache, value_cache, key_scales, value_scales, packed, CACHE, LAYER),
                 tables_of(block_tables, stride_table, packed_tables, stride_packed_table, leader),
-                begin, begin, end, end, Scoring(scale, softcap, 0),
-                True, False, CACHE.PACKED is not None, CACHE, LAYER, TILE,
+                begin, begin, end, OwnBlocks(end, end), Scoring(scale, softcap, 0), CACHE, LAYER, TILE,
             )  # fmt: skip
-            found, log = _normalize(row_max, row_sum, acc, unit, CACHE)
             place = (seq.to(tl.int64) * slots + first_slot + split) * queries
             memory = Partials(partials, logs, None, slots, queries, num_splits, num_splits)
             _store_partial(memory, found, log, is_row, place, head, LAYER)

@@ -102,20 +102,24 @@ def test_more_members_than_fit_a_tile(device, monkeypatch):
     assert_close(paged_attention(query, cache, paging, **inputs.settings), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_packed_blocks_match_reference(device, monkeypatch):
+@pytest.mark.parametrize("head_dim", [96, 160])  # with 160, a step is half a block, and a split ends within one
+def test_packed_blocks_match_reference(head_dim, device, monkeypatch):
     """Members other than the leader of a group have blocks of NaN, which only the reference replaces."""
-    monkeypatch.setitem(BATCHES, "members", ((1, 70), (1, 129), (1, 97), (1, 40)))
-    inputs = make_inputs(Case("members", 2, 4, 96, block_size=32, sinks=True, format="int4"), torch.float32, device)
-    query, cache, paging = inputs.arrays
-    tables = paging.packed.block_tables.clone()
-    replaced = tables[1:3, :2].flatten().long()
+    monkeypatch.setattr(attention_plan, "MIN_SPLIT", 48)
+    monkeypatch.setitem(BATCHES, "members", ((1, 101), (1, 129), (1, 97), (1, 40)))
+    case = Case("members", 1, 4, head_dim, block_size=32, sinks=True, format="int4")
+    query, cache, paging = (inputs := make_inputs(case, torch.float32, device)).arrays
+    tables, packed_tables = paging.block_tables.clone(), paging.packed.block_tables.clone()
+    first, replaced = tables[1:3, 0].long(), packed_tables[1:3, 1:3].flatten().long()
+    cache.key_scales[first] = cache.value_scales[first] = torch.nan
     cache.packed.key_scales[replaced] = cache.packed.value_scales[replaced] = NAN_SCALE
-    tables[1:3, :2] = tables[0, :2]
-    whole = replace_paging(paging, packed=replace_paging(paging.packed, block_tables=tables))
+    tables[1:3, 0], packed_tables[1:3, :3] = tables[0, 0], packed_tables[0, :3]
+    packed = replace_paging(paging.packed, block_tables=packed_tables)
+    whole = replace_paging(paging, block_tables=tables, packed=packed)
     expected = paged_attention_reference(query, cache, whole, **inputs.settings)
     assert not expected.isnan().any()
-    parts = ([64, 64, 64, 0], [0, 2, 1, -7], [0, 3])
-    prefixes = SharedPrefixes(*(torch.tensor(part, dtype=torch.int32, device=device) for part in parts), 64)
+    parts = ([96, 96, 96, 0], [0, 2, 1, -7], [0, 3])
+    prefixes = SharedPrefixes(*(torch.tensor(part, dtype=torch.int32, device=device) for part in parts), 96)
     found = paged_attention(query, cache, replace_paging(paging, shared=prefixes), **inputs.settings)
     assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
