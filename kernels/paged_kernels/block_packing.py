@@ -15,7 +15,7 @@ from paged_kernels.paging import Paging
 EXPONENT_BIAS = tl.constexpr(packed_blocks.EXPONENT_BIAS)
 NAN_SCALE = tl.constexpr(packed_blocks.NAN_SCALE)
 CHANNELS = tl.constexpr(packed_blocks.GROUP)  # channels of a value that share a scale
-PART = tl.constexpr(packed_blocks.GROUP // 2)  # a half of a value begins and ends at multiples of so many channels
+PART = tl.constexpr(packed_blocks.GROUP // 2)  # channels that are in one half of a value, and share a scale
 
 
 class Packed(NamedTuple):
@@ -52,8 +52,11 @@ def _scales_of_bytes(codes):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _widen(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert codes to `dtype`. In 16 bits they are made the last bits of 128 or 1024, which is faster than to convert
-    integers: the compiler does this for two numbers at a time."""
+    """Convert codes to `dtype`.
+
+    In 16 bits, a code is written into the last bits of 128 (bf16) or 1024 (fp16), which is subtracted. The compiler
+    does this for two numbers at a time, which is faster than the conversion of integers.
+    """
     if dtype == tl.float32:
         wide = codes.to(dtype)
     else:
@@ -66,7 +69,7 @@ def _widen(codes, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 def load_packed_keys(  # type: ignore[no-untyped-def]
     packed, block, offset, dtype: tl.constexpr, CACHE: tl.constexpr, LAYER: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Load BLOCK_N keys of a block, from `offset` on: both halves [BLOCK_D, BLOCK_N] of their elements."""
+    """Load BLOCK_N keys of a block from `offset` on, as two halves [BLOCK_D, BLOCK_N] of their elements."""
     HALF: tl.constexpr = LAYER.HEAD_DIM // 2
     d = tl.arange(0, LAYER.BLOCK_D)
     n = offset + tl.arange(0, BLOCK_N)
@@ -87,10 +90,10 @@ def load_packed_keys(  # type: ignore[no-untyped-def]
 def load_packed_values(  # type: ignore[no-untyped-def]
     packed, block, offset, dtype: tl.constexpr, CACHE: tl.constexpr, LAYER: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Load BLOCK_N values of a block, from `offset` on: [BLOCK_N, BLOCK_V], the halves of their elements one after the
-    other, and all multiplied by 0.5.
+    """Load BLOCK_N values of a block from `offset` on: [BLOCK_N, BLOCK_V], multiplied by 0.5.
 
-    So all values are numbers of fp16 and bf16: they are odd numbers of up to 4 bits times up to 4 bits.
+    The first half of the columns has the first half of the elements. The product of a code and a scale has up to 8
+    bits, so that fp16 and bf16 hold it exactly. 0.5 keeps the largest one within the range of fp16.
     """
     HALF: tl.constexpr = LAYER.VALUE_DIM // 2
     BLOCK_HALF: tl.constexpr = LAYER.BLOCK_V // 2
@@ -99,7 +102,7 @@ def load_packed_values(  # type: ignore[no-untyped-def]
     row = packed.value_codes + block * CACHE.PACKED.VALUE_CODES + n * HALF
     codes = tl.load(row[:, None] + e[None, :], mask=e[None, :] < HALF, other=0)
     part = tl.arange(0, LAYER.BLOCK_V // PART)
-    first = part % (BLOCK_HALF // PART) * PART  # of the part, in its half
+    first = part % (BLOCK_HALF // PART) * PART  # first channel of the part in its half
     group = (part // (BLOCK_HALF // PART) * HALF + first) // CHANNELS
     row = packed.value_scales + block * CACHE.PACKED.VALUE_SCALES + n * (LAYER.VALUE_DIM // CHANNELS)
     scales = _scales_of_bytes(tl.load(row[:, None] + group[None, :], mask=first[None, :] < HALF, other=0))
@@ -120,7 +123,7 @@ def _bytes_of_scales(scales):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _nearest(x):  # type: ignore[no-untyped-def]
-    """Return the nearest codes, ties to even; 0 for NaN. They are rounded by adding 1.5 * 2**23."""
+    """Return the nearest codes, ties to even; 0 for NaN. A sum with 1.5 * 2**23 has no bits after the point."""
     x = tl.where(x > 0.0, tl.where(x < 15.0, x, 15.0), 0.0)
     return ((x + 12582912.0) - 12582912.0).to(tl.uint8)
 
@@ -161,7 +164,7 @@ def _pack_parts(  # type: ignore[no-untyped-def]
     top = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")), 2)  # infinity replaces NaN
     scale = _bytes_of_scales(tl.div_rn(top, tl.full(top.shape, 7.5, tl.float32)))[:, :, None]
     place = scales + n * (VALUE_DIM // CHANNELS) + group[None, :, None]
-    tl.store(place, scale.to(tl.uint8), mask=is_part)  # two parts may store the same scale
+    tl.store(place, scale.to(tl.uint8), mask=is_part)  # the two parts of a group store the same scale
     e = first[None, :, None] + tl.arange(0, PART)[None, None, :]
     x = tl.load(rows + e, mask=is_part, other=0).to(tl.float32) * row_scale
     return _nearest(tl.div_rn(x, tl.broadcast_to(_scales_of_bytes(scale), x.shape)) + 7.5)
@@ -175,7 +178,7 @@ def pack_blocks_kernel(  # type: ignore[no-untyped-def]
     CACHE: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Pack a KV head of the block whose last token is a new one. Grid: (num_tokens, num_kv_heads)."""
+    """Pack one KV head of a block if a new token is the last one of the block. Grid: (num_tokens, num_kv_heads)."""
     slot = tl.load(new_slots + tl.program_id(0))
     if (slot < 0) | (slot % CACHE.BLOCK_SIZE != CACHE.BLOCK_SIZE - 1):
         return
