@@ -19,13 +19,16 @@ ON_CPU = [attend_cpu, *(partial(compiled.paged_attention, level=level) for level
 def test_nan_affects_only_rows_that_attend_to_it(attend, format, device):
     place = "cpu" if attend in ON_CPU else device
     case = Case("decode", format=format)
-    for pool in ("key_scales", "value_scales"):
-        query, cache, paging = make_inputs(case, torch.float32, place).arrays
-        clean = attend(query, cache, paging, scale=0.1)
-        getattr(cache, pool)[paging.block_tables[2, 1].long(), 1, 3] = float("nan")
+    query, cache, paging = make_inputs(case, torch.float32, place).arrays
+    clean = attend(query, cache, paging, scale=0.1)
+    heads = slice(case.group, 2 * case.group)
+    for pool in (cache.key_scales, cache.value_scales):
+        token = pool[paging.block_tables[2, 1].long(), 1, 3:4]
+        scale = token.clone()
+        token.fill_(torch.nan)
         paging.plans.clear()
         spoilt = attend(query, cache, paging, scale=0.1)
-        heads = slice(case.group, 2 * case.group)
+        token.copy_(scale)
         assert spoilt[2, heads].isnan().all()
         spoilt[2, heads] = clean[2, heads]
         assert torch.equal(spoilt, clean)
