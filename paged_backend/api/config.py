@@ -361,8 +361,8 @@ class EngineConfig:
     )
     num_gpu_blocks_override: int | None = option(
         integer(1),
-        "Number of blocks of the KV cache, regardless of the memory. States of recurrent layers take some of them;"
-        " without attention, a block is a state.",
+        "Number of blocks of the KV cache, regardless of the memory. With several kinds of layers, or `int4`, a block"
+        " has several pages. States of recurrent layers take some of them; without attention, a block is a state.",
         None,
     )
     enable_prefix_caching: bool = option(
@@ -372,7 +372,8 @@ class EngineConfig:
         one_of(*KV_CACHE_DTYPES),
         "Data type of keys and values in the cache. `auto`: as `dtype`. `fp8` (also `fp8_e4m3`) and `int8`: one byte"
         " each, with a scale per token and head. `int4`: four bits, with scales per channel of keys and token of"
-        " values, and `int8` in the first and the newest block of a sequence; needs a `block_size` of 32.",
+        " values, and `int8` in the first and the newest block of a sequence. It needs a `block_size` of 32 or `auto`,"
+        " heads of a multiple of 32 elements, and no latents or pipeline parallelism.",
         "auto",
     )
     kv_cache_dtype_skip_layers: Sequence[int | str] | None = option(
@@ -702,7 +703,7 @@ RULES = (
     Rule(
         "kv_cache_dtype_skip_layers",
         lambda config: config.kv_cache_dtype_skip_layers and KV_CACHE_DTYPES[config.kv_cache_dtype] == "auto",
-        'has no effect with kv_cache_dtype="{config.kv_cache_dtype}"; set it to int8 or fp8',
+        'has no effect with kv_cache_dtype="{config.kv_cache_dtype}"; set it to int8, fp8 or int4',
     ),
     _excludes("kv_cache_dtype_skip_layers", "pipeline_parallel_size"),
     Rule(

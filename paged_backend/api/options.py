@@ -95,7 +95,10 @@ def layer_names(value: Any) -> Any:
     names = [to_integer(name) for name in value] if isinstance(value, list | tuple) else []
     is_valid = all(name == SLIDING_WINDOW or (type(name) is int and name >= 0) for name in names)
     if not names or not is_valid:
-        raise ValueError(f'must be a list of numbers of layers, from 0 on, and "{SLIDING_WINDOW}", like [0, 1]')
+        raise ValueError(
+            f'must be a list of numbers of layers, from 0 on, or of "{SLIDING_WINDOW}", like [0, 1] or'
+            f' ["{SLIDING_WINDOW}"]'
+        )
     return tuple(names)
 
 

@@ -68,9 +68,10 @@ class PoolSizing:
         """Raise ConfigError if the device pool cannot hold max_model_len tokens."""
         longest, blocks = self._config.max_model_len, self.layout.blocks
         if longest is not None and blocks.pages_for([longest], [longest], 0) > num_pages:
+            size = f"blocks of {blocks.block_size}" if blocks.pages == 1 else f"pages of {self.page_bytes} bytes"
             raise ConfigError(
                 f"max_model_len={longest}: the KV cache holds only {blocks.max_tokens(num_pages)} tokens"
-                f" ({num_pages} blocks of {blocks.block_size}); shorten it or give the pool more memory"
+                f" ({num_pages} {size}); shorten it or give the pool more memory"
             )
 
     def pool_bytes(self, free: int) -> int:

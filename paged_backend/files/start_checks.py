@@ -17,7 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paged_backend.api.config import AUTO_BLOCK_SIZES, DTYPES, HUB_NAME, KV_CACHE_DTYPES, STORES, EngineConfig
+from paged_backend.api.config import (
+    AUTO_BLOCK_SIZES,
+    DTYPES,
+    HUB_NAME,
+    INT4_BLOCK_SIZE,
+    KV_CACHE_DTYPES,
+    STORES,
+    EngineConfig,
+)
 from paged_backend.api.errors import ConfigError
 from paged_backend.api.options import invalid_option
 from paged_backend.api.redis_address import RedisAddress
@@ -306,9 +314,12 @@ def _check_pool(config: EngineConfig, fields: Mapping[str, Any]) -> None:
     without a draft model."""
     if config.chooses_block_size:  # the size with which the pool is large enough, if it is with any
         largest = config.num_gpu_blocks_override is not None
-        config = replace(config, block_size=AUTO_BLOCK_SIZES[-1 if largest else 0])
+        size = INT4_BLOCK_SIZE if config.packs_blocks else AUTO_BLOCK_SIZES[-1 if largest else 0]
+        config = replace(config, block_size=size)
     block, blocks = config.block_size * _token_bytes(config, fields), config.num_gpu_blocks_override
     if not block or (blocks is None and config.kv_cache_memory_bytes is None):
+        return
+    if blocks is not None and config.packs_blocks:  # in a long sequence, most blocks have fewer pages than these
         return
     if blocks is None:
         blocks = (config.kv_cache_memory_bytes or 0) // block

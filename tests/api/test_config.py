@@ -55,7 +55,7 @@ def test_model_json_of_the_repository_is_valid():
         ("enable_prefix_caching", 0, "false"),
         ("kv_cache_dtype", "fp4", '"auto" or "fp8" or "fp8_e4m3" or "int8"'),
         ("kv_cache_dtype_skip_layers", [], "must be a list of numbers of layers, from 0 on"),
-        ("kv_cache_dtype_skip_layers", [-1], 'and "sliding_window", like [0, 1]'),
+        ("kv_cache_dtype_skip_layers", [-1], 'or of "sliding_window", like [0, 1] or'),
         ("kv_cache_dtype_skip_layers", "0", "must be a list"),
         ("swap_space", -1, "at least 0"),
         ("swap_space", "much", "must be a number"),

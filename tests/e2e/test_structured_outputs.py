@@ -37,6 +37,7 @@ def check(text):
     assert list(value) == ["name", "age", "city"]
     assert 0 <= value["age"] <= 150
     assert value["city"] in SCHEMA["properties"]["city"]["enum"]
+    return value
 
 
 def test_structured_output_tensors_over_http(demo_server):

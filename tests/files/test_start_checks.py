@@ -61,6 +61,12 @@ def test_a_model_without_mistakes_passes(model, tmp_path):
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
 
 
+def test_pools_for_blocks_in_four_bits(model):
+    """With `auto` a block has 32 tokens. A long sequence needs fewer pages for each than a first block."""
+    check(model, kv_cache_dtype="int4", block_size="auto")
+    check(model, kv_cache_dtype="int4", block_size="auto", num_gpu_blocks_override=3, max_model_len=110)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

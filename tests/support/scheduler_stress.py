@@ -68,7 +68,7 @@ DROPPING = CONDITIONS | {  # the same with kinds of layers that do not keep all 
         )
     ]
     + [(FULL, EdgeKind(pages)) for pages in (1, 2, 3)]
-    + [(FULL, WindowKind(1, 5), EdgeKind(2))]
+    + [(FULL, WindowKind(1, 5), EdgeKind(2)), (WindowKind(1, 5), EdgeKind(2))]
     + [(FirstOfStride(stride=8),), (WindowKind(1, 3), FULL, FirstOfStride(2, stride=8))],
 }
 RECURRENT = CONDITIONS | {  # the same with recurrent layers
@@ -85,6 +85,7 @@ RECURRENT = CONDITIONS | {  # the same with recurrent layers
             (LayerKind(0), StateKind(pages)),
             (WindowKind(1, 3), StateKind(pages)),
             (FULL, WindowKind(2, 5), StateKind(pages)),
+            (FULL, EdgeKind(2), StateKind(pages)),
         )
     ],
 }
