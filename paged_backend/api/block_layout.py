@@ -7,7 +7,7 @@ which a pool allocates memory. All pages have the same size, so that a freed pag
     full attention          17    4     9     22    30    8       one page each
     window of two blocks    -     -     -     14,6  2,40  31,5    two pages each; freed when no later token reads them
     recurrent layers        -     -     -     -     -     7,8     the states after all tokens so far, in two pages
-    packed layers           3     8     12    19    25    -       full blocks in four bits: see kernels/packed_blocks
+    packed layers           3     8     12    19    25    41      in four bits, filled with the last token of the block
       their edges           6     -     -     -     -     28      the first block and the newest one, in eight bits
 
 Most models have one kind of layer, whose blocks are single pages.
