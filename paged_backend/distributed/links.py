@@ -56,30 +56,23 @@ class LinkListener:
         self._secret, self._start = secret, start
         self._socket = socket.create_server((host, 0), backlog=64)
         self.meeting = Meeting(host, self._socket.getsockname()[1])
-        self._arrived: SimpleQueue[tuple[int, str, Connection]] = SimpleQueue()
+        self._arrived: SimpleQueue[tuple[int, Connection]] = SimpleQueue()
+        self._places: dict[int, str] = {}  # the addresses of the ranks that have arrived
         self._strangers: deque[socket.socket] = deque()
-        self._lock = threading.Lock()  # guards `_strangers`
+        self._lock = threading.Lock()  # guards `_strangers` and `_places`
         threading.Thread(target=self._listen, name="links", daemon=True).start()
 
     def accept(self, count: int, waiting: Callable[[dict[int, Connection]], None]) -> dict[int, Connection]:
         """Return the connections of `count` ranks, by rank. waiting: called between attempts with the connections found
         so far; raises an error to give up."""
         links: dict[int, Connection] = {}
-        places: dict[int, str] = {}
         while len(links) < count:
             waiting(links)
             try:
-                rank, address, link = self._arrived.get(timeout=POLL_SECONDS)
+                rank, link = self._arrived.get(timeout=POLL_SECONDS)
             except Empty:
                 continue
-            if rank in links:
-                reason = f"rank {rank} has joined from {places[rank]} already; {address} is refused"
-                log.warning(reason)
-                with suppress(OSError):
-                    link.send_bytes(reason.encode())
-                link.close()
-            else:
-                places[rank], links[rank] = address, link
+            links[rank] = link
         return links
 
     def close(self) -> None:
@@ -110,7 +103,21 @@ class LinkListener:
             accepted.close()
             log.warning("refused a connection from %s to the ranks: %s", address, error or "it has ended")
         else:
-            self._arrived.put((rank, address, _link(accepted)))
+            self._admit(rank, address, _link(accepted))
+
+    def _admit(self, rank: int, address: str, link: Connection) -> None:
+        """Hand the first connection of a rank to `accept`. Refuse any other here, since `accept` may have returned."""
+        with self._lock:
+            if (place := self._places.get(rank)) is None:
+                self._places[rank] = address
+        if place is None:
+            self._arrived.put((rank, link))
+            return
+        reason = f"rank {rank} has joined from {place} already; {address} is refused"
+        log.warning(reason)
+        with suppress(OSError):
+            link.send_bytes(reason.encode())
+        link.close()
 
     def _rank(self, accepted: socket.socket) -> int:
         """Return the rank that a connection introduces. Raises OSError if it does not know the secret."""

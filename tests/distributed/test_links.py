@@ -28,17 +28,18 @@ def join(listener, rank, secret=SECRET):
 
 
 def test_ranks_are_found_in_any_order(listener):
-    made = []
+    made, seen = [], {}
 
     def arrive():
         for rank in (2, 2, 1):
             link, start = join(listener, rank)
             assert start == b"begin"
             made.append(link)
+            until(lambda: 2 in seen, "rank 2")  # else the second connection may be the first that is found
 
     thread = threading.Thread(target=arrive)
     thread.start()
-    found = listener.accept(2, lambda found: None)
+    found = listener.accept(2, seen.update)
     thread.join()
     assert sorted(found) == [1, 2]
     made[0].send_bytes(b"from 2")
@@ -48,6 +49,16 @@ def test_ranks_are_found_in_any_order(listener):
     made[0].close()
     with pytest.raises(EOFError):
         found[2].recv_bytes()
+
+
+def test_second_process_of_a_rank_is_refused_after_all_ranks_are_found(listener):
+    first, _ = join(listener, 1)
+    found = listener.accept(1, lambda found: None)
+    second, _ = join(listener, 1)
+    assert second.poll(WAIT), "no refusal"
+    assert second.recv_bytes() == b"rank 1 has joined from 127.0.0.1 already; 127.0.0.1 is refused"
+    for end in (first, second, *found.values()):
+        end.close()
 
 
 def test_other_addresses_of_the_machine_are_not_listened_at(listener):
