@@ -545,7 +545,7 @@ class EngineConfig:
 
     @property
     def packs_blocks(self) -> bool:
-        """Whether blocks of keys and values are packed in four bits."""
+        """Whether the KV cache stores blocks in four bits."""
         return self.kv_cache_dtype == "int4"
 
     @property

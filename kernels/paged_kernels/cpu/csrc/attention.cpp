@@ -7,8 +7,8 @@
 //
 // Tiles start at multiples of key_tile, apart from the first one of a window. Sums over part_keys keys are added in order
 // to a sum over span_keys keys, and these in order to the result. Keys outside of a window add zeros. So the result of a
-// query depends on its position, and not on the other queries of the step. Scores of many rows are summed in the order of
-// those of few rows (`score_product`), except with tile instructions.
+// query depends on its position, and not on the other queries of the step. For many rows, `score_product` sums a score in
+// the same order as the code for few rows does. Tile instructions do not.
 //
 // Units (tiles.h) are pairs of bf16 where the level multiplies them, else fp32. The columns of a value panel are
 // deinterleaved: of 2 W elements, the even ones come first, then the odd ones, so that packing needs no shuffle.

@@ -14,8 +14,8 @@ INLINE vf splat_at(const float* from) {  // one instruction, where GCC makes two
 #endif
 }
 
-// Turns the codes in the lowest four bits of lanes into code * scale + zero. With PAIRS, each half of a lane has a code in
-// its lowest bits; the scale and zero of the high half are `stride` elements after those of the low one.
+// Turns codes into code * scale + zero. A lane has a code in its lowest four bits. With PAIRS, each half of a lane has one.
+// The low half uses scales[0] and zeros[0], the high half scales[stride] and zeros[stride].
 template <bool PAIRS>
 class Dequantizer {
  public:
