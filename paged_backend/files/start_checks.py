@@ -319,7 +319,7 @@ def _check_pool(config: EngineConfig, fields: Mapping[str, Any]) -> None:
     block, blocks = config.block_size * _token_bytes(config, fields), config.num_gpu_blocks_override
     if not block or (blocks is None and config.kv_cache_memory_bytes is None):
         return
-    if blocks is not None and config.packs_blocks:  # in a long sequence, most blocks have fewer pages than these
+    if blocks is not None and config.packs_blocks:  # most blocks of a long sequence take fewer pages than one of these
         return
     if blocks is None:
         blocks = (config.kv_cache_memory_bytes or 0) // block

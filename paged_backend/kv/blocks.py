@@ -303,7 +303,7 @@ class BlockManager:
         size, pool, length = self.block_size, self.pool, len(sequence.tables[0])
         index, shared = sequence.computed // size, []
         if index < length:
-            for table in sequence.tables[: self._num_token_kinds] if self.states else sequence.tables:
+            for table in sequence.tables[: self._num_token_kinds]:
                 if pool.is_shared(table[index]):
                     shared.append(table)
         shares_state = self.states is not None and length > 0 and pool.is_shared(self.states.of(sequence))

@@ -250,15 +250,8 @@ class CacheLayout:
         of_edges = places.pop() if edges else {}
         found = dict.fromkeys(empty, Place(0, 0)) | {index: place for kind in places for index, place in kind.items()}
         ordered = tuple(found[index] for index in range(len(layers)))
-        return cls(
-            blocks,
-            tuple(layers),
-            tuple(states),
-            dtype,
-            ordered,
-            tuple(map(of_edges.get, range(len(layers)))),
-            page_bytes,
-        )
+        ordered_edges = tuple(of_edges.get(index) for index in range(len(layers)))
+        return cls(blocks, tuple(layers), tuple(states), dtype, ordered, ordered_edges, page_bytes)
 
 
 def _packed(sizes: Sequence[int], page_bytes: int) -> list[tuple[int, int]]:
