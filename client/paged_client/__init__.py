@@ -5,7 +5,17 @@ from paged_client.async_stream import AsyncStream
 from paged_client.request_body import http_body
 from paged_client.sync_client import Client
 from paged_client.sync_stream import Stream
-from paged_client.types import Adapter, Classification, Completion, Delta, Embedding, PagedError, PoolMap, TokenLogprob
+from paged_client.types import (
+    Adapter,
+    Classification,
+    Completion,
+    Delta,
+    Embedding,
+    ModelInfo,
+    PagedError,
+    PoolMap,
+    TokenLogprob,
+)
 
 __all__ = [
     "Adapter",
@@ -16,6 +26,7 @@ __all__ = [
     "Completion",
     "Delta",
     "Embedding",
+    "ModelInfo",
     "PagedError",
     "PoolMap",
     "Stream",

@@ -12,9 +12,10 @@ from paged_client.async_conversation import AsyncConversation
 from paged_client.async_stream import AsyncStream, AsyncTransport
 from paged_client.pooling import classification_values, embedding_values, read_classification, read_embedding
 from paged_client.sync_client import DEFAULT_URLS
-from paged_client.types import Adapter, Classification, Completion, Embedding, PagedError, PoolMap
+from paged_client.types import Adapter, Classification, Completion, Embedding, ModelInfo, PagedError, PoolMap
 from paged_client.wire import (
     ADAPTERS_REQUEST,
+    MODEL_INFO_REQUEST,
     POOL_MAP_REQUEST,
     STOP_REQUEST,
     Fields,
@@ -25,6 +26,7 @@ from paged_client.wire import (
     check_timeout,
     may_stream,
     read_adapters,
+    read_model_info,
     read_num_stopped,
     read_pool_map,
     request_values,
@@ -105,6 +107,10 @@ class AsyncClient:
     async def adapters(self, *, timeout: float | None = None) -> tuple[Adapter, ...]:
         """See Client.adapters."""
         return read_adapters(await self._ask(ADAPTERS_REQUEST, "", timeout))
+
+    async def model_info(self, *, timeout: float | None = None) -> ModelInfo:
+        """See Client.model_info."""
+        return read_model_info(await self._ask(MODEL_INFO_REQUEST, "", timeout))
 
     async def embed(
         self,

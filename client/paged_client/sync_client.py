@@ -10,9 +10,10 @@ from paged_client.addresses import check_headers
 from paged_client.conversation import Conversation
 from paged_client.pooling import classification_values, embedding_values, read_classification, read_embedding
 from paged_client.sync_stream import Stream, Transport
-from paged_client.types import Adapter, Classification, Completion, Embedding, PagedError, PoolMap
+from paged_client.types import Adapter, Classification, Completion, Embedding, ModelInfo, PagedError, PoolMap
 from paged_client.wire import (
     ADAPTERS_REQUEST,
+    MODEL_INFO_REQUEST,
     POOL_MAP_REQUEST,
     STOP_REQUEST,
     Fields,
@@ -23,6 +24,7 @@ from paged_client.wire import (
     check_timeout,
     may_stream,
     read_adapters,
+    read_model_info,
     read_num_stopped,
     read_pool_map,
     request_values,
@@ -135,6 +137,10 @@ class Client:
     def adapters(self, *, timeout: float | None = None) -> tuple[Adapter, ...]:
         """Return the LoRA adapters that the server lists. Errors as for `pool_map`."""
         return read_adapters(self._ask(ADAPTERS_REQUEST, "", timeout))
+
+    def model_info(self, *, timeout: float | None = None) -> ModelInfo:
+        """Return what a router or a frontend has to know of the model. Errors as for `pool_map`."""
+        return read_model_info(self._ask(MODEL_INFO_REQUEST, "", timeout))
 
     def embed(
         self,

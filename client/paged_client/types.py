@@ -111,6 +111,23 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class ModelInfo:
+    """What a router or a frontend has to know of a served model."""
+
+    path: str  # of its files on the server's machine: a directory or a GGUF file
+    tasks: tuple[str, ...]  # of "generate", "embed" and "classify"
+    chat_template: str | None
+    max_model_len: int
+    block_size: int  # tokens per block
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_loras: int  # adapters of a batch; 0: the server has none
+    kv_events: Mapping[str, str] | None  # "endpoint" and "topic" of the KV cache events; None: there are none
+    remote_cache: bool  # whether the server shares blocks with others
+
+
+@dataclass(frozen=True)
 class PoolMap:
     """A snapshot of the block pool of a server.
 

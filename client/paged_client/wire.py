@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from itertools import islice
 from typing import Any
 
-from paged_client.types import Adapter, Completion, Delta, Logprobs, PagedError, PoolMap, TokenLogprob
+from paged_client.types import Adapter, Completion, Delta, Logprobs, ModelInfo, PagedError, PoolMap, TokenLogprob
 
 # name -> (type, dims), as in model_repository/paged_llm/config.pbtxt.
 INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -33,6 +33,7 @@ INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "return_receipt": ("TYPE_BOOL", (1,)),
     "pool_map": ("TYPE_BOOL", (1,)),
     "adapters": ("TYPE_BOOL", (1,)),
+    "model_info": ("TYPE_BOOL", (1,)),
     "stop_request": ("TYPE_BOOL", (1,)),
     "embedding_request": ("TYPE_STRING", (1,)),
     "classification_request": ("TYPE_STRING", (1,)),
@@ -63,6 +64,7 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "receipt": ("TYPE_STRING", (1,)),
     "pool_map": ("TYPE_STRING", (1,)),
     "adapters": ("TYPE_STRING", (1,)),
+    "model_info": ("TYPE_STRING", (1,)),
     "num_stopped": ("TYPE_UINT32", (1,)),
 }
 
@@ -141,6 +143,7 @@ def input_value(name: str, value: object) -> str | bool | int:
 
 POOL_MAP_REQUEST: Values = {"pool_map": True}
 ADAPTERS_REQUEST: Values = {"adapters": True}
+MODEL_INFO_REQUEST: Values = {"model_info": True}
 STOP_REQUEST: Values = {"stop_request": True}
 
 
@@ -151,6 +154,16 @@ def read_pool_map(response: Fields | None) -> PoolMap:
         return PoolMap(**{spec.name: values[spec.name] for spec in fields(PoolMap) if spec.name in values})
     except (LookupError, TypeError, ValueError) as error:
         raise PagedError("INTERNAL", f"the server sent no map of its pool: {type(error).__name__}: {error}") from None
+
+
+def read_model_info(response: Fields | None) -> ModelInfo:
+    """Parse the response of a model info request. Raises PagedError if it is malformed."""
+    try:
+        values = json.loads(str((response or {})["model_info"][0]))
+        return ModelInfo(**{spec.name: values[spec.name] for spec in fields(ModelInfo)})
+    except (LookupError, TypeError, ValueError) as error:
+        reason = f"the server sent no information on its model: {type(error).__name__}: {error}"
+        raise PagedError("INTERNAL", reason) from None
 
 
 def may_stream(sampling: Mapping[str, object]) -> bool:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +55,7 @@ from paged_backend.server.streams.tracing import Tracing
 from paged_backend.server.wire.call import Call, read_call, read_control_request, read_request_id
 from paged_backend.server.wire.channel import Channel, Received, respond, send_error
 from paged_backend.server.wire.pooling import parse_pooling_sampling
-from paged_backend.server.wire.responses import Response, SampleOutput, write_adapters, write_response
+from paged_backend.server.wire.responses import Response, SampleOutput, write_adapters, write_model_info, write_response
 from paged_backend.text.tokenizing import LONG_CHARS, SHORT_CHARS
 from paged_backend.utils.worker import BackgroundWorker
 
@@ -98,6 +99,7 @@ class Admission:
         self._problem = problem
         self._tracing = tracing
         self._replicas = replicas
+        self._model_info = _model_info(config, assembly)
         self._keys = itertools.count()
         self._lock = threading.Lock()  # held from the check of the queue until the request is in it
         self._prompts = PromptEncoder(
@@ -293,6 +295,8 @@ class Admission:
                 self._adapters.run(lambda: respond(channel, self._list_adapters))
             case "adapters":
                 respond(channel, self._list_adapters)
+            case "model_info":
+                respond(channel, lambda: write_model_info(self._model_info))
             case "stop_request" if request_id:
                 self._responder.cancel(channel, request_id)
             case _:
@@ -303,6 +307,30 @@ class Admission:
 
     def _list_adapters(self) -> dict[str, np.ndarray]:
         return write_adapters(self._adapters.describe(self._adapter_slots.resident) if self._adapters else [])
+
+
+def _model_info(config: EngineConfig, assembly: Assembly) -> dict[str, Any]:
+    """Return the values of the output `model_info`."""
+    limits, loaded = assembly.limits, assembly.loaded
+    events = config.kv_events_config
+    has_task = {
+        "generate": limits.generates,
+        "embed": limits.embedding is not None,
+        "classify": limits.classification is not None,
+    }
+    return {
+        "path": str(loaded.path),
+        "tasks": [task for task, has in has_task.items() if has],
+        "chat_template": loaded.tokenizer.chat_template if limits.generates else None,
+        "max_model_len": limits.max_model_len,
+        "block_size": limits.block_size,
+        "num_blocks": limits.num_pages,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_loras": loaded.lora.slots if loaded.lora else 0,
+        "kv_events": {"endpoint": events.endpoint, "topic": events.topic} if events and events.is_enabled else None,
+        "remote_cache": config.remote_cache_url is not None,
+    }
 
 
 class LongPrompts:

@@ -26,7 +26,7 @@ from paged_backend.text.conversation import check_messages, check_template_varia
 ERROR_PREFIX = "Error generating stream: "
 STREAM_WITH_INPUT = f"{ERROR_PREFIX}When streaming, `exclude_input_in_output` = False is not allowed."
 Tensors = Mapping[str, np.ndarray]
-CONTROL_REQUESTS = ("pool_map", "adapters", "stop_request")  # names of the inputs
+CONTROL_REQUESTS = ("pool_map", "adapters", "model_info", "stop_request")  # names of the inputs
 SEQUENCE_START, SEQUENCE_END = 1, 2  # bits of a Triton request's flags
 _SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 TRACE_CONTEXT = ("traceparent", "tracestate")

@@ -114,6 +114,10 @@ def write_pool_map(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {"pool_map": np.array([json.dumps(values).encode()], dtype=np.object_)}
 
 
+def write_model_info(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {"model_info": np.array([json.dumps(values).encode()], dtype=np.object_)}
+
+
 def write_num_stopped(count: int) -> dict[str, np.ndarray]:
     return {"num_stopped": np.array([count], dtype=np.uint32)}
 

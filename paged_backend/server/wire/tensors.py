@@ -111,6 +111,7 @@ INPUTS = {
         " queue is."
     ),
     "adapters": _flag("Control request: return `adapters`. No other input is allowed."),
+    "model_info": _flag("Control request: return `model_info`. No other input is allowed."),
     "stop_request": _flag(
         "Control request: cancel every open request with the request id of this one (`id` over HTTP), and return"
         " `num_stopped`. No other input is allowed."
@@ -186,6 +187,13 @@ OUTPUTS = {
     "adapters": _string(
         'JSON list of the configured LoRA adapters: `{"name": ..., "rank": ..., "resident": ...}`, where `resident`'
         " means on the device. An adapter that cannot be served has the rank `null` and an `error`."
+    ),
+    "model_info": _string(
+        "What a router or a frontend has to know of the model, as JSON: `path` of its files on the server, `tasks`"
+        " (`generate`, `embed`, `classify`), `chat_template` or `null`, `max_model_len`, `block_size`, `num_blocks`,"
+        " `max_num_seqs`, `max_num_batched_tokens`, `max_loras` (0 without adapters), `kv_events` (`endpoint` and"
+        " `topic` of the [KV cache events](../guides/cache.md#kv-cache-events), or `null`), and `remote_cache`, whether"
+        " the server shares blocks with others."
     ),
     "num_stopped": TensorSpec("TYPE_UINT32", (1,), "Number of requests that a `stop_request` cancelled."),
 }
