@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "kernels"))
 from paged_kernels.cpu import build  # noqa: E402
 
 SERVE = ("client", "server")
-TEST = ("events", "remote", "routing", "bench", "test")
+TEST = ("events", "remote", "dynamo", "bench", "test")
 # The extras of pyproject.toml in each set of packages.
 SETS = {"serve": SERVE, "test": (*SERVE, "tracing-json", *TEST), "modern": ("client", "gguf", "tracing", *TEST)}
 # What a server and the gateway import.

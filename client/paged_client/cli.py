@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from paged_backend.api.errors import LORA_NOT_ENABLED, closest_match
-from paged_client.commands import gateway, generate, plan, pool_map, profile, serve, sleep, tools, worker
+from paged_client.commands import dynamo, gateway, generate, plan, pool_map, profile, serve, sleep, tools, worker
 from paged_client.commands.arguments import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE
 from paged_client.commands.engine_flags import split_engine_flags
 from paged_client.commands.unknown_arguments import misplaced, unrecognized
@@ -135,6 +135,6 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for group in (serve, plan, worker, generate, gateway, pool_map, profile, sleep, tools):
+    for group in (serve, plan, worker, generate, gateway, dynamo, pool_map, profile, sleep, tools):
         group.add_parsers(commands)
     return parser, commands.choices

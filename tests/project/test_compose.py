@@ -43,7 +43,7 @@ def test_image_is_built_from_existing_files(service):
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
     assert "nvcr.io/nvidia/tritonserver:26.07-py3" in dockerfile
     # The image brings a server of its own, whose Python stub takes numpy 2.
-    assert "-c constraints-modern.txt -e '.[client,gguf,tracing,events,remote,routing]'" in dockerfile
+    assert "-c constraints-modern.txt -e '.[client,gguf,tracing,events,remote,dynamo]'" in dockerfile
     assert "server]" not in dockerfile
 
 

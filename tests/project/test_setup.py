@@ -115,7 +115,7 @@ def test_each_set_of_packages_is_installed_once(tmp_path):
     assert re.search(r"^packages\t\d+$", (tmp_path / "set_up_times.txt").read_text(), re.M)
     assert not any("-m pip" in command for command in bootstrapped(tmp_path, "serve")[1])
     (pip,) = (command for command in bootstrapped(tmp_path, "test")[1] if "-m pip" in command)
-    assert pip.endswith("paged-llm-triton[client,server,tracing-json,events,remote,routing,bench,test]"), "built again"
+    assert pip.endswith("paged-llm-triton[client,server,tracing-json,events,remote,dynamo,bench,test]"), "built again"
     for packages in ("serve", "test"):
         assert not any("-m pip" in command for command in bootstrapped(tmp_path, packages)[1])
 
@@ -123,7 +123,7 @@ def test_each_set_of_packages_is_installed_once(tmp_path):
 def test_the_newest_packages_are_installed_without_the_server(tmp_path):
     _, commands = bootstrapped(tmp_path, "modern")
     (pip,) = (command for command in commands if "-m pip" in command)
-    assert pip.endswith("-c constraints-modern.txt -e .[client,gguf,tracing,events,remote,routing,bench,test]")
+    assert pip.endswith("-c constraints-modern.txt -e .[client,gguf,tracing,events,remote,dynamo,bench,test]")
     assert not any("server_files" in command for command in commands)
     assert not any("-m pip" in command for command in bootstrapped(tmp_path, "modern")[1])
     assert any("-m pip" in command for command in bootstrapped(tmp_path, "serve")[1])

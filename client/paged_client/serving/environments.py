@@ -103,7 +103,7 @@ class PackageEnvironment(Environment):
 
     @property
     def directory(self) -> Path:
-        return cache_directory() / "bench" / f"{self.name}-{self.version}"
+        return cache_directory() / "environments" / f"{self.name}-{self.version}"
 
     def _install_packages(self) -> None:
         if self.preinstall:

@@ -1,0 +1,131 @@
+"""`paged dynamo`: connect running servers to an NVIDIA Dynamo deployment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from importlib import util
+from pathlib import Path
+
+from paged_client.discovery import find_model
+from paged_client.session import UsageError
+from paged_client.sync_client import DEFAULT_URLS
+
+ROLES = ("aggregated", "prefill", "decode")
+DISCOVERY = ("etcd", "kubernetes", "file", "mem")
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("dynamo", help="connect running servers to an NVIDIA Dynamo deployment, as workers")
+    add = parser.add_argument
+    add(
+        "--url",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help=f"gRPC endpoint of a server (default: {DEFAULT_URLS['grpc']}); repeat it for a worker for each of several",
+    )
+    add(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name of a model on the servers; may be repeated (default: the servers' model, if they have only one)",
+    )
+    add("--served-model-name", metavar="NAME", help="name for Dynamo's clients, with one --model (default: its own)")
+    add(
+        "--model-path",
+        type=Path,
+        metavar="DIR",
+        help="directory with the model's tokenizer and config.json (default: the path that the server names)",
+    )
+    add(
+        "--role",
+        choices=ROLES,
+        default="aggregated",
+        help="what the servers do: all of a request, or one part of it, for servers that share a remote cache"
+        " (default: aggregated)",
+    )
+    add(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="Dynamo's parser of tool calls, or 'none' (default: the one for the model's chat template)",
+    )
+    add(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="Dynamo's parser of reasoning, or 'none' (default: the one for the model's chat template)",
+    )
+    add(
+        "--kv-events",
+        action="append",
+        default=[],
+        metavar="ENDPOINT",
+        help="ZeroMQ endpoint of a server's KV cache events, like tcp://10.0.0.7:5557; once for each --url, in their"
+        " order (default: the endpoint in the server's kv_events_config)",
+    )
+    environment = os.environ
+    add(
+        "--namespace",
+        default=environment.get("DYN_NAMESPACE", "dynamo"),
+        metavar="NAME",
+        help="Dynamo's namespace (default: $DYN_NAMESPACE, or dynamo)",
+    )
+    add("--component", metavar="NAME", help="Dynamo's component (default: backend, or prefill with that role)")
+    add(
+        "--discovery-backend",
+        choices=DISCOVERY,
+        default=environment.get("DYN_DISCOVERY_BACKEND", "etcd"),
+        help="where Dynamo's processes find each other (default: $DYN_DISCOVERY_BACKEND, or etcd); 'file' is the"
+        " directory $DYN_FILE_KV",
+    )
+    add(
+        "--request-plane",
+        choices=("tcp", "nats"),
+        default=environment.get("DYN_REQUEST_PLANE", "tcp"),
+        help="how requests are sent (default: $DYN_REQUEST_PLANE, or tcp)",
+    )
+    add(
+        "--event-plane",
+        choices=("zmq", "nats"),
+        default=environment.get("DYN_EVENT_PLANE"),
+        help="how events are sent (default: $DYN_EVENT_PLANE, or Dynamo's choice for the discovery backend)",
+    )
+    parser.set_defaults(run=dynamo)
+
+
+def dynamo(args: argparse.Namespace) -> int:
+    if util.find_spec("dynamo") is None or util.find_spec("dynamo._core") is None:
+        raise UsageError("Dynamo's runtime is not installed; run pip install 'paged-llm-triton[dynamo]'")
+    urls = args.url or [DEFAULT_URLS["grpc"]]
+    for url in urls:
+        if urls.count(url) > 1:
+            raise UsageError(f"--url {url}: given {urls.count(url)} times; each must be another server")
+    if args.kv_events and len(args.kv_events) != len(urls):
+        raise UsageError(f"--kv-events: {len(args.kv_events)} given; must be one for each --url, in their order")
+    for flag, value in (("--served-model-name", args.served_model_name), ("--model-path", args.model_path)):
+        if value and len(args.model) > 1:
+            raise UsageError(f"{flag}: is for one model; {len(args.model)} are given with --model")
+    if args.model_path and not args.model_path.is_dir():
+        raise UsageError(f"--model-path {args.model_path}: must be a directory with the model's tokenizer")
+    from paged_client.dynamo.processes import WorkerSettings, run_worker, run_workers
+
+    workers = [
+        WorkerSettings(
+            url=url,
+            models=tuple(args.model or [find_model(url, "grpc")]),
+            served_name=args.served_model_name,
+            model_path=args.model_path,
+            namespace=args.namespace,
+            component=args.component,
+            role=args.role,
+            discovery=args.discovery_backend,
+            request_plane=args.request_plane,
+            event_plane=args.event_plane,
+            tool_call_parser=args.tool_call_parser,
+            reasoning_parser=args.reasoning_parser,
+            kv_events=args.kv_events[index] if args.kv_events else None,
+        )
+        for index, url in enumerate(urls)
+    ]
+    return run_worker(workers[0]) if len(workers) == 1 else run_workers(workers)
