@@ -108,7 +108,8 @@ def dynamo(args: argparse.Namespace) -> int:
             raise UsageError(f"{flag}: is for one model; {len(args.model)} are given with --model")
     if args.model_path and not args.model_path.is_dir():
         raise UsageError(f"--model-path {args.model_path}: must be a directory with the model's tokenizer")
-    from paged_client.dynamo.processes import WorkerSettings, run_worker, run_workers
+    from paged_client.dynamo.processes import run_worker, run_workers
+    from paged_client.dynamo.settings import WorkerSettings
 
     workers = [
         WorkerSettings(
