@@ -28,11 +28,13 @@ from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from paged_bench._engine import WORDS, Job, between
 from paged_bench._harness import ROOT, Contest, Record, latencies, not_measured
 from paged_client import Client, load
+from paged_client.dynamo.processes import FRONTEND
 from paged_client.load import ResponseTimes
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import MODEL_NAME
@@ -82,14 +84,25 @@ class LoadResult:
 
 
 def added_latency(
-    contest: Contest[LoadResult], baseline: str, streams: int, target: float | None = None
+    contest: Contest[LoadResult],
+    baseline: str,
+    setting: str,
+    target: float | None = None,
+    *,
+    first: Mapping[str, float] = MappingProxyType({}),
 ) -> Iterator[Record]:
-    """Yield the median latencies of each contestant, and how much they exceed the baseline's of the same round."""
-    for what, field in (
-        ("time to first response", attrgetter("first")),
-        ("time between responses", attrgetter("between")),
+    """Yield the median latencies of each contestant, and how much they exceed the baseline's of the same round.
+
+    Args:
+        setting: end of the figures' names.
+        target: for everything that is added.
+        first: targets of single contestants for what is added to the first response.
+    """
+    for what, field, targets in (
+        ("time to first response", attrgetter("first"), first),
+        ("time between responses", attrgetter("between"), {}),
     ):
-        name = f"{what} p50, {streams} streams"
+        name = f"{what} p50, {setting}"
         times = {who: list(map(field, runs)) for who, runs in contest.runs.items()}
         if not all(run for rounds in times.values() for run in rounds):
             yield not_measured(name, "all tokens were in one response")
@@ -99,7 +112,7 @@ def added_latency(
         for who in (name for name in medians if name != baseline):
             added = [value - base for value, base in zip(medians[who], medians[baseline], strict=True)]
             yield Record(f"{name} ({who})", statistics.median(medians[who]), "ms")
-            yield Record(f"added to {name} ({who})", statistics.median(added), "ms", target)
+            yield Record(f"added to {name} ({who})", statistics.median(added), "ms", targets.get(who, target))
 
 
 # --- load over gRPC ------------------------------------------------------------------------------------------------
@@ -275,21 +288,22 @@ async def _send(request: bytes, reader: asyncio.StreamReader, writer: asyncio.St
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     if b" 200 " not in head[:20]:
         raise RuntimeError(
-            f"the gateway returned {head.splitlines()[0].decode()}: {(await reader.read(1000)).decode()}"
+            f"the endpoint returned {head.splitlines()[0].decode()}: {(await reader.read(1000)).decode()}"
         )
     if b"transfer-encoding: chunked" in head:
-        await _read_events(reader, times)
+        await _read_chunks(reader, times, events=b"text/event-stream" in head)
     else:
         await reader.readexactly(int(head.partition(b"content-length:")[2].split(b"\r\n")[0]))
+    if not times.stamps:  # not a stream
         times.stamps.append(time.perf_counter())
     return times
 
 
-async def _read_events(reader: asyncio.StreamReader, times: ResponseTimes) -> None:
-    """Read the events of a stream, each of which the gateway sends as a chunk. The end marker is not counted."""
+async def _read_chunks(reader: asyncio.StreamReader, times: ResponseTimes, *, events: bool) -> None:
+    """Read the chunks of a response. Of a stream, each event is a chunk; the time of those with data is stored."""
     while size := int(await reader.readuntil(b"\r\n"), 16):
-        event = await reader.readexactly(size + 2)
-        if not event.startswith(b"data: [DONE]"):
+        chunk = await reader.readexactly(size + 2)
+        if events and chunk.startswith(b"data: {"):
             times.stamps.append(time.perf_counter())
     await reader.readexactly(2)
 
@@ -299,8 +313,10 @@ async def _read_events(reader: asyncio.StreamReader, times: ResponseTimes) -> No
 
 @dataclass(frozen=True)
 class RunningGateway:
+    """An OpenAI-compatible endpoint: the gateway, or Dynamo's frontend with its workers."""
+
     port: int
-    pid: int
+    pids: Sequence[int]  # its processes, without the servers
 
     @property
     def url(self) -> str:
@@ -317,10 +333,74 @@ def gateway(servers: Sequence[TritonServer], *flags: str) -> Iterator[RunningGat
         try:
             if not process.stdout or not process.stdout.readline():
                 raise RuntimeError("the gateway did not start")
-            yield RunningGateway(port, process.pid)
+            yield RunningGateway(port, [process.pid])
         finally:
             process.terminate()
             process.wait()
+
+
+@contextmanager
+def dynamo(servers: Sequence[TritonServer], options: Mapping[str, Any], *flags: str) -> Iterator[RunningGateway]:
+    """Start Dynamo's frontend, and a worker in front of each of these servers, which must be ready.
+
+    The processes find each other in a temporary directory. Installs the frontend's packages if they are missing.
+
+    Args:
+        options: the engine options of the servers.
+        flags: options of the frontend.
+    """
+    FRONTEND.ensure()
+    (port,) = choose_ports(port=0)
+    with tempfile.TemporaryDirectory(prefix="paged-dynamo-") as scratch, ExitStack() as stack:
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        environment |= {f"DYN_{name}_HOST": "127.0.0.1" for name in ("TCP_RPC", "TCP_RESPONSE_STREAM", "EVENT_PLANE")}
+        environment |= {"DYN_FILE_KV": f"{scratch}/discovery", "DYN_LOG": "warn"}
+        log = stack.enter_context(Path(scratch, "log").open("w+"))
+
+        def start(*command: object) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(list(map(str, command)), env=environment, stdout=log, stderr=log)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        planes = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
+        model = _directory(options, Path(scratch, "model"))
+        worker = (sys.executable, "-m", "paged_client", "dynamo", *planes, *model)
+        frontend = (FRONTEND.python, "-m", "dynamo.frontend", *planes, "--http-host", "127.0.0.1", "--http-port", port)
+        processes = [start(*worker, "--url", server.grpc_url) for server in servers]
+        processes.append(start(*frontend, *flags))
+        deadline = time.monotonic() + START_SECONDS
+        while not _knows_workers(port, len(servers)):
+            if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
+                log.seek(0)
+                raise RuntimeError(f"Dynamo did not start: {log.read()[-2000:]}")
+            time.sleep(0.1)
+        yield RunningGateway(port, [process.pid for process in processes])
+
+
+def _directory(options: Mapping[str, Any], made: Path) -> Sequence[str]:
+    """Return the worker's option for a directory with configuration and tokenizer; none if the model has both."""
+    if "tokenizer" not in options:
+        return ()
+    made.mkdir()
+    for file in (*Path(options["tokenizer"]).glob("*.json*"), Path(options["model"], "config.json")):
+        shutil.copy(file, made)
+    return ("--model-path", str(made))
+
+
+def _knows_workers(port: int, count: int) -> bool:
+    """Return whether a frontend lists a model, and so many workers."""
+    try:
+        health, models = (_get_json(port, path) for path in ("/health", "/v1/models"))
+    except OSError:
+        return False
+    workers = [instance for instance in health["instances"] if instance["endpoint"] == "generate"]
+    return len(workers) == count and bool(models["data"])
+
+
+def _get_json(port: int, path: str) -> Any:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+        return json.loads(reply.read())
 
 
 @contextmanager

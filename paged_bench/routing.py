@@ -1,13 +1,14 @@
-"""Measure the routing of the OpenAI gateway over several servers: hit rate, balance, loss of a server, overhead.
+"""Measure routing over several servers: hit rate, balance, loss of a server, overhead.
 
-All parts run real servers and a real gateway on this machine. Prompts are conversations with shared system prompts;
-each turn repeats the text before it. By default the pools of all servers together hold 1.2 times what the conversations
-need.
+All parts run real servers on this machine, behind a real gateway, or behind Dynamo's frontend with a worker for each
+server: `dynamo` routes by KV cache events and load, `dynamo-sessions` chooses servers in turn and keeps a conversation
+at its server by the session in a header. Prompts are conversations with shared system prompts; each turn repeats the
+text before it. By default the pools of all servers together hold 1.2 times what the conversations need.
 
 - Hit rate: the share of prompt tokens that were cached, beside one server with the pool of all.
 - Balance: tokens computed by the busiest server, over the mean.
-- Loss: one server is killed under load. Every request must succeed, and the hit rate returns to 0.95 of its earlier
-  value.
+- Loss: one server is killed under load. Requests without an answer are counted, and streams that end before their last
+  token, and the time until the hit rate returns to 0.95 of its earlier value.
 - Overhead: throughput with routing, KV cache events, metrics and traces (1% of requests), over the throughput with none
   of them.
 """
@@ -16,13 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
 import sys
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,21 +32,38 @@ from typing import Any
 
 from paged_bench._engine import WORDS, byte_tokenizer, model_options, shape_option
 from paged_bench._harness import Bars, Benchmark, Option, Record, alternate, count, figures, rounds_option
-from paged_bench._servers import LoadResult, computed_tokens, gateway, http_closed_loop, servers_of, trace_receiver
-from paged_client.serving.repository import resolve_model
+from paged_bench._servers import (
+    LoadResult,
+    RunningGateway,
+    computed_tokens,
+    dynamo,
+    gateway,
+    http_closed_loop,
+    servers_of,
+    trace_receiver,
+)
+from paged_client.serving.tritonserver import TritonServer
 
-ROUTINGS = HASHING, EVENTS, ROUND_ROBIN = ("hashing", "kv-events", "round-robin")
+ROUTINGS = HASHING, EVENTS, ROUND_ROBIN, DYNAMO, SESSIONS = (
+    *("hashing", "kv-events", "round-robin"),
+    *("dynamo", "dynamo-sessions"),
+)
 ONE = "one server"
 BLOCK_SIZE = 16
 SLACK = 1.2  # what the pools hold, over what the conversations need
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
-LETTERS = "abcdefghijklmnopqrstuvwxyz "
 TRACED_SHARE = 0.01
 WINDOW = 2.0  # seconds over which the hit rate is computed after a loss
 RECOVERED = 0.95
 TIMEOUT = 120  # seconds for a turn
+SAMPLING = {"temperature": 0, "ignore_eos": True}
 RECOVERY = "until the hit rate recovers from the loss of a server"
 PARTS = ["conversations", "loss", "overhead"]
+# As Dynamo's documentation recommends: the servers' block size, and three attempts to move a stream.
+DYNAMO_FLAGS = {
+    DYNAMO: ("--router-mode", "kv", "--kv-cache-block-size", str(BLOCK_SIZE), "--migration-limit", "3"),
+    SESSIONS: ("--router-session-affinity-ttl-secs", "600", "--migration-limit", "3"),  # with round robin
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +89,7 @@ class Turn:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: str = ""
+    cut: bool = False  # whether it failed after the first token
 
 
 class Conversation:
@@ -77,22 +97,58 @@ class Conversation:
 
     def __init__(self, shape: Shape, number: int) -> None:
         self._shape = shape
+        self._headers = {"X-Dynamo-Session-ID": str(number)}  # which only SESSIONS reads
         self._random = random.Random(number)
         system = _words(random.Random(-1 - number % shape.systems), shape.system_words)
         self._messages = [{"role": "system", "content": system}]
 
-    async def turn(self, session: Any, url: str, sampling: dict[str, Any]) -> Turn:
-        """Ask the gateway for the next reply. session: an aiohttp.ClientSession."""
+    async def turn(self, session: Any, url: str) -> Turn:
+        """Stream the next reply. session: an aiohttp.ClientSession."""
+        import aiohttp
+
         message = {"role": "user", "content": _words(self._random, self._shape.user_words)}
-        body = {"model": "paged_llm", "messages": [*self._messages, message], **sampling}
-        body |= {"max_tokens": self._shape.reply_tokens, "ignore_eos": True}
-        async with session.post(f"{url}/v1/chat/completions", json=body) as reply:
-            answer = await reply.json()
-            if reply.status != 200:
-                return Turn(time.monotonic(), error=f"{reply.status}: {answer['error']['message']}")
-        usage = answer["usage"]
-        self._messages += [message, answer["choices"][0]["message"]]
-        return Turn(time.monotonic(), usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+        body = {"model": "paged_llm", "messages": [*self._messages, message], **SAMPLING, "stream": True}
+        body |= {"max_tokens": self._shape.reply_tokens, "stream_options": {"include_usage": True}}
+        reply, error = _Reply(), ""
+        try:
+            async with session.post(f"{url}/v1/chat/completions", json=body, headers=self._headers) as response:
+                if response.status != 200:
+                    return Turn(time.monotonic(), error=f"{response.status}: {await response.text()}")
+                async for line in response.content:
+                    reply.add(line)
+        except (aiohttp.ClientError, asyncio.TimeoutError) as failure:
+            error = repr(failure)
+        if error := error or reply.error or reply.missing(self._shape.reply_tokens):
+            return Turn(time.monotonic(), error=error, cut=bool(reply.text))
+        self._messages += [message, {"role": "assistant", "content": reply.text}]
+        cached = (reply.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Turn(time.monotonic(), reply.usage["prompt_tokens"], cached)
+
+
+class _Reply:
+    """What the events of a stream have said so far."""
+
+    def __init__(self) -> None:
+        self.text, self.finish_reason, self.error = "", "", ""
+        self.usage: dict[str, Any] = {}
+
+    def add(self, line: bytes) -> None:
+        """Add a line of the stream."""
+        if not line.startswith(b"data: {"):
+            return
+        event = json.loads(line.removeprefix(b"data: "))
+        self.error = self.error or str(event.get("error") or "")
+        self.usage = event.get("usage") or self.usage
+        for choice in event.get("choices", ()):
+            self.text += choice["delta"].get("content") or ""
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+
+    def missing(self, tokens: int) -> str:
+        """Return what an answer of so many tokens lacks."""
+        if self.finish_reason != "length":
+            return f"ended with finish_reason={self.finish_reason}"
+        generated = self.usage.get("completion_tokens")
+        return "" if generated == tokens else f"completion_tokens={generated} instead of {tokens}"
 
 
 def hit_rate(turns: Sequence[Turn]) -> float:
@@ -100,13 +156,12 @@ def hit_rate(turns: Sequence[Turn]) -> float:
     return sum(turn.cached_tokens for turn in turns) / max(1, sum(turn.prompt_tokens for turn in turns))
 
 
-def interleaved(url: str, shape: Shape, count: int, at_once: int, sampling: dict[str, Any]) -> list[Turn]:
+def interleaved(url: str, shape: Shape, count: int, at_once: int) -> list[Turn]:
     """Run the first turns of all conversations, then all second turns, and so on, each time in another random order.
 
     Args:
-        url: the gateway.
+        url: where the requests go.
         at_once: number of open requests.
-        sampling: fields of the requests.
     """
 
     async def run(session: Any) -> list[Turn]:
@@ -114,7 +169,7 @@ def interleaved(url: str, shape: Shape, count: int, at_once: int, sampling: dict
 
         async def work(waiting: Iterator[Conversation]) -> None:
             for conversation in waiting:
-                turns.append(await conversation.turn(session, url, sampling))
+                turns.append(await conversation.turn(session, url))
 
         for number in range(shape.turns):
             waiting = iter(random.Random(number).sample(conversations, count))
@@ -125,12 +180,7 @@ def interleaved(url: str, shape: Shape, count: int, at_once: int, sampling: dict
 
 
 def steady(
-    url: str,
-    shape: Shape,
-    at_once: int,
-    seconds: float,
-    sampling: dict[str, Any],
-    halfway: Callable[[], object],
+    url: str, shape: Shape, at_once: int, seconds: float, halfway: Callable[[], object]
 ) -> tuple[list[Turn], float]:
     """Run conversations one after the other, `at_once` at any time. Return the turns, and the time of `halfway`.
 
@@ -145,7 +195,7 @@ def steady(
             while time.monotonic() < end:
                 conversation = Conversation(shape, next(numbers))
                 for _ in range(shape.turns):
-                    turns.append(await conversation.turn(session, url, sampling))
+                    turns.append(await conversation.turn(session, url))
 
         working = [asyncio.ensure_future(work()) for _ in range(at_once)]
         await asyncio.sleep(seconds)
@@ -196,18 +246,14 @@ class Setup:
         self.args = args
         self.shape = Shape(turns=args.turns)
         self.options = model_options(args.model) | {"block_size": BLOCK_SIZE, "max_num_seqs": 64}
-        self.sampling: dict[str, Any] = {"temperature": 0}
         if "tokenizer" not in self.options:
-            self.tokenizer = resolve_model(args.model)
             self._characters = 4  # characters per token
             return
-        # Random weights: bytes as tokens, a plain template, and replies of letters, because other bytes are no text.
+        # Random weights: bytes as tokens, and a plain template.
         made = byte_tokenizer(512)
         made.chat_template = TEMPLATE
         made.save_pretrained(scratch)
-        self.tokenizer = str(scratch)
-        self.options["tokenizer"] = self.tokenizer
-        self.sampling["allowed_token_ids"] = made.encode(LETTERS)
+        self.options["tokenizer"] = str(scratch)
         self._characters = 1
 
     @property
@@ -219,22 +265,30 @@ class Setup:
         shared = self.args.servers * self.shape.systems * 5 * self.shape.system_words / self._characters
         return int(SLACK * (self.args.conversations * own + shared) / self.args.servers / BLOCK_SIZE)
 
-    def flags(self, routing: str, events: Sequence[str]) -> list[str]:
-        """Return the gateway's flags."""
-        own = ["--routing", "round-robin"] if routing == ROUND_ROBIN else []
-        return ["--tokenizer", self.tokenizer, *own, *(events if routing == EVENTS else [])]
+    @contextmanager
+    def routed(self, routing: str, number: int, **options: Any) -> Iterator[tuple[list[TritonServer], RunningGateway]]:
+        """Start servers, and what routes requests to them. options: further engine options."""
+        own = self.options | options
+        with servers_of(number, own, events=routing == EVENTS or routing in DYNAMO_FLAGS) as (servers, events):
+            if routing in DYNAMO_FLAGS:
+                front = dynamo(servers, own, *DYNAMO_FLAGS[routing])
+            else:
+                flags = ["--routing", "round-robin"] if routing == ROUND_ROBIN else []
+                flags += events if routing == EVENTS else []
+                front = gateway(servers, "--tokenizer", own.get("tokenizer", own["model"]), *flags)
+            with front as running:
+                yield servers, running
 
 
 def conversations(setup: Setup, routing: str) -> tuple[float, float, list[Turn]]:
     """Return the hit rate, the imbalance and the turns of all conversations."""
     args, number = setup.args, 1 if routing == ONE else setup.args.servers
-    options = setup.options | {"num_gpu_blocks_override": setup.blocks * (args.servers if routing == ONE else 1)}
-    with (
-        servers_of(number, options, events=routing == EVENTS) as (servers, events),
-        gateway(servers, *setup.flags(routing, events)) as running,
-    ):
-        turns = interleaved(running.url, setup.shape, args.conversations, args.at_once, setup.sampling)
+    blocks = setup.blocks * (args.servers // number)
+    with setup.routed(routing, number, num_gpu_blocks_override=blocks) as (servers, running):
+        turns = interleaved(running.url, setup.shape, args.conversations, args.at_once)
         loads = [computed_tokens(server) for server in servers]
+    for error in sorted({turn.error for turn in turns if turn.error}):
+        _progress(f"  failed: {error}")
     return hit_rate(turns), max(loads) / (sum(loads) / len(loads)), turns
 
 
@@ -249,7 +303,7 @@ def rates(setup: Setup, routings: Sequence[str]) -> Iterator[Record]:
             best = share
             yield Record(f"hit rate, {ONE} with the pool of all", 100 * share, "%")
             continue
-        target, balance = (None, None) if routing == ROUND_ROBIN else (0.95, 1.3)
+        target, balance = (None, None) if routing == ROUND_ROBIN else (0.97, 1.3)
         yield Record(f"hit rate, {routing}", 100 * share, "%")
         yield Record(f"hit rate over {ONE}, {routing}", share / best, "x", target, 1.0)
         yield Record(f"load of the busiest server over the mean, {routing}", imbalance, "x", balance, 1.0)
@@ -258,33 +312,30 @@ def rates(setup: Setup, routings: Sequence[str]) -> Iterator[Record]:
 
 def loss(setup: Setup, routing: str) -> Iterator[Record]:
     """Kill a server under load."""
-    args, options = setup.args, setup.options | {"num_gpu_blocks_override": setup.blocks}
+    args = setup.args
     _progress(f"loss of a server: {routing}")
-    with (
-        servers_of(args.servers, options, events=routing == EVENTS) as (servers, events),
-        gateway(servers, *setup.flags(routing, events)) as running,
-    ):
-        turns, event = steady(
-            running.url, setup.shape, args.at_once, args.loss_seconds, setup.sampling, servers[0].kill
-        )
-    errors = [turn.error for turn in turns if turn.error]
-    for error in sorted(set(errors)):
+    with setup.routed(routing, args.servers, num_gpu_blocks_override=setup.blocks) as (servers, running):
+        turns, event = steady(running.url, setup.shape, args.at_once, args.loss_seconds, servers[0].kill)
+    failed = [turn for turn in turns if turn.error]
+    for error in sorted({turn.error for turn in failed}):
         _progress(f"  failed: {error}")
     seconds = recovery([turn for turn in turns if not turn.error], event, RECOVERED, WINDOW)
     peers = {
         "hit rate before": hit_rate([turn for turn in turns if turn.ended < event]),
         "hit rate after": hit_rate([turn for turn in turns if turn.ended >= event]),
     }
-    yield Record(f"failed requests of {len(turns)} with the loss of a server, {routing}", len(errors), "requests", 0)
+    cut = sum(turn.cut for turn in failed)
+    lost = f"requests without an answer of {len(turns)} with the loss of a server, {routing}"
+    yield Record(lost, len(failed) - cut, "requests", 0)
+    yield Record(f"cut streams with the loss of a server, {routing}", cut, "streams", 0)
     unit = "s" if seconds is not None else "not measured: not recovered"
-    yield Record(f"{RECOVERY}, {routing}", seconds, unit, 30.0, None, peers)
+    yield Record(f"{RECOVERY}, {routing}", seconds, unit, 10.0, None, peers)
 
 
 def overhead(setup: Setup) -> Iterator[Record]:
     """Measure the throughput with and without what this benchmark is about."""
     args, text = setup.args, "Once upon a time there was a"
-    options = setup.options | {"num_gpu_blocks_override": 4096, "enable_prefix_caching": True}
-    body = {"model": "paged_llm", "stream": True, "max_tokens": args.tokens, "ignore_eos": True, **setup.sampling}
+    body = {"model": "paged_llm", "stream": True, "max_tokens": args.tokens, **SAMPLING}
 
     def run(port: int, numbers: Iterator[int]) -> LoadResult:
         contents = [f"{number} {text}" for number in itertools.islice(numbers, args.requests)]
@@ -293,8 +344,7 @@ def overhead(setup: Setup) -> Iterator[Record]:
         return LoadResult.of(times, args.requests * args.tokens)
 
     with ExitStack() as stack:
-        enter = stack.enter_context
-        traced = {"otlp_traces_endpoint": enter(trace_receiver()), "trace_sample_ratio": TRACED_SHARE}
+        traced = {"otlp_traces_endpoint": stack.enter_context(trace_receiver()), "trace_sample_ratio": TRACED_SHARE}
         setups: Mapping[str, tuple[Mapping[str, Any], str]] = {
             "all": (traced, EVENTS),
             "all but traces": ({}, EVENTS),
@@ -302,8 +352,7 @@ def overhead(setup: Setup) -> Iterator[Record]:
         }
         contestants: dict[str, Callable[[], LoadResult]] = {}
         for name, (own, routing) in setups.items():
-            servers, events = enter(servers_of(1, {**options, **own}, events=routing == EVENTS))
-            running = enter(gateway(servers, *setup.flags(routing, events)))
+            _, running = stack.enter_context(setup.routed(routing, 1, num_gpu_blocks_override=4096, **own))
             contestants[name] = partial(run, running.port, itertools.count())
         contest = alternate(contestants, args.rounds, LoadResult.rate, warm_up=True)
     yield from contest.records("throughput, {}", "tokens/s")
@@ -318,7 +367,7 @@ def measure(args: Namespace) -> Iterator[Record]:
             if part == "conversations":
                 yield from rates(setup, args.routing or ROUTINGS[: 1 if args.quick else None])
             elif part == "loss":
-                for routing in args.routing or (HASHING, EVENTS):
+                for routing in args.routing or [name for name in ROUTINGS if name != ROUND_ROBIN]:
                     yield from loss(setup, routing)
             else:
                 yield from overhead(setup)

@@ -69,7 +69,7 @@ def measure(args: Namespace) -> Iterator[Record]:
         for streams in args.streams:
             contestants = {model: partial(run, server, model, streams, args.tokens) for model in MODELS}
             contest = alternate(contestants, args.rounds, LoadResult.rate, label=f"{{}}, {streams} streams, tokens/s")
-            yield from added_latency(contest, MODEL_NAME, streams, TARGET_MS)
+            yield from added_latency(contest, MODEL_NAME, f"{streams} streams", TARGET_MS)
 
 
 def panels(records: Sequence[Record]) -> Iterator[Bars]:
