@@ -244,7 +244,7 @@ class Setup:
 
     def __init__(self, args: Namespace, scratch: Path) -> None:
         self.args = args
-        self.shape = Shape(turns=args.turns)
+        self.shape = Shape(turns=args.turns, reply_tokens=args.reply_tokens)
         self.options = model_options(args.model) | {"block_size": BLOCK_SIZE, "max_num_seqs": 64}
         if "tokenizer" not in self.options:
             self._characters = 4  # characters per token
@@ -393,6 +393,7 @@ main = Benchmark(
         Option("--servers", "number of servers", 4),
         Option("--conversations", "number of conversations", 200),
         Option("--turns", "turns of a conversation", 6),
+        Option("--reply-tokens", "output tokens of a turn", 16),
         Option("--at-once", "number of open requests", 16),
         Option("--blocks", "blocks of 16 tokens of each server (default: 1.2 times the need)", type=count),
         Option("--loss-seconds", "seconds before and after a loss", 45.0),
