@@ -25,6 +25,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import attrgetter
 from pathlib import Path
@@ -324,11 +325,10 @@ class RunningGateway:
 
 
 @contextmanager
-def gateway(servers: Sequence[TritonServer], *flags: str) -> Iterator[RunningGateway]:
-    """Start a gateway in front of these servers."""
+def gateway(server: TritonServer) -> Iterator[RunningGateway]:
+    """Start a gateway in front of a server."""
     (port,) = choose_ports(port=0)
-    urls = [part for server in servers for part in ("--url", server.grpc_url)]
-    command = [sys.executable, "-m", "paged_client", "openai", *urls, "--port", str(port), *flags]
+    command = [sys.executable, "-m", "paged_client", "openai", "--url", server.grpc_url, "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
         try:
             if not process.stdout or not process.stdout.readline():
@@ -404,47 +404,45 @@ def _get_json(port: int, path: str) -> Any:
 
 
 @contextmanager
-def servers_of(
-    count: int, options: Mapping[str, Any], *, events: bool
-) -> Iterator[tuple[list[TritonServer], list[str]]]:
-    """Start servers with the same options. Yield them, and the gateway's flags for their KV cache events.
-
-    Args:
-        events: whether they publish events.
-    """
-    made, flags = [], []
+def servers_of(count: int, options: Mapping[str, Any], *, events: bool) -> Iterator[list[TritonServer]]:
+    """Start servers with the same options. events: whether they publish KV cache events."""
+    made = []
     with ExitStack() as stack:
         for _ in range(count):
             own = dict(options)
             if events:
-                places = [f"tcp://127.0.0.1:{port}" for port in choose_ports(events=0, replay=0)]
-                own["kv_events_config"] = {
-                    "enable_kv_cache_events": True,
-                    "endpoint": places[0],
-                    "replay_endpoint": places[1],
-                }
-                flags += ["--kv-events", ",".join(places)]
+                (port,) = choose_ports(events=0)
+                own["kv_events_config"] = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{port}"}
             server = TritonServer(own.pop("model"), own, engine_only=True)
             stack.callback(server.stop)
             server.start()
             made.append(server)
         for server in made:
             server.wait_ready()
-        yield made, flags
+        yield made
 
 
 def computed_tokens(server: TritonServer) -> float:
     """Return the tokens that a server has computed: prompt tokens that were not cached, and output tokens."""
     with Client(server.grpc_url) as client:
         client.pool_map(timeout=60)  # brings the metrics up to date
-    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=60) as reply:
-        text = reply.read().decode()
-
-    def total(name: str) -> float:
-        return sum(map(float, re.findall(rf"^{name}\{{.*?\}} (\S+)$", text, re.M)))
-
+    total = partial(_total, _metrics(f"http://{server.metrics_url}"))
     prompts, outputs = total("paged_prompt_tokens_total"), total("paged_generation_tokens_total")
     return prompts - total("paged_prefix_cache_hit_tokens_total") + outputs
+
+
+def moved_streams(frontend: RunningGateway) -> float:
+    """Return the number of times that Dynamo's frontend has moved an open stream to another worker."""
+    return _total(_metrics(frontend.url), "dynamo_frontend_model_migration_total")
+
+
+def _metrics(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
+        return str(reply.read().decode())
+
+
+def _total(metrics: str, name: str) -> float:
+    return sum(map(float, re.findall(rf"^{name}\{{.*?\}} (\S+)$", metrics, re.M)))
 
 
 @contextmanager

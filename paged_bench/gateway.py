@@ -105,7 +105,7 @@ def started(options: Mapping[str, Any]) -> Iterator[Paths]:
     own = dict(options)
     with (
         TritonServer(own.pop("model"), own, engine_only=True) as server,
-        gateway([server]) as one,
+        gateway(server) as one,
         dynamo([server], options, "--migration-limit", "3") as other,
     ):
         paths = Paths(server, {GATEWAY: one, DYNAMO: other})

@@ -1,16 +1,16 @@
-"""Measure routing over several servers: hit rate, balance, loss of a server, overhead.
+"""Measure Dynamo's routing over several servers: hit rate, balance, loss of a server, overhead.
 
-All parts run real servers on this machine, behind a real gateway, or behind Dynamo's frontend with a worker for each
-server: `dynamo` routes by KV cache events and load, `dynamo-sessions` chooses servers in turn and keeps a conversation
-at its server by the session in a header. Prompts are conversations with shared system prompts; each turn repeats the
-text before it. By default the pools of all servers together hold 1.2 times what the conversations need.
+All parts run real servers on this machine, behind Dynamo's frontend with a worker for each server: `kv` routes by KV
+cache events and load, `sessions` chooses servers in turn and keeps a conversation at its server by the session in a
+header, `round-robin` only chooses them in turn. Prompts are conversations with shared system prompts; each turn repeats
+the text before it. By default the pools of all servers together hold 1.2 times what the conversations need.
 
 - Hit rate: the share of prompt tokens that were cached, beside one server with the pool of all.
 - Balance: tokens computed by the busiest server, over the mean.
 - Loss: one server is killed under load. Requests without an answer are counted, and streams that end before their last
   token, and the time until the hit rate returns to 0.95 of its earlier value.
-- Overhead: throughput with routing, KV cache events, metrics and traces (1% of requests), over the throughput with none
-  of them.
+- Overhead: throughput with KV cache events, routing by them, metrics and traces (1% of requests), over the throughput
+  with none of them.
 """
 
 from __future__ import annotations
@@ -37,17 +37,14 @@ from paged_bench._servers import (
     RunningGateway,
     computed_tokens,
     dynamo,
-    gateway,
     http_closed_loop,
+    moved_streams,
     servers_of,
     trace_receiver,
 )
 from paged_client.serving.tritonserver import TritonServer
 
-ROUTINGS = HASHING, EVENTS, ROUND_ROBIN, DYNAMO, SESSIONS = (
-    *("hashing", "kv-events", "round-robin"),
-    *("dynamo", "dynamo-sessions"),
-)
+ROUTINGS = KV, SESSIONS, ROUND_ROBIN = ("kv", "sessions", "round-robin")
 ONE = "one server"
 BLOCK_SIZE = 16
 SLACK = 1.2  # what the pools hold, over what the conversations need
@@ -59,10 +56,13 @@ TIMEOUT = 120  # seconds for a turn
 SAMPLING = {"temperature": 0, "ignore_eos": True}
 RECOVERY = "until the hit rate recovers from the loss of a server"
 PARTS = ["conversations", "loss", "overhead"]
-# As Dynamo's documentation recommends: the servers' block size, and three attempts to move a stream.
-DYNAMO_FLAGS = {
-    DYNAMO: ("--router-mode", "kv", "--kv-cache-block-size", str(BLOCK_SIZE), "--migration-limit", "3"),
-    SESSIONS: ("--router-session-affinity-ttl-secs", "600", "--migration-limit", "3"),  # with round robin
+# Options of Dynamo's frontend, as its documentation recommends: the servers' block size, and three attempts to move a
+# stream.
+MIGRATION = ("--migration-limit", "3")
+FLAGS = {
+    KV: ("--router-mode", "kv", "--kv-cache-block-size", str(BLOCK_SIZE), *MIGRATION),
+    SESSIONS: ("--router-session-affinity-ttl-secs", "600", *MIGRATION),
+    ROUND_ROBIN: MIGRATION,
 }
 
 
@@ -269,15 +269,11 @@ class Setup:
     def routed(self, routing: str, number: int, **options: Any) -> Iterator[tuple[list[TritonServer], RunningGateway]]:
         """Start servers, and what routes requests to them. options: further engine options."""
         own = self.options | options
-        with servers_of(number, own, events=routing == EVENTS or routing in DYNAMO_FLAGS) as (servers, events):
-            if routing in DYNAMO_FLAGS:
-                front = dynamo(servers, own, *DYNAMO_FLAGS[routing])
-            else:
-                flags = ["--routing", "round-robin"] if routing == ROUND_ROBIN else []
-                flags += events if routing == EVENTS else []
-                front = gateway(servers, "--tokenizer", own.get("tokenizer", own["model"]), *flags)
-            with front as running:
-                yield servers, running
+        with (
+            servers_of(number, own, events=routing == KV) as servers,
+            dynamo(servers, own, *FLAGS.get(routing, ())) as running,
+        ):
+            yield servers, running
 
 
 def conversations(setup: Setup, routing: str) -> tuple[float, float, list[Turn]]:
@@ -316,6 +312,7 @@ def loss(setup: Setup, routing: str) -> Iterator[Record]:
     _progress(f"loss of a server: {routing}")
     with setup.routed(routing, args.servers, num_gpu_blocks_override=setup.blocks) as (servers, running):
         turns, event = steady(running.url, setup.shape, args.at_once, args.loss_seconds, servers[0].kill)
+        moved = moved_streams(running)
     failed = [turn for turn in turns if turn.error]
     for error in sorted({turn.error for turn in failed}):
         _progress(f"  failed: {error}")
@@ -327,7 +324,7 @@ def loss(setup: Setup, routing: str) -> Iterator[Record]:
     cut = sum(turn.cut for turn in failed)
     lost = f"requests without an answer of {len(turns)} with the loss of a server, {routing}"
     yield Record(lost, len(failed) - cut, "requests", 0)
-    yield Record(f"cut streams with the loss of a server, {routing}", cut, "streams", 0)
+    yield Record(f"cut streams with the loss of a server, {routing}", cut, "streams", 0, None, {"moved": moved})
     unit = "s" if seconds is not None else "not measured: not recovered"
     yield Record(f"{RECOVERY}, {routing}", seconds, unit, 10.0, None, peers)
 
@@ -346,8 +343,8 @@ def overhead(setup: Setup) -> Iterator[Record]:
     with ExitStack() as stack:
         traced = {"otlp_traces_endpoint": stack.enter_context(trace_receiver()), "trace_sample_ratio": TRACED_SHARE}
         setups: Mapping[str, tuple[Mapping[str, Any], str]] = {
-            "all": (traced, EVENTS),
-            "all but traces": ({}, EVENTS),
+            "all": (traced, KV),
+            "all but traces": ({}, KV),
             "none": ({"disable_log_stats": True}, ROUND_ROBIN),
         }
         contestants: dict[str, Callable[[], LoadResult]] = {}
@@ -365,7 +362,7 @@ def measure(args: Namespace) -> Iterator[Record]:
         setup = Setup(args, Path(scratch))
         for part in args.part:
             if part == "conversations":
-                yield from rates(setup, args.routing or ROUTINGS[: 1 if args.quick else None])
+                yield from rates(setup, args.routing or (ROUTINGS[:1] if args.quick else ROUTINGS))
             elif part == "loss":
                 for routing in args.routing or [name for name in ROUTINGS if name != ROUND_ROBIN]:
                     yield from loss(setup, routing)
