@@ -355,6 +355,8 @@ def dynamo(servers: Sequence[TritonServer], options: Mapping[str, Any], *flags: 
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         environment |= {f"DYN_{name}_HOST": "127.0.0.1" for name in ("TCP_RPC", "TCP_RESPONSE_STREAM", "EVENT_PLANE")}
         environment |= {"DYN_FILE_KV": f"{scratch}/discovery", "DYN_LOG": "warn"}
+        # Send the head of a response with the first event. A first event alone may wait for the head's acknowledgement.
+        environment["DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS"] = "10000"
         log = stack.enter_context(Path(scratch, "log").open("w+"))
 
         def start(*command: object) -> subprocess.Popen[bytes]:
