@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from importlib import util
 from pathlib import Path
 
+from paged_client.commands.arguments import address, port
 from paged_client.discovery import find_model
 from paged_client.session import UsageError
 from paged_client.sync_client import DEFAULT_URLS
 
 ROLES = ("aggregated", "prefill", "decode")
+ROUTER_MODES = ("kv", "round-robin", "random", "power-of-two", "least-loaded")
 DISCOVERY = ("etcd", "kubernetes", "file", "mem")
 
 
@@ -64,6 +65,26 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="ZeroMQ endpoint of a server's KV cache events, like tcp://10.0.0.7:5557; once for each --url, in their"
         " order (default: the endpoint in the server's kv_events_config)",
     )
+    add(
+        "--frontend-port",
+        type=port,
+        metavar="N",
+        help="also run Dynamo's frontend, at this port; its packages are installed once, into the cache",
+    )
+    add(
+        "--frontend-host",
+        type=address,
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address at which the frontend listens (default: 127.0.0.1)",
+    )
+    add(
+        "--router-mode",
+        choices=ROUTER_MODES,
+        default="kv",
+        help="how the frontend chooses a server: by their KV cache events and load, or one of Dynamo's other ways"
+        " (default: kv)",
+    )
     environment = os.environ
     add(
         "--namespace",
@@ -75,9 +96,9 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--discovery-backend",
         choices=DISCOVERY,
-        default=environment.get("DYN_DISCOVERY_BACKEND", "etcd"),
-        help="where Dynamo's processes find each other (default: $DYN_DISCOVERY_BACKEND, or etcd); 'file' is the"
-        " directory $DYN_FILE_KV",
+        default=environment.get("DYN_DISCOVERY_BACKEND", "file"),
+        help="where Dynamo's processes find each other (default: $DYN_DISCOVERY_BACKEND, or file); 'file' is the"
+        " directory $DYN_FILE_KV, by default a temporary one, which only these processes know",
     )
     add(
         "--request-plane",
@@ -95,8 +116,6 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def dynamo(args: argparse.Namespace) -> int:
-    if util.find_spec("dynamo") is None or util.find_spec("dynamo._core") is None:
-        raise UsageError("Dynamo's runtime is not installed; run pip install 'paged-llm-triton[dynamo]'")
     urls = args.url or [DEFAULT_URLS["grpc"]]
     for url in urls:
         if urls.count(url) > 1:
@@ -108,15 +127,16 @@ def dynamo(args: argparse.Namespace) -> int:
             raise UsageError(f"{flag}: is for one model; {len(args.model)} are given with --model")
     if args.model_path and not args.model_path.is_dir():
         raise UsageError(f"--model-path {args.model_path}: must be a directory with the model's tokenizer")
-    from paged_client.dynamo.processes import run_worker, run_workers
-    from paged_client.dynamo.settings import WorkerSettings
+    from paged_client.dynamo.processes import Fleet
+    from paged_client.dynamo.settings import FrontendSettings, WorkerSettings
+    from paged_client.serving.environments import EnvironmentSetupError
 
     workers = [
         WorkerSettings(
             url=url,
             models=tuple(args.model or [find_model(url, "grpc")]),
             served_name=args.served_model_name,
-            model_path=args.model_path,
+            model_path=str(args.model_path) if args.model_path else None,
             namespace=args.namespace,
             component=args.component,
             role=args.role,
@@ -129,4 +149,10 @@ def dynamo(args: argparse.Namespace) -> int:
         )
         for index, url in enumerate(urls)
     ]
-    return run_worker(workers[0]) if len(workers) == 1 else run_workers(workers)
+    frontend = None
+    if args.frontend_port:
+        frontend = FrontendSettings(args.frontend_host, args.frontend_port, args.router_mode)
+    try:
+        return Fleet(workers, frontend).run()
+    except (EnvironmentSetupError, ValueError) as error:
+        raise UsageError(str(error)) from None

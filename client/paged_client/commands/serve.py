@@ -15,6 +15,7 @@ from paged_client.commands.arguments import EXIT_ERROR, address, parse_pairs, po
 from paged_client.commands.engine_flags import is_engine_flag
 from paged_client.session import UsageError
 
+OPENAI_PORT = 8003
 WITH_ENGINE_OPTIONS = ("serve", "model-repository", "plan")  # commands that take engine options as flags
 
 
@@ -34,6 +35,12 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--grpc-port", type=port, default=8001, metavar="N", help="gRPC port (default: 8001)")
     add("--metrics-port", type=port, default=8002, metavar="N", help="metrics port (default: 8002)")
     add("--openai-port", type=port, metavar="N", help="port of an OpenAI-compatible gateway (default: there is none)")
+    add(
+        "--openai",
+        action="store_true",
+        help="serve the APIs of OpenAI and Anthropic with NVIDIA Dynamo's frontend instead of the gateway, at"
+        f" --openai-port (default: {OPENAI_PORT}); its packages are installed once, into the cache",
+    )
     add("--log-file", type=Path, metavar="FILE", help="file for the server's log (default: in ~/.cache/paged_llm/logs)")
     add("--verbose", action="store_true", help="print the whole log of the server")
     add("--restart", action="store_true", help="start the server again if it ends, hangs, or its engine fails")
@@ -145,7 +152,8 @@ def serve(args: argparse.Namespace) -> int:
         http_port=args.http_port,
         grpc_port=args.grpc_port,
         metrics_port=args.metrics_port,
-        openai_port=args.openai_port,
+        openai_port=args.openai_port or (OPENAI_PORT if args.openai else None),
+        dynamo=args.openai,
         server_args=args.rest,
         multi_lora=args.multi_lora,
         verbose=args.verbose,

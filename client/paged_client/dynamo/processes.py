@@ -1,125 +1,216 @@
-"""Runs Dynamo's processes: a worker for each server, and a frontend for `paged serve --openai`."""
+"""Runs Dynamo's processes on this machine: a worker for each of some servers, and a frontend."""
 
 from __future__ import annotations
 
-import multiprocessing
+import http.client
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing.connection import wait
+from dataclasses import asdict
+from importlib import util
+from pathlib import Path
 from types import FrameType
 
-from paged_client.dynamo.settings import WorkerSettings
+import paged_backend
+import paged_client
+from paged_client.dynamo.settings import FrontendSettings, WorkerSettings
+from paged_client.openai import keys
+from paged_client.serving import trampoline
 from paged_client.serving.environments import PackageEnvironment
 
-# The frontend has requirements that conflict with other packages. aisimulate serves only planning.
-FRONTEND = PackageEnvironment("dynamo", "ai-dynamo", "1.6.1", exclude=("aisimulate",))
-STOP_SECONDS = 40.0  # time for workers and the frontend to finish open streams
+# The frontend's requirements conflict with other packages. aisimulate, for its planner, is on NVIDIA's own index only.
+FRONTEND = PackageEnvironment(
+    "dynamo", "ai-dynamo", "1.6.1", preinstall=("tritonclient[grpc]>=2.51", "numpy"), exclude=("aisimulate",)
+)
+START_SECONDS = 120.0  # time for the frontend to list the models
+STOP_SECONDS = 40.0  # time for processes to finish open streams
+POLL_SECONDS = 0.2
+_DIRECTORY = "DYN_FILE_KV"  # where Dynamo's processes find each other, with the discovery backend "file"
 
 
-def run_worker(settings: WorkerSettings) -> int:
-    """Run the worker of one server in this process until SIGTERM or Ctrl-C, and return the exit code."""
-    os.environ.update(settings.environment)
-    from paged_client.dynamo import worker  # imports Dynamo's runtime, which reads the environment
+class Fleet:
+    """Dynamo's processes for some servers. It may be used in the place of a gateway (`serving.launch.Gateway`).
 
-    return worker.run(settings)
-
-
-def run_workers(workers: Sequence[WorkerSettings]) -> int:
-    """Run a worker process for each server until SIGTERM, Ctrl-C, or the end of one. Return the exit code."""
-    processes = [_start(settings) for settings in workers]
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for process in processes:
-            process.terminate()
-
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        wait([process.sentinel for process in processes])
-        stop(signal.SIGTERM, None)
-        for process in processes:
-            process.join()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    return max(abs(process.exitcode or 0) for process in processes)
-
-
-def _start(settings: WorkerSettings) -> multiprocessing.process.BaseProcess:
-    process = multiprocessing.get_context("spawn").Process(target=_main, args=(settings,), daemon=True)
-    process.start()
-    return process
-
-
-def _main(settings: WorkerSettings) -> None:
-    sys.exit(run_worker(settings))
-
-
-class Frontend:
-    """Dynamo's frontend on this machine with a worker for one server, for `paged serve --openai`.
-
-    The processes find each other in a temporary directory, and listen at 127.0.0.1; the frontend listens at `host`.
+    With the discovery backend `file` and without $DYN_FILE_KV, the processes find each other in a temporary directory.
+    They listen at 127.0.0.1 then, apart from the frontend.
 
     Args:
-        server_url: gRPC endpoint of the server.
-        model: name of its model.
-        host, port: address of the frontend.
+        workers: for each server.
+        frontend: settings of the frontend; None: another process is the frontend.
 
-    Raises EnvironmentSetupError if the frontend's packages cannot be installed.
+    Raises EnvironmentSetupError if Dynamo's packages cannot be installed, ValueError if PAGED_API_KEYS is set.
     """
 
-    needs_key = False  # the frontend has no API keys
+    needs_key = False
 
-    def __init__(self, server_url: str, model: str, host: str, port: int) -> None:
-        FRONTEND.ensure()
-        self.port = port
-        self._host, self._server_url, self._model = host, server_url, model
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
-        self._processes: list[subprocess.Popen[bytes] | multiprocessing.process.BaseProcess] = []
+    def __init__(self, workers: Sequence[WorkerSettings], frontend: FrontendSettings | None = None) -> None:
+        if frontend and os.environ.get(keys.VARIABLE):
+            raise ValueError(f"{keys.VARIABLE}: Dynamo's frontend has no API keys; use the gateway, or unset it")
+        has_runtime = util.find_spec("dynamo") is not None and util.find_spec("dynamo._core") is not None
+        if frontend or not has_runtime:
+            FRONTEND.ensure()
+        self._workers, self._frontend = workers, frontend
+        self._python = Path(sys.executable) if has_runtime else FRONTEND.python
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._stopping = threading.Event()
+
+    @property
+    def port(self) -> int:
+        return self._frontend.port if self._frontend else 0
 
     def start(self) -> None:
-        """Start the worker and the frontend. Does nothing if they run."""
-        if self._directory is not None:
+        """Start the processes, and wait until the frontend lists the models. Does nothing if they have been started.
+
+        Raises OSError if a process ends, or the frontend takes longer than START_SECONDS.
+        """
+        if self._scratch is not None:
             return
-        self._directory = tempfile.TemporaryDirectory(prefix="paged-dynamo-")
-        local = {
-            "DYN_FILE_KV": self._directory.name,
-            **{f"DYN_{name}_HOST": "127.0.0.1" for name in ("TCP_RPC", "TCP_RESPONSE_STREAM", "EVENT_PLANE")},
-        }
-        worker = WorkerSettings(
-            self._server_url, (self._model,), discovery="file", event_plane="zmq", environment=local
-        )
-        command = [
-            *(FRONTEND.python, "-m", "dynamo.frontend", "--http-host", self._host, "--http-port", str(self.port)),
-            *("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq"),
-            *("--enable-anthropic-api", "--migration-limit", "3"),
-        ]
-        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        frontend = subprocess.Popen(
-            [str(part) for part in command], env=environment | local, start_new_session=True, stdin=subprocess.DEVNULL
-        )
-        self._processes = [_start(worker), frontend]
+        self._scratch = tempfile.TemporaryDirectory(prefix="paged-dynamo-")
+        environment = self._environment(Path(self._scratch.name))
+        for settings in self._workers:
+            command = [str(self._python), "-m", "paged_client.dynamo.worker", json.dumps(asdict(settings))]
+            self._processes[f"worker of {settings.url}"] = _launch(command, environment)
+        if self._frontend:
+            self._processes["frontend"] = _launch(self._frontend_command(self._frontend), environment)
+            self._wait_for_models(self._frontend)
+        threading.Thread(target=self._watch, name="dynamo", daemon=True).start()
+
+    def run(self) -> int:
+        """Start the processes, and run until SIGTERM, Ctrl-C, or the end of one. Return the exit code."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            self.stop(at_once=self._stopping.is_set())
+
+        previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            self.start()
+            if self._frontend:
+                print(f"Dynamo's frontend: http://{self._frontend.host}:{self._frontend.port}/v1", flush=True)
+            while not self._stopping.is_set() and not self._ended():
+                time.sleep(POLL_SECONDS)
+            failed = not self._stopping.is_set()
+            return 1 if failed else 0
+        except OSError as error:
+            if self._stopping.is_set():  # a signal has ended the processes while they were starting
+                return 0
+            print(f"paged dynamo: {error.strerror}", file=sys.stderr, flush=True)
+            return 1
+        finally:
+            self.stop()
+            self.join()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def stop(self, *, at_once: bool = False) -> None:
         """Accept no more requests, and let open streams finish, or cut them if `at_once`. Returns immediately."""
-        for process in self._processes:
+        self._stopping.set()
+        for process in self._processes.values():
             with suppress(ProcessLookupError):
                 process.kill() if at_once else process.terminate()
 
     def join(self) -> None:
-        """Wait until both processes have ended, after `stop`."""
+        """Wait until all processes have ended, after `stop`."""
         deadline = time.monotonic() + STOP_SECONDS
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                if isinstance(process, subprocess.Popen):
-                    process.wait(max(0.1, deadline - time.monotonic()))
-                else:
-                    process.join(max(0.1, deadline - time.monotonic()))
-        self.stop(at_once=True)
-        if self._directory is not None:
-            self._directory.cleanup()
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def _frontend_command(self, frontend: FrontendSettings) -> list[str]:
+        first = self._workers[0] if self._workers else WorkerSettings("", ())
+        planes = ["--discovery-backend", first.discovery, "--request-plane", first.request_plane]
+        planes += ["--event-plane", first.event_plane] if first.event_plane else []
+        return [
+            *(str(FRONTEND.python), "-m", "dynamo.frontend"),
+            *("--http-host", frontend.host, "--http-port", str(frontend.port), "--enable-anthropic-api"),
+            *("--router-mode", frontend.router_mode, "--migration-limit", str(frontend.migration_limit), *planes),
+        ]
+
+    def _wait_for_models(self, frontend: FrontendSettings) -> None:
+        wanted = {settings.served_name or model for settings in self._workers for model in settings.models}
+        deadline = time.monotonic() + START_SECONDS
+        while not wanted <= _listed_models(frontend):
+            if ended := self._ended():
+                raise OSError(0, ended)
+            if time.monotonic() > deadline:
+                raise OSError(0, f"Dynamo's frontend did not list {', '.join(wanted)} within {START_SECONDS:g} s")
+            time.sleep(POLL_SECONDS)
+
+    def _ended(self) -> str | None:
+        """Return which process has ended, and how; None if all run."""
+        return next(
+            (
+                f"Dynamo's {name} has ended with exit code {process.returncode}"
+                for name, process in self._processes.items()
+                if process.poll() is not None
+            ),
+            None,
+        )
+
+    def _watch(self) -> None:
+        """Report a process that ends by itself."""
+        while not self._stopping.wait(POLL_SECONDS):
+            if ended := self._ended():
+                if not self._stopping.is_set():
+                    print(f"error: {ended}", file=sys.stderr, flush=True)
+                return
+
+    def _environment(self, scratch: Path) -> dict[str, str]:
+        """Return the environment variables of all processes."""
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
+        environment.setdefault("DYN_LOG", "error")
+        if self._python == FRONTEND.python:  # which has other packages than this environment
+            environment["PYTHONPATH"] = str(_own_packages(scratch))
+        if any(settings.discovery == "file" for settings in self._workers) and _DIRECTORY not in environment:
+            (scratch / "discovery").mkdir()
+            environment[_DIRECTORY] = str(scratch / "discovery")
+            environment["DYN_SELF_HOST_METADATA"] = "0"  # all read the model's files
+            for name in ("TCP_RPC", "TCP_RESPONSE_STREAM", "EVENT_PLANE"):
+                environment.setdefault(f"DYN_{name}_HOST", "127.0.0.1")
+        return environment
+
+
+def _launch(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process that Ctrl-C does not reach, and that ends with the thread that starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), *command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _own_packages(scratch: Path) -> Path:
+    """Return a directory with the packages that a worker imports, and no others."""
+    directory = scratch / "packages"
+    directory.mkdir()
+    for package in (paged_client, paged_backend):
+        source = Path(str(package.__file__)).parent
+        (directory / source.name).symlink_to(source)
+    return directory
+
+
+def _listed_models(frontend: FrontendSettings) -> set[str]:
+    """Return the models that a frontend lists; none while it does not answer."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(frontend.host, frontend.host)
+    connection = http.client.HTTPConnection(host, frontend.port, timeout=10)
+    try:
+        connection.request("GET", "/v1/models")
+        listed = json.loads(connection.getresponse().read())
+        return {model["id"] for model in listed["data"]}
+    except (OSError, ValueError, LookupError, http.client.HTTPException):
+        return set()
+    finally:
+        connection.close()

@@ -1,27 +1,35 @@
-"""What a worker is asked for. Needs no package of Dynamo."""
+"""What Dynamo's processes are asked for. Needs no package of Dynamo."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What `paged dynamo` was asked for."""
+    """A worker, in front of one server."""
 
     url: str  # gRPC endpoint of the server
-    models: tuple[str, ...]  # names on the server
+    models: Sequence[str]  # names on the server
     served_name: str | None = None  # name of the only model for Dynamo's clients; None: as on the server
-    model_path: Path | None = None  # directory with the only model's tokenizer; None: the server's own path
+    model_path: str | None = None  # directory with the only model's tokenizer; None: the server's own path
     namespace: str = "dynamo"
     component: str | None = None  # None: by the role
-    role: str = "aggregated"
+    role: str = "aggregated"  # or "prefill" or "decode"
     discovery: str = "etcd"
     request_plane: str = "tcp"
-    event_plane: str | None = None
+    event_plane: str | None = None  # None: Dynamo's choice
     tool_call_parser: str | None = None  # "none": no parser. None: by the chat template
     reasoning_parser: str | None = None
     kv_events: str | None = None  # ZeroMQ endpoint of the server's KV cache events; None: the server's own
-    environment: Mapping[str, str] = field(default_factory=dict)  # further environment variables of the process
+
+
+@dataclass(frozen=True)
+class FrontendSettings:
+    """A frontend, which takes the workers' discovery and planes."""
+
+    host: str
+    port: int
+    router_mode: str = "round-robin"
+    migration_limit: int = 3  # workers that may fail during a request

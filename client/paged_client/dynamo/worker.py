@@ -8,6 +8,7 @@ Needs the extra `dynamo`. Dynamo's addresses and further settings come from its 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -379,3 +380,7 @@ def _dynamo_error(error: PagedError) -> Exception:
     if any(text in message for text in _SERVER_FAILED):
         return EngineShutdown(message)
     return CannotConnect(message) if error.code == "UNAVAILABLE" else Unknown(message)
+
+
+if __name__ == "__main__":
+    sys.exit(run(WorkerSettings(**json.loads(sys.argv[1]))))

@@ -11,11 +11,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from paged_backend.utils.machine import user_cache_directory
 from paged_backend.utils.startup import NO_CHAT, ONLY_EMBEDDINGS, ONLY_LABELS
 from paged_client.serving.console import Console
+from paged_client.serving.environments import EnvironmentSetupError
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import served_name
 from paged_client.serving.server_args import (
@@ -29,9 +30,6 @@ from paged_client.serving.server_args import (
 from paged_client.serving.server_files import ServerNotFoundError
 from paged_client.serving.supervisor import Create, RestartPolicy, Supervisor
 from paged_client.serving.tritonserver import ServerError, TritonServer
-
-if TYPE_CHECKING:
-    from paged_client.openai.command import BackgroundGateway
 
 _OPEN = (
     "Warning: open to other machines: {addresses}. Triton's ports have no encryption and no authentication: who reaches"
@@ -49,6 +47,7 @@ def serve(
     grpc_port: int = 8001,
     metrics_port: int = 8002,
     openai_port: int | None = None,
+    dynamo: bool = False,
     server_args: Sequence[str] = (),
     multi_lora: Path | None = None,
     verbose: bool = False,
@@ -63,6 +62,7 @@ def serve(
     host: address at which the server and the gateway listen; addresses in `server_args` replace it.
     restart: when to start a failed server again; None: never. openai_port: port of an OpenAI gateway, which runs in
     this process from the time when the server is ready; None: there is none. A port of 0 chooses a free one.
+    dynamo: whether Dynamo's frontend takes the gateway's place.
     """
     console = Console(verbose)
     server_args = [*listening_at(host), *server_args]
@@ -98,21 +98,46 @@ def serve(
         gateway = None
         if openai_port is not None:
             check_grpc_args(server_args, "the requests of --openai-port")
-            # Imported on use: without a gateway the web framework is not needed.
-            from paged_client.openai.command import BackgroundGateway
-
             url, name = f"{hosts(server_args).grpc}:{grpc_port}", served_name(options or {})
-            gateway = BackgroundGateway(url, name, listening_address(server_args), ports[3])
+            gateway = _gateway(url, name, listening_address(server_args), ports[3], dynamo=dynamo)
         return _supervise(create, console, gateway, restart, log_file)
     except ServerError as error:
         console.say(f"error: {error}{_where_log_is(log_file)}")
         return 1
-    except (ServerNotFoundError, ValueError, OSError) as error:
+    except (ServerNotFoundError, EnvironmentSetupError, ValueError, OSError) as error:
         console.say(f"error: {error}")
         return 1
     except KeyboardInterrupt:
         console.say("Stopped before the server was started.")
         return 130
+
+
+class Gateway(Protocol):
+    """An HTTP server for OpenAI's clients, beside a server: `BackgroundGateway`, or Dynamo's processes."""
+
+    needs_key: bool
+
+    @property
+    def port(self) -> int: ...
+
+    def start(self) -> None: ...
+
+    def stop(self, *, at_once: bool = False) -> None: ...
+
+    def join(self) -> None: ...
+
+
+def _gateway(url: str, model: str, host: str, port: int, *, dynamo: bool) -> Gateway:
+    # Imported on use: without a gateway the web framework is not needed.
+    if dynamo:
+        from paged_client.dynamo.processes import Fleet
+        from paged_client.dynamo.settings import FrontendSettings, WorkerSettings
+
+        worker = WorkerSettings(url, (model,), discovery="file", event_plane="zmq")
+        return Fleet([worker], FrontendSettings(host, port))
+    from paged_client.openai.command import BackgroundGateway
+
+    return BackgroundGateway(url, model, host, port)
 
 
 def default_log_file(http_port: int) -> Path:
@@ -127,7 +152,7 @@ def _where_log_is(log_file: Path | None) -> str:
 def _supervise(
     create: Create,
     console: Console,
-    gateway: BackgroundGateway | None,
+    gateway: Gateway | None,
     policy: RestartPolicy | None,
     log_file: Path | None,
 ) -> int:
@@ -140,7 +165,7 @@ def _supervise(
     return 0
 
 
-def _on_ready(server: TritonServer, gateway: BackgroundGateway | None) -> str:
+def _on_ready(server: TritonServer, gateway: Gateway | None) -> str:
     """Start the gateway of a server that is ready, and return what to print. Raises ValueError for a port in use."""
     if gateway:
         try:
@@ -153,7 +178,7 @@ def _on_ready(server: TritonServer, gateway: BackgroundGateway | None) -> str:
 @contextlib.contextmanager
 def _signals_forwarded(
     current: Callable[[], TritonServer | None],
-    gateway: BackgroundGateway | None,
+    gateway: Gateway | None,
     console: Console,
     stopping: threading.Event,
 ) -> Iterator[None]:
@@ -188,7 +213,7 @@ def _signals_forwarded(
             signal.signal(number, handler)
 
 
-def ready_message(server: TritonServer, gateway: BackgroundGateway | None = None) -> str:
+def ready_message(server: TritonServer, gateway: Gateway | None = None) -> str:
     """Return the endpoints of the server and commands to try."""
     urls = f"HTTP {server.http_url}   gRPC {server.grpc_url}   metrics {server.metrics_url}/metrics"
     openai = ""
