@@ -5,13 +5,15 @@ and stays until the end of the page, `sh skip: reason` does not run. The blocks 
 the server with the demo model, or against the one that the page itself starts.
 """
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\S*)[ ]?(.*)\n((?:.*\n)*?)^```$", re.M)
 SECONDS = 300  # limit of a block
+EVENTS = '"enable_kv_cache_events": true, "endpoint": '
+OTHER_PORTS = ("8100", "8101", "8102", "5557", "5558", "9000")  # of further servers, events, and a gateway or frontend
 SLOW = ("docs/performance.md", "docs/guides/clients.md", "CONTRIBUTING.md")
 
 
@@ -54,6 +58,7 @@ class Place:
     gateway: int
     model: Path
     scratch: Path
+    others: Mapping[str, int]  # for OTHER_PORTS
 
     @property
     def environment(self) -> dict[str, str]:
@@ -73,8 +78,9 @@ class Place:
         reach_server = r"paged (generate|chat|probe|map|profile|sleep|wake)\b(?!.*--url)"
         text = re.sub(reach_server, r"paged \1 --url localhost:8001", text)
         text = text.replace("localhost:8000", self.http).replace("localhost:8001", self.grpc)
-        text = text.replace("localhost:8002", self.metrics).replace("localhost:9000", f"localhost:{self.gateway}")
-        text = text.replace("--port 9000", f"--port {self.gateway}")
+        text = text.replace("localhost:8002", self.metrics)
+        text = text.replace('"enable_kv_cache_events": true}', f'{EVENTS}"tcp://127.0.0.1:5557"}}')
+        text = re.sub(rf"(?<=[: ])({'|'.join(OTHER_PORTS)})\b", lambda found: str(self.others[found[0]]), text)
         text = re.sub(r"(localhost:|--openai-port )8003", rf"\g<1>{self.gateway}", text)
         ports = f"--http-port {http} --grpc-port {grpc} --metrics-port {metrics}"
         text = text.replace("paged serve ", f"paged serve {ports} ")
@@ -103,7 +109,7 @@ def run(block: Block, place: Place) -> None:
 
 @contextmanager
 def running(block: Block, place: Place) -> Iterator[None]:
-    """Run a server or gateway, from its first response until Ctrl-C."""
+    """Run a server, a gateway or a fleet, from its first response until Ctrl-C."""
     language, script = place.command(block)[:-1], place.command(block)[-1]
     assert len(script.strip().splitlines()) == 1, "a block in the background is one command"
     log = place.scratch / "background.log"
@@ -112,9 +118,8 @@ def running(block: Block, place: Place) -> Iterator[None]:
             [*language, f"exec {script}"], cwd=ROOT, env=place.environment, stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        port = place.gateway if "paged openai" in script else int(place.http.rpartition(":")[2])
         deadline = time.monotonic() + SECONDS
-        while not listens(port) or not _answers(script, place):
+        while not _answers(script, place):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
         yield
@@ -124,11 +129,23 @@ def running(block: Block, place: Place) -> Iterator[None]:
 
 
 def _answers(script: str, place: Place) -> bool:
-    """Return whether the server is ready: tritonserver listens before its models are loaded."""
+    """Return whether what a script runs is ready. A tritonserver and a frontend listen before they have a model."""
+    ports = re.findall(r"--(?:openai-|frontend-)?port (\d+)", script)
+    if not all(listens(int(port)) and _lists_models(port) for port in ports):
+        return False
     if "paged serve" not in script:
         return True
-    probe = ["paged", "probe", "--url", place.grpc, "--timeout", "20"]
+    grpc = re.findall(r"--grpc-port (\d+)", script)[-1]
+    probe = ["paged", "probe", "--url", f"localhost:{grpc}", "--timeout", "20"]
     return subprocess.run(probe, env=place.environment, cwd=ROOT, capture_output=True).returncode == 0
+
+
+def _lists_models(port: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://localhost:{port}/v1/models", timeout=20) as answer:
+            return bool(json.load(answer)["data"])
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -169,7 +186,8 @@ def run_page(page: Path, addresses: list[str], model: Path, scratch: Path) -> No
             port = stack.enter_context(gateway(addresses[1])).port
         else:
             (port,) = choose_ports(gateway=0)
-        place = Place(*addresses, gateway=port, model=model, scratch=scratch)
+        others = dict(zip(OTHER_PORTS, choose_ports(**{f"p{one}": 0 for one in OTHER_PORTS}), strict=True))
+        place = Place(*addresses, gateway=port, model=model, scratch=scratch, others=others)
         for number, block in enumerate(one for one in blocks(page) if one.runs):
             (scratch / str(number)).mkdir()
             if block.mark == "test background":

@@ -170,7 +170,7 @@ class Fleet:
     def _environment(self, scratch: Path) -> dict[str, str]:
         """Return the environment variables of all processes."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
-        environment.setdefault("DYN_LOG", "error")
+        environment.setdefault("DYN_LOG", "error,dynamo_runtime::component::client=off")  # which logs its own end
         if self._python == FRONTEND.python:  # which has other packages than this environment
             environment["PYTHONPATH"] = str(_own_packages(scratch))
         if any(settings.discovery == "file" for settings in self._workers) and _DIRECTORY not in environment:
