@@ -11,6 +11,7 @@ from paged_client.discovery import find_model
 from paged_client.session import UsageError
 from paged_client.sync_client import DEFAULT_URLS
 
+SUFFIX = "DYN_NAMESPACE_WORKER_SUFFIX"  # set by Dynamo's operator, so that old and new workers do not mix in an update
 ROLES = ("aggregated", "prefill", "decode")
 ROUTER_MODES = ("kv", "round-robin", "random", "power-of-two", "least-loaded")
 DISCOVERY = ("etcd", "kubernetes", "file", "mem")
@@ -88,9 +89,9 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     environment = os.environ
     add(
         "--namespace",
-        default=environment.get("DYN_NAMESPACE", "dynamo"),
+        default="-".join(filter(None, (environment.get("DYN_NAMESPACE", "dynamo"), environment.get(SUFFIX)))),
         metavar="NAME",
-        help="Dynamo's namespace (default: $DYN_NAMESPACE, or dynamo)",
+        help=f"Dynamo's namespace (default: $DYN_NAMESPACE, or dynamo, and -${SUFFIX} if it is set)",
     )
     add("--component", metavar="NAME", help="Dynamo's component (default: backend, or prefill with that role)")
     add(
