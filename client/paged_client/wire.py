@@ -160,6 +160,7 @@ def read_model_info(response: Fields | None) -> ModelInfo:
     """Parse the response of a model info request. Raises PagedError if it is malformed."""
     try:
         values = json.loads(str((response or {})["model_info"][0]))
+        values["tasks"] = tuple(values["tasks"])
         return ModelInfo(**{spec.name: values[spec.name] for spec in fields(ModelInfo)})
     except (LookupError, TypeError, ValueError) as error:
         reason = f"the server sent no information on its model: {type(error).__name__}: {error}"

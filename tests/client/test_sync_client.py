@@ -51,6 +51,13 @@ def test_adapters(client, fake):
     assert fake.requests[-1] == {"adapters": True, "request_id": ""}
 
 
+@pytest.mark.parametrize("said", ["{", "[]", "{}", '{"tasks": []}', "3"])
+def test_malformed_model_info(client, fake, said):
+    fake.model_info = said
+    with pytest.raises(PagedError, match="INTERNAL: the server sent no information on its model"):
+        client.model_info()
+
+
 @pytest.mark.parametrize("said", ["{", "[1]", '[{"name": "a"}]', "3"])
 def test_malformed_adapter_list(client, fake, said):
     fake.adapters = said

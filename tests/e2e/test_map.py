@@ -1,6 +1,7 @@
 """Pool maps of a real server while requests run, wait and after they have ended."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +102,23 @@ def test_inputs_beside_pool_map_are_rejected(server):
 def test_a_pool_map_of_an_unknown_model(server):
     with Client(server.grpc_url, model="nobody") as client, pytest.raises(PagedError, match="unknown model"):
         client.pool_map()
+
+
+def test_model_info(client):
+    info, pool = client.model_info(), client.pool_map()
+    assert (Path(info.path) / "config.json").is_file()
+    assert info.tasks == ("generate", "embed")
+    assert "<|im_start|>" in info.chat_template
+    assert (info.max_model_len, info.block_size, info.num_blocks) == (
+        pool.max_model_len, pool.block_size, pool.num_blocks
+    )  # fmt: skip
+    assert info.max_num_batched_tokens >= info.max_num_seqs > 0
+    assert (info.max_loras, info.kv_events, info.remote_cache) == (0, None, False)
+
+
+def test_model_info_takes_no_other_input(server):
+    with raw_stream(server) as stream:
+        stream.send(model_info=True, text_input="a")
+        assert stream.next().error.message() == (
+            "Error generating stream: INVALID_ARGUMENT: text_input: has no effect with model_info; leave it out"
+        )

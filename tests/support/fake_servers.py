@@ -36,6 +36,7 @@ class FakeServerState:
     left: threading.Event = field(default_factory=threading.Event)
     maps: list[str] = field(default_factory=list)  # the last one is repeated
     adapters: str = "[]"
+    model_info: str = "{}"
     models: dict[str, list[str]] = field(default_factory=lambda: {"paged_llm": ["text_input", "pool_map"]})  # inputs
     index_status: int = 200  # of the list of models over HTTP
     scripted_response: Any = field(default_factory=dict)  # script of a recording server (gateway.py)
@@ -49,6 +50,8 @@ class FakeServerState:
             return {"fail": text, "say": []} if text.startswith("UNAVAILABLE") else {"map": text}
         if "adapters" in inputs:
             return {"adapters": self.adapters}
+        if "model_info" in inputs:
+            return {"info": self.model_info}
         if "stop_request" in inputs:
             return {"stopped": len(self.requests)}
         return json.loads(inputs["sampling_parameters"])
@@ -61,6 +64,9 @@ def pieces(script: dict[str, Any]) -> Iterator[dict[str, Any]]:
         return
     if "adapters" in script:
         yield {"adapters": script["adapters"]}
+        return
+    if "info" in script:
+        yield {"model_info": script["info"]}
         return
     if "stopped" in script:
         yield {"num_stopped": script["stopped"]}
