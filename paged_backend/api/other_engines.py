@@ -192,6 +192,7 @@ _PARAMETERS = {
     "min_tokens": "min_new_tokens min_length",
     "stop": "stop_words stop_sequences stop_strings",
     "stop_token_ids": "eos_token_id",
+    "thinking_token_budget": "max_thinking_tokens thinking_budget reasoning_budget",
     "seed": "random_seed",
     "temperature": "do_sample",
     "n": "num_return_sequences",

@@ -66,6 +66,11 @@ def kept_tokens(name: str, value: Any, limits: EngineLimits) -> int:
     return _integer(name, value, 1, limits.max_model_len, ", or -1 for the context length")
 
 
+def token_budget(name: str, value: Any, limits: EngineLimits) -> int | None:
+    """Parse a number of tokens. As in vLLM, -1 is no limit."""
+    return None if value in (-1, "-1") else _integer(name, value, 0, 2**31 - 1, ", or -1 for no limit")
+
+
 def flag(name: str, value: Any, limits: EngineLimits) -> bool:
     """Parse true, false, 1, 0, or one of them as a string."""
     parsed = to_flag(value)

@@ -16,6 +16,7 @@ from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.guide import Guide
 from paged_backend.api.limits import UNBOUNDED_MAX_TOKENS, EngineLimits
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.thinking import Reasoning, ThinkingBudget
 from paged_backend.api.token_outputs import NOTHING, Requested, Values, requested_prompt_outputs
 from paged_backend.api.trace import RequestTrace
 
@@ -69,6 +70,7 @@ class GenerateRequest:
     session: Hashable = None  # the session whose next turn continues from this request's blocks
     token_outputs: Requested = field(default_factory=dict)  # optional outputs of each output token
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
+    thinking: ThinkingBudget | None = None  # None: reasoning is not limited
     allowed: bytes | None = None  # bitmask of the allowed tokens; None: all are allowed
     adapter: Adapter | None = None
     ends: Callable[[Sequence[int]], bool] | None = None  # returns whether a beam with these output tokens has ended
@@ -88,7 +90,13 @@ class GenerateRequest:
         """Whether tokens may be masked or biased."""
         sampling = self.sampling
         masked = self.allowed is not None or bool(self.guides)
-        return bool(masked or sampling.min_tokens or sampling.logit_bias or self.bad_words)
+        return bool(masked or sampling.min_tokens or sampling.logit_bias or self.bad_words or self.thinking)
+
+    @cached_property
+    def prompt_reasoning(self) -> Reasoning:
+        """The reasoning in the prompt, for a request with a thinking budget."""
+        assert self.thinking is not None
+        return self.thinking.after_prompt(self.prompt_token_ids)
 
     @cached_property
     def biases(self) -> tuple[array[int], array[float]]:
@@ -131,6 +139,7 @@ class GenerateRequest:
         eos: frozenset[int],
         limits: EngineLimits,
         bad_words: tuple[tuple[int, ...], ...] = (),
+        thinking: ThinkingBudget | None = None,
         *,
         field: str = "text_input",
     ) -> GenerateRequest:
@@ -149,17 +158,33 @@ class GenerateRequest:
                 f"{field}: holds token {max(tokens)}, but the model's vocabulary ends at {limits.vocab_size - 1}",
             )
         stop_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos)
+        forbidden = (stop_ids if sampling.min_tokens else frozenset()).union(word[-1] for word in bad_words)
+        if thinking:
+            _check_end_mark(thinking, forbidden, sampling.allowed_token_ids)
         allowed = None
         if sampling.allowed_token_ids is not None:
-            forbidden = stop_ids if sampling.min_tokens else frozenset()
-            if sampling.allowed_token_ids <= forbidden.union(word[-1] for word in bad_words):
+            if sampling.allowed_token_ids <= forbidden:
                 raise invalid_argument(
                     "allowed_token_ids",
                     sorted(sampling.allowed_token_ids),
                     "bad_words and min_tokens may forbid all of them",
                 )
             allowed = bitmask(sampling.allowed_token_ids, limits.vocab_size)
-        return cls(key, tuple(tokens), sampling, seed, stop_ids, bad_words=bad_words, allowed=allowed)
+        return cls(
+            key, tuple(tokens), sampling, seed, stop_ids, bad_words=bad_words, thinking=thinking, allowed=allowed
+        )
+
+
+def _check_end_mark(thinking: ThinkingBudget, forbidden: frozenset[int], allowed: frozenset[int] | None) -> None:
+    """Raise RequestError if a token of the end mark may be excluded."""
+    for token in thinking.end:
+        if token in forbidden or (allowed is not None and token not in allowed):
+            raise invalid_argument(
+                "thinking_token_budget",
+                thinking.limit,
+                f"must be null: allowed_token_ids, bad_words or min_tokens may exclude token {token}, which ends"
+                " reasoning",
+            )
 
 
 def bitmask(tokens: Iterable[int], vocab_size: int) -> bytes:

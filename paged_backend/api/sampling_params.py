@@ -39,6 +39,13 @@ class SamplingParams:
     min_tokens: int = parameter(
         parsers.tokens(0), 0, "Minimum number of output tokens before the end-of-sequence token or a stop token id."
     )
+    thinking_token_budget: int | None = parameter(
+        parsers.token_budget,
+        None,
+        "Maximum number of reasoning tokens of each output, after which the model's end mark of reasoning is forced."
+        " 0: no reasoning. `null` or -1: no limit. Needs a model whose chat template has"
+        " [marks of reasoning](../guides/requests.md#limit-reasoning). Not with structured outputs or `beam_width`.",
+    )
     temperature: float = parameter(
         parsers.between(0, 100), 1.0, "Sampling temperature. 0: greedy.", section="Sampling", with_beams=False
     )
@@ -310,6 +317,7 @@ class SamplingParams:
         if self.best_of is not None and self.best_of < self.n:
             raise invalid_argument("best_of", self.best_of, f"must be n={self.n}..{limits.max_num_seqs}")
         self._check_structure()
+        self._check_thinking()
         self._check_beams()
 
     def check_min_tokens(self) -> None:
@@ -329,6 +337,15 @@ class SamplingParams:
             raise invalid_argument("beam_width", self.beam_width, f"must be 1 with {name}")
         if self.ignore_eos:
             raise invalid_argument("ignore_eos", True, f"must be false with {name}, which needs the end of sequence")
+
+    def _check_thinking(self) -> None:
+        if (budget := self.thinking_token_budget) is None:
+            return
+        if self.structure:
+            problem = f"must be null with {self.structure.field}, which sets the form of the whole output"
+            raise invalid_argument("thinking_token_budget", budget, problem)
+        if self.beam_width > 1:
+            raise invalid_argument("thinking_token_budget", budget, f"must be null with beam_width={self.beam_width}")
 
     def _check_beams(self) -> None:
         """Raise RequestError for parameters without effect: sampling parameters in a beam search, and beam parameters

@@ -25,12 +25,13 @@ from paged_backend.api.request import (
 )
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.structures import STRUCTURE_PARAMETERS, Structure
+from paged_backend.api.thinking import ThinkingBudget
 from paged_backend.api.token_outputs import TOKEN_OUTPUTS, read_values, write_values
 from paged_backend.text.beam_stops import build_stop_check
 from paged_backend.text.tokenizing import decoder
 from paged_backend.utils.local_socket import FrameError
 
-FRAMES_VERSION = 4  # raised with each change of the frames: instances with another version exchange none
+FRAMES_VERSION = 5  # raised with each change of the frames: instances with another version exchange none
 _KINDS = ("json_schema", "regex", "choice", "grammar")
 # Parameters that are not sent: the process that has the stream applies them, or did when it read the request.
 _APPLIED = {"seed", "timeout_ms", "truncate_prompt_tokens", "word_bias", "bad_words", *STRUCTURE_PARAMETERS}
@@ -49,6 +50,7 @@ def write_request(request: GenerateRequest) -> dict[str, Any]:
         "returns_usage": request.returns_usage,
         "token_outputs": request.token_outputs,
         "bad_words": request.bad_words,
+        "marks": request.thinking and [request.thinking.begin, request.thinking.end],
         "progress": progress and [progress.outputs, progress.has_prompt_values, progress.usage],
         "adapter": adapter.digest.hex() if adapter and progress else None,
     }
@@ -81,7 +83,9 @@ def read_request(values: Any, key: int, limits: EngineLimits, tokenizer: PreTrai
     fit_max_tokens(len(prompt), sampling, plain)
     progress = _read_progress(values, sampling)
     outputs = [token for output in (progress.outputs if progress else ()) for token in output or ()]
-    _check_tokens("prompt", (*prompt, *outputs, *(token for word in bad_words for token in word)), limits)
+    thinking = _read_thinking(values.get("marks"), sampling)
+    marks = (*thinking.begin, *thinking.end) if thinking else ()
+    _check_tokens("prompt", (*prompt, *outputs, *marks, *(token for word in bad_words for token in word)), limits)
     allowed, ends = None, None
     if sampling.allowed_token_ids is not None:
         allowed = bitmask(sampling.allowed_token_ids, limits.vocab_size)
@@ -96,6 +100,7 @@ def read_request(values: Any, key: int, limits: EngineLimits, tokenizer: PreTrai
         returns_usage=_typed(values, "returns_usage", bool),
         token_outputs=_read_token_outputs(values.get("token_outputs")),
         bad_words=bad_words,
+        thinking=thinking,
         allowed=allowed,
         ends=ends,
         progress=progress,
@@ -110,6 +115,15 @@ def _read_structure(value: Any) -> Structure | None:
     if value[0] not in _KINDS:
         raise FrameError(f"structure: unknown kind {value[0]!r}")
     return Structure(*value)
+
+
+def _read_thinking(value: Any, sampling: SamplingParams) -> ThinkingBudget | None:
+    budget = sampling.thinking_token_budget
+    if value is None and budget is None:
+        return None
+    if budget is None or not isinstance(value, list) or len(value) != 2 or not all(value):
+        raise FrameError("marks: must be two lists of tokens with thinking_token_budget, and null without")
+    return ThinkingBudget(budget, *(_checked_integers("marks", mark) for mark in value))
 
 
 def _read_token_outputs(value: Any) -> dict[str, int]:

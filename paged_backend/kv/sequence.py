@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass
 
 from paged_backend.api.request import GenerateRequest
+from paged_backend.api.thinking import Reasoning
 from paged_backend.kv.content import Chain, Entry
 
 
@@ -32,8 +33,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "chain", "committed", "computed", "ended", "history", "index", "key", "latest_checkpoint", "mask_seconds",
-        "mask_turn", "num_prompt", "on_host", "placed", "request", "tables", "tokens", "usage",
+        "_reasoning", "chain", "committed", "computed", "ended", "history", "index", "key", "latest_checkpoint",
+        "mask_seconds", "mask_turn", "num_prompt", "on_host", "placed", "request", "tables", "tokens", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +68,7 @@ class Sequence:
         self.placed = 0
         self.ended = False
         self.history: array[int] = array("i")  # copy of `tokens` that prompt lookup searches
+        self._reasoning: Reasoning | None = None  # of its first tokens, with a thinking budget
         self.mask_seconds = 0.0  # what its masks cost, by `MaskBudget`
         self.mask_turn = 0  # when its last mask was computed, by the budget's count; 0: never
 
@@ -100,6 +102,24 @@ class Sequence:
         """True if its guide has yet to compute which tokens may come next."""
         guides = self.request.guides
         return bool(guides) and guides[self.index].seen < self.generated and self.tokens[-1] >= 0
+
+    @property
+    def awaits_token(self) -> bool:
+        """True if its latest token is a placeholder, and that token decides whether the next one is forced."""
+        budget = self.request.thinking
+        if budget is None or self.tokens[-1] >= 0:
+            return False
+        reasoning = self.reasoning(len(self.tokens))
+        return reasoning.length < len(self.tokens) and reasoning.is_open and budget.unforced(reasoning) <= 0
+
+    def reasoning(self, end: int) -> Reasoning:
+        """Return the reasoning in the tokens before `end`, or in those before a placeholder that is not forced. The
+        request has a thinking budget."""
+        budget = self.request.thinking
+        assert budget is not None
+        known = self._reasoning or self.request.prompt_reasoning
+        self._reasoning = known = budget.follow(known, self.tokens[known.length : self.committed])
+        return budget.follow(known, self.tokens[known.length : end])
 
     @property
     def output(self) -> list[int]:

@@ -1,7 +1,8 @@
-"""Token constraints of all rows of a step: allowed tokens, guides, bad words, min_tokens and logit_bias.
+"""Token constraints of all rows of a step: allowed tokens, guides, bad words, min_tokens, logit_bias, thinking budget.
 
 The order is vLLM's: first allowed_token_ids, bad words and min_tokens mask out tokens, then logit_bias is added.
-Penalties, temperature and the top-k, top-p and min-p filters follow.
+Penalties, temperature and the top-k, top-p and min-p filters follow. A token that the thinking budget forces gets a
+bias that outweighs all of these.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class Constraints:
     bias: Bias | None
 
 
-Ban = tuple[int, int, int, int]  # (row, token that it cannot sample, latest, condition), the last two as in Bias
+# A token that a row cannot or must sample: (row, token, latest, condition), the last two as in Bias.
+Rule = tuple[int, int, int, int]
+
+FORCED = 1e12  # outweighs logits, logit_bias and penalties, and stays finite when divided by temperatures
 
 
 def prepare(sample_positions: Sequence[SamplePosition]) -> Constraints | None:
@@ -52,7 +56,8 @@ def prepare(sample_positions: Sequence[SamplePosition]) -> Constraints | None:
     if not rows:
         return None
     bans = [(row, *ban) for row, sequence, position in rows for ban in _bans(sequence, position)]
-    mask, bias = build_mask(rows, _excluded_tokens(rows, bans)), _bias(rows, bans)
+    forced = [(row, *token) for row, sequence, position in rows for token in _forced(sequence, position)]
+    mask, bias = build_mask(rows, _excluded_tokens(rows, bans)), _bias(rows, bans, forced)
     return Constraints(mask, bias) if mask or bias else None
 
 
@@ -96,7 +101,20 @@ def _bans(sequence: Sample, position: int) -> Iterator[tuple[int, int, int]]:
                 yield last, latest, condition
 
 
-def _excluded_tokens(rows: ConstrainedRows, bans: Sequence[Ban]) -> dict[int, list[int]]:
+def _forced(sequence: Sample, position: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (token, latest, condition) for the token that the thinking budget forces."""
+    budget = sequence.request.thinking
+    if budget is None:
+        return
+    reasoning = sequence.reasoning(position)
+    if reasoning.length < position:  # the latest token is not known
+        if (opening := budget.opening_token(reasoning)) is not None:
+            yield budget.end[0], sequence.tokens[position - 1], opening
+    elif (token := budget.forced_token(reasoning)) is not None:
+        yield token, 0, 0
+
+
+def _excluded_tokens(rows: ConstrainedRows, bans: Sequence[Rule]) -> dict[int, list[int]]:
     """Return, by row with a guide, the tokens that other constraints exclude."""
     excluded = {
         row: [token for token, value in zip(*sequence.request.biases, strict=True) if value == -math.inf]
@@ -109,18 +127,19 @@ def _excluded_tokens(rows: ConstrainedRows, bans: Sequence[Ban]) -> dict[int, li
     return excluded
 
 
-def _bias(rows: ConstrainedRows, bans: Sequence[Ban]) -> Bias | None:
+def _bias(rows: ConstrainedRows, bans: Sequence[Rule], forced: Sequence[Rule]) -> Bias | None:
     unconditional = [(row, *sequence.request.biases) for row, sequence, _ in rows if sequence.request.biases[0]]
-    if not unconditional and not bans:
+    if not (unconditional or bans or forced):
         return None
     counts = [len(tokens) for _, tokens, _ in unconditional]
-    ban_table = np.array(bans, dtype=np.int64).reshape(-1, 4)
+    rules = np.array([*bans, *forced], dtype=np.int64).reshape(-1, 4)
+    rule_values = np.repeat(np.array([-np.inf, FORCED], dtype=np.float32), [len(bans), len(forced)])
     no_condition = np.zeros(sum(counts), dtype=np.int64)
     columns = (
-        [np.repeat(np.array([row for row, _, _ in unconditional], dtype=np.int64), counts), ban_table[:, 0]],
-        [*(np.frombuffer(tokens, np.int64) for _, tokens, _ in unconditional), ban_table[:, 1]],
-        [*(np.frombuffer(values, np.float32) for *_, values in unconditional), np.full(len(bans), -np.inf, np.float32)],
-        [no_condition, ban_table[:, 2]],
-        [no_condition, ban_table[:, 3]],
+        [np.repeat(np.array([row for row, _, _ in unconditional], dtype=np.int64), counts), rules[:, 0]],
+        [*(np.frombuffer(tokens, np.int64) for _, tokens, _ in unconditional), rules[:, 1]],
+        [*(np.frombuffer(values, np.float32) for *_, values in unconditional), rule_values],
+        [no_condition, rules[:, 2]],
+        [no_condition, rules[:, 3]],
     )
     return Bias(*(torch.from_numpy(np.concatenate(column)) for column in columns))

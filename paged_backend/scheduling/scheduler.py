@@ -274,8 +274,9 @@ class Scheduler:
         """Return the sequences that decode and those that prefill, each in scheduling order.
 
         Decode is planned first, so a long prompt hardly delays running streams. A sequence is left out if there is no
-        time for its mask. In a pipeline, a sequence with a placeholder waits for its token, and each stage gets at most
-        an equal share of the decoding sequences.
+        time for its mask, or while a token that it waits for decides whether the next one is forced. In a pipeline, a
+        sequence with a placeholder waits for its token, and each stage gets at most an equal share of the decoding
+        sequences.
         """
         self._masks.renew()
         self._masks.prepare(self._running.values())
@@ -286,7 +287,7 @@ class Scheduler:
             for sequence in group.active:
                 if self.stages > 1 and sequence.tokens[-1] < 0:
                     waiting += 1
-                elif not (sequence.needs_mask or (in_flight and sequence.has_all_tokens)):
+                elif not (sequence.needs_mask or sequence.awaits_token or (in_flight and sequence.has_all_tokens)):
                     is_decode = len(sequence.tokens) - sequence.computed == 1
                     (decoding if is_decode else prefilling).append((group, sequence))
         if self.stages > 1:

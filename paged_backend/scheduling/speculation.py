@@ -47,9 +47,15 @@ class PromptLookup:
 def propose_placeholders(sequence: Sequence, limit: int) -> list[int]:
     """Return placeholders for draft tokens that a draft model makes on the device, in the step that verifies them.
 
-    Empty for requests with penalties or bad words of several tokens, which depend on the preceding tokens.
+    Empty for requests with penalties or bad words of several tokens, which depend on the preceding tokens. With a
+    thinking budget, so few that none of them decides whether a token is forced.
     """
-    return [] if sequence.request.depends_on_output else [0] * limit
+    request = sequence.request
+    if request.depends_on_output:
+        return []
+    if request.thinking:
+        limit = min(limit, request.thinking.unforced(sequence.reasoning(len(sequence.tokens))))
+    return [0] * limit
 
 
 def _find_last(searched: bytes, pattern: bytes, width: int) -> int | None:

@@ -63,6 +63,18 @@ def test_beams_accept_the_default_and_the_greedy_temperature():
         assert SamplingParams.parse({"beam_width": 2, "n": 2} | sampling, LIMITS).num_seqs == 2
 
 
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"beam_width": 2}, "thinking_token_budget=0: must be null with beam_width=2"),
+        ({"structured_outputs": {"regex": "a"}}, "thinking_token_budget=0: must be null with structured_outputs.regex"),
+        ({"json_object": True}, "thinking_token_budget=0: must be null with json_object"),
+    ],
+)
+def test_a_thinking_budget_excludes_beams_and_structures(other, text):
+    assert text in rejection(thinking_token_budget=0, **other)
+
+
 def test_min_tokens_above_max_tokens_is_rejected():
     assert "min_tokens=5: must be 0..max_tokens=4" in rejection(min_tokens=5, max_tokens=4)
 

@@ -19,6 +19,7 @@ from paged_backend.api.request import (
 )
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.structures import STRUCTURE_PARAMETERS
+from paged_backend.api.thinking import ThinkingBudget
 from paged_backend.api.token_outputs import TokenLogprob, requested_outputs
 from paged_backend.engine.request_frames import read_delta, read_request, write_delta, write_request
 from paged_backend.utils.local_socket import FrameError
@@ -39,14 +40,16 @@ VALUES = {  # a value other than the default for each parameter that is sent
     "include_stop_str_in_output": True, "logit_bias": {"7": 1.5, "9": -100}, "bad_words_token_ids": [[8], [9, 10]],
     "allowed_token_ids": [1, 2, 3, 4, 77], "logprobs": 3, "prompt_logprobs": 2, "echo": True, "logits_digest": True,
     "skip_special_tokens": False, "n": 2, "best_of": 3, "add_special_tokens": False, "priority": -3,
-    "cache_salt": "tenant", "lora_name": "adapter",
+    "cache_salt": "tenant", "lora_name": "adapter", "thinking_token_budget": 12,
 }  # fmt: skip
 BEAMS = {"beam_width": 4, "length_penalty": 0.5, "early_stopping": "never", "stop": ["zz"], "max_tokens": 9}
 
 
 def request(key=1, **sampling):
     params = SamplingParams.parse(sampling, LIMITS)
-    one = GenerateRequest.from_prompt(key, PROMPT, params, 11, frozenset([256]), LIMITS, ((8,), (9, 10)))
+    budget = params.thinking_token_budget
+    thinking = None if budget is None else ThinkingBudget(budget, (60, 61), (1, 77))
+    one = GenerateRequest.from_prompt(key, PROMPT, params, 11, frozenset([256]), LIMITS, ((8,), (9, 10)), thinking)
     return replace(one, token_outputs=requested_outputs(["logprobs"], params))
 
 
@@ -109,6 +112,11 @@ def test_request_that_this_engine_cannot_run_is_rejected(limits, field):
         {"seed": "1"},
         {"returns_usage": 1},
         {"bad_words": [1]},
+        {"marks": [[1], [2]]},
+        {"sampling": {"max_tokens": 5, "thinking_token_budget": 1}},
+        {"sampling": {"max_tokens": 5, "thinking_token_budget": 1}, "marks": [[1], []]},
+        {"sampling": {"max_tokens": 5, "thinking_token_budget": 1}, "marks": [[1], ["2"]]},
+        {"sampling": {"max_tokens": 5, "thinking_token_budget": 1}, "marks": [[1]]},
         {"token_outputs": None},
         {"token_outputs": {"logprobs": "1"}},
         {"token_outputs": {"unknown": 1}},

@@ -28,9 +28,13 @@ CASES = {
     "samples": {"max_tokens": 24, "temperature": 1.0, "seed": 3, "n": 3},
     "min_tokens": {"max_tokens": 40, "min_tokens": 30, "ignore_eos": False, "stop_token_ids": list(range(160))},
     "bad_words": {"max_tokens": 24, "temperature": 1.0, "seed": 5, "bad_words_token_ids": [[7], [9, 12]]},
+    "thinking": {
+        "max_tokens": 24, "temperature": 2.0, "seed": 5, "n": 2, "thinking_token_budget": 9,
+        "marks": ((25, 26), (7, 8)), "logit_bias": {"25": 7, "26": 7},
+    },
     "allowed": {"max_tokens": 24, "temperature": 1.0, "seed": 5, "allowed_token_ids": list(range(40, 90))},
     "beams": {"max_tokens": 12, "beam_width": 3, "n": 2},
-}
+}  # fmt: skip
 
 
 class Front(Router):

@@ -19,6 +19,7 @@ from paged_backend.api.errors import RequestError
 from paged_backend.api.guide import Guide
 from paged_backend.api.request import FinishReason, GenerateRequest, HiddenState, Usage
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.thinking import ThinkingBudget
 from paged_backend.api.token_outputs import Fingerprint, Logprobs, requested_outputs
 from paged_backend.engine.assembly import Assembly, assemble
 from paged_backend.engine.engine import Engine
@@ -70,15 +71,19 @@ class EngineHarness:
         guides: Sequence[Guide] = (),
         session: Hashable = None,
         returns_usage: bool = False,
+        marks: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
         **sampling: Any,
     ) -> int:
         """Submit a generation request and return its key. bad_words: as token ids. guides: one per sample. session:
-        name of the session whose blocks it continues and keeps. returns_usage: whether its output gets the usage."""
+        name of the session whose blocks it continues and keeps. returns_usage: whether its output gets the usage.
+        marks: tokens before and after reasoning, with `thinking_token_budget`."""
         params = SamplingParams.parse({"temperature": 0, "ignore_eos": True} | sampling, self.assembly.limits)
         key, self.next_key = self.next_key, self.next_key + 1
         eos = self.assembly.loaded.spec.eos_ids
         limits = self.assembly.limits
-        request = GenerateRequest.from_prompt(key, list(prompt), params, params.seed or 0, eos, limits, bad_words)
+        thinking = ThinkingBudget(sampling["thinking_token_budget"], *marks) if marks else None
+        seed = params.seed or 0
+        request = GenerateRequest.from_prompt(key, list(prompt), params, seed, eos, limits, bad_words, thinking)
         self.outputs[key] = Output()
         request = replace(
             request, token_outputs=requested_outputs(["logprobs"], params), guides=tuple(guides), session=session

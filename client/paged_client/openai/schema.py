@@ -128,6 +128,7 @@ class SamplingFields(StrictModel):
 
     max_tokens: Integer | None = None
     min_tokens: Integer | None = None
+    thinking_token_budget: Integer | None = None
     temperature: Number | None = None
     top_k: Integer | None = None
     top_p: Number | None = None

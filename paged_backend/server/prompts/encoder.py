@@ -15,9 +15,11 @@ from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.api.limits import UNBOUNDED_MAX_TOKENS, EngineLimits
 from paged_backend.api.request import check_prompt_length
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.thinking import ThinkingBudget
 from paged_backend.server.wire.call import Call, read_prompt
 from paged_backend.server.wire.pooling import PoolingCall
 from paged_backend.text.conversation import MESSAGE_KEYS, Message, check_count, check_keys
+from paged_backend.text.reasoning import reasoning_marks
 from paged_backend.text.templates import render
 from paged_backend.text.tokenizing import PromptTokenizer
 from paged_backend.text.typed_tokens import TypedTokens
@@ -84,6 +86,7 @@ class PromptEncoder:
         template = tokenizer.chat_template
         texts = template.values() if isinstance(template, dict) else [template or ""]
         self._message_keys = MESSAGE_KEYS.union(*(re.findall(r"[a-z]\w*", text) for text in texts))
+        self._marks = reasoning_marks("\n".join(texts))
         self._typed_tokens = None if typed_tokens else TypedTokens(tokenizer)
 
     def encode(self, prompt: Prompt) -> EncodedPrompt:
@@ -144,6 +147,20 @@ class PromptEncoder:
             sequences |= dict.fromkeys(variants)
         possible = (sequence for sequence in sequences if max(sequence) < self._limits.vocab_size)
         return (*possible, *sampling.bad_words_token_ids)
+
+    def thinking_budget(self, sampling: SamplingParams) -> ThinkingBudget | None:
+        """Return the thinking budget with the marks as tokens. Raises RequestError if the model has no marks."""
+        limit = sampling.thinking_token_budget
+        if limit is None:
+            return None
+        begin, end = (tuple(self.encode_text(mark)) for mark in self._marks or ("", ""))
+        if not (begin and end) or max(begin + end) >= self._limits.vocab_size:
+            raise invalid_argument(
+                "thinking_token_budget",
+                limit,
+                "must be null: the chat template has no known marks of reasoning",
+            )
+        return ThinkingBudget(limit, begin, end)
 
     def _encode_plain(self, call: Call, sampling: SamplingParams, earlier: list[int]) -> list[int]:
         """Return the token ids of a prompt that is text or token ids, after the `earlier` ones."""

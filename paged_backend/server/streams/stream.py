@@ -377,9 +377,17 @@ class StreamBuilder:
     def _request(self, arrival: Arrival, tokens: list[int]) -> GenerateRequest:
         call, sampling, turn = arrival.call, arrival.sampling, arrival.turn
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
-        bad_words = self._prompts.encode_bad_words(sampling)
+        bad_words, thinking = self._prompts.encode_bad_words(sampling), self._prompts.thinking_budget(sampling)
         request = GenerateRequest.from_prompt(
-            arrival.key, tokens, sampling, seed, self._eos_ids, self._limits, bad_words, field=call.prompt_field
+            arrival.key,
+            tokens,
+            sampling,
+            seed,
+            self._eos_ids,
+            self._limits,
+            bad_words,
+            thinking,
+            field=call.prompt_field,
         )
         ends = None
         if sampling.beam_width > 1:

@@ -8,6 +8,8 @@ import pytest
 from paged_backend.api.errors import RequestError
 from paged_backend.api.limits import UNBOUNDED_MAX_TOKENS, InputLimits
 from paged_backend.api.sampling_params import SamplingParams
+from paged_backend.api.thinking import ThinkingBudget
+from tests.support.in_process import byte_tokenizer
 from tests.support.prompts import LIMITS, arrival, encoder, ids, tokens_of
 from tests.support.wire_requests import read, text
 
@@ -36,6 +38,30 @@ def test_the_biases_of_words_count_for_the_limit():
     assert encoder(limits).expand_word_bias(SamplingParams(word_bias=(("ab", 1.0),)))
     with pytest.raises(RequestError, match=r"word_bias=.3 tokens with those of logit_bias.: must be at most 2"):
         encoder(limits).expand_word_bias(SamplingParams(word_bias=(("abc", 1.0),)))
+
+
+@pytest.mark.parametrize(
+    "template", ["{% if x %}</think>{% endif %}", {"default": "", "tool_use": "<think>\n</think>"}]
+)
+def test_marks_of_reasoning_come_from_the_chat_template(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    made = encoder(tokenizer=tokenizer)
+    expected = ThinkingBudget(5, tuple(ids("<think>")), tuple(ids("</think>")))
+    assert made.thinking_budget(SamplingParams(thinking_token_budget=5)) == expected
+    assert made.thinking_budget(SamplingParams()) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "vocab_size"), [(None, 320), ("{{ messages }}", 320), ("</think>", max(ids("</think>")))]
+)
+def test_a_thinking_budget_needs_marks_of_reasoning(template, vocab_size):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    made = encoder(replace(LIMITS, vocab_size=vocab_size), tokenizer=tokenizer)
+    with pytest.raises(RequestError, match=r"thinking_token_budget=0: must be null: the chat template has no"):
+        made.thinking_budget(SamplingParams(thinking_token_budget=0))
+    assert made.thinking_budget(SamplingParams()) is None
 
 
 def test_token_ids_are_truncated_before_they_are_checked():
