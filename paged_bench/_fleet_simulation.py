@@ -3,7 +3,7 @@
 A step takes the time that a linear model of its work gives. As long as no prompt has to be computed, no request arrives
 and no reply ends, one step decodes several tokens of each sequence, which the scheduler takes for accepted draft
 tokens. It takes the time of as many steps of one token. What is simplified:
-- The gateway, the network, the tokenizer and the scheduler itself take no time.
+- The router, the network, the tokenizer and the scheduler itself take no time.
 - The router knows at once what a replica has cached.
 - All replies have the length that was drawn for them; steps do not overlap with the work of the CPU.
 
@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import json
 import math
 import random
 import statistics
 from array import array
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Protocol
 
 from paged_backend.api.block_layout import BlockLayout
@@ -35,12 +38,15 @@ from paged_backend.kv.sequence import Sequence
 from paged_backend.scheduling.plan import Plan, StepResult
 from paged_backend.scheduling.scheduler import Scheduler
 from paged_bench._engine import DATASETS, lengths
-from paged_client.openai.routing import Route, Router, conversation_key
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 2048
 WARM_UP = 0.3  # share of the conversations that start before anything is measured
+RING_POINTS = 128  # points of each replica on the ring; the parts of replicas differ by about 1 / sqrt(RING_POINTS)
+LOAD_FACTOR = 1.25  # open requests of a replica, as a multiple of the mean, above which it is passed over ...
+LOAD_SLACK = 8  # ... if it has more than this above the mean: small differences cost less than an empty cache
+HELD_SHARE = 0.5  # share of a prompt that a replica must have cached to be preferred to the ring's choice
 POLICIES = ("round-robin", "least-loaded", "hashing", "cache-aware")
 MAX_TURNS = 8
 CONTINUES = 2 / 3  # probability that a conversation has another turn
@@ -225,38 +231,74 @@ class LeastLoaded:
         self._open[replica] -= 1
 
 
-class GatewayRouter:
-    """Chooses the replica as the gateway does.
+class RoundRobin:
+    """Chooses each replica in turn."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._turns = itertools.cycle(range(num_replicas))
+
+    def choose(self, conversation: Conversation, turn: int) -> int:
+        return next(self._turns)
+
+    def close(self, replica: int) -> None:
+        pass
+
+
+class Hashing:
+    """Chooses the replica that has probably cached the beginning of the conversation, and is not overloaded.
+
+    The first messages are hashed to a ring of replicas (consistent hashing), so that all turns go to the same one. A
+    replica that has more than its share of the open requests is passed over (Mirrokni, Thorup and Zadimoghaddam:
+    Consistent Hashing with Bounded Loads, 2016).
 
     Args:
-        cached: what each replica has cached, for prompts after the first turn; None: unknown.
+        cached: what each replica has cached: after the first turn, a replica that has cached most of the prompt is
+            preferred. None: unknown.
     """
 
-    def __init__(self, router: Router, cached: CachedBlocks | None) -> None:
-        self._router = router
+    def __init__(self, num_replicas: int, cached: CachedBlocks | None) -> None:
+        points = itertools.product(range(num_replicas), range(RING_POINTS))
+        self._points = sorted((_hash(f"replica-{replica} {index}"), replica) for replica, index in points)
+        self._open = [0] * num_replicas
         self._cached = cached
 
     def choose(self, conversation: Conversation, turn: int) -> int:
+        count = len(self._open)
+        mean = (sum(self._open) + 1) / count
+        capacity = math.ceil(max(LOAD_FACTOR * mean, mean + LOAD_SLACK))
+        shares = self._cached.shares(conversation, turn) if self._cached and turn > 0 else [0.0] * count
+
+        def badness(replica: int) -> tuple[bool, float]:
+            return self._open[replica] >= capacity, -shares[replica] if shares[replica] >= HELD_SHARE else 0.0
+
         messages = [
             {"role": "system", "content": f"system prompt {conversation.system}"},
             {"role": "user", "content": f"first message of conversation {conversation.number}"},
         ]
-        shares = self._cached.shares(conversation, turn) if self._cached and turn > 0 else ()
-        replica = self._router.order(Route(conversation_key(messages), shares))[0]
-        self._router.open(replica)
+        replica = min(self._order(json.dumps(messages)), key=badness)
+        self._open[replica] += 1
         return replica
 
     def close(self, replica: int) -> None:
-        self._router.close(replica)
+        self._open[replica] -= 1
+
+    def _order(self, key: str) -> list[int]:
+        """Return all replicas in the order in which they follow the key on the ring."""
+        place = bisect_left(self._points, (_hash(key), -1))
+        return list(dict.fromkeys(replica for _, replica in self._points[place:] + self._points[:place]))
 
 
-def make_policy(name: str, num_replicas: int, cached: CachedBlocks, clock: Callable[[], float]) -> Policy:
-    """Return one of POLICIES. clock: returns the simulated time."""
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def make_policy(name: str, num_replicas: int, cached: CachedBlocks) -> Policy:
+    """Return one of POLICIES."""
+    if name == "round-robin":
+        return RoundRobin(num_replicas)
     if name == "least-loaded":
         return LeastLoaded(num_replicas)
-    kind = "round-robin" if name == "round-robin" else "prefix"
-    router = Router([f"replica-{index}" for index in range(num_replicas)], kind, clock)
-    return GatewayRouter(router, cached if name == "cache-aware" else None)
+    return Hashing(num_replicas, cached if name == "cache-aware" else None)
 
 
 # --- replicas ---------------------------------------------------------------------------------------------------------
@@ -446,7 +488,7 @@ class Fleet:
             Replica(num_blocks, costs, listener=cached.listener(index) if policy == "cache-aware" else None)
             for index in range(num_replicas)
         ]
-        self._policy: Policy = make_policy(policy, num_replicas, cached, lambda: self.now)
+        self._policy: Policy = make_policy(policy, num_replicas, cached)
         self._keys = itertools.count()
         self._num_ended = 0
         self._order = itertools.count()  # breaks ties between events of the same time

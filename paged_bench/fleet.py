@@ -2,8 +2,8 @@
 
 Every replica has a real scheduler and block manager but no model: a step takes the time that a linear model fitted to
 measurements of Qwen3-0.6B on an H100 gives (_fleet_simulation.py, which also says what is simplified). The policies
-`hashing` and `cache-aware` are the gateway's router without and with knowledge of the caches; like the gateway, the
-latter uses it from the second turn on.
+`hashing` and `cache-aware` are consistent hashing with bounded loads without and with knowledge of the caches, which is
+used from the second turn on.
 
 The limit of the hit rate is the hit rate of one replica with the blocks of all, which runs each request in no time.
 

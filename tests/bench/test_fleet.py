@@ -19,7 +19,7 @@ from paged_bench._fleet_simulation import (
     SYSTEM_TOKENS,
     CachedBlocks,
     Fleet,
-    GatewayRouter,
+    Hashing,
     LeastLoaded,
     Replica,
     Workload,
@@ -90,7 +90,7 @@ CONVERSATIONS = list(islice(Workload(2, 1.0, seed=1), 30))
 
 
 def policy(name, replicas=3):
-    return make_policy(name, replicas, CachedBlocks(replicas, BLOCK_SIZE), lambda: 0.0)
+    return make_policy(name, replicas, CachedBlocks(replicas, BLOCK_SIZE))
 
 
 def test_round_robin_takes_replicas_in_turn():
@@ -119,6 +119,15 @@ def test_all_turns_of_a_conversation_go_to_one_replica(name):
     assert used == {0, 1, 2}
 
 
+def test_a_replica_with_too_many_open_requests_is_passed_over():
+    """It has more than 1.25 times the mean of all, and more than 8 above it. Until then it gets every request."""
+    chosen, opened = policy("hashing", 4), Counter()
+    for _ in range(400):
+        opened[chosen.choose(CONVERSATIONS[0], 0)] += 1
+        assert opened.total() > 11 or len(opened) == 1, "passed over although it has not 8 above the mean"
+    assert max(opened.values()) == 125 and len(opened) == 4
+
+
 def test_every_policy_uses_all_replicas_of_an_overloaded_fleet():
     for name in POLICIES:
         chosen = policy(name)
@@ -128,7 +137,7 @@ def test_every_policy_uses_all_replicas_of_an_overloaded_fleet():
 def test_cached_blocks_are_those_that_the_block_managers_find(monkeypatch):
     """The pools are small enough that blocks are evicted."""
     fleet = Fleet(3, "cache-aware", 600, H100_QWEN3)
-    routed, compared = GatewayRouter.choose, []
+    routed, compared = Hashing.choose, []
 
     def choose(self, conversation, turn):
         prompt = conversation.prompt(turn)
@@ -139,7 +148,7 @@ def test_cached_blocks_are_those_that_the_block_managers_find(monkeypatch):
             assert share == pytest.approx(hit.num_blocks * BLOCK_SIZE / len(prompt))
         return routed(self, conversation, turn)
 
-    monkeypatch.setattr(GatewayRouter, "choose", choose)
+    monkeypatch.setattr(Hashing, "choose", choose)
     fleet.run(iter(Workload(4, 12.0, seed=1)), 100, lambda started: None)
     assert min(compared) == 0 and max(compared) > 0.5
     assert all(replica.scheduler.stats.evictions for replica in fleet.replicas)
