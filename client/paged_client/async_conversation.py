@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol
 
-from paged_client.async_stream import AsyncResponses, AsyncStream, AsyncTransport
+from paged_client.async_retry import RetryingTransport
+from paged_client.async_stream import AsyncStream, AsyncTransport
 from paged_client.conversation import RETRY_INTERVAL, SESSION_NOT_FOUND, ConversationBase
 from paged_client.types import Completion, PagedError
-from paged_client.wire import Fields, Message, Prompt, Values
+from paged_client.wire import Message, Prompt
 
 
 class AsyncGenerator(Protocol):
@@ -33,7 +33,9 @@ class AsyncConversation(ConversationBase):
 
     def __init__(self, client: AsyncGenerator, sampling: Mapping[str, Any]) -> None:
         super().__init__(sampling)
-        self._client = client.with_transport(lambda transport: _RetryingTransport(transport, self._should_retry))
+        self._client = client.with_transport(
+            lambda transport: RetryingTransport(transport, lambda error, _: self._should_retry(error), RETRY_INTERVAL)
+        )
 
     async def generate(
         self, prompt: Prompt | None = None, *, messages: Sequence[Message] | None = None, **sampling: Any
@@ -71,41 +73,3 @@ class AsyncConversation(ConversationBase):
             return
         with suppress(PagedError):  # the exception that is propagating is more informative
             await self.close()
-
-
-class _RetryingTransport:
-    """A transport that sends a request again if `should_retry` returns true for its error."""
-
-    def __init__(self, transport: AsyncTransport, should_retry: Callable[[PagedError], bool]) -> None:
-        self.must_stream = transport.must_stream
-        self.close = transport.close
-        self._transport = transport
-        self._should_retry = should_retry
-
-    def open(self, values: Values, request_id: str, timeout: float | None) -> AsyncResponses:
-        return _RetryingResponses(lambda: self._transport.open(values, request_id, timeout), self._should_retry)
-
-
-class _RetryingResponses:
-    def __init__(self, send: Callable[[], AsyncResponses], should_retry: Callable[[PagedError], bool]) -> None:
-        self._send = send
-        self._should_retry = should_retry
-        self._responses = send()
-        self._cancelled = False
-
-    async def next(self) -> Fields | None:
-        while not self._cancelled:
-            try:
-                return await self._responses.next()
-            except PagedError as error:
-                if not self._should_retry(error):
-                    raise
-            await asyncio.sleep(RETRY_INTERVAL)
-            if not self._cancelled:
-                self._responses.cancel()
-                self._responses = self._send()
-        return None
-
-    def cancel(self) -> None:
-        self._cancelled = True
-        self._responses.cancel()

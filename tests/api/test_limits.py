@@ -75,13 +75,12 @@ TESTED_ELSEWHERE = {
     "structured_outputs_timeout": ("guided/test_sandbox.test_compile_timeout_does_not_block_other_grammars"),
     "max_open_rows": "trtllm/test_relay.test_rows_beyond_max_open_rows_are_rejected",
     "max_biases": "trtllm/test_requests.test_biases_beyond_max_biases_are_rejected",
-    "(--max-open-requests)": "client/openai/test_servers.test_max_open_requests",
-    "(--max-open-bytes)": "client/openai/test_servers.test_max_open_bytes",
+    "(--max-open-requests)": "client/openai/test_server.test_max_open_requests",
+    "(--max-open-bytes)": "client/openai/test_server.test_max_open_bytes",
     "(--max-request-bytes)": "client/openai/test_app.test_oversized_body_is_rejected",
     "(--max-prompts)": "client/openai/test_engine_calls.test_too_many_prompts_are_rejected",
     "(--max-inputs)": "client/openai/test_embeddings.test_invalid_requests_are_rejected",
-    "(--body-timeout)": "client/openai/test_servers.test_body_timeout_frees_the_slot",
-    "(--prefill-timeout)": "client/openai/test_prefill.test_prefill_server_that_does_not_answer_is_given_up",
+    "(--body-timeout)": "client/openai/test_server.test_body_timeout_frees_the_slot",
     "(--chat-template-timeout)": "client/openai/test_chat_template.test_template_timeout",
 }
 # Options with such names that bound no client input.

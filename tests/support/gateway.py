@@ -21,7 +21,7 @@ from unittest.mock import patch
 from paged_client import cli
 from paged_client.openai import command
 from paged_client.serving.ports import choose_ports
-from tests.support.fake_servers import SERVERS, FakeServerState
+from tests.support.fake_servers import FakeServerState, grpc_server
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -114,9 +114,12 @@ def gateway_process(server_url: str, *flags: str, errors: IO[str] | None = None)
 
 
 @contextmanager
-def recording_server() -> Iterator[FakeServerState]:
-    """Start a fake server that follows `scripted_response`, and records requests and their sampling parameters."""
-    with SERVERS["grpc"]() as seen:
+def recording_server(port: int = 0) -> Iterator[FakeServerState]:
+    """Start a fake server that follows `scripted_response`, and records requests and their sampling parameters.
+
+    port: 0 chooses a free one.
+    """
+    with grpc_server(port) as seen:
         seen.scripted_response = {"say": ["Hello", " there"]}
         own = seen.script
 

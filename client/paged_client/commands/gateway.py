@@ -9,25 +9,16 @@ from pathlib import Path
 from paged_backend.text.chat_templates import RENDER_SECONDS
 from paged_client.commands.arguments import port, positive_int, seconds, size
 from paged_client.openai.limits import GatewayLimits
-from paged_client.openai.routing import POLICIES
 from paged_client.sync_client import DEFAULT_URLS
 
-PREFILL_MIN_TOKENS = 512  # as many as a step computes by default
-PREFILL_SECONDS = 60.0
 LIMITS = GatewayLimits()
 TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("openai", help="run an OpenAI-compatible HTTP server in front of running servers")
+    parser = commands.add_parser("openai", help="run an OpenAI-compatible HTTP server in front of a running server")
     add = parser.add_argument
-    add(
-        "--url",
-        action="append",
-        default=[],
-        metavar="HOST:PORT",
-        help=f"gRPC endpoint of a server (default: {DEFAULT_URLS['grpc']}); repeat it for several servers of the model",
-    )
+    add("--url", metavar="HOST:PORT", help=f"gRPC endpoint of the server (default: {DEFAULT_URLS['grpc']})")
     add("--model", metavar="NAME", help="name of the served model (default: the server's, if it has only one)")
     add(
         "--tokenizer",
@@ -108,48 +99,8 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=seconds,
         default=0.0,
         metavar="SECONDS",
-        help="time for which a request without output is tried again while all servers fail, for servers that are"
-        " restarted (default: each server is tried once)",
-    )
-    add(
-        "--routing",
-        choices=POLICIES,
-        default="prefix",
-        help="how to choose one of several servers: by the beginning of the prompt, so that its prefix cache has it,"
-        " unless that server has more than its share of the open requests; or in turn (default: prefix)",
-    )
-    add(
-        "--kv-events",
-        action="append",
-        default=[],
-        metavar="EVENTS,REPLAY",
-        help="ZeroMQ endpoints where a server publishes its KV cache events and sends past ones (kv_events_config), so"
-        " that requests go to the server that has cached most of their prompt; once for each --url, in their order;"
-        " needs --tokenizer and the extra 'routing'",
-    )
-    add(
-        "--prefill-url",
-        action="append",
-        default=[],
-        metavar="HOST:PORT",
-        help="gRPC endpoint of a prefill server, which computes long prompts and writes their blocks to the remote"
-        " cache that it shares with the servers of --url; may be repeated",
-    )
-    add(
-        "--prefill-min-tokens",
-        type=positive_int,
-        default=PREFILL_MIN_TOKENS,
-        metavar="N",
-        help="number of tokens from which on a prompt is sent to a prefill server first; a quarter of the characters"
-        f" of a text, and only those after the last answer of a conversation (default: {PREFILL_MIN_TOKENS})",
-    )
-    add(
-        "--prefill-timeout",
-        type=seconds,
-        default=PREFILL_SECONDS,
-        metavar="SECONDS",
-        help="time after which the server of the request computes a prompt that no prefill server has finished"
-        f" (default: {PREFILL_SECONDS:g})",
+        help="time for which a request without output is sent again while the server fails or is restarted"
+        " (default: it is sent once)",
     )
     add(
         "--allowed-origin",
@@ -175,7 +126,7 @@ def openai(args: argparse.Namespace) -> int:
     from paged_client.openai import command
 
     return command.run(
-        urls=args.url,
+        url=args.url,
         model=args.model,
         tokenizer=args.tokenizer,
         host=args.host,
@@ -192,11 +143,6 @@ def openai(args: argparse.Namespace) -> int:
         tool_parser=args.tool_parser,
         access_log=args.access_log,
         retry_seconds=args.retry_seconds,
-        routing=args.routing,
-        kv_events=args.kv_events,
-        prefill_urls=args.prefill_url,
-        prefill_min_tokens=args.prefill_min_tokens,
-        prefill_timeout=args.prefill_timeout,
         allowed_origins=args.allowed_origin,
         root_path=args.root_path,
     )

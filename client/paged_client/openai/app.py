@@ -1,4 +1,4 @@
-"""The routes of the OpenAI-compatible gateway. It keeps counters and connections to servers, but no request state."""
+"""The routes of the OpenAI-compatible gateway. It keeps counters and connections, but no request state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -26,17 +26,15 @@ from paged_client.openai.answers import ChatResponseBuilder, CompletionResponseB
 from paged_client.openai.chat_schema import ChatRequest
 from paged_client.openai.chat_template import ChatTemplate
 from paged_client.openai.concurrency import READ, ClientDisconnected, ConcurrencyLimiter, run_while_connected
-from paged_client.openai.engine_calls import MergedStream, generate_all, with_routes
+from paged_client.openai.engine_calls import MergedStream, generate_all
 from paged_client.openai.errors import ApiError
 from paged_client.openai.framing import FramingCheck
 from paged_client.openai.health import Health
-from paged_client.openai.kv_index import KvIndex
 from paged_client.openai.limits import SMALL_BYTES, GatewayLimits, flag
 from paged_client.openai.models import ServedModels
 from paged_client.openai.pooling import PoolingBody, ask_all
 from paged_client.openai.pooling_routes import POOLING_ROUTES
-from paged_client.openai.prefill import PrefillServers, PrefillSettings
-from paged_client.openai.servers import Servers
+from paged_client.openai.server import Server
 from paged_client.openai.streaming import EventStream
 from paged_client.openai.tool_calls import ToolCallFormat
 from paged_client.openai.tools import tool_use
@@ -57,7 +55,7 @@ class Settings:
     """The settings of a gateway.
 
     Args:
-        urls: gRPC endpoints of the servers; None is the default one.
+        url: gRPC endpoint of the server; None is the default one.
         model: name of the served model at the start, which is also its name in the gateway.
         is_model_fixed: whether the user has chosen the name; if not, it follows the name of a restarted server.
         template: chat template to apply in the gateway; None if the server applies the model's.
@@ -65,15 +63,12 @@ class Settings:
         limits: limits of requests.
         tool_format: format of the model's tool calls.
         access_log: called with a line for each request; None disables the log.
-        retry_seconds: time for which a request without output is tried again while all servers fail.
-        routing: how servers are chosen, one of routing.POLICIES.
-        index: knows what each server has cached, if given.
-        prefill: prefill servers, if there are some.
+        retry_seconds: time for which a request without output is tried again while the server fails.
         allowed_origins: origins of web pages that may send requests; "*" is any.
         root_path: path prefix at which a proxy publishes the gateway, like "/llm". Requests may have it.
     """
 
-    urls: Sequence[str | None]
+    url: str | None
     model: str
     is_model_fixed: bool
     template: ChatTemplate | None
@@ -82,9 +77,6 @@ class Settings:
     tool_format: ToolCallFormat
     access_log: Callable[[str], object] | None
     retry_seconds: float = 0.0
-    routing: str = "prefix"
-    index: KvIndex | None = None
-    prefill: PrefillSettings | None = None
     allowed_origins: Sequence[str] = ()
     root_path: str = ""
 
@@ -94,27 +86,19 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._servers = Servers(
-            settings.urls,
-            settings.model,
-            is_fixed=settings.is_model_fixed,
-            retry_seconds=settings.retry_seconds,
-            routing=settings.routing,
-            index=settings.index,
+        self._server = Server(
+            settings.url, settings.model, is_fixed=settings.is_model_fixed, retry_seconds=settings.retry_seconds
         )
-        self._models = ServedModels(self._servers)
-        self._health = Health(lambda: self._with_current_name(lambda: self._servers.pool_map(timeout=HEALTH_TIMEOUT)))
+        self._models = ServedModels(self._server)
+        self._health = Health(
+            lambda: self._with_current_name(lambda: self._server.plain_client.pool_map(timeout=HEALTH_TIMEOUT))
+        )
         self.metrics = metrics.Metrics()
         self._parsing = asyncio.Lock()  # held while a large body is parsed
-        self._prefill = None
-        if settings.prefill:
-            self._prefill = PrefillServers(
-                settings.prefill, settings.model, is_model_fixed=settings.is_model_fixed, metrics=self.metrics
-            )
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        async with self._servers, self._prefill or nullcontext():
+        async with self._server:
             yield
 
     async def completions(self, request: Request) -> Response:
@@ -145,13 +129,13 @@ class Gateway:
         return await self._with_current_name(respond)
 
     async def _with_current_name(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return what `work` returns. It is repeated if the servers turn out to serve the model under another name."""
-        names = self._servers.names
+        """Return what `work` returns. It is repeated if the server turns out to serve the model under another name."""
+        name = self._server.name
         try:
             return await work()
         except (ApiError, PagedError) as error:
             is_unknown = error.code is not None and error.code.upper() == "NOT_FOUND"
-            if not is_unknown or not await self._servers.find_names(names):
+            if not is_unknown or not await self._server.find_name(name):
                 raise
         return await work()
 
@@ -162,11 +146,10 @@ class Gateway:
         engine_requests: Sequence[EngineRequest],
         builder: ResponseBuilder,
     ) -> Response:
-        context, key = _trace_context(request), request.headers.get("X-Session-Id") or body.prompt_cache_key
+        context = _trace_context(request)
         engine_requests = [
             replace(engine_request, sampling=engine_request.sampling | context) for engine_request in engine_requests
         ]
-        engine_requests = await with_routes(self._servers, engine_requests, key)
         try:
             return await self._answer(request, body, engine_requests, builder)
         except ApiError as error:
@@ -179,15 +162,12 @@ class Gateway:
         engine_requests: Sequence[EngineRequest],
         builder: ResponseBuilder,
     ) -> Response:
-        if self._prefill:
-            computed = self._prefill.compute(engine_requests, builder.id)
-            engine_requests = await run_while_connected(request.receive, computed)
         if not body.stream:
-            work = generate_all(self._servers, engine_requests, builder.id)
+            work = generate_all(self._server.client, engine_requests, builder.id)
             completions = await run_while_connected(request.receive, work)
             self.metrics.count_tokens(_route(request), completions)
             return JSONResponse(builder.whole(completions), headers={"X-Request-Id": builder.id})
-        stream = MergedStream(self._servers, engine_requests, builder.id, samples=body.n or 1)
+        stream = MergedStream(self._server.client, engine_requests, builder.id, samples=body.n or 1)
         try:
             first = await run_while_connected(request.receive, stream.first())
         except BaseException:
@@ -203,7 +183,7 @@ class Gateway:
         self._settings.limits.check("max_inputs", body.list_field, len(body.calls), "inputs")
 
         async def ask() -> list[Any]:
-            work = ask_all(self._servers, body, self._adapter(body.model), _trace_context(request))
+            work = ask_all(self._server.client, body, self._adapter(body.model), _trace_context(request))
             try:
                 return await run_while_connected(request.receive, work)
             except ApiError as error:
@@ -214,18 +194,18 @@ class Gateway:
         return JSONResponse(body.response(computed, request_id, self._name(body.model)))
 
     def _name(self, model: str | None) -> str:
-        """Return the model's name in a request; without one, the name of the model that the servers have."""
-        return self._servers.names[0] if model is None else model
+        """Return the model's name in a request; without one, the name of the model that the server has."""
+        return self._server.name if model is None else model
 
     def _adapter(self, model: str | None) -> str | None:
         """Return the adapter that a request names in place of the model, or None. The server checks that it exists.
 
-        model: the request's `model`; None: the servers' model.
+        model: the request's `model`; None: the server's model.
         """
-        return None if model is None or model in self._servers.names else model
+        return None if model is None or model == self._server.name else model
 
     async def models(self) -> dict[str, Any]:
-        """Return the model and its adapters. Raises ApiError if no server can be reached."""
+        """Return the model and its adapters. Raises ApiError if the server cannot be reached."""
         return {"object": "list", "data": await self._with_current_name(self._models.cards)}
 
     async def model(self, name: str) -> dict[str, Any]:
@@ -264,7 +244,7 @@ class Gateway:
     async def _echo(self, request: Request, asked: EngineRequest) -> Completion:
         """Return the completion of a request without output."""
         asked = replace(asked, sampling=asked.sampling | _trace_context(request))
-        work = generate_all(self._servers, [asked], _request_id(request))
+        work = generate_all(self._server.client, [asked], _request_id(request))
         try:
             (completion,) = await run_while_connected(request.receive, work)
         except ApiError as error:
@@ -272,7 +252,7 @@ class Gateway:
         return completion
 
     async def health(self) -> dict[str, str]:
-        """Check that a server is ready."""
+        """Check that the server is ready."""
         await self._health.check()
         return {"status": "ok"}
 
@@ -284,7 +264,7 @@ class Gateway:
         return {"version": version("paged-llm-triton")}
 
     async def live(self) -> dict[str, str]:
-        """Check that the gateway runs, independent of the servers."""
+        """Check that the gateway runs, independent of the server."""
         return {"status": "ok"}
 
     async def show_metrics(self) -> Response:

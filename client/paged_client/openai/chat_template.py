@@ -37,10 +37,6 @@ class ChatTemplate:
             raise ValueError(f"{directory}: the tokenizer has no chat template")
         self._seconds = seconds
 
-    def tokenize(self, text: str, special_tokens: bool) -> list[int]:
-        """Return the token ids of a prompt. special_tokens: whether to add those that begin or end a sequence."""
-        return list(self._tokenizer.encode(text, add_special_tokens=special_tokens))
-
     @property
     def text(self) -> str:
         """The source of the template."""

@@ -10,10 +10,10 @@ from typing import Any
 from pydantic import Field
 
 from paged_backend.api.errors import SEVERAL_LABELS
+from paged_client.async_client import AsyncClient
 from paged_client.openai.errors import ApiError
 from paged_client.openai.pooling import PoolingBody, usage
 from paged_client.openai.schema import Flag, Integer, ListOf, StrictModel, shown, split_inputs
-from paged_client.openai.servers import Servers
 from paged_client.types import Classification, PagedError
 
 _LABELS = re.compile(rf"has (\d+) {SEVERAL_LABELS}")
@@ -27,9 +27,9 @@ class _ClassificationBody(PoolingBody[Classification]):
         if self.activation is not None and self.use_activation is not None:
             raise ApiError(400, "activation: is another name of use_activation; give one", param="activation")
 
-    async def ask(self, servers: Servers, arguments: Mapping[str, Any]) -> Classification:
+    async def ask(self, client: AsyncClient, arguments: Mapping[str, Any]) -> Classification:
         use = self.activation if self.use_activation is None else self.use_activation
-        return await servers.classify(use_activation=use is not False, **arguments)
+        return await client.classify(use_activation=use is not False, **arguments)
 
     def _list(
         self, id: str, data: Sequence[Mapping[str, Any]], results: Sequence[Classification], model: str
@@ -83,9 +83,9 @@ class _PairBody(_ClassificationBody):
     def calls(self) -> Sequence[Mapping[str, Any]]:
         return [{"query": query, "document": document} for query, document in self.pairs]
 
-    async def ask(self, servers: Servers, arguments: Mapping[str, Any]) -> Classification:
+    async def ask(self, client: AsyncClient, arguments: Mapping[str, Any]) -> Classification:
         try:
-            return await super().ask(servers, arguments)
+            return await super().ask(client, arguments)
         except PagedError as error:  # without a template for pairs, the engine says that none would help
             if match := _LABELS.search(error.message):
                 raise _several_labels(int(match[1])) from None

@@ -21,10 +21,8 @@ from paged_client.openai import keys
 from paged_client.openai.app import Settings, create_app
 from paged_client.openai.chat_template import ChatTemplate
 from paged_client.openai.framing import bounded_protocol
-from paged_client.openai.kv_index import KvIndex
 from paged_client.openai.limits import GatewayLimits
-from paged_client.openai.prefill import PrefillSettings
-from paged_client.openai.servers import FIND_SECONDS
+from paged_client.openai.server import FIND_SECONDS
 from paged_client.openai.tool_calls import FORMATS
 from paged_client.openai.tools import detect_format
 from paged_client.session import UsageError
@@ -38,7 +36,7 @@ CUT_SECONDS = 2  # time for streams that are cut to send the error
 
 def run(
     *,
-    urls: Sequence[str],
+    url: str | None,
     model: str | None,
     tokenizer: Path | None,
     host: str,
@@ -55,22 +53,10 @@ def run(
     tool_parser: str,
     access_log: bool,
     retry_seconds: float,
-    routing: str,
-    kv_events: Sequence[str],
-    prefill_urls: Sequence[str],
-    prefill_min_tokens: int,
-    prefill_timeout: float,
     allowed_origins: Sequence[str],
     root_path: str,
 ) -> int:
     """Serve until Ctrl-C and return the exit code. Raises UsageError for invalid arguments."""
-    for flag, given in (("--url", urls), ("--prefill-url", prefill_urls)):
-        for url in given:
-            if given.count(url) > 1:
-                raise UsageError(f"{flag} {url}: given {given.count(url)} times; each must be another server")
-    for url in prefill_urls:
-        if url in (urls or [DEFAULT_URLS["grpc"]]):
-            raise UsageError(f"--prefill-url {url}: is a --url, too; prefill needs a server of its own")
     if tokenizer:  # loading takes several seconds, including the import of transformers
         _log_line(f"loading the tokenizer {tokenizer} ...")
     try:
@@ -83,25 +69,11 @@ def run(
         raise UsageError(str(error)) from None
     tool_format = FORMATS[tool_parser] if tool_parser != "auto" else detect_format(template.text if template else None)
     try:
-        served = find_models(urls or [DEFAULT_URLS["grpc"]])
+        served = _find_model(url or DEFAULT_URLS["grpc"])
     except ValueError as error:
         raise UsageError(f"--{error}") from None
-    try:
-        find_models(prefill_urls, "prompts for this server are computed by the others until this has changed")
-    except ValueError as error:
-        raise UsageError(f"--prefill-{error}") from None
-    index = None
-    if kv_events:
-        if template is None:
-            raise UsageError("--kv-events: needs the tokenizer of the model (--tokenizer)")
-        if routing != "prefix" or len(kv_events) != max(1, len(urls)):
-            raise UsageError(f"--kv-events: {len(kv_events)} given; must be one for each --url, with --routing prefix")
-        try:
-            index = KvIndex(kv_events, template.tokenize)
-        except ValueError as error:
-            raise UsageError(f"--{error}") from None
     settings = Settings(
-        urls=urls or (None,),
+        url=url,
         model=model or served or DEFAULT_MODEL,
         is_model_fixed=model is not None,
         template=template,
@@ -112,9 +84,6 @@ def run(
         tool_format=tool_format,
         access_log=_log_line if access_log else None,
         retry_seconds=retry_seconds,
-        routing=routing,
-        index=index,
-        prefill=PrefillSettings(prefill_urls, prefill_min_tokens, prefill_timeout, _log_line) if prefill_urls else None,
         allowed_origins=allowed_origins,
         root_path=root_path,
     )
@@ -127,7 +96,7 @@ def run(
     except OSError as error:
         raise UsageError(f"--host {host} --port {port}: {error.strerror}") from None
     print(
-        f"OpenAI-compatible API of {settings.model} at {', '.join(urls) or DEFAULT_URLS['grpc']}: http://{host}:{port}/v1",
+        f"OpenAI-compatible API of {settings.model} at {url or DEFAULT_URLS['grpc']}: http://{host}:{port}/v1",
         flush=True,
     )
     server = _Server(app, settings.limits)
@@ -152,7 +121,7 @@ class BackgroundGateway:
         self.port = port
         self._host = host
         settings = Settings(
-            urls=(server_url,),
+            url=server_url,
             model=model,
             is_model_fixed=True,
             template=None,
@@ -184,21 +153,16 @@ class BackgroundGateway:
             self._thread.join()
 
 
-def find_models(
-    urls: Sequence[str], consequence: str = "requests for this server fail until this has changed"
-) -> str | None:
-    """Return the name of the model on the first of these servers that can be reached, or None.
+def _find_model(url: str) -> str | None:
+    """Return the name of the server's model. Writes a warning and returns None if it has none or cannot be reached.
 
-    Raises ValueError for an invalid URL. Writes a warning, with the consequence, for each server that cannot be reached
-    or does not serve this engine.
+    Raises ValueError for an invalid URL.
     """
-    names = []
-    for url in urls:
-        try:
-            names.append(find_model(url, "grpc", FIND_SECONDS))
-        except PagedError as error:
-            _log_line(f"warning: {error.message}; {consequence}")
-    return names[0] if names else None
+    try:
+        return find_model(url, "grpc", FIND_SECONDS)
+    except PagedError as error:
+        _log_line(f"warning: {error.message}; requests fail until this has changed")
+        return None
 
 
 def listen(host: str, port: int) -> socket.socket:

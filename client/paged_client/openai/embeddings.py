@@ -8,9 +8,9 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from paged_client.async_client import AsyncClient
 from paged_client.openai.pooling import PoolingBody, usage
 from paged_client.openai.schema import Integer, ListOf, split_inputs
-from paged_client.openai.servers import Servers
 from paged_client.types import Embedding
 
 
@@ -23,8 +23,8 @@ class EmbeddingRequest(PoolingBody[Embedding]):
     def calls(self) -> Sequence[Mapping[str, Any]]:
         return [{"input": item} for item in split_inputs(self.input)]
 
-    async def ask(self, servers: Servers, arguments: Mapping[str, Any]) -> Embedding:
-        return await servers.embed(dimensions=self.dimensions, **arguments)
+    async def ask(self, client: AsyncClient, arguments: Mapping[str, Any]) -> Embedding:
+        return await client.embed(dimensions=self.dimensions, **arguments)
 
     def response(self, results: Sequence[Embedding], request_id: str, model: str) -> dict[str, Any]:
         return {

@@ -9,43 +9,29 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
+from paged_client.async_client import AsyncClient
+from paged_client.async_stream import AsyncStream
 from paged_client.openai.concurrency import cancel_and_wait, gather_or_cancel
 from paged_client.openai.errors import ApiError, from_engine
-from paged_client.openai.routing import Route
-from paged_client.openai.servers import FailoverStream, Servers
 from paged_client.openai.translation import EngineRequest
 from paged_client.types import Completion, Delta, PagedError
 
 
-async def with_routes(
-    servers: Servers, requests: Sequence[EngineRequest], key: str | None = None
-) -> list[EngineRequest]:
-    """Return the requests with what the choice of a server depends on. key: replaces the requests' own keys."""
-
-    async def route(request: EngineRequest) -> Route:
-        # All servers soon have the system prompts; only more than that is worth leaving the ring's choice for.
-        cached = () if request.is_first_turn else await servers.cached(request.prompt, request.sampling)
-        return Route(key or request.key, cached)
-
-    routes = await gather_or_cancel(map(route, requests))
-    return [replace(request, route=route) for request, route in zip(requests, routes, strict=True)]
-
-
-async def generate_all(servers: Servers, requests: Sequence[EngineRequest], request_id: str) -> list[Completion]:
+async def generate_all(client: AsyncClient, requests: Sequence[EngineRequest], request_id: str) -> list[Completion]:
     """Return the completions of all requests, in order. Raises ApiError if one fails, which cancels the others."""
     return await gather_or_cancel(
-        _generate(servers, request, engine_id) for request, engine_id in with_ids(requests, request_id)
+        _generate(client, request, engine_id) for request, engine_id in _with_ids(requests, request_id)
     )
 
 
-async def _generate(servers: Servers, request: EngineRequest, engine_id: str) -> Completion:
+async def _generate(client: AsyncClient, request: EngineRequest, engine_id: str) -> Completion:
     try:
-        return await servers.generate(request_id=engine_id, **request.arguments)
+        return await client.generate(request_id=engine_id, **request.arguments)
     except (PagedError, ValueError) as error:
         raise _api_error(error, request) from None
 
 
-def with_ids(requests: Sequence[EngineRequest], request_id: str) -> list[tuple[EngineRequest, str]]:
+def _with_ids(requests: Sequence[EngineRequest], request_id: str) -> list[tuple[EngineRequest, str]]:
     """Pair each engine request with its id for the server."""
     if len(requests) == 1:
         return [(requests[0], request_id)]
@@ -67,13 +53,15 @@ class MergedStream:
     Raises ApiError for a request that cannot be sent.
     """
 
-    def __init__(self, servers: Servers, requests: Sequence[EngineRequest], request_id: str, *, samples: int) -> None:
+    def __init__(
+        self, client: AsyncClient, requests: Sequence[EngineRequest], request_id: str, *, samples: int
+    ) -> None:
         self._requests = requests
         self._samples = samples
-        self._streams: list[FailoverStream] = []
+        self._streams: list[AsyncStream] = []
         try:
-            for request, engine_id in with_ids(requests, request_id):
-                self._streams.append(_stream(servers, request, engine_id))
+            for request, engine_id in _with_ids(requests, request_id):
+                self._streams.append(_stream(client, request, engine_id))
         except BaseException:
             self.cancel()
             raise
@@ -127,8 +115,8 @@ class MergedStream:
             raise _api_error(error, self._requests[index]) from None
 
 
-def _stream(servers: Servers, request: EngineRequest, engine_id: str) -> FailoverStream:
+def _stream(client: AsyncClient, request: EngineRequest, engine_id: str) -> AsyncStream:
     try:
-        return servers.stream(request_id=engine_id, **request.arguments)
+        return client.stream(request_id=engine_id, **request.arguments)
     except ValueError as error:
         raise _api_error(error, request) from None

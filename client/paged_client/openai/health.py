@@ -1,4 +1,4 @@
-"""Checks whether the servers behind the gateway answer requests."""
+"""Checks whether the server behind the gateway answers requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AGE_SECONDS = 1.0  # time for which an answer is kept
 
 
 class Health:
-    """Asks the servers at most once a second, however many clients ask, because the question needs no key.
+    """Asks the server at most once a second, however many clients ask, because the question needs no key.
 
     Args:
         ask: returns a pool map. The engine loop itself answers this request, so it must be running.
@@ -25,7 +25,7 @@ class Health:
         self._until = 0.0  # time.monotonic() until which the answer is kept
 
     async def check(self) -> None:
-        """Raise ApiError if no server is ready, or all ready servers sleep."""
+        """Raise ApiError if the server is not ready, or the model sleeps."""
         if self._asked is None or (self._asked.done() and time.monotonic() >= self._until):
             self._asked = asyncio.ensure_future(self._problem())
         if problem := await asyncio.shield(self._asked):  # a client that leaves does not end it for the others

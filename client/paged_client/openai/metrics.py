@@ -39,16 +39,9 @@ class Metrics:
             ("route", "kind"),
             registry=all_of,
         )
-        self._prefills = prometheus_client.Counter(
-            "paged_openai_prefills", "Prompts sent to prefill servers, by outcome", ("outcome",), registry=all_of
-        )
         self._open_streams = prometheus_client.Gauge("paged_openai_open_streams", "Streams being sent", registry=all_of)
         self._first = _seconds("paged_openai_first_byte_seconds", "Time to the first byte of a response", all_of)
         self._duration = _seconds("paged_openai_request_seconds", "Duration of a request", all_of)
-
-    def count_prefill(self, outcome: str) -> None:
-        """Count a prompt that was sent to a prefill server. outcome: "stored" or "failed"."""
-        self._prefills.labels(outcome).inc()
 
     def count(self, route: str, status: int, first: float | None, seconds: float) -> None:
         """Count a finished request. `first` is its time to first byte; None if there was no response."""

@@ -1,4 +1,4 @@
-"""The models that a gateway serves: the servers' model and its LoRA adapters."""
+"""The models that a gateway serves: the server's model and its LoRA adapters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from paged_client.discovery import listed
 from paged_client.openai.errors import NO_SUCH_MODEL, ApiError, from_engine, no_such_model
-from paged_client.openai.servers import Servers
+from paged_client.openai.server import Server
 from paged_client.types import PagedError
 
 _ANSWER_SECONDS = 10.0  # time limit for the adapters
@@ -17,10 +17,10 @@ _LENGTH_AGE = 60.0  # seconds after which the context length is read again: a se
 
 
 class ServedModels:
-    """Describes the models of `servers`. The model has the name that it has at the first server."""
+    """Describes the models of `server`."""
 
-    def __init__(self, servers: Servers) -> None:
-        self._servers = servers
+    def __init__(self, server: Server) -> None:
+        self._server = server
         self._created = int(time.time())
         self._max_model_len: int | None = None
         self._read_at: float | None = None  # time.monotonic() of the last context length
@@ -28,13 +28,13 @@ class ServedModels:
 
     @property
     def _name(self) -> str:
-        return self._servers.names[0]
+        return self._server.name
 
     async def cards(self) -> list[dict[str, Any]]:
         """Return the model and its adapters, as OpenAI's API lists models. Raises ApiError without a server."""
         try:
             adapters, length = await asyncio.gather(
-                self._servers.adapters(timeout=_ANSWER_SECONDS), self.context_length()
+                self._server.plain_client.adapters(timeout=_ANSWER_SECONDS), self.context_length()
             )
         except PagedError as error:
             raise from_engine(error, {}) from None
@@ -60,11 +60,11 @@ class ServedModels:
         return ApiError(error.status, f"{error.message}; choose {listed(names)}", param=error.param, code=error.code)
 
     async def context_length(self) -> int | None:
-        """Return `max_model_len` of the servers; None as long as it is unknown."""
+        """Return `max_model_len` of the server; None as long as it is unknown."""
         name = self._name
         if self._read_at is None or time.monotonic() > self._read_at + _LENGTH_AGE or name != self._read_of:
             try:
-                pool = await self._servers.pool_map(timeout=_LENGTH_SECONDS)
+                pool = await self._server.plain_client.pool_map(timeout=_LENGTH_SECONDS)
             except PagedError:
                 return self._max_model_len
             self._max_model_len, self._read_at, self._read_of = pool.max_model_len, time.monotonic(), name

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from paged_client.async_client import AsyncClient
 from paged_client.openai.concurrency import gather_or_cancel
 from paged_client.openai.errors import ApiError, from_engine
 from paged_client.openai.schema import Body, Flag, Integer, StrictModel
-from paged_client.openai.servers import Servers
 from paged_client.types import Classification, Embedding, PagedError
 
 MAX_CONCURRENT_INPUTS = 64  # maximum for one request
@@ -31,7 +31,7 @@ class SamplingFields(StrictModel):
 class PoolingBody(SamplingFields, Body, Generic[ResultT]):
     """The base class of the bodies of such requests."""
 
-    model: str | None = None  # None: the servers' model
+    model: str | None = None  # None: the server's model
 
     @property
     def list_field(self) -> str:
@@ -43,7 +43,7 @@ class PoolingBody(SamplingFields, Body, Generic[ResultT]):
         """The arguments of the client's method for each input."""
         raise NotImplementedError
 
-    async def ask(self, servers: Servers, arguments: Mapping[str, Any]) -> ResultT:
+    async def ask(self, client: AsyncClient, arguments: Mapping[str, Any]) -> ResultT:
         """Return the result for one input."""
         raise NotImplementedError
 
@@ -74,7 +74,7 @@ def usage(results: Sequence[Embedding | Classification]) -> dict[str, int]:
 
 
 async def ask_all(
-    servers: Servers, body: PoolingBody[ResultT], adapter: str | None, trace_context: Mapping[str, str]
+    client: AsyncClient, body: PoolingBody[ResultT], adapter: str | None, trace_context: Mapping[str, str]
 ) -> list[ResultT]:
     """Return the results of all inputs, in order. Raises ApiError if one fails, which cancels the others.
 
@@ -86,7 +86,7 @@ async def ask_all(
     async def ask(index: int, arguments: Mapping[str, Any]) -> ResultT:
         async with slots:
             try:
-                return await body.ask(servers, {**arguments, **sampling})
+                return await body.ask(client, {**arguments, **sampling})
             except PagedError as error:
                 raise _api_error(error, body.names(index), adapter) from None
 

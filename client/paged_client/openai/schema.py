@@ -229,9 +229,8 @@ ENGINE_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 
 class GenerateBody(SamplingFields, GuidedFields, Body):
-    model: str | None = None  # None: the servers' model
+    model: str | None = None  # None: the server's model
     stream: Flag | None = None
-    prompt_cache_key: str | None = None  # requests with the same key go to the same server
     return_token_ids: Flag | None = None
     return_tokens_as_token_ids: Flag | None = None  # in logprobs; as in vLLM
     stream_options: StreamOptions | None = None

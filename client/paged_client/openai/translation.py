@@ -12,34 +12,28 @@ from pydantic_core import from_json
 from paged_client.openai.chat_schema import ChatMessage, ChatRequest, ToolCall
 from paged_client.openai.chat_template import ChatTemplate
 from paged_client.openai.errors import ApiError
-from paged_client.openai.routing import Route, conversation_key, prompt_key
 from paged_client.openai.schema import CompletionRequest, GenerateBody, SamplingFields
 from paged_client.openai.tool_calls import MISTRAL, ToolCallFormat
 from paged_client.openai.tools import ToolUse
 
 Sampling = dict[str, Any]
-CHARS_PER_TOKEN = 4  # characters of a token, on average, in English text; used for estimates only
 # Names of the prompt in the errors of the engine and of the client library.
 PROMPT_FIELDS = ("text_input", "input_ids", "prompt_tokens", "prompt")
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """The arguments of Servers.stream and Servers.generate."""
+    """The arguments of AsyncClient.stream and AsyncClient.generate."""
 
     prompt: str | list[int] | None  # text or token ids; None if `messages` is given
     messages: list[dict[str, Any]] | None
     sampling: Sampling
     # The request's field names by the engine's, where they differ.
     names: dict[str, str] = field(default_factory=dict)
-    key: str = ""  # requests with the same key should go to the same server
-    is_first_turn: bool = False  # whether it is a conversation without an answer of the model
-    route: Route | None = None  # None: any server
-    num_new_tokens: int = 0  # estimate of the prompt's tokens that no earlier turn of a conversation had
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {"prompt": self.prompt, "messages": self.messages, "route": self.route, **self.sampling}
+        return {"prompt": self.prompt, "messages": self.messages, **self.sampling}
 
 
 def from_completion(request: CompletionRequest, adapter: str | None) -> list[EngineRequest]:
@@ -54,14 +48,7 @@ def from_completion(request: CompletionRequest, adapter: str | None) -> list[Eng
     prompts = request.prompts
     fields = ["prompt"] if len(prompts) == 1 else [f"prompt.{index}" for index in range(len(prompts))]
     return [
-        EngineRequest(
-            prompt,
-            None,
-            sampling,
-            names | dict.fromkeys(PROMPT_FIELDS, field),
-            prompt_key(prompt),
-            num_new_tokens=len(prompt) // CHARS_PER_TOKEN if isinstance(prompt, str) else len(prompt),
-        )
+        EngineRequest(prompt, None, sampling, names | dict.fromkeys(PROMPT_FIELDS, field))
         for field, prompt in zip(fields, prompts, strict=True)
     ]
 
@@ -86,26 +73,13 @@ async def from_chat(
         sampling.setdefault("skip_special_tokens", False)  # [TOOL_CALLS] is a special token
     sampling.setdefault("max_tokens", None)  # no limit but the context length
     messages = [_message(message) for message in request.messages]
-    num_new = _num_new_tokens(messages)
-    key, is_first_turn = conversation_key(messages), all(message["role"] != "assistant" for message in messages)
     if template is None:
         more = {"tools": use.prompt_tools, "chat_template_kwargs": request.template_variables}
         given = {name: value for name, value in more.items() if value}
-        return EngineRequest(None, messages, sampling | given, names, key, is_first_turn, num_new_tokens=num_new)
+        return EngineRequest(None, messages, sampling | given, names)
     prompt = await asyncio.to_thread(template.prompt, messages, use.prompt_tools, request.template_variables)
     sampling |= {"add_special_tokens": False}
-    return EngineRequest(prompt, None, sampling, names, key, is_first_turn, num_new_tokens=num_new)
-
-
-def _num_new_tokens(messages: list[dict[str, Any]]) -> int:
-    """Return an estimate of the tokens of the messages after the last answer of the model. The server of the
-    conversation has computed the earlier messages."""
-    count = 0
-    for message in reversed(messages):
-        if message["role"] == "assistant":
-            break
-        count += len(message["content"])
-    return count // CHARS_PER_TOKEN
+    return EngineRequest(prompt, None, sampling, names)
 
 
 def _sampling(

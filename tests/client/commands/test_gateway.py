@@ -27,8 +27,6 @@ def test_arguments_are_passed_to_the_gateway(monkeypatch):
     flags = [
         "--url",
         "a:1",
-        "--url",
-        "b:2",
         "--api-key",
         "k",
         "--port",
@@ -41,6 +39,6 @@ def test_arguments_are_passed_to_the_gateway(monkeypatch):
     assert cli.main(["openai", *flags, "--access-log"]) == 7
     assert cli.main(["openai"]) == 7
     given, default = calls
-    changed = {"urls": ["a:1", "b:2"], "api_keys": ["k"], "port": 80, "body_timeout": 2.5, "max_inputs": 9}
+    changed = {"url": "a:1", "api_keys": ["k"], "port": 80, "body_timeout": 2.5, "max_inputs": 9}
     assert given == default | changed | {"access_log": True}
-    assert (default["urls"], default["api_keys"], default["port"], default["max_prompts"]) == ([], [], 9000, 128)
+    assert (default["url"], default["api_keys"], default["port"], default["max_prompts"]) == (None, [], 9000, 128)

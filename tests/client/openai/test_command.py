@@ -11,7 +11,6 @@ import pytest
 from paged_client import cli
 from paged_client.openai import command
 from tests.support.gateway import PROMPT, WAIT, error_of, gateway, gateway_process
-from tests.support.tokenizers import write_tokenizer
 from tests.support.waiting import until
 
 
@@ -107,34 +106,6 @@ class TestCommand:
     def test_url_with_scheme_is_rejected(self, capsys):
         assert cli.main(["openai", "--url", "http://localhost:8000"]) == 2
         assert "HOST:PORT" in capsys.readouterr().err
-
-    @pytest.mark.parametrize("flag", ["--url", "--prefill-url"])
-    def test_a_url_that_is_given_twice_is_rejected(self, capsys, flag):
-        flags = [part for url in ("a:1", "b:1", "a:1") for part in (flag, url)]
-        assert cli.main(["openai", *flags]) == 2
-        assert f"{flag} a:1: given 2 times; each must be another server" in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        ("flags", "reason"),
-        [
-            (["--kv-events", "tcp://a:1,tcp://a:2"], "--kv-events: needs the tokenizer of the model (--tokenizer)"),
-            (["--kv-events", "tcp://a:1", "--tokenizer", "DIR"], "--kv-events tcp://a:1: must be two ZeroMQ endpoints"),
-            (["--kv-events", "tcp://a:1,b:2", "--tokenizer", "DIR"], "tcp://a:1,b:2: must be two ZeroMQ endpoints"),
-            (
-                ["--kv-events", "tcp://a:1,tcp://a:2", "--tokenizer", "DIR", "--routing", "round-robin"],
-                "--kv-events: 1 given; must be one for each --url, with --routing prefix",
-            ),
-            (
-                ["--kv-events", "tcp://a:1,tcp://a:2", "--tokenizer", "DIR", "--url", "a:1", "--url", "b:1"],
-                "--kv-events: 1 given; must be one for each --url, with --routing prefix",
-            ),
-        ],
-    )
-    def test_invalid_kv_events_are_rejected(self, tmp_path, capsys, flags, reason):
-        directory = str(write_tokenizer(tmp_path / "tokenizer"))
-        flags = [directory if flag == "DIR" else flag for flag in flags]
-        assert cli.main(["openai", *flags]) == 2
-        assert reason in capsys.readouterr().err
 
     def test_directory_without_tokenizer_is_rejected(self, tmp_path, capsys):
         assert cli.main(["openai", "--tokenizer", str(tmp_path)]) == 2

@@ -1,4 +1,4 @@
-"""/health: what it says, and how often it asks the servers."""
+"""/health: what it says, and how often it asks the server."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -6,41 +6,39 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from paged_client.openai import health
-from tests.support.fake_servers import SERVERS, WAIT
+from tests.support.fake_servers import WAIT
 from tests.support.gateway import error_of, gateway
 from tests.support.map_views import pool_of, sent
 
 AWAKE, ASLEEP = (sent(pool_of("..", sleeping=sleeping)) for sleeping in (False, True))
 
 
-@pytest.fixture(scope="module")
-def two():
-    with SERVERS["grpc"]() as first, SERVERS["grpc"]() as second, gateway(first.url, "--url", second.url) as front:
-        yield first, second, front
-
-
 @pytest.mark.parametrize(
-    ("maps", "status", "reason"),
+    ("answer", "status", "reason"),
     [
-        ((ASLEEP, AWAKE), 200, None),
-        ((ASLEEP, ASLEEP), 503, "the model is asleep; `paged wake` wakes it"),
-        (("UNAVAILABLE: no", ASLEEP), 503, "the model is asleep; `paged wake` wakes it"),
-        (("UNAVAILABLE: no", "UNAVAILABLE: no"), 503, "the model is not ready: "),
+        (AWAKE, 200, None),
+        (ASLEEP, 503, "the model is asleep; `paged wake` wakes it"),
+        ("UNAVAILABLE: no", 503, "the model is not ready: "),
     ],
 )
-def test_a_server_that_is_awake_is_needed(two, monkeypatch, maps, status, reason):
-    first, second, front = two
+def test_a_model_that_is_awake_is_needed(fake, front, monkeypatch, answer, status, reason):
     monkeypatch.setattr(health, "AGE_SECONDS", 0)
-    first.maps, second.maps = ([one] for one in maps)
+    monkeypatch.setattr(fake, "maps", [answer])
     front.ask("/health")  # may still be an earlier answer
     found, body = front.ask("/health")
     assert found == status
     assert reason is None or error_of(found, body)["message"].startswith(reason)
 
 
-def test_servers_are_asked_once_for_many_questions(two, monkeypatch):
-    *servers, front = two
+def test_the_gateway_is_live_without_a_server():
+    with gateway("localhost:1") as front:
+        assert front.ask("/live") == (200, {"status": "ok"})
+        assert front.ask("/health")[0] == 503
+
+
+def test_the_server_is_asked_once_for_many_questions(fake, front, monkeypatch):
     monkeypatch.setattr(health, "AGE_SECONDS", 0)
+    monkeypatch.setattr(fake, "maps", [AWAKE])
     front.ask("/health")
     monkeypatch.setattr(health, "AGE_SECONDS", WAIT)
     asked, answer = [], threading.Event()
@@ -50,11 +48,10 @@ def test_servers_are_asked_once_for_many_questions(two, monkeypatch):
         assert answer.wait(WAIT)
         return {"map": AWAKE}
 
-    for server in servers:
-        monkeypatch.setattr(server, "script", script)
+    monkeypatch.setattr(fake, "script", script)
     with ThreadPoolExecutor(8) as pool:
         found = [pool.submit(front.ask, "/health") for _ in range(8)]
         answer.set()
         assert {one.result()[0] for one in found} == {200}
     assert front.ask("/ping", {})[0] == 200
-    assert len(asked) <= 2, "one question to each server"
+    assert len(asked) == 1
