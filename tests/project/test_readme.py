@@ -17,7 +17,7 @@ from paged_backend.distributed import links
 from paged_backend.kv.stores import block_file
 from paged_backend.server import service
 from paged_backend.server.metrics.families import FAMILIES
-from paged_client.openai import routing, schema
+from paged_client.openai import schema
 from tests.support import runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -275,11 +275,6 @@ def test_pre_commit_runs_the_linters_of_make_lint():
 
 
 STATED = [
-    (routing.PROMPT_CHARS, "guides/clients.md", "it is the first {} characters or ids"),
-    (routing.MESSAGE_CHARS, "guides/clients.md", "at most the last {} characters of this"),
-    (routing.LOAD_FACTOR, "guides/clients.md", "more than {} times the mean of all servers"),
-    (routing.LOAD_SLACK, "guides/clients.md", "more than {} above this mean"),
-    (routing.AVOID_SECONDS, "guides/clients.md", "is tried last for {} s"),
     (schema.MAX_CONTAINERS, "guides/secure.md", "with more than {} lists and objects"),
     (links.HELLO_SECONDS, "guides/secure.md", "the connection is closed after {} s"),
     (links.MAX_STRANGERS, "guides/secure.md", "the oldest of more than {}"),
