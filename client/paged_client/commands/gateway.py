@@ -18,7 +18,12 @@ TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("openai", help="run an OpenAI-compatible HTTP server in front of a running server")
     add = parser.add_argument
-    add("--url", metavar="HOST:PORT", help=f"gRPC endpoint of the server (default: {DEFAULT_URLS['grpc']})")
+    add(
+        "--url",
+        action=_Once,
+        metavar="HOST:PORT",
+        help=f"gRPC endpoint of the server (default: {DEFAULT_URLS['grpc']})",
+    )
     add("--model", metavar="NAME", help="name of the served model (default: the server's, if it has only one)")
     add(
         "--tokenizer",
@@ -120,6 +125,15 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add("--access-log", action="store_true", help="log each request to standard error as a line of JSON")
     parser.set_defaults(run=openai)
+
+
+class _Once(argparse.Action):
+    """Stores a value, and rejects a second one."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, value: object, option: str | None = None) -> None:
+        if (first := getattr(namespace, self.dest)) is not None:
+            raise argparse.ArgumentError(self, f"{value}: {first} is given too; a gateway has one server")
+        setattr(namespace, self.dest, value)
 
 
 def openai(args: argparse.Namespace) -> int:

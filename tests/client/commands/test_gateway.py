@@ -21,6 +21,12 @@ def test_size_of_a_body_has_a_unit(monkeypatch):
     assert sizes == [4096, 20 * 10**6, 20 << 20, 3 << 29]
 
 
+def test_a_second_server_is_rejected(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["openai", "--url", "a:1", "--url", "b:1"])
+    assert "--url: b:1: a:1 is given too; a gateway has one server" in capsys.readouterr().err
+
+
 def test_arguments_are_passed_to_the_gateway(monkeypatch):
     calls = []
     monkeypatch.setattr(command, "run", lambda **arguments: calls.append(arguments) or 7)
