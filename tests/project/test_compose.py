@@ -82,7 +82,7 @@ def test_gateway_is_published_and_reaches_the_server(service):
     gateway = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["openai"]
     program, *arguments = gateway["command"]
     args = parse(arguments)
-    assert (program, args.command, args.host, args.url) == ("paged", "openai", "0.0.0.0", ["paged_llm:8001"])
+    assert (program, args.command, args.host, args.url) == ("paged", "openai", "0.0.0.0", "paged_llm:8001")
     assert [port.rpartition(":")[2] for port in gateway["ports"]] == [str(args.port)]
     assert gateway["image"] == service["image"]
 
