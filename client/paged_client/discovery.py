@@ -1,4 +1,4 @@
-"""Finds the name under which a server serves the engine, for commands that were not given one."""
+"""Finds the names under which a server serves the engine."""
 
 from __future__ import annotations
 
@@ -38,22 +38,49 @@ def find_model(url: str, protocol: str, timeout: float | None = None) -> str:
 
     Raises PagedError with code NOT_FOUND if there is no such model or several, UnreachableError without a connection.
     """
-    limit = min(timeout or DISCOVERY_SECONDS, DISCOVERY_SECONDS)
-    with closing(_HttpServer(url, limit) if protocol == "http" else _GrpcServer(url, limit)) as server:
-        return _choose(server, url)
-
-
-def _choose(server: _Server, url: str) -> str:
-    models = server.ready_models()
-    if DEFAULT_MODEL in models:
-        return DEFAULT_MODEL
-    own = [model for model in models if _OWN_TENSOR in server.inputs(model)]
+    with closing(_connect(url, protocol, timeout)) as server:
+        models = server.ready_models()
+        if DEFAULT_MODEL in models:
+            return DEFAULT_MODEL
+        own = _own_models(server, models)
     if len(own) == 1:
         return own[0]
     if own:
         raise PagedError("NOT_FOUND", f"{url} serves several models; choose one with --model: {listed(own)}")
+    raise no_model(url, models)
+
+
+def find_models(url: str, protocol: str, timeout: float | None = None) -> list[str]:
+    """Return the names of all models of a server that are served by this engine, in alphabetical order.
+
+    Arguments and errors as for `find_model`, but any number of models is possible.
+    """
+    with closing(_connect(url, protocol, timeout)) as server:
+        return sorted(_own_models(server, server.ready_models()))
+
+
+def no_model(url: str, models: Sequence[str] = ()) -> PagedError:
+    """Return the error for a server without a model of this engine. models: all that it has, if they are known."""
     others = f"; its models: {listed(models)}" if models else "; it has no model that is ready"
-    raise PagedError("NOT_FOUND", f"{url} does not serve this engine{others}")
+    return PagedError("NOT_FOUND", f"{url} does not serve this engine{others}")
+
+
+def _connect(url: str, protocol: str, timeout: float | None) -> _Server:
+    limit = min(timeout or DISCOVERY_SECONDS, DISCOVERY_SECONDS)
+    return _HttpServer(url, limit) if protocol == "http" else _GrpcServer(url, limit)
+
+
+def _own_models(server: _Server, models: Sequence[str]) -> list[str]:
+    return [model for model in models if _is_own(server, model)]
+
+
+def _is_own(server: _Server, model: str) -> bool:
+    try:
+        return _OWN_TENSOR in server.inputs(model)
+    except PagedError as error:
+        if error.code == "NOT_FOUND":  # it has just been unloaded
+            return False
+        raise
 
 
 def listed(names: Sequence[str]) -> str:
@@ -131,5 +158,6 @@ class _HttpServer:
                 "pass the server's HTTP address with --url; by default Triton's is 8000, and 8002 its metrics port",
             )
         if reply.status != 200:
-            raise PagedError("UNAVAILABLE", f"{self._url}{path}: HTTP {reply.status} {reply.reason}")
+            code = "NOT_FOUND" if reply.status == 404 else "UNAVAILABLE"
+            raise PagedError(code, f"{self._url}{path}: HTTP {reply.status} {reply.reason}")
         return json.loads(text)

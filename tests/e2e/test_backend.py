@@ -12,6 +12,7 @@ from tritonclient.utils import InferenceServerException
 
 from paged_backend.server.wire.tensors import INPUTS, OUTPUTS
 from paged_client.cli import main
+from tests.support.gateway import gateway
 from tests.support.triton import plain_server, post
 from tests.support.waiting import until
 
@@ -97,6 +98,34 @@ def test_the_completed_config_matches_the_repository_config(installed, tiny_serv
         assert {one["name"]: (one["data_type"], one["dims"], one.get("optional")) for one in completed[kind]} == ours
     assert {one["name"] for one in completed["input"]} == set(INPUTS)
     assert {one["name"] for one in completed["output"]} == set(OUTPUTS)
+
+
+def test_the_gateway_serves_every_model_of_the_engine(installed):
+    """Also one that is loaded later, until it is unloaded. The ensemble is not of the engine."""
+
+    def served():
+        return [card["id"] for card in front.ask("/v1/models")[1]["data"]]
+
+    def count(model):
+        return samples(installed, model).get(("vllm:generation_tokens_total",), 0)
+
+    with grpcclient.InferenceServerClient(installed.grpc_url) as client:
+        client.unload_model("of_paged")
+        until(lambda: not client.is_model_ready("of_paged"), "the end of the model")
+        with gateway(installed.grpc_url) as front:
+            assert served() == ["of_vllm"]
+            client.load_model("of_paged")
+            for model in ("of_paged", "of_vllm"):
+                before = count(model)
+                body = {"model": model, "prompt": "Once", "max_tokens": 4, "ignore_eos": True}
+                status, answer = front.ask("/v1/completions", body)
+                assert (status, answer["model"]) == (200, model)
+                until(lambda model=model, before=before: count(model) == before + 4, "the metrics of the model")
+            assert served() == ["of_paged", "of_vllm"]
+            client.unload_model("of_paged")
+            until(lambda: not client.is_model_ready("of_paged"), "the end of the model")
+            assert front.ask("/v1/completions", {"model": "of_paged", "prompt": "x"})[0] == 404
+            assert served() == ["of_vllm"]
 
 
 # The metrics of Triton's vLLM backend for requests, and of TensorRT-LLM for the pool.

@@ -428,7 +428,7 @@ def test_disconnecting_from_a_non_streaming_call_cancels_the_request(front, serv
     assert run(front, scenario)
     idle(server)
     assert metrics(server)["paged_requests_finished_total{cancelled}"] == before + 1
-    gone = 'paged_openai_requests_total{route="/v1/completions",status="499"}'
+    gone = 'paged_openai_requests_total{model="paged_llm",route="/v1/completions",status="499"}'
     until(lambda: front.metrics().get(gone) == 1, "the count of the request")
 
 

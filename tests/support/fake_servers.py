@@ -38,6 +38,8 @@ class FakeServerState:
     adapters: str = "[]"
     model_info: str = "{}"
     models: dict[str, list[str]] = field(default_factory=lambda: {"paged_llm": ["text_input", "pool_map"]})  # inputs
+    by_model: dict[str, dict[str, Any]] = field(default_factory=dict)  # model -> input -> script, over gRPC
+    asked_models: list[str] = field(default_factory=list)  # the model of each request over gRPC
     index_status: int = 200  # of the list of models over HTTP
     scripted_response: Any = field(default_factory=dict)  # script of a recording server (gateway.py)
     sampling: list[dict[str, Any]] = field(default_factory=list)  # sampling parameters of its requests
@@ -93,7 +95,10 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
         if request.model_name not in self.seen.models:
             yield rejection(f"Request for unknown model: '{request.model_name}' is not found")
             return
-        script = self.seen.script(grpc_inputs(request), request.id)
+        inputs = grpc_inputs(request)
+        self.seen.asked_models.append(request.model_name)
+        own = (script for name, script in self.seen.by_model.get(request.model_name, {}).items() if name in inputs)
+        script = next(own, None) or self.seen.script(inputs, request.id)
         # Before the first response: a call that is cancelled while it sends one does not return to this function.
         if "hold" in script and not context.add_callback(self.seen.left.set):
             self.seen.left.set()

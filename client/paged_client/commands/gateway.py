@@ -24,12 +24,21 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="HOST:PORT",
         help=f"gRPC endpoint of the server (default: {DEFAULT_URLS['grpc']})",
     )
-    add("--model", metavar="NAME", help="name of the served model (default: the server's, if it has only one)")
+    add(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="serve only this model; may be repeated (default: all models of the server)",
+    )
     add(
         "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="apply the chat template of this tokenizer in the gateway (default: the server applies the model's)",
+        type=_tokenizer,
+        action="append",
+        default=[],
+        metavar="[NAME=]DIR",
+        help="apply the chat template of this tokenizer in the gateway, for the only model or the one of this name; may"
+        " be repeated (default: the server applies the model's)",
     )
     add("--host", default="127.0.0.1", metavar="HOST", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=port, default=9000, metavar="N", help="port to listen on (default: 9000)")
@@ -96,7 +105,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--tool-parser",
         choices=TOOL_PARSERS,
         default="auto",
-        help="format of the model's tool calls (default: auto, detected from the template of --tokenizer;"
+        help="format of the models' tool calls (default: auto, detected from the template of --tokenizer;"
         " without one every format is accepted)",
     )
     add(
@@ -141,8 +150,8 @@ def openai(args: argparse.Namespace) -> int:
 
     return command.run(
         url=args.url,
-        model=args.model,
-        tokenizer=args.tokenizer,
+        models=list(dict.fromkeys(args.model)),
+        tokenizers=args.tokenizer,
         host=args.host,
         port=args.port,
         api_keys=args.api_key,
@@ -160,6 +169,12 @@ def openai(args: argparse.Namespace) -> int:
         allowed_origins=args.allowed_origin,
         root_path=args.root_path,
     )
+
+
+def _tokenizer(text: str) -> tuple[str | None, Path]:
+    """Return the model, None if there is no name, and the directory. A name has no slash, so "./a=b" is a directory."""
+    match = re.fullmatch(r"([^/=]+)=(.+)", text)
+    return (match[1], Path(match[2])) if match else (None, Path(text))
 
 
 def _origin(text: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,15 +31,14 @@ from paged_client.openai.errors import ApiError
 from paged_client.openai.framing import FramingCheck
 from paged_client.openai.health import Health
 from paged_client.openai.limits import SMALL_BYTES, GatewayLimits, flag
-from paged_client.openai.models import ServedModels
+from paged_client.openai.models import Choice, Models
 from paged_client.openai.pooling import PoolingBody, ask_all
 from paged_client.openai.pooling_routes import POOLING_ROUTES
-from paged_client.openai.server import Server
 from paged_client.openai.streaming import EventStream
 from paged_client.openai.tool_calls import ToolCallFormat
-from paged_client.openai.tools import tool_use
+from paged_client.openai.tools import ToolUse, detect_format, tool_use
 from paged_client.openai.translation import EngineRequest
-from paged_client.types import Completion, PagedError
+from paged_client.types import Completion
 from paged_client.wire import TRACE_CONTEXT
 
 T = TypeVar("T")
@@ -56,12 +55,12 @@ class Settings:
 
     Args:
         url: gRPC endpoint of the server; None is the default one.
-        model: name of the served model at the start, which is also its name in the gateway.
-        is_model_fixed: whether the user has chosen the name; if not, it follows the name of a restarted server.
-        template: chat template to apply in the gateway; None if the server applies the model's.
+        models: names of the models at the start, which are also their names in the gateway.
+        are_models_fixed: whether these are all models to serve; otherwise all that the server has are.
+        templates: chat templates to apply in the gateway, by model; None is the only model. The server applies others.
         api_keys: accepted API keys; if empty, no key is required.
         limits: limits of requests.
-        tool_format: format of the model's tool calls.
+        tool_format: format of the models' tool calls; None: as in the chat template, if the gateway applies it.
         access_log: called with a line for each request; None disables the log.
         retry_seconds: time for which a request without output is tried again while the server fails.
         allowed_origins: origins of web pages that may send requests; "*" is any.
@@ -69,12 +68,12 @@ class Settings:
     """
 
     url: str | None
-    model: str
-    is_model_fixed: bool
-    template: ChatTemplate | None
+    models: Sequence[str]
+    are_models_fixed: bool
+    templates: Mapping[str | None, ChatTemplate]
     api_keys: Sequence[str]
     limits: GatewayLimits
-    tool_format: ToolCallFormat
+    tool_format: ToolCallFormat | None
     access_log: Callable[[str], object] | None
     retry_seconds: float = 0.0
     allowed_origins: Sequence[str] = ()
@@ -86,19 +85,20 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._server = Server(
-            settings.url, settings.model, is_fixed=settings.is_model_fixed, retry_seconds=settings.retry_seconds
+        self._models = Models(
+            settings.url,
+            settings.models,
+            are_fixed=settings.are_models_fixed,
+            templates=settings.templates,
+            retry_seconds=settings.retry_seconds,
         )
-        self._models = ServedModels(self._server)
-        self._health = Health(
-            lambda: self._with_current_name(lambda: self._server.plain_client.pool_map(timeout=HEALTH_TIMEOUT))
-        )
+        self._health = Health(lambda: self._models.up_to_date(lambda: self._models.pool_map(timeout=HEALTH_TIMEOUT)))
         self.metrics = metrics.Metrics()
         self._parsing = asyncio.Lock()  # held while a large body is parsed
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        async with self._server:
+        async with self._models:
             yield
 
     async def completions(self, request: Request) -> Response:
@@ -106,38 +106,44 @@ class Gateway:
         self._settings.limits.check("max_prompts", "prompt", len(body.prompts), "prompts")
         builder = CompletionResponseBuilder(body, _request_id(request))
 
-        async def respond() -> Response:
-            builder.model = self._name(body.model)
-            engine_requests = translation.from_completion(body, self._adapter(body.model))
-            return await self._respond(request, body, engine_requests, builder)
+        async def respond(choice: Choice) -> Response:
+            engine_requests = translation.from_completion(body, choice.adapter)
+            return await self._respond(request, body, engine_requests, builder, choice)
 
-        return await self._with_current_name(respond)
+        return await self._with_model(request, body.model, respond)
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._parse(request, partial(schema.parse, ChatRequest))
-        settings = self._settings
-        use = tool_use(body, settings.tool_format)
-        builder = ChatResponseBuilder(body, _request_id(request), use)
+        request_id = _request_id(request)
 
-        async def respond() -> Response:
-            builder.model = self._name(body.model)
-            engine_request = await translation.from_chat(
-                body, self._adapter(body.model), use, settings.tool_format, settings.template
-            )
-            return await self._respond(request, body, [engine_request], builder)
+        async def respond(choice: Choice) -> Response:
+            engine_request, use = await self._from_chat(body, choice)
+            builder = ChatResponseBuilder(body, request_id, use)
+            return await self._respond(request, body, [engine_request], builder, choice)
 
-        return await self._with_current_name(respond)
+        return await self._with_model(request, body.model, respond)
 
-    async def _with_current_name(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return what `work` returns. It is repeated if the server turns out to serve the model under another name."""
-        name = self._server.name
+    async def _from_chat(self, body: ChatRequest, choice: Choice) -> tuple[EngineRequest, ToolUse]:
+        template = self._models.template(choice.model)
+        tool_format = self._settings.tool_format or detect_format(template.text if template else None)
+        use = tool_use(body, tool_format)
+        return await translation.from_chat(body, choice.adapter, use, tool_format, template), use
+
+    async def _with_model(self, request: Request, name: str | None, work: Callable[[Choice], Awaitable[T]]) -> T:
+        """Return what `work` returns for the model or adapter that a request names. Raises ApiError.
+
+        name: the request's `model`; None: the only model.
+        """
+
+        async def choose_and_work() -> T:
+            choice = await self._models.choose(name)
+            request.scope[metrics.MODEL] = choice.model.name
+            return await work(choice)
+
         try:
-            return await work()
-        except (ApiError, PagedError) as error:
-            is_unknown = error.code is not None and error.code.upper() == "NOT_FOUND"
-            if not is_unknown or not await self._server.find_name(name):
-                raise
-        return await work()
+            return await self._models.up_to_date(choose_and_work)
+        except ApiError as error:
+            raise await self._models.with_names(error) from None
 
     async def _respond(
         self,
@@ -145,36 +151,27 @@ class Gateway:
         body: schema.GenerateBody,
         engine_requests: Sequence[EngineRequest],
         builder: ResponseBuilder,
+        choice: Choice,
     ) -> Response:
-        context = _trace_context(request)
+        builder.model = choice.name
+        context, client = _trace_context(request), choice.model.client
         engine_requests = [
             replace(engine_request, sampling=engine_request.sampling | context) for engine_request in engine_requests
         ]
-        try:
-            return await self._answer(request, body, engine_requests, builder)
-        except ApiError as error:
-            raise await self._models.with_names(error) from None
-
-    async def _answer(
-        self,
-        request: Request,
-        body: schema.GenerateBody,
-        engine_requests: Sequence[EngineRequest],
-        builder: ResponseBuilder,
-    ) -> Response:
         if not body.stream:
-            work = generate_all(self._server.client, engine_requests, builder.id)
+            work = generate_all(client, engine_requests, builder.id)
             completions = await run_while_connected(request.receive, work)
-            self.metrics.count_tokens(_route(request), completions)
+            self.metrics.count_tokens(_route(request), choice.model.name, completions)
             return JSONResponse(builder.whole(completions), headers={"X-Request-Id": builder.id})
-        stream = MergedStream(self._server.client, engine_requests, builder.id, samples=body.n or 1)
+        stream = MergedStream(client, engine_requests, builder.id, samples=body.n or 1)
         try:
             first = await run_while_connected(request.receive, stream.first())
         except BaseException:
             stream.cancel()
             raise
         options = body.stream_options or schema.StreamOptions()
-        return EventStream(first, stream, builder, options=options, route=_route(request), metrics=self.metrics)
+        count = partial(self.metrics.count_tokens, _route(request), choice.model.name)
+        return EventStream(first, stream, builder, options=options, count=count, metrics=self.metrics)
 
     async def pooling(self, request: Request, kind: type[PoolingBody[Any]]) -> Response:
         """Answer a request for embeddings, classes, scores or a ranking: one engine request for each input."""
@@ -182,77 +179,57 @@ class Gateway:
         request_id = _request_id(request)
         self._settings.limits.check("max_inputs", body.list_field, len(body.calls), "inputs")
 
-        async def ask() -> list[Any]:
-            work = ask_all(self._server.client, body, self._adapter(body.model), _trace_context(request))
-            try:
-                return await run_while_connected(request.receive, work)
-            except ApiError as error:
-                raise await self._models.with_names(error) from None
+        async def ask(choice: Choice) -> Response:
+            work = ask_all(choice.model.client, body, choice.adapter, _trace_context(request))
+            computed = await run_while_connected(request.receive, work)
+            self.metrics.count_prompts(_route(request), choice.model.name, computed)
+            return JSONResponse(body.response(computed, request_id, choice.name))
 
-        computed = await self._with_current_name(ask)
-        self.metrics.count_prompts(_route(request), computed)
-        return JSONResponse(body.response(computed, request_id, self._name(body.model)))
-
-    def _name(self, model: str | None) -> str:
-        """Return the model's name in a request; without one, the name of the model that the server has."""
-        return self._server.name if model is None else model
-
-    def _adapter(self, model: str | None) -> str | None:
-        """Return the adapter that a request names in place of the model, or None. The server checks that it exists.
-
-        model: the request's `model`; None: the server's model.
-        """
-        return None if model is None or model == self._server.name else model
+        return await self._with_model(request, body.model, ask)
 
     async def models(self) -> dict[str, Any]:
-        """Return the model and its adapters. Raises ApiError if the server cannot be reached."""
-        return {"object": "list", "data": await self._with_current_name(self._models.cards)}
+        """Return the models and their adapters. Raises ApiError if the server cannot be reached."""
+        return {"object": "list", "data": await self._models.cards()}
 
     async def model(self, name: str) -> dict[str, Any]:
-        return await self._with_current_name(lambda: self._models.card(name))
+        return await self._models.card(name)
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a prompt or a conversation. The server computes the prompt, too."""
         body = await self._parse(request, tokenization.parse)
 
-        async def ask() -> Response:
-            adapter = self._adapter(body.model)
+        async def ask(choice: Choice) -> Response:
             if isinstance(body, ChatRequest):
-                tool_format, template = self._settings.tool_format, self._settings.template
-                use = tool_use(body, tool_format)
-                asked = await translation.from_chat(body, adapter, use, tool_format, template)
+                asked, _ = await self._from_chat(body, choice)
             else:
-                (asked,) = translation.from_completion(body, adapter)
-            completion = await self._echo(request, replace(asked, sampling=tokenization.sampling(asked)))
-            length = await self._models.context_length()
+                (asked,) = translation.from_completion(body, choice.adapter)
+            completion = await self._echo(request, choice, replace(asked, sampling=tokenization.sampling(asked)))
+            length = await choice.model.context_length()
             return JSONResponse(tokenization.tokens_body(completion.prompt_token_ids or (), length))
 
-        return await self._with_current_name(ask)
+        return await self._with_model(request, body.model, ask)
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
         body = await self._parse(request, partial(schema.parse, tokenization.DetokenizeRequest))
 
-        async def ask() -> Response:
-            sampling = tokenization.detokenize_sampling(self._adapter(body.model))
+        async def ask(choice: Choice) -> Response:
+            sampling = tokenization.detokenize_sampling(choice.adapter)
             names = dict.fromkeys(translation.PROMPT_FIELDS, "tokens")
-            completion = await self._echo(request, EngineRequest(body.tokens, None, sampling, names))
+            completion = await self._echo(request, choice, EngineRequest(body.tokens, None, sampling, names))
             return JSONResponse({"prompt": completion.text})
 
-        return await self._with_current_name(ask)
+        return await self._with_model(request, body.model, ask)
 
-    async def _echo(self, request: Request, asked: EngineRequest) -> Completion:
+    async def _echo(self, request: Request, choice: Choice, asked: EngineRequest) -> Completion:
         """Return the completion of a request without output."""
         asked = replace(asked, sampling=asked.sampling | _trace_context(request))
-        work = generate_all(self._server.client, [asked], _request_id(request))
-        try:
-            (completion,) = await run_while_connected(request.receive, work)
-        except ApiError as error:
-            raise await self._models.with_names(error) from None
+        work = generate_all(choice.model.client, [asked], _request_id(request))
+        (completion,) = await run_while_connected(request.receive, work)
         return completion
 
     async def health(self) -> dict[str, str]:
-        """Check that the server is ready."""
+        """Check that a model is ready."""
         await self._health.check()
         return {"status": "ok"}
 

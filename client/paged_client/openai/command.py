@@ -16,15 +16,14 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from paged_client.discovery import DEFAULT_MODEL, find_model
+from paged_client.discovery import find_models, listed, no_model
 from paged_client.openai import keys
 from paged_client.openai.app import Settings, create_app
 from paged_client.openai.chat_template import ChatTemplate
 from paged_client.openai.framing import bounded_protocol
 from paged_client.openai.limits import GatewayLimits
-from paged_client.openai.server import FIND_SECONDS
+from paged_client.openai.models import FIND_SECONDS
 from paged_client.openai.tool_calls import FORMATS
-from paged_client.openai.tools import detect_format
 from paged_client.session import UsageError
 from paged_client.sync_client import DEFAULT_URLS
 from paged_client.types import PagedError
@@ -37,8 +36,8 @@ CUT_SECONDS = 2  # time for streams that are cut to send the error
 def run(
     *,
     url: str | None,
-    model: str | None,
-    tokenizer: Path | None,
+    models: Sequence[str],
+    tokenizers: Sequence[tuple[str | None, Path]],
     host: str,
     port: int,
     api_keys: Sequence[str],
@@ -57,31 +56,26 @@ def run(
     root_path: str,
 ) -> int:
     """Serve until Ctrl-C and return the exit code. Raises UsageError for invalid arguments."""
-    if tokenizer:  # loading takes several seconds, including the import of transformers
-        _log_line(f"loading the tokenizer {tokenizer} ...")
     try:
-        template = ChatTemplate(tokenizer, chat_template_timeout) if tokenizer else None
+        served = models or _find_models(url or DEFAULT_URLS["grpc"])
     except ValueError as error:
-        raise UsageError(f"--tokenizer {error}") from None
+        raise UsageError(f"--{error}") from None
+    _check_tokenizers(tokenizers, models, served)
+    templates = {name: _load(directory, chat_template_timeout) for name, directory in tokenizers}
     try:
         all_keys = keys.collect(api_keys, api_key_file, os.environ)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    tool_format = FORMATS[tool_parser] if tool_parser != "auto" else detect_format(template.text if template else None)
-    try:
-        served = _find_model(url or DEFAULT_URLS["grpc"])
-    except ValueError as error:
-        raise UsageError(f"--{error}") from None
     settings = Settings(
         url=url,
-        model=model or served or DEFAULT_MODEL,
-        is_model_fixed=model is not None,
-        template=template,
+        models=served,
+        are_models_fixed=bool(models),
+        templates=templates,
         api_keys=all_keys,
         limits=GatewayLimits(
             max_open_requests, max_request_bytes, max_open_bytes, max_prompts, max_inputs, body_timeout
         ),
-        tool_format=tool_format,
+        tool_format=None if tool_parser == "auto" else FORMATS[tool_parser],
         access_log=_log_line if access_log else None,
         retry_seconds=retry_seconds,
         allowed_origins=allowed_origins,
@@ -96,7 +90,7 @@ def run(
     except OSError as error:
         raise UsageError(f"--host {host} --port {port}: {error.strerror}") from None
     print(
-        f"OpenAI-compatible API of {settings.model} at {url or DEFAULT_URLS['grpc']}: http://{host}:{port}/v1",
+        f"OpenAI-compatible API of {', '.join(served) or 'all models'} at {url or DEFAULT_URLS['grpc']}: http://{host}:{port}/v1",
         flush=True,
     )
     server = _Server(app, settings.limits)
@@ -107,11 +101,11 @@ def run(
 
 
 class BackgroundGateway:
-    """A gateway of one server, on a thread of this process. It has the default settings of `paged openai`.
+    """A gateway of one model, on a thread of this process. It has the default settings of `paged openai`.
 
     Args:
         server_url: gRPC endpoint of the server.
-        model: name of its model.
+        model: name of the model.
         host, port: address to listen on.
 
     Raises ValueError if PAGED_API_KEYS is set and has no key.
@@ -122,12 +116,12 @@ class BackgroundGateway:
         self._host = host
         settings = Settings(
             url=server_url,
-            model=model,
-            is_model_fixed=True,
-            template=None,
+            models=(model,),
+            are_models_fixed=True,
+            templates={},
             api_keys=keys.collect((), None, os.environ),
             limits=GatewayLimits(),
-            tool_format=detect_format(None),
+            tool_format=None,
             access_log=None,
         )
         self.needs_key = bool(settings.api_keys)
@@ -153,16 +147,49 @@ class BackgroundGateway:
             self._thread.join()
 
 
-def _find_model(url: str) -> str | None:
-    """Return the name of the server's model. Writes a warning and returns None if it has none or cannot be reached.
+def _find_models(url: str) -> list[str]:
+    """Return the names of the server's models. Writes a warning if it has none or cannot be reached.
 
     Raises ValueError for an invalid URL.
     """
     try:
-        return find_model(url, "grpc", FIND_SECONDS)
+        if found := find_models(url, "grpc", FIND_SECONDS):
+            return found
+        raise no_model(url)
     except PagedError as error:
-        _log_line(f"warning: {error.message}; requests fail until this has changed")
-        return None
+        _log_line(f"warning: {error.message}; requests fail until this has changed, unless --model names the models")
+        return []
+
+
+def _check_tokenizers(
+    tokenizers: Sequence[tuple[str | None, Path]], models: Sequence[str], served: Sequence[str]
+) -> None:
+    """Raise UsageError for tokenizers of which it is not clear, or not possible, that they belong to a model.
+
+    models: the given names; served: those, or the models that were found.
+    """
+    names = [name for name, _ in tokenizers]
+    for name, directory in tokenizers:
+        if name is None and len(names) > 1:
+            raise UsageError(f"--tokenizer {directory}: there are several tokenizers; give each as NAME=DIR")
+        if name is None and len(served) > 1:
+            raise UsageError(
+                f"--tokenizer {directory}: there are several models ({listed(served)}); give it as NAME=DIR"
+            )
+        if names.count(name) > 1:
+            raise UsageError(f"--tokenizer {name}={directory}: {name} has {names.count(name)} tokenizers")
+        if name is not None and models and name not in models:
+            raise UsageError(f"--tokenizer {name}={directory}: --model does not name {name}")
+        if name is not None and served and name not in served:
+            _log_line(f"warning: --tokenizer {name}={directory}: the server has no such model; it has {listed(served)}")
+
+
+def _load(directory: Path, seconds: float) -> ChatTemplate:
+    _log_line(f"loading the tokenizer {directory} ...")  # it takes several seconds, including transformers' import
+    try:
+        return ChatTemplate(directory, seconds)
+    except ValueError as error:
+        raise UsageError(f"--tokenizer {error}") from None
 
 
 def listen(host: str, port: int) -> socket.socket:

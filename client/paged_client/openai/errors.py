@@ -13,7 +13,7 @@ from paged_client.types import PagedError
 # HTTP status by the error class of PagedError; 500 for all others.
 _STATUS = {
     "INVALID_ARGUMENT": 400,
-    "NOT_FOUND": 503,  # the server does not have the gateway's own model
+    "NOT_FOUND": 503,  # the server does not have a model that the gateway knows
     "UNAVAILABLE": 503,
     "CANCELLED": 499,  # cancelled by a `stop_request`; OpenAI's clients do not retry this status
     "RESOURCE_EXHAUSTED": 503,
@@ -42,7 +42,7 @@ class ApiError(Exception):
 
 def no_such_model(name: str, served: Sequence[str] = (), reason: str = "") -> ApiError:
     """Return the error for an unknown model. `served` are the names of the models, if they are known."""
-    message = f"model={name[:80]!r}: neither the model's name nor that of one of its adapters"
+    message = f"model={name[:80]!r}: neither a model nor an adapter"
     message += f" ({reason})" if reason else ""
     message += f"; choose {listed(served)}" if served else ""
     return ApiError(404, message, param="model", code=NO_SUCH_MODEL)

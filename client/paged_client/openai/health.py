@@ -1,4 +1,4 @@
-"""Checks whether the server behind the gateway answers requests."""
+"""Checks whether a model behind the gateway answers requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Health:
         self._until = 0.0  # time.monotonic() until which the answer is kept
 
     async def check(self) -> None:
-        """Raise ApiError if the server is not ready, or the model sleeps."""
+        """Raise ApiError if no model is ready, or all that are ready sleep."""
         if self._asked is None or (self._asked.done() and time.monotonic() >= self._until):
             self._asked = asyncio.ensure_future(self._problem())
         if problem := await asyncio.shield(self._asked):  # a client that leaves does not end it for the others
@@ -35,9 +35,9 @@ class Health:
         try:
             if not (await self._ask()).sleeping:
                 return None
-            reason = "asleep; `paged wake` wakes it"
-        except PagedError as error:
-            reason = f"not ready: {error}"
+            reason = "awake; `paged wake` wakes one"
+        except (ApiError, PagedError) as error:
+            reason = f"ready: {error}"
         finally:
             self._until = time.monotonic() + AGE_SECONDS
-        return ApiError(503, f"the model is {reason}", code="unavailable")
+        return ApiError(503, f"no model is {reason}", code="unavailable")

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paged_client.openai.concurrency import READ
 from paged_client.types import Classification, Completion, Embedding
 
+MODEL = "paged.model"  # key of the model's name in the scope of a request
 CLIENT_CLOSED_REQUEST = 499  # recorded for a request whose client disconnected before the response
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)  # histogram buckets
@@ -29,37 +30,40 @@ class Metrics:
         self._registry = all_of = prometheus_client.CollectorRegistry()
         self._requests = prometheus_client.Counter(
             "paged_openai_requests",
-            "Requests answered, by route and HTTP status; 499: cancelled",
-            ("route", "status"),
+            "Requests answered, by route, model and HTTP status; 499: cancelled",
+            ("route", "model", "status"),
             registry=all_of,
         )
         self._tokens = prometheus_client.Counter(
             "paged_openai_tokens",
             "Prompt tokens, cached prompt tokens, and output tokens",
-            ("route", "kind"),
+            ("route", "model", "kind"),
             registry=all_of,
         )
         self._open_streams = prometheus_client.Gauge("paged_openai_open_streams", "Streams being sent", registry=all_of)
         self._first = _seconds("paged_openai_first_byte_seconds", "Time to the first byte of a response", all_of)
         self._duration = _seconds("paged_openai_request_seconds", "Duration of a request", all_of)
 
-    def count(self, route: str, status: int, first: float | None, seconds: float) -> None:
-        """Count a finished request. `first` is its time to first byte; None if there was no response."""
-        self._requests.labels(route, status).inc()
-        self._duration.labels(route).observe(seconds)
-        if first is not None:
-            self._first.labels(route).observe(first)
+    def count(self, route: str, model: str, status: int, first: float | None, seconds: float) -> None:
+        """Count a finished request.
 
-    def count_tokens(self, route: str, completions: Sequence[Completion]) -> None:
-        self.count_prompts(route, completions)
+        model: empty if none was chosen. first: its time to first byte; None if there was no response.
+        """
+        self._requests.labels(route, model, status).inc()
+        self._duration.labels(route, model).observe(seconds)
+        if first is not None:
+            self._first.labels(route, model).observe(first)
+
+    def count_tokens(self, route: str, model: str, completions: Sequence[Completion]) -> None:
+        self.count_prompts(route, model, completions)
         output = sum(
             sample.num_output_tokens for completion in completions for sample in (completion, *completion.others)
         )
-        self._tokens.labels(route, "output").inc(output)
+        self._tokens.labels(route, model, "output").inc(output)
 
-    def count_prompts(self, route: str, results: Sequence[Completion | Embedding | Classification]) -> None:
-        self._tokens.labels(route, "prompt").inc(sum(result.num_input_tokens for result in results))
-        self._tokens.labels(route, "cached").inc(sum(map(_cached, results)))
+    def count_prompts(self, route: str, model: str, results: Sequence[Completion | Embedding | Classification]) -> None:
+        self._tokens.labels(route, model, "prompt").inc(sum(result.num_input_tokens for result in results))
+        self._tokens.labels(route, model, "cached").inc(sum(map(_cached, results)))
 
     def open_stream(self) -> AbstractContextManager[None]:
         """Return a context in which a stream counts as open."""
@@ -71,7 +75,7 @@ class Metrics:
 
 
 def _seconds(name: str, description: str, registry: prometheus_client.CollectorRegistry) -> prometheus_client.Histogram:
-    return prometheus_client.Histogram(name, description, ("route",), buckets=SECONDS, registry=registry)
+    return prometheus_client.Histogram(name, description, ("route", "model"), buckets=SECONDS, registry=registry)
 
 
 def _cached(result: Completion | Embedding | Classification) -> int:
@@ -110,8 +114,9 @@ class RequestMetricsMiddleware:
         finally:
             seconds = time.perf_counter() - started
             self._metrics.num_open -= is_limited
-            # Only known routes become labels: clients must not create new ones.
-            self._metrics.count(getattr(scope.get("route"), "path_format", "other"), status, first, seconds)
+            # Only known routes and models become labels: clients must not create new ones.
+            route = getattr(scope.get("route"), "path_format", "other")
+            self._metrics.count(route, scope.get(MODEL, ""), status, first, seconds)
             if self._log:
                 self._log(_log_line(scope, status, seconds, request_id))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -14,11 +14,15 @@ from paged_client.openai.engine_calls import MergedStream
 from paged_client.openai.errors import ApiError
 from paged_client.openai.metrics import Metrics
 from paged_client.openai.schema import StreamOptions
-from paged_client.types import Delta
+from paged_client.types import Completion, Delta
 
 
 class EventStream(Response):
-    """A streaming response. It is created with the first delta, so that errors before it have their own HTTP status."""
+    """A streaming response. It is created with the first delta, so that errors before it have their own HTTP status.
+
+    Args:
+        count: called with the completions at the end.
+    """
 
     media_type = "text/event-stream"
 
@@ -29,7 +33,7 @@ class EventStream(Response):
         builder: ResponseBuilder,
         *,
         options: StreamOptions,
-        route: str,
+        count: Callable[[Sequence[Completion]], None],
         metrics: Metrics,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Request-Id": builder.id})
@@ -39,7 +43,7 @@ class EventStream(Response):
         self._builder = builder
         self._include_usage = options.include_usage
         self._running_usage = RunningUsage() if options.continuous_usage_stats else None
-        self._route = route
+        self._count = count
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,7 +54,7 @@ class EventStream(Response):
             pass
         finally:
             self._stream.cancel()
-            self._metrics.count_tokens(self._route, self._stream.completions)
+            self._count(self._stream.completions)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -119,7 +119,9 @@ def test_root_path_may_precede_paths(published):
     for path in ("/llm/v1/completions", "/v1/completions"):
         assert published.ask(path, PROMPT, key)[0] == 200
         assert published.ask(path, PROMPT)[0] == 401
-    assert published.metrics()['paged_openai_tokens_total{kind="output",route="/v1/completions"}'] == 8
+    assert (
+        published.metrics()['paged_openai_tokens_total{kind="output",model="paged_llm",route="/v1/completions"}'] == 8
+    )
 
 
 @pytest.mark.parametrize(("origin", "allowed"), [("https://chat.example", "https://chat.example"), ("http://x", None)])

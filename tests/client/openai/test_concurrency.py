@@ -30,5 +30,5 @@ def test_disconnect_before_the_body_is_counted(fake):
     with gateway(fake.url) as front:
         with socket.create_connection(("127.0.0.1", front.port), WAIT) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-        gone = 'paged_openai_requests_total{route="/v1/completions",status="499"}'
+        gone = 'paged_openai_requests_total{model="",route="/v1/completions",status="499"}'
         until(lambda: front.metrics().get(gone) == 1, "the count of the request")

@@ -17,8 +17,8 @@ AWAKE, ASLEEP = (sent(pool_of("..", sleeping=sleeping)) for sleeping in (False, 
     ("answer", "status", "reason"),
     [
         (AWAKE, 200, None),
-        (ASLEEP, 503, "the model is asleep; `paged wake` wakes it"),
-        ("UNAVAILABLE: no", 503, "the model is not ready: "),
+        (ASLEEP, 503, "no model is awake; `paged wake` wakes one"),
+        ("UNAVAILABLE: no", 503, "no model is ready: "),
     ],
 )
 def test_a_model_that_is_awake_is_needed(fake, front, monkeypatch, answer, status, reason):

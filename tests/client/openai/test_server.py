@@ -112,7 +112,7 @@ class TestRetries:
                 head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
                 client.sendall(head.encode() + body)
                 until(lambda: len(fake.requests) > before, "the request")
-            gone = 'paged_openai_requests_total{route="/v1/completions",status="499"}'
+            gone = 'paged_openai_requests_total{model="paged_llm",route="/v1/completions",status="499"}'
             until(lambda: patient.metrics().get(gone), "the end of the request")
 
     @pytest.mark.parametrize("path", ["/health", "/v1/models"])
@@ -152,16 +152,15 @@ def test_metrics_are_counted_per_route(fake):
         with respond_with(fake, say=["[1.0]"], receipt='{"cached_tokens": 3}'):
             assert front.ask("/v1/embeddings", {"model": "paged_llm", "input": ["x", "y"]})[0] == 200
         values = front.metrics()
-    assert values['paged_openai_tokens_total{kind="prompt",route="/v1/embeddings"}'] == 14
-    assert values['paged_openai_tokens_total{kind="cached",route="/v1/embeddings"}'] == 6
+    assert values['paged_openai_tokens_total{kind="prompt",model="paged_llm",route="/v1/embeddings"}'] == 14
+    assert values['paged_openai_tokens_total{kind="cached",model="paged_llm",route="/v1/embeddings"}'] == 6
     for route, output in (("/v1/completions", 4), ("/v1/chat/completions", 4)):
-        assert values[f'paged_openai_tokens_total{{kind="prompt",route="{route}"}}'] == 7
-        assert values[f'paged_openai_tokens_total{{kind="output",route="{route}"}}'] == output
+        assert values[f'paged_openai_tokens_total{{kind="prompt",model="paged_llm",route="{route}"}}'] == 7
+        assert values[f'paged_openai_tokens_total{{kind="output",model="paged_llm",route="{route}"}}'] == output
+        labels = f'model="paged_llm",route="{route}"'
         for name in ("paged_openai_request_seconds", "paged_openai_first_byte_seconds"):
-            assert (
-                values[f'{name}_count{{route="{route}"}}'] == values[f'{name}_bucket{{le="+Inf",route="{route}"}}'] == 1
-            )
-            assert 0 < values[f'{name}_sum{{route="{route}"}}'] < WAIT
+            assert values[f"{name}_count{{{labels}}}"] == values[f'{name}_bucket{{le="+Inf",{labels}}}'] == 1
+            assert 0 < values[f"{name}_sum{{{labels}}}"] < WAIT
 
 
 def test_access_log_has_every_request_and_no_key(fake, tmp_path):
@@ -181,8 +180,8 @@ def test_access_log_has_every_request_and_no_key(fake, tmp_path):
     ]
     assert {one["client"] for one in lines} == {"127.0.0.1"}
     assert all(datetime.fromisoformat(one["time"].replace("Z", "+00:00")) for one in lines)
-    for one in lines[:2]:
-        spent = values[f'paged_openai_request_seconds_sum{{route="{one["path"]}"}}']
+    for one, model in zip(lines[:2], ("paged_llm", ""), strict=True):
+        spent = values[f'paged_openai_request_seconds_sum{{model="{model}",route="{one["path"]}"}}']
         assert 0 < one["seconds"] == pytest.approx(spent, abs=1e-4)
     assert "hush" not in log.read_text()
 
@@ -200,7 +199,7 @@ def test_max_open_requests(fake):
             assert (status, answer["error"]["type"], answer["error"]["code"]) == (503, "server_error", "unavailable")
             assert "2 requests are open, the limit (--max-open-requests)" in answer["error"]["message"]
             assert front.ask("/live")[0] == 200
-        gone = 'paged_openai_requests_total{route="/v1/completions",status="499"}'
+        gone = 'paged_openai_requests_total{model="",route="/v1/completions",status="499"}'
         until(lambda: front.metrics().get(gone) == 2, "the end of both")
         assert front.ask("/v1/completions", PROMPT)[0] == 200
 
