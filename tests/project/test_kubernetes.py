@@ -169,7 +169,7 @@ def test_each_server_has_a_gateway_in_its_pod(everything):
     args = parse(made["args"][1:])
     assert {"name": "grpc", "containerPort": 8001} in container(everything, "server")["ports"]
     assert "--url=localhost:8001" in made["args"]
-    assert (args.host, args.model, args.retry_seconds) == ("0.0.0.0", "chat", 60.0)
+    assert (args.host, args.model, args.retry_seconds) == ("0.0.0.0", ["chat"], 60.0)
     assert made["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "keys", "key": "keys"}
     service = find(everything, "Service", "paged-gateway")["spec"]
     labels = find(everything, "StatefulSet")["spec"]["template"]["metadata"]["labels"]

@@ -181,7 +181,7 @@ class Models:
         if error.code != NO_SUCH_MODEL:
             return error
         try:
-            names = [card["id"] for card in await self.cards()]
+            names = list(dict.fromkeys(card["id"] for card in await self.cards()))
         except ApiError:  # the server has just stopped
             names = list(self._found.names)
         return ApiError(error.status, f"{error.message}; choose {listed(names)}", param=error.param, code=error.code)

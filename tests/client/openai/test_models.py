@@ -197,7 +197,7 @@ class TestSeveralModels:
         status, answer = front.ask(path, ROUTES[path] | {"model": "gpt-4"})
         error = error_of(status, answer)
         assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
-        assert error["message"] == "model='gpt-4': neither a model nor an adapter; choose a, b, both, both, de, fr"
+        assert error["message"] == "model='gpt-4': neither a model nor an adapter; choose a, b, both, de, fr"
 
     def test_a_name_that_is_not_clear_is_an_error(self, several):
         _, front = several
