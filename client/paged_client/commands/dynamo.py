@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from paged_client.commands.arguments import address, port
-from paged_client.discovery import find_model
+from paged_client.discovery import find_models, no_model
 from paged_client.session import UsageError
 from paged_client.sync_client import DEFAULT_URLS
 
@@ -32,7 +32,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="append",
         default=[],
         metavar="NAME",
-        help="name of a model on the servers; may be repeated (default: the servers' model, if they have only one)",
+        help="name of a model on the servers; may be repeated (default: all models that this engine serves)",
     )
     add("--served-model-name", metavar="NAME", help="name for Dynamo's clients, with one --model (default: its own)")
     add(
@@ -123,9 +123,10 @@ def dynamo(args: argparse.Namespace) -> int:
             raise UsageError(f"--url {url}: given {urls.count(url)} times; each must be another server")
     if args.kv_events and len(args.kv_events) != len(urls):
         raise UsageError(f"--kv-events: {len(args.kv_events)} given; must be one for each --url, in their order")
+    models = [tuple(args.model) or _models(url) for url in urls]
     for flag, value in (("--served-model-name", args.served_model_name), ("--model-path", args.model_path)):
-        if value and len(args.model) > 1:
-            raise UsageError(f"{flag}: is for one model; {len(args.model)} are given with --model")
+        if value and len(most := max(models, key=len)) > 1:
+            raise UsageError(f"{flag}: is for one model, not for {', '.join(most)}; choose one with --model")
     if args.model_path and not args.model_path.is_dir():
         raise UsageError(f"--model-path {args.model_path}: must be a directory with the model's tokenizer")
     from paged_client.dynamo.processes import Fleet
@@ -135,7 +136,7 @@ def dynamo(args: argparse.Namespace) -> int:
     workers = [
         WorkerSettings(
             url=url,
-            models=tuple(args.model or [find_model(url, "grpc")]),
+            models=models[index],
             served_name=args.served_model_name,
             model_path=str(args.model_path) if args.model_path else None,
             namespace=args.namespace,
@@ -157,3 +158,11 @@ def dynamo(args: argparse.Namespace) -> int:
         return Fleet(workers, frontend).run()
     except (EnvironmentSetupError, ValueError) as error:
         raise UsageError(str(error)) from None
+
+
+def _models(url: str) -> tuple[str, ...]:
+    """Return the models of a server. Raises PagedError if it cannot be reached, or has none of this engine's."""
+    models = find_models(url, "grpc")
+    if not models:
+        raise no_model(url)
+    return tuple(models)

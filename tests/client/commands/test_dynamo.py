@@ -12,16 +12,16 @@ URLS = ["--url", "localhost:1", "--url", "localhost:2"]
     [
         (["--url", "localhost:1", *URLS], "--url localhost:1: given 2 times; each must be another server"),
         (
-            [*URLS, "--kv-events", "tcp://localhost:5"],
+            [*URLS, "--model", "a", "--kv-events", "tcp://localhost:5"],
             "--kv-events: 1 given; must be one for each --url, in their order",
         ),
         (
             ["--model", "a", "--model", "b", "--served-model-name", "c"],
-            "--served-model-name: is for one model; 2 are given with --model",
+            "--served-model-name: is for one model, not for a, b; choose one with --model",
         ),
         (
             ["--model", "a", "--model", "b", "--model-path", "/"],
-            "--model-path: is for one model; 2 are given with --model",
+            "--model-path: is for one model, not for a, b; choose one with --model",
         ),
         (
             ["--model", "a", "--model-path", "/missing"],
