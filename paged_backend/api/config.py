@@ -593,7 +593,7 @@ class EngineConfig:
     def from_file(cls, path: Path) -> EngineConfig:
         """Read a `model.json`, and log which of its options are ignored. Raises ConfigError, which names the file."""
         try:
-            options = json.loads(path.read_text())
+            options = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: {error}") from error
         if not isinstance(options, dict):

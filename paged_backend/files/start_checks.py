@@ -142,7 +142,7 @@ def read_template(given: str, root: Path) -> str:
     for path in possible_paths(given, root):
         if path.is_file():
             try:
-                return path.read_text()
+                return path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise invalid_option("chat_template", given, f"cannot be read: {error}") from error
     raise invalid_option("chat_template", given, f"neither a template, which contains {{, nor a file in {root}")

@@ -53,7 +53,7 @@ def check_template(path: Path | None, given: str | None) -> None:
 def _templates(path: Path) -> list[Any]:
     """Return the templates of a tokenizer, from its template file or else from its settings."""
     if (file := path / f"chat_template{TEMPLATE}").is_file():
-        return [file.read_text()]
+        return [file.read_text(encoding="utf-8")]
     templates = _settings(path).get("chat_template")
     if not isinstance(templates, list):
         return [templates]

@@ -86,7 +86,7 @@ class AdapterListFile:
 
 def _read(file: Path) -> dict[str, Path]:
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(path, str) and path for path in values.values()):
