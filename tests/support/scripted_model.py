@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -33,46 +34,54 @@ def selector(name: str) -> str:
     return LABEL.format(name)
 
 
-def save_scripted(
-    directory: Path,
-    scripts: Mapping[str, str],
-    *,
-    chat_template: str = CHATML,
-    special: Sequence[str] = (),
-    eos: str = "<|im_end|>",
-    **tokenizer_config: object,
-) -> None:
+def save_scripted(directory: Path, scripts: Mapping[str, str], **tokenizer: Any) -> None:
     """Save a model that plays one of the scripts, and then its end-of-sequence token.
 
     scripts: texts by name. A conversation plays the script whose name is in its last message; of several names, the
     last one here. Any other prompt plays the one whose `selector` is its end, or nothing.
+    tokenizer: arguments of `save_tokenizer`.
+    """
+    made, paths = save_tokenizer(directory, scripts, **tokenizer)
+    _save_model(directory, len(made), paths, made.eos_token_id)
+
+
+def save_tokenizer(
+    directory: Path,
+    scripts: Mapping[str, str],
+    *,
+    chat_template: str | None = CHATML,
+    special: Sequence[str] = (),
+    eos: str = "<|im_end|>",
+    **settings: object,
+) -> tuple[PreTrainedTokenizerFast, list[list[int]]]:
+    """Save the tokenizer of `save_scripted`. Return it, and the token ids of each script after those of its selector.
+
     special: texts that are one token each, a special one, in scripts and in prompts.
-    tokenizer_config: further settings of the tokenizer, such as `response_template`.
+    settings: further settings of the tokenizer, such as `response_template`.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {char: index for index, char in enumerate(alphabet)}
     added = [AddedToken(text, special=True, normalized=False) for text in dict.fromkeys((eos, *special))]
-    paths = {}
+    paths = []
     for name, text in scripts.items():
-        first = AddedToken(selector(name), special=True, normalized=False)
-        path, added = [first], [*added, first]
+        added.append(AddedToken(selector(name), special=True, normalized=False))
+        path = [selector(name)]
         for index, (piece, is_special) in enumerate(_pieces(text, special)):
             label = LABEL.format(f"{name}.{index}")
             if is_special:
-                path.append(AddedToken(piece + label, special=True, normalized=False))
-                added.append(path[-1])
+                path.append(piece + label)
+                added.append(AddedToken(path[-1], special=True, normalized=False))
             else:
                 path.append(_byte_level(piece) + label)
                 vocabulary[path[-1]] = len(vocabulary)
-        paths[name] = path
+        paths.append(path)
     tokenizer = _tokenizer(vocabulary, added, eos)
-    tokenizer.chat_template = chat_template + _selection(scripts)
-    tokenizer.init_kwargs |= tokenizer_config
-    for key, value in tokenizer_config.items():
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template + _selection(scripts)
+    for key, value in settings.items():
         setattr(tokenizer, key, value)
     tokenizer.save_pretrained(directory)
-    ids = [[tokenizer.convert_tokens_to_ids(str(token)) for token in path] for path in paths.values()]
-    _save_model(directory, len(tokenizer), ids, tokenizer.eos_token_id)
+    return tokenizer, [tokenizer.convert_tokens_to_ids(path) for path in paths]
 
 
 def _pieces(text: str, special: Sequence[str]) -> Iterable[tuple[str, bool]]:
