@@ -103,8 +103,8 @@ class Client:
             request_id: id for the server's log and for `cancel`.
             timeout: time limit of the whole request in seconds; None is no limit.
             sampling: sampling parameters with vLLM's names, such as max_tokens=64 and stop=["\\n"]; also
-                return_token_ids, return_text_offsets, and for a session sequence_id, sequence_start and
-                sequence_end (see `conversation`).
+                return_token_ids, return_text_offsets, return_reasoning_content, return_tool_calls, and for a
+                session sequence_id, sequence_start and sequence_end (see `conversation`).
 
         Raises:
             ValueError: invalid arguments.

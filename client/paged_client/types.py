@@ -59,6 +59,10 @@ class Delta(PromptInfo):
     token_ids: tuple[int, ...] | None = None  # tokens of this delta; None without `return_token_ids=True`
     # The character of the sample's text at which each token begins; None without `return_text_offsets=True`.
     text_offsets: tuple[int, ...] | None = None
+    reasoning_content: str | None = None  # reasoning, which `text` then lacks; None without `return_reasoning_content`
+    # Tool calls that this delta completes, {"type": "function", "function": {"name": ..., "arguments": {...}}} each,
+    # which `text` then lacks; None without `return_tool_calls=True`.
+    tool_calls: tuple[Mapping[str, Any], ...] | None = None
     num_input_tokens: int = field(default=0, compare=False)  # prompt tokens
 
 
@@ -79,6 +83,8 @@ class Completion(PromptInfo):
     token_ids: tuple[int, ...] | None = None  # None without `return_token_ids=True`
     # The character of `text` at which each token begins; None without `return_text_offsets=True`.
     text_offsets: tuple[int, ...] | None = None
+    reasoning_content: str | None = None  # as in Delta
+    tool_calls: tuple[Mapping[str, Any], ...] | None = None  # as in Delta
 
 
 @dataclass(frozen=True)

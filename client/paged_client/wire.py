@@ -30,6 +30,8 @@ INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "return_num_output_tokens": ("TYPE_BOOL", (1,)),
     "return_token_ids": ("TYPE_BOOL", (1,)),
     "return_text_offsets": ("TYPE_BOOL", (1,)),
+    "return_reasoning_content": ("TYPE_BOOL", (1,)),
+    "return_tool_calls": ("TYPE_BOOL", (1,)),
     "return_receipt": ("TYPE_BOOL", (1,)),
     "pool_map": ("TYPE_BOOL", (1,)),
     "adapters": ("TYPE_BOOL", (1,)),
@@ -49,6 +51,8 @@ INPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "text_output": ("TYPE_STRING", (-1,)),
+    "reasoning_content": ("TYPE_STRING", (-1,)),
+    "tool_calls": ("TYPE_STRING", (-1,)),
     "finish_reason": ("TYPE_STRING", (-1,)),
     "stop_reason": ("TYPE_STRING", (-1,)),
     "cumulative_logprob": ("TYPE_FP32", (-1,)),
@@ -77,7 +81,13 @@ TRACE_CONTEXT = ("traceparent", "tracestate")  # headers of W3C, sent as paramet
 REQUEST_PARAMETERS = (*SEQUENCE, *TRACE_CONTEXT)
 # Outputs with one element for each token, and its type. They are fields of Delta and Completion.
 PER_TOKEN: Mapping[str, Callable[[Any], Any]] = {"token_ids": int, "text_offsets": int}
-RETURN_FLAGS = tuple(f"return_{name}" for name in PER_TOKEN)  # inputs that callers pass as sampling parameters
+# Outputs with one element for each sample, and how it is read. They are fields of Delta and Completion as well.
+PER_SAMPLE: Mapping[str, Callable[[Any], Any]] = {
+    "reasoning_content": str,
+    "tool_calls": lambda calls: tuple(json.loads(str(calls))),
+}
+# Inputs that callers pass as sampling parameters.
+RETURN_FLAGS = tuple(f"return_{name}" for name in (*PER_TOKEN, *PER_SAMPLE))
 JSON_INPUTS = ("tools", "chat_template_kwargs")  # the same, sent as JSON
 Fields = Mapping[str, "Sequence[str | int | float]"]  # output name -> its elements
 
@@ -242,7 +252,8 @@ class Transcript:
         self._num_input_tokens = int([*fields.get("num_input_tokens", []), self._num_input_tokens][0])
         logprobs = fields.get("logprobs", ["null"] * len(texts))
         sums = fields.get("cumulative_logprob", [None] * len(texts))
-        per_token = {name: _split(fields.get(name), counts, read) for name, read in PER_TOKEN.items()}
+        parts = {name: _split(fields.get(name), counts, read) for name, read in PER_TOKEN.items()}
+        parts |= {name: list(map(read, fields[name])) for name, read in PER_SAMPLE.items() if name in fields}
         for receipt in fields.get("receipt", []):
             self._receipt = json.loads(str(receipt))
         self._samples += [[] for _ in range(len(texts) - len(self._samples))]
@@ -259,9 +270,10 @@ class Transcript:
                 index=index,
                 logprobs=_read_logprobs(str(tokens)),
                 cumulative_logprob=None if total is None else float(total),
-                **{name: parts[index] for name, parts in per_token.items()},
+                **{name: values[index] for name, values in parts.items()},
             )
-            if not (deltas and deltas[-1].finish_reason) and (len(texts) == 1 or text or count or delta.finish_reason):
+            has_output = len(texts) == 1 or text or count or delta.finish_reason
+            if has_output and not (deltas and deltas[-1].finish_reason):
                 deltas.append(delta)
                 new.append(delta)
         prompt = _read_prompt(fields)
@@ -317,11 +329,12 @@ def _split(
 
 
 def _joined(deltas: Sequence[Delta]) -> dict[str, Any]:
-    """Return the fields that deltas have for each token; None for a field that was not requested."""
+    """Return the optional fields of the output, joined; None for a field that was not requested."""
     joined: dict[str, Any] = {}
-    for name in ("logprobs", *PER_TOKEN):
+    for name in ("logprobs", *PER_TOKEN, *PER_SAMPLE):
         parts = [part for delta in deltas if (part := getattr(delta, name)) is not None]
-        joined[name] = tuple(value for part in parts for value in part) if parts else None
+        values = [value for part in parts for value in part]
+        joined[name] = None if not parts else "".join(values) if isinstance(parts[0], str) else tuple(values)
     return joined
 
 

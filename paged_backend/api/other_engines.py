@@ -120,7 +120,7 @@ set num_speculative_tokens, speculative_model, prompt_lookup_min and prompt_look
 adapters are LoRA matrices of linear layers in the data type of the weights; leave it out
   lora_dtype=auto lora_extra_vocab_size=0|256 enable_lora_bias=false fully_sharded_loras=false
   enable_prompt_adapter=false
-reasoning and tool calls are part of the text; `paged openai` parses tool calls
+the tokenizer's files have the marks; requests set return_reasoning_content and return_tool_calls
   enable_reasoning=false reasoning_parser tool_call_parser
 prompts are text or token ids, and plugins are not supported; leave it out
   enable_prompt_embeds=false logits_processors logits_processor_pattern

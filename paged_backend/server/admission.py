@@ -56,6 +56,7 @@ from paged_backend.server.wire.call import Call, read_call, read_control_request
 from paged_backend.server.wire.channel import Channel, Received, respond, send_error
 from paged_backend.server.wire.pooling import parse_pooling_sampling
 from paged_backend.server.wire.responses import Response, SampleOutput, write_adapters, write_model_info, write_response
+from paged_backend.text.answers import ANSWER_PARTS
 from paged_backend.text.tokenizing import LONG_CHARS, SHORT_CHARS
 from paged_backend.utils.worker import BackgroundWorker
 
@@ -147,7 +148,7 @@ class Admission:
             if call.sequence:
                 turn = self._begin_turn(call, sampling)
                 if call.only_ends_session:
-                    turn.finish([], "")
+                    turn.finish([], {})
                     ended = Response(call.returns, [SampleOutput("", "stop", ())], prompt_token_ids=())
                     channel.send(write_response(ended), final=True)
                     return
@@ -184,6 +185,7 @@ class Admission:
     def _check(self, call: Call, sampling: SamplingParams) -> SamplingParams:
         """Check everything that can be checked before the prompt is tokenized. Return the complete parameters."""
         _check_combination(call, sampling)
+        self._builder.answers.check(call.returns)
         if sampling.prefill_only and not self._has_remote_cache:
             raise invalid_argument("prefill_only", True, "needs a remote cache, which is off (remote_cache_url)")
         if sampling.word_bias:
@@ -422,5 +424,8 @@ def _check_combination(call: Call, sampling: SamplingParams) -> None:
         raise invalid_argument("best_of", sampling.best_of, reason)
     if sampling.logits_digest and "receipt" not in call.returns:
         raise invalid_argument("logits_digest", True, "needs return_receipt, since the receipt has the digest")
+    if "text_offsets" in call.returns and (parts := sorted(ANSWER_PARTS & call.returns)):
+        reason = f"has no effect with return_{parts[0]}, which takes text out of text_output; leave one of the two out"
+        raise invalid_argument("return_text_offsets", True, reason)
     if call.is_chat and sampling.echo:
         raise invalid_argument("echo", True, "has no effect with messages; leave it out")

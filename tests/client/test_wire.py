@@ -135,8 +135,21 @@ def test_token_ids_and_offsets_are_split_by_token_counts():
     assert (whole.others[0].token_ids, whole.others[0].text_offsets) == ((6, 7), (0, 1))
 
 
+def test_reasoning_and_tool_calls_are_joined():
+    transcript, call = Transcript(), {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    said = {"text_output": ["", ""], "num_output_tokens": [1, 1], "finish_reason": ["None", "None"]}
+    thought = transcript.add({**said, "reasoning_content": ["Let", "Hm"], "tool_calls": ["[]", "[]"]})
+    assert [(delta.reasoning_content, delta.tool_calls) for delta in thought] == [("Let", ()), ("Hm", ())]
+    ended = said | {"finish_reason": ["stop", "stop"]}
+    transcript.add({**ended, "reasoning_content": [" me", ""], "tool_calls": [json.dumps([call]), "[]"]})
+    whole = transcript.completion()
+    assert (whole.reasoning_content, whole.tool_calls) == ("Let me", (call,))
+    assert (whole.others[0].reasoning_content, whole.others[0].tool_calls) == ("Hm", ())
+
+
 def test_fields_that_were_not_requested_are_none():
     transcript = Transcript()
     (delta,) = transcript.add({"text_output": ["a"], "logprobs": ["null"], "num_output_tokens": [1]})
     assert (delta.logprobs, delta.cumulative_logprob) == (None, None)
+    assert (delta.reasoning_content, transcript.completion().tool_calls) == (None, None)
     assert (transcript.completion().logprobs, transcript.completion().cumulative_logprob) == (None, None)

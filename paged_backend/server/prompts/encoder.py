@@ -18,7 +18,7 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.thinking import ThinkingBudget
 from paged_backend.server.wire.call import Call, read_prompt
 from paged_backend.server.wire.pooling import PoolingCall
-from paged_backend.text.conversation import MESSAGE_KEYS, Message, check_count, check_keys
+from paged_backend.text.conversation import MESSAGE_KEYS, Message, Tool, check_count, check_keys
 from paged_backend.text.reasoning import reasoning_marks
 from paged_backend.text.templates import render
 from paged_backend.text.tokenizing import PromptTokenizer
@@ -50,6 +50,7 @@ class EncodedPrompt(NamedTuple):
     tokens: list[int]  # including the session's earlier turns
     pooling: PoolingCall | None = None  # without its input
     messages: str | None = None  # the messages of this turn as JSON, in a session
+    tools: list[Tool] | None = None  # if the client asks for tool calls
 
 
 def messages_text(messages: list[Message]) -> str:
@@ -108,7 +109,8 @@ class PromptEncoder:
             check_count(messages, limits.input_limits)
             tokens = self._cut(self._encode_chat(call, messages), sampling)
         check_prompt_length(len(tokens), sampling.max_tokens, limits)
-        return EncodedPrompt(tokens, pooling and replace(pooling, input=None, messages=None), text)
+        pooling = pooling and replace(pooling, input=None, messages=None)
+        return EncodedPrompt(tokens, pooling, text, call.tools if "tool_calls" in call.returns else None)
 
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of text that is not a prompt, without special tokens."""

@@ -17,10 +17,10 @@ import threading
 import time
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paged_backend.api.errors import ErrorCode, RequestError, invalid_argument
 from paged_backend.server.prompts.encoder import Earlier, EncodedPrompt, messages_text
@@ -89,10 +89,11 @@ class Turn:
             nbytes = sum(map(len, self.messages))
         self.sessions.reserve(self, nbytes)
 
-    def finish(self, tokens: list[int], text: str) -> None:
-        """Store the turn. tokens: all token ids so far, including the output. text: the output."""
+    def finish(self, tokens: list[int], answer: Mapping[str, Any]) -> None:
+        """Store the turn. tokens: all token ids so far, including the output. answer: fields of the output's
+        message."""
         if self.messages:
-            self._append(self.messages, self.num_chars, messages_text([{"role": "assistant", "content": text}]))
+            self._append(self.messages, self.num_chars, messages_text([{"role": "assistant", **answer}]))
             self.session.messages, self.session.num_chars = self.messages, self.num_chars
         else:
             self.session.tokens = array("i", tokens)

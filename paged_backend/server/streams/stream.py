@@ -27,6 +27,7 @@ from paged_backend.server.prompts.sessions import Turn
 from paged_backend.server.wire.call import Call
 from paged_backend.server.wire.channel import Channel
 from paged_backend.server.wire.responses import Response, SampleOutput, write_response
+from paged_backend.text.answers import AnswerFormat, AnswerParser, Parts
 from paged_backend.text.beam_stops import build_stop_check
 from paged_backend.text.detokenizer import Detokenizer
 from paged_backend.text.stop_tokens import StopTokens, stop_word_reason
@@ -129,12 +130,12 @@ class Stream:
             self.finished = all(sample.finish for sample in self.samples)
 
     def has_new_text(self) -> bool:
-        """Return whether a streaming request has text to send, after decoding its tokens."""
+        """Return whether a streaming request has text, reasoning or calls to send, after decoding its tokens."""
         if not self.call.stream:
             return False
         for sample in self.samples:
             sample.detokenize()
-        return any([sample.text for sample in self.samples])
+        return any([sample.text or sample.reasoning or sample.calls for sample in self.samples])
 
     @property
     def returned_samples(self) -> list[Sample]:
@@ -194,7 +195,7 @@ class Stream:
         (sample,) = self.samples
         # A stop string is cut from the text but not from the tokens, so the text that was sent is encoded again.
         tokens = self.encode(sample.all_text) if sample.detokenizer.stopped else sample.tokens
-        self.turn.finish([*self.request.prompt_token_ids, *tokens], sample.all_text)
+        self.turn.finish([*self.request.prompt_token_ids, *tokens], sample.message)
 
     def end(self, finish: FinishReason) -> None:
         """End every sample that has not ended."""
@@ -233,10 +234,18 @@ class Sample:
     cumulative_logprob: float = 0.0  # sum over all tokens so far
     digest: hashlib._Hash | None = None  # digest of the logits of its tokens and of the prompt, if requested
     last_token: float | None = None  # time.monotonic() of its newest token
+    parser: AnswerParser | None = None  # None: all output is text
+    reasoning: str = ""  # reasoning not sent yet
+    calls: list[dict[str, Any]] = field(default_factory=list)  # tool calls not sent yet
 
     @property
     def all_text(self) -> str:
         return "".join(self.text_pieces)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The fields of a message with the output."""
+        return self.parser.message if self.parser else {"content": self.all_text}
 
     def take(self, delta: TokenDelta) -> None:
         """Add the tokens of one step. A stop string or stop word may end the sample before the engine does."""
@@ -254,8 +263,7 @@ class Sample:
             if self.detokenizer.stopped:
                 del self.tokens[self.detokenizer.num_tokens :]
                 count = len(self.tokens) - self.num_tokens
-                self.finish = FinishReason.STOP
-                self.stop_reason = self.detokenizer.matched_stop
+                self._finish(FinishReason.STOP)
         self.num_tokens += count
         self.unsent += tokens[:count]
         if delta.values:
@@ -283,9 +291,15 @@ class Sample:
         """Decode the rest, including text held back as a possible stop string, and set why the sample ended."""
         self.detokenize()
         self._append(self.detokenizer.flush())
+        self._finish(finish)
+
+    def _finish(self, finish: FinishReason) -> None:
+        """Set why the sample ended, after all of its text."""
         self.finish = finish
         if self.detokenizer.stopped:
             self.finish, self.stop_reason = FinishReason.STOP, self.detokenizer.matched_stop
+        if self.parser:
+            self._add(self.parser.finish())
 
     def take_output(self, *, offsets: bool) -> SampleOutput:
         """Return everything that has not been sent, and mark it as sent."""
@@ -297,8 +311,11 @@ class Sample:
             self.values,
             self.cumulative_logprob,
             self.stop_reason,
+            self.reasoning,
+            self.calls,
         )
         self.text, self.unsent, self.values = "", [], {name: [] for name in self.values}
+        self.reasoning, self.calls = "", []
         return output
 
     def _unsent_offsets(self) -> list[int]:
@@ -308,8 +325,13 @@ class Sample:
 
     def _append(self, text: str) -> None:
         if text:
-            self.text += text
+            self._add(self.parser.push(text) if self.parser else Parts(text))
             self.text_pieces.append(text)
+
+    def _add(self, parts: Parts) -> None:
+        self.text += parts.text
+        self.reasoning += parts.reasoning
+        self.calls += parts.calls
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,6 +381,7 @@ class StreamBuilder:
         self._seeds = random.Random(seed)
         self._max_seconds = max_seconds
         self._token_text = _token_texts(tokenizer)
+        self.answers = AnswerFormat(tokenizer)
 
     def build(self, arrival: Arrival, prompt: EncodedPrompt) -> Stream:
         """Return the stream of a request that may be queued. Raises RequestError if the request cannot run."""
@@ -366,7 +389,7 @@ class StreamBuilder:
         request = self._request(arrival, prompt.tokens)
         if arrival.turn:
             arrival.turn.add_prompt(prompt)
-        return self._stream(arrival, request)
+        return self._stream(arrival, request, prompt.tools)
 
     def build_untokenized(self, arrival: Arrival) -> Stream:
         """Return a stream without a prompt, to which `Stream.set_prompt` gives one later."""
@@ -391,7 +414,7 @@ class StreamBuilder:
         )
         ends = None
         if sampling.beam_width > 1:
-            ends = build_stop_check(sampling, tokens, decoder(self._tokenizer, sampling.skip_special_tokens))
+            ends = build_stop_check(sampling, tokens, self._decoder(call, sampling))
         return replace(
             request,
             ends=ends,
@@ -402,9 +425,17 @@ class StreamBuilder:
             token_outputs=requested_outputs(call.returns, sampling),
         )
 
-    def _stream(self, arrival: Arrival, request: GenerateRequest) -> Stream:
+    def _decoder(self, call: Call, sampling: SamplingParams) -> Callable[[list[int]], str]:
+        """Return the function that decodes the output."""
+        if splitter := self.answers.splitter(call.returns):
+            return splitter.decoder(sampling.skip_special_tokens)
+        return decoder(self._tokenizer, sampling.skip_special_tokens)
+
+    def _stream(
+        self, arrival: Arrival, request: GenerateRequest, tools: Sequence[dict[str, Any]] | None = None
+    ) -> Stream:
         call = arrival.call
-        samples = self._samples(call, request)
+        samples = self._samples(call, request, tools)
         return Stream(
             request,
             call,
@@ -419,10 +450,12 @@ class StreamBuilder:
             max_seconds=self._max_seconds,
         )
 
-    def _samples(self, call: Call, request: GenerateRequest) -> list[Sample]:
+    def _samples(self, call: Call, request: GenerateRequest, tools: Sequence[dict[str, Any]] | None) -> list[Sample]:
         sampling = request.sampling
-        decode = decoder(self._tokenizer, sampling.skip_special_tokens)
-        echoed = _echoed_text(call, request, decode)
+        echoed = _echoed_text(call, request, decoder(self._tokenizer, sampling.skip_special_tokens))
+        decode, splitter = self._decoder(call, sampling), self.answers.splitter(call.returns)
+        # A constraint applies from the first token, so that the output does not continue reasoning of the prompt.
+        start = "" if splitter is None or sampling.structure else splitter.start(request.prompt_token_ids)
         sent = {name for name in request.token_outputs if name in call.returns}
         if sampling.logprobs is None:  # then they are only summed
             sent.discard(LOGPROBS.name)
@@ -446,6 +479,7 @@ class StreamBuilder:
                 text=echoed,
                 values={name: [] for name in sent},
                 digest=digest,
+                parser=AnswerParser(splitter, start, tools) if splitter else None,
             )
 
         return [sample() for _ in range(sampling.num_samples)]

@@ -24,6 +24,8 @@ class SampleOutput(NamedTuple):
     values: Values = NOTHING  # requested optional outputs, a value for each of `token_ids`
     cumulative_logprob: float = 0.0
     stop_reason: str | None = None
+    reasoning: str = ""
+    calls: Sequence[Mapping[str, Any]] = ()  # tool calls
 
 
 class Response(NamedTuple):
@@ -48,6 +50,8 @@ def _prompt_logprobs(response: Response) -> list[bytes] | None:
 # response does not have the tensor.
 _WRITERS: Mapping[str, Callable[[Response], Sequence[Any] | None]] = {
     "text_output": lambda response: [sample.text.encode() for sample in response.samples],
+    "reasoning_content": lambda response: [sample.reasoning.encode() for sample in response.samples],
+    "tool_calls": lambda response: [json.dumps(list(sample.calls)).encode() for sample in response.samples],
     "finish_reason": lambda response: [str(sample.finish_reason).encode() for sample in response.samples],
     "stop_reason": lambda response: [str(sample.stop_reason).encode() for sample in response.samples],
     "num_input_tokens": lambda response: [len(response.prompt_token_ids)],

@@ -78,8 +78,8 @@ INPUTS = {
         "Functions for the chat template, with `messages`: a JSON list of"
         ' `{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}`. At most 128'
         " (`limits.max_tools`) in 1,048,576 characters (`limits.max_tools_chars`). Messages may then have `tool_calls`,"
-        " whose `arguments` are objects, and the role `tool`. The model's calls are part of `text_output`; the OpenAI"
-        " gateway parses them."
+        " whose `arguments` are objects, and the role `tool`. The model's calls are part of `text_output`, or"
+        " with `return_tool_calls` of `tool_calls`."
     ),
     "chat_template_kwargs": _string(
         'Variables for the chat template, with `messages`: a JSON object like `{"enable_thinking": false}`. They apply'
@@ -105,6 +105,8 @@ INPUTS = {
     "return_num_output_tokens": _flag("Return `num_output_tokens`."),
     "return_token_ids": _flag("Return `token_ids` and `prompt_token_ids`."),
     "return_text_offsets": _flag("Return `text_offsets`."),
+    "return_reasoning_content": _flag("Return `reasoning_content`, which is then not part of `text_output`."),
+    "return_tool_calls": _flag("Return `tool_calls`, which are then not part of `text_output`."),
     "return_receipt": _flag("Return `receipt`."),
     "pool_map": _flag(
         "Control request: return `pool_map`. No other input is allowed. Answered between two steps, however full the"
@@ -134,6 +136,15 @@ OUTPUTS = {
     "text_output": _strings(
         "The generated text; when streaming, the text since the previous response. It never ends inside a character."
         " For an embedding, a JSON list of numbers; for a classification, a JSON object with `label` and `probs`."
+    ),
+    "reasoning_content": _strings(
+        "The model's reasoning, without the marks around it; when streaming, the part since the previous response."
+        " Empty if the model has not reasoned, and for a model whose marks are not known. See"
+        " [reasoning and tool calls](../guides/requests.md#reasoning-and-tool-calls)."
+    ),
+    "tool_calls": _strings(
+        'JSON list of the tool calls that this response completes: `{"type": "function", "function": {"name": ...,'
+        ' "arguments": {...}}}`. A call that is cut off or invalid is part of `text_output`.'
     ),
     "finish_reason": _strings("`stop`, `length` or `timeout`; `None` before the last response."),
     "stop_reason": _strings(

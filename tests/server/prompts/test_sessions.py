@@ -42,7 +42,7 @@ def sessions(clock, unpinned):
 
 def begun(sessions, name=NAME, tokens=(1, 2, 3), **flags):
     turn = sessions.begin(name, **{"start": True, "end": False} | flags)
-    turn.finish(list(tokens), "text")
+    turn.finish(list(tokens), {"content": "text"})
     return turn
 
 
@@ -60,7 +60,7 @@ def test_a_turn_continues_the_previous_one(sessions):
 def test_messages_and_replies_are_remembered(sessions):
     turn = sessions.begin(NAME, start=True, end=False)
     turn.add_prompt(HELLO)
-    turn.finish([], "hi")
+    turn.finish([], {"content": "hi"})
     earlier = sessions.begin(NAME, start=False, end=False).earlier(chat=True)
     said = [message for part in earlier.messages for message in json.loads(part)]
     assert said == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
@@ -75,7 +75,7 @@ def test_a_session_cannot_mix_text_and_messages(sessions):
     turn.undo()
     other = sessions.begin(SessionName("", 8), start=True, end=False)
     other.add_prompt(HELLO)
-    other.finish([], "hi")
+    other.finish([], {"content": "hi"})
     with pytest.raises(RequestError, match="sequence_id=8: was begun with messages"):
         sessions.begin(SessionName("", 8), start=False, end=False).earlier(chat=False)
 
@@ -93,7 +93,7 @@ def test_a_concurrent_turn_is_rejected(sessions):
     turn = sessions.begin(NAME, start=True, end=False)
     assert "UNAVAILABLE: sequence_id=7: its previous turn is still running" in rejection(sessions)
     assert "still running" in rejection(sessions, start=True)
-    turn.finish([1], "")
+    turn.finish([1], {})
     sessions.begin(NAME, start=False, end=False)
 
 
@@ -119,7 +119,7 @@ def test_a_session_does_not_expire_during_a_turn(sessions, clock, unpinned):
     sessions.expire()
     assert unpinned == []
     assert sessions.next_expiry == math.inf
-    turn.finish([1], "")
+    turn.finish([1], {})
     assert sessions.next_expiry == 110
 
 
@@ -266,7 +266,7 @@ def test_a_tenant_cannot_take_all_memory_of_sessions(sessions, unpinned):
     turn = sessions.begin(other, start=True, end=False)
     turn.add_prompt(EncodedPrompt(MANY[::2]))
     assert unpinned == [greedy]
-    turn.finish(MANY[: len(MANY) // 2], "")
+    turn.finish(MANY[: len(MANY) // 2], {})
     turn = sessions.begin(greedy, start=True, end=False)
     with pytest.raises(RequestError, match="max_sessions_mib=1"):
         turn.add_prompt(EncodedPrompt(MANY))

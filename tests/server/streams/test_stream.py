@@ -41,7 +41,7 @@ class FailingClient(Client):
     def __init__(self, key, sessions):
         super().__init__(key, stop=["x"])
         self.sessions, self.next_turns = sessions, []
-        sessions.begin(NAME, start=True, end=False).finish([1], "")
+        sessions.begin(NAME, start=True, end=False).finish([1], {})
         self.stream.turn = sessions.begin(NAME, start=False, end=False)
 
     def decode(self, ids):
