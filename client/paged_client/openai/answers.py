@@ -123,6 +123,7 @@ class ChatResponseBuilder(ResponseBuilder):
         super().__init__(request, request_id)
         self._top_logprobs = request.top_logprobs or 0
         self._empty_content = None if use.forced else ""
+        self._has_reasoning = request.include_reasoning is not False
         echoed = [message.text for message in request.messages[-1:] if request.echo and message.role == "assistant"]
         self._echoed = "".join(echoed)
         self._parsers: defaultdict[int, OutputParser] = defaultdict(use.make_parser)  # parsers by sample
@@ -156,8 +157,9 @@ class ChatResponseBuilder(ResponseBuilder):
         if any(isinstance(event, CallStart) for event in events):
             self._calling.add(index)
         text = "".join(event.text for event in events if isinstance(event, Content))
-        calls = _tool_calls(events)
-        return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+        reasoning = part.reasoning_content if self._has_reasoning else None
+        fields = {"reasoning_content": reasoning, "content": text, "tool_calls": _tool_calls(events)}
+        return {name: value for name, value in fields.items() if value}
 
     def _finish_reason(self, index: int, part: Completion | Delta) -> str | None:
         """Return "tool_calls" if the sample stopped after complete calls: a stop string can end one in the middle."""

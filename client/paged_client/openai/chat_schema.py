@@ -46,6 +46,8 @@ class ChatMessage(StrictModel):
     name: str | None = None  # name of the author, passed to the chat template
     tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, as newer versions of vLLM call it
     function_call: None = None  # the older form of tool_calls
 
     @property
@@ -138,6 +140,7 @@ class ChatRequest(GenerateBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None
+    include_reasoning: Flag | None = None  # whether the response has the reasoning; true by default
     echo: Flag | None = None  # the answer begins with the message that it continues
 
     @property

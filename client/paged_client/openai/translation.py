@@ -72,6 +72,7 @@ async def from_chat(
     if request.may_call and tool_format is MISTRAL:
         sampling.setdefault("skip_special_tokens", False)  # [TOOL_CALLS] is a special token
     sampling.setdefault("max_tokens", None)  # no limit but the context length
+    sampling["return_reasoning_content"] = True
     messages = [_message(message) for message in request.messages]
     if template is None:
         more = {"tools": use.prompt_tools, "chat_template_kwargs": request.template_variables}
@@ -129,7 +130,7 @@ def _message(message: ChatMessage) -> dict[str, Any]:
         "role": "system" if message.role == "developer" else message.role,
         "content": message.text,
     }
-    for name in ("name", "tool_call_id"):
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
         if getattr(message, name) is not None:
             turn[name] = getattr(message, name)
     if message.tool_calls:

@@ -100,7 +100,7 @@ def test_messages_of_other_servers(front, fake):
     called = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
     assert json.loads(fake.requests[-1]["messages"]) == [
         {"role": "critic", "content": "xy"},
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
         {"role": "assistant", "content": "", "tool_calls": [called]},
     ]
 

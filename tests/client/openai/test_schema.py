@@ -257,7 +257,7 @@ class TestRequests:
     def test_fields_of_other_servers_are_ignored(self, front, fake, path, value):
         names = (
             "verbosity", "prediction", "keep_alive", "options", "chat_id", "store", "metadata", "service_tier", "user",
-            "kv_transfer_params", "guided_decoding_backend", "web_search_options", "include_reasoning",
+            "kv_transfer_params", "guided_decoding_backend", "web_search_options",
         )  # fmt: skip
         front.ask(path, BODIES[path])
         assert front.ask(path, BODIES[path] | dict.fromkeys(names, value))[0] == 200
