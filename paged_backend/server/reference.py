@@ -59,8 +59,8 @@ or an invalid value is an error. Limits in parentheses are [options](options.md#
 
 Logits are changed in this order: structured outputs and `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`
 and `word_bias`, penalties, `temperature`, `top_k`, `top_p`, `min_p`. In a beam search, the first four apply to log
-probabilities. A token that `thinking_token_budget` forces outweighs all of them. [Requests](../guides/requests.md) shows
-examples."""
+probabilities. A token that `thinking_token_budget` forces outweighs all of them.
+[Requests](../guides/requests.md) shows examples."""
 UNSUPPORTED = """\
 Parameters of vLLM that are accepted only with values that have no effect, because some clients send every field."""
 TENSORS = """\

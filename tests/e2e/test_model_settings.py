@@ -1,4 +1,5 @@
-"""A model with a variable in its chat template and sampling parameters in its generation_config.json, like Qwen3."""
+"""A model with a variable and marks of reasoning in its chat template and sampling parameters in its
+generation_config.json, like Qwen3."""
 
 import json
 
@@ -70,6 +71,31 @@ class TestTemplateVariables:
             status, answer = ask(chat_template_kwargs={"messages": []})
         assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs")
         assert answer["error"]["message"] == "chat_template_kwargs: messages: is set by the server; leave it out"
+
+
+class TestThinkingBudget:
+    """Reasoning that the prompt opens ends after 4 tokens. A mark has several tokens."""
+
+    def test_client(self, client, decode):
+        asked = {"prompt": "abc<think>", "max_tokens": 16, "ignore_eos": True, "return_token_ids": True}
+        free = client.generate(**asked).token_ids
+        limited = client.generate(**asked, thinking_token_budget=4).token_ids
+        assert limited[:4] == free[:4]
+        assert decode(limited[4:12]) == "</think>" and len(limited) == 16
+        assert client.generate(**asked, thinking_token_budget=-1).token_ids == free
+        with pytest.raises(PagedError, match=r"thinking_token_budget=4: must be null: .* may exclude token"):
+            client.generate(**asked, thinking_token_budget=4, bad_words=["</think>"])
+
+    def test_gateway(self, adapted_server):
+        own = {"model": "paged_llm", "max_tokens": 16, "thinking_token_budget": 4, "ignore_eos": True}
+        with gateway(adapted_server.grpc_url) as front:
+            (choice,) = front.ask("/v1/completions", own | {"prompt": "abc<think>"})[1]["choices"]
+            assert choice["text"].count("</think>") == 1
+            said = {"messages": [{"role": "user", "content": "<think>"}]}  # "]+" follows in the prompt
+            (choice,) = front.ask("/v1/chat/completions", own | said)[1]["choices"]
+            assert "</think>" in choice["message"]["content"]
+            status, answer = front.ask("/v1/chat/completions", own | said | {"thinking_token_budget": -2})
+        assert (status, answer["error"]["param"]) == (400, "thinking_token_budget")
 
 
 class TestSamplingDefaults:

@@ -5,7 +5,6 @@ from collections import Counter
 from contextlib import closing
 
 import pytest
-from transformers import LlamaConfig
 
 from paged_backend.api.block_layout import BlockLayout
 from paged_backend.api.errors import RequestError
@@ -13,7 +12,7 @@ from paged_backend.api.limits import EngineLimits
 from paged_backend.api.request import GenerateRequest
 from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.thinking import ThinkingBudget
-from tests.support.in_process import running, save_tiny, tiny_assembly
+from tests.support.in_process import running, tiny_assembly
 from tests.support.remote_engines import SampleHarness
 
 sync_and_async = pytest.mark.usefixtures("async_scheduling")
@@ -57,7 +56,7 @@ def forced_in(prompt, output, limit, marks):
 def random_requests():
     """Yield the marks, prompts and parameters of requests."""
     rng = random.Random(3)
-    for seed, marks in enumerate(MARKS * 6):
+    for seed, marks in enumerate(MARKS * 5):
         prompt = [rng.choice(ALLOWED) for _ in range(rng.randint(1, 20))]
         if rng.random() < 0.4:
             prompt += [*marks[0], *[44] * rng.randint(0, 2)]
@@ -96,7 +95,7 @@ def test_the_end_mark_is_forced_where_the_budget_is_used_up(tiny, expected):
             first = positions[0] if positions else LENGTH
             assert len(output) == LENGTH and output[:first] == other[:first]
             num_changed[marks] += sum(output[at] != other[at] for at in positions[:1])
-    assert min(num_changed[marks] for marks in MARKS) > 3, num_changed
+    assert min(num_changed[marks] for marks in MARKS) > 1, num_changed
 
 
 OPTIONS = {
@@ -106,12 +105,14 @@ OPTIONS = {
     "swap and draft tokens": {
         "num_gpu_blocks_override": 60, "num_speculative_tokens": 2, "swap_space": 0.01, "preemption_mode": "swap",
     },
-    "stages": {"pipeline_parallel_size": 2},
+    "stages": {"pipeline_parallel_size": 2, "num_speculative_tokens": 2},
     "batch invariance": {"batch_invariant": True, "async_scheduling": True},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind == "stages")) for kind in OPTIONS]
+)
 def test_any_kind_of_step_gives_the_same_tokens(tiny, expected, kind):
     assembly = tiny_assembly(tiny[0], **OPTIONS[kind])
     assert generate(assembly, REQUESTS) == expected
@@ -120,29 +121,22 @@ def test_any_kind_of_step_gives_the_same_tokens(tiny, expected, kind):
     assert stats.accepted_tokens > 0 or "num_speculative_tokens" not in OPTIONS[kind]
 
 
-@pytest.mark.parametrize("same_model", [True, False])
-def test_a_draft_model_gives_the_same_tokens(tiny, expected, tmp_path, same_model):
-    draft = tiny[0]
-    if not same_model:
-        draft = tmp_path
-        shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-        save_tiny(LlamaConfig(vocab_size=320, max_position_embeddings=256, **shape), draft)
-    assembly = tiny_assembly(tiny[0], speculative_model=str(draft), num_speculative_tokens=3)
+def test_a_draft_model_gives_the_same_tokens(tiny, expected):
+    """The model itself proposes its tokens, so that all are accepted."""
+    assembly = tiny_assembly(tiny[0], speculative_model=str(tiny[0]), num_speculative_tokens=3)
     assert generate(assembly, REQUESTS) == expected
     assert assembly.scheduler.stats.accepted_tokens > 0
 
 
 @sync_and_async
-@pytest.mark.parametrize("tail", [[], [44], [44, 44, 44]])
-def test_reasoning_that_the_prompt_begins_counts(tiny, tail):
-    marks = SEVERAL_TOKENS
-    earlier = [*marks[0], 44, 44, *marks[1]]
-    request = {"max_tokens": 12, "thinking_token_budget": 2, "logit_bias": {"50": 100}}
-    ((opened,),) = generate(tiny_assembly(tiny[0]), [(marks, [*earlier, *marks[0], *tail], request)])
-    left = max(0, 2 - len(tail))
-    assert opened == [50] * left + list(marks[1]) + [50] * (9 - left)
-    ((closed,),) = generate(tiny_assembly(tiny[0]), [(marks, [*earlier, *tail], request)])
-    assert closed == [50] * 12
+def test_reasoning_that_the_prompt_begins_counts(tiny):
+    marks, sampling = SEVERAL_TOKENS, {"max_tokens": 12, "thinking_token_budget": 2, "logit_bias": {"50": 100}}
+    earlier, lengths = [*marks[0], 44, 44, *marks[1]], (0, 1, 3)
+    opened = [(marks, [*earlier, *marks[0], *[44] * length], sampling) for length in lengths]
+    closed = [(marks, [*earlier, *[44] * length], sampling) for length in lengths]
+    found = [output for (output,) in generate(tiny_assembly(tiny[0]), opened + closed)]
+    assert found[:3] == [[50] * left + list(marks[1]) + [50] * (9 - left) for left in (2, 1, 0)]
+    assert found[3:] == [[50] * 12] * 3
 
 
 @sync_and_async

@@ -169,7 +169,7 @@ def traces() -> Iterator[Any]:
 
 
 CHAT_TEMPLATE = (
-    "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    "{% for m in messages %}[{{ m.content.split('</think>')[-1] }}]{% endfor %}"
     "{% if enable_thinking is defined and enable_thinking is false %}-{% else %}+{% endif %}"
 )
 # With top_k=1 sampling is greedy, so that outputs can be compared.
