@@ -280,6 +280,7 @@ def _own_template(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | Non
     try:
         if spec is not None:
             load_response_template(spec)
+            load_response_template({**spec, "fields": {name: _region(field) for name, field in spec["fields"].items()}})
     except ValueError as error:
         log.warning("the tokenizer's response_template is not used: %s", error)
         return None
@@ -299,7 +300,9 @@ def _made_template(
         fields[CALLS] = _JSON_CALLS
     if not fields:
         return None
-    begins = _answer_begin(tokenizer).partition(marks.begin if marks else "<tool_call>")[0]
+    begins = _answer_begin(tokenizer)
+    for mark in marks or ():
+        begins = begins.partition(mark)[0]
     anchor = {"start_anchor": begins} if begins.strip() else {"start_anchor_pattern": "(?!)"}
     return {**anchor, "fields": {"content": {}, **fields}}
 

@@ -46,11 +46,13 @@ def tokenizer(directory, chat_template, text="", **options):
     return AutoTokenizer.from_pretrained(directory)
 
 
-def split(tokens, text, outputs=ANSWER_PARTS, *, prompt="Say script.", skip_special_tokens=True, num_at_once=1):
+def split(
+    tokens, text, outputs=ANSWER_PARTS, *, prompt="Say script.", skip_special_tokens=True, num_at_once=1, **variables
+):
     """Return (text, reasoning, calls) of the script, which arrives in parts of this many tokens."""
     splitter = AnswerFormat(tokens).splitter(outputs)
     messages = [{"role": "user", "content": prompt}]
-    rendered = tokens.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    rendered = tokens.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
     decode, path = splitter.decoder(skip_special_tokens), tokens.encode(text)
     parser = AnswerParser(splitter, splitter.start(tokens.encode(rendered)), TOOLS)
     pieces = [path[at : at + num_at_once] for at in range(0, len(path), num_at_once)]
@@ -102,6 +104,15 @@ def test_reasoning_that_the_prompt_opens(tmp_path, prompt):
     closed = THINKS.replace("assistant\n", "assistant\n<think>\n\n</think>\n\n")
     assert split(tokenizer(tmp_path / "b", closed), "x", prompt=prompt) == ("x", "", [])
     assert split(tokenizer(tmp_path / "c", THINKS), "x", prompt=prompt) == ("x", "", [])
+    without = THINKS.replace("assistant\n", "assistant\n</think>")
+    assert split(tokenizer(tmp_path / "d", without), "x", prompt=prompt) == ("x", "", [])
+
+
+def test_a_template_that_reasons_on_request(tmp_path):
+    begin = "{% if thinking %}<think>{% else %}</think>{% endif %}"
+    made = tokenizer(tmp_path, THINKS.replace("assistant\n", f"assistant\n{begin}"))
+    assert split(made, "x</think>y", thinking=True) == ("y", "x", [])
+    assert split(made, "y", thinking=False) == ("y", "", [])
 
 
 def test_reasoning_that_a_prompt_without_a_beginning_of_answers_opens(tmp_path):
@@ -141,8 +152,10 @@ def test_a_response_template_without_a_field_for_other_text(tmp_path):
     assert split(made, text, {"tool_calls"}) == ("<idea>x</idea>So", "", [F])
 
 
-def test_an_invalid_response_template_is_not_used(tmp_path, caplog):
-    made = tokenizer(tmp_path, THINKS, response_template={"fields": {"content": {"close": ""}}})
+@pytest.mark.parametrize("field", [{"close": ""}, {"open_pattern": "(?P<a>b)(?P=a)", "transform": "{a}"}], ids=repr)
+def test_an_invalid_response_template_is_not_used(tmp_path, caplog, field):
+    """Or one with a pattern that refers to a group."""
+    made = tokenizer(tmp_path, THINKS, response_template=OWN | {"fields": {"content": field}})
     assert split(made, "<think>x</think>y") == ("y", "x", [])
     assert "response_template is not used" in caplog.text
 
