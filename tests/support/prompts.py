@@ -11,7 +11,8 @@ from tests.support.streams import TOKENIZER
 LIMITS = EngineLimits(max_model_len=64, vocab_size=320, num_pages=256, layout=BlockLayout(4), max_num_seqs=8)
 
 
-def encoder(limits=LIMITS, max_chars=None, tokenizer=TOKENIZER, **options):
+def encoder(limits=LIMITS, max_chars=None, tokenizer=None, **options):
+    tokenizer = TOKENIZER if tokenizer is None else tokenizer  # which tests replace
     return PromptEncoder(tokenizer, limits, max_chars=max_chars, template_timeout=WAIT, **options)
 
 

@@ -25,7 +25,8 @@ def serve_calls(monkeypatch, tmp_path):
 
 def defaults(cache, port):
     """The arguments of launch.serve that are not given."""
-    own = {"host": "127.0.0.1", "openai_port": None, "multi_lora": None, "verbose": False, "restart": None}
+    own = {"host": "127.0.0.1", "openai_port": None, "dynamo": False, "multi_lora": None}
+    own |= {"verbose": False, "restart": None}
     return own | {"log_file": cache / "logs" / f"serve-{port}.log"}
 
 
