@@ -34,10 +34,11 @@ _FIELDS: dict[str, dict[str, str]] = {
     "output_options": {name: name for name in ("logprobs", "prompt_logprobs")},
     "routing": {"cache_salt": "cache_salt", "lora_name": "lora_name"},
 }
-# Fields that the frontend or the router uses itself.
+_STOP_TOKEN_IDS = ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden")  # the frontend hides them
+# Fields that the frontend or the router uses itself, or that `sampling_of` combines.
 _FOR_OTHERS = {
     "sampling_options": {"guided_decoding", "detokenize"},
-    "stop_conditions": {"stop_token_ids", "stop_token_ids_hidden"},
+    "stop_conditions": set(_STOP_TOKEN_IDS),
     "output_options": {"skip_special_tokens", "formatted_prompt", "return_tokens_as_token_ids"},
     "routing": {
         *("backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank"),
@@ -53,7 +54,7 @@ _UNSUPPORTED = (
 )  # fmt: skip
 
 
-def sampling_of(request: Request, max_model_len: int) -> dict[str, Any]:
+def sampling_of(request: Request) -> dict[str, Any]:
     """Return the sampling parameters of a request, by the engine's names.
 
     Raises ValueError, which names the field, for one that the engine lacks.
@@ -70,7 +71,7 @@ def sampling_of(request: Request, max_model_len: int) -> dict[str, Any]:
                 raise ValueError(f"{group}.{name}={value!r}: not supported")
             sampling[names[name]] = value
     stop_conditions = request.get("stop_conditions") or {}
-    stop_ids = [*(stop_conditions.get("stop_token_ids") or ()), *(stop_conditions.get("stop_token_ids_hidden") or ())]
+    stop_ids = [token for name in _STOP_TOKEN_IDS for token in stop_conditions.get(name) or ()]
     if stop_ids and not stop_conditions.get("ignore_eos"):
         sampling["stop_token_ids"] = list(dict.fromkeys(stop_ids))
     # Dynamo's priorities are higher for what is more urgent.

@@ -291,7 +291,7 @@ class ServedModel:
     async def generate(self, request: Request, context: Context) -> AsyncIterator[Chunk]:
         """Yield the chunks of a request."""
         try:
-            sampling = sampling_of(request, self._info.max_model_len)
+            sampling = sampling_of(request)
             if (name := request.get("model")) in self._adapters:
                 sampling.setdefault("lora_name", name)
             prefill = self._role == "prefill" and not is_probe(request)
