@@ -114,10 +114,12 @@ class Chunks:
         self._num_top = num_top_logprobs
         self._ended: Chunk | None = None
         self._num_ended = 0
+        self.are_mixed = False  # whether chunks of several samples have been made
 
     def add(self, delta: Delta) -> Chunk | None:
         """Return the chunk of a delta. None for the last one of the request, which `last` returns."""
         chunk: Chunk = {"index": delta.index, "token_ids": list(delta.token_ids or ())}
+        self.are_mixed = self._num_samples > 1
         if delta.logprobs is not None and self._num_top is not None:
             chunk |= _logprobs(delta.logprobs, self._num_top)
         if delta.prompt_logprobs is not None:

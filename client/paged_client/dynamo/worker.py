@@ -96,14 +96,18 @@ class _Worker:
             ended = [asyncio.ensure_future(model.serve()) for model in served]
             watch = asyncio.ensure_future(self._watch(runtime, served))
             stop = asyncio.ensure_future(self._stopping.wait())
-            await asyncio.wait([*ended, watch, stop], return_when=asyncio.FIRST_COMPLETED)
-            for task in (*ended, watch):
-                if task.done() and (error := task.exception()):
-                    print(f"paged dynamo: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                    return 1
-            await self._drain(runtime, served, ended)
-            watch.cancel()
-            stop.cancel()
+            try:
+                await asyncio.wait([*ended, watch, stop], return_when=asyncio.FIRST_COMPLETED)
+                for task in (*ended, watch):
+                    if task.done() and (error := task.exception()):
+                        print(f"paged dynamo: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                        return 1
+                watch.cancel()  # it would join the discovery again
+                await asyncio.wait([watch])
+                await self._drain(runtime, served, ended)
+            finally:
+                for running in (*ended, watch, stop):
+                    running.cancel()
         return 0
 
     async def _wait_for(self, client: AsyncClient) -> ModelInfo | None:
@@ -302,22 +306,24 @@ class ServedModel:
         except ValueError as error:
             raise InvalidArgument(str(error)) from None
         chunks = Chunks(sampling.get("n", 1), sampling.get("logprobs"))
-        async with self._open(stream, context):
+        async with _OpenRequest(self, stream, context):
             try:
                 async for delta in stream:
                     chunk = chunks.add(delta)
                     if chunk is not None:
                         yield chunk
             except PagedError as error:
-                raise _dynamo_error(error) from None
+                failure = _dynamo_error(error)
+                if isinstance(failure, EngineShutdown):
+                    await self.leave()  # until the server answers again
+                    if chunks.are_mixed:  # Dynamo would continue from all tokens, as if they were of one sample
+                        failure = Unknown(str(error))
+                raise failure from None
         if stream.completion is not None and (chunk := chunks.last(stream.completion)) is not None:
             if prefill:
                 stored = (stream.completion.receipt or {}).get("stored_tokens", 0)
                 chunk["disaggregated_params"] = {"stored_tokens": stored}
             yield chunk
-
-    def _open(self, stream: AsyncStream, context: Context) -> _OpenRequest:
-        return _OpenRequest(self, stream, context)
 
     async def embed(self, request: Request, context: Context) -> AsyncIterator[Chunk]:
         """Yield the answer to an embedding request."""
@@ -375,9 +381,7 @@ def _dynamo_error(error: PagedError) -> Exception:
         return InvalidArgument(error.message)
     if error.code == "CANCELLED":
         return Cancelled(error.message)
-    if isinstance(error, UnreachableError):
-        return CannotConnect(message)
-    if any(text in message for text in _SERVER_FAILED):
+    if isinstance(error, UnreachableError) or any(text in message for text in _SERVER_FAILED):
         return EngineShutdown(message)
     return CannotConnect(message) if error.code == "UNAVAILABLE" else Unknown(message)
 
