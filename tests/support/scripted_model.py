@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 HIDDEN_SIZE = 128
 SHARPNESS = 32.0  # of the logits: the next token has nearly all of the probability, also at temperature 1
 LABEL = "⟦{}⟧"
-WORD = re.compile(r"\s?\w+|\s|[^\w\s]")
+WORD = re.compile(r"</?\w+>|\s?\w+|\s|[^\w\s]")  # marks like <think> are one token, as in most models
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endfor %}"
