@@ -319,11 +319,11 @@ class ServedModel:
                     if chunks.are_mixed:  # Dynamo would continue from all tokens, as if they were of one sample
                         failure = Unknown(str(error))
                 raise failure from None
-        if stream.completion is not None and (chunk := chunks.last(stream.completion)) is not None:
-            if prefill:
-                stored = (stream.completion.receipt or {}).get("stored_tokens", 0)
-                chunk["disaggregated_params"] = {"stored_tokens": stored}
-            yield chunk
+            if stream.completion is not None and (chunk := chunks.last(stream.completion)) is not None:
+                if prefill:
+                    stored = (stream.completion.receipt or {}).get("stored_tokens", 0)
+                    chunk["disaggregated_params"] = {"stored_tokens": stored}
+                yield chunk  # before the request counts as ended, so that a worker that drains sends it
 
     async def embed(self, request: Request, context: Context) -> AsyncIterator[Chunk]:
         """Yield the answer to an embedding request."""
