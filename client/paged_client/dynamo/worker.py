@@ -55,6 +55,7 @@ POLL_SECONDS = 1.0  # time between two looks at a server
 POLL_TIMEOUT = 10.0  # time for its answer, after which it is taken for dead
 GRACE_SECONDS = 5.0  # time for which requests may still arrive after a worker has left the discovery
 WORKER_TYPES = {"aggregated": WorkerType.Aggregated, "prefill": WorkerType.Prefill, "decode": WorkerType.Decode}
+NEEDS = {"aggregated": None, "prefill": [[WorkerType.Decode]], "decode": [[WorkerType.Prefill], [WorkerType.Decode]]}
 # Errors of a server that has failed: the request can be run by another one.
 _SERVER_FAILED = ("the engine died", "is not healthy", "the engine has stopped", "ended or cannot be reached")
 
@@ -235,7 +236,7 @@ class ServedModel:
             lora_name=adapter,
             base_model_path=path if adapter else None,
             max_gpu_lora_count=info.max_loras or None,
-            needs=[[WorkerType.Prefill]] if self._role == "decode" else None,
+            needs=NEEDS[self._role],
             ignore_weights=True,
         )
 
@@ -274,6 +275,8 @@ class ServedModel:
             return False
         if not self._present:
             await self._endpoint.register_endpoint_instance()
+            if self._role == "prefill":
+                await self._register()
             self._present = True
         return True
 
@@ -291,6 +294,8 @@ class ServedModel:
         if self._present:
             self._present = False
             await self._endpoint.unregister_endpoint_instance()
+            if self._role == "prefill":  # decode workers then compute prompts themselves
+                await unregister_model(self._endpoint)
 
     async def generate(self, request: Request, context: Context) -> AsyncIterator[Chunk]:
         """Yield the chunks of a request."""
