@@ -111,10 +111,12 @@ class TestFamilies:
         assert reasoning == ""
 
 
-def test_reasoning_is_limited(client):
+def test_limits_of_reasoning_reach_the_engine(client):
+    """It rejects one for a model whose chat template marks no reasoning."""
     fields = {"extra_body": {"nvext": {"max_thinking_tokens": 4}}}
-    _, reasoning, _, _ = ask(client, "qwen3", "thinking-answer", False, **fields)
-    assert 0 < len(reasoning.strip()) < len(THOUGHT) // 2
+    with pytest.raises(openai.BadRequestError, match="thinking_token_budget=4: "):
+        ask(client, "llama", "plain-answer", False, **fields)
+    assert ask(client, "qwen3", "plain-answer", False, **fields)[0] == ANSWER
 
 
 def test_priorities_reach_the_engine(client):

@@ -29,44 +29,47 @@ BACKENDS = ("--discovery-backend", "file", "--event-plane", "zmq")
 
 
 @dataclass
-class Worker:
-    process: subprocess.Popen[str]
-    log: list[str]  # lines so far
+class Discovery:
+    """A directory in which Dynamo's processes find each other."""
+
+    environment: dict[str, str] = field(repr=False)  # of these processes
+
+    @classmethod
+    def at(cls, directory: Path, **variables: str) -> Discovery:
+        """variables: further environment variables of the processes."""
+        local = {f"DYN_{name}_HOST": "127.0.0.1" for name in ("TCP_RPC", "TCP_RESPONSE_STREAM", "EVENT_PLANE")}
+        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        return cls(kept | local | variables | {"DYN_FILE_KV": str(directory)})
+
+    @contextmanager
+    def worker(self, *servers: Any, flags: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
+        """Run the workers of some servers until the end of the block. They must exit with 0 after SIGTERM."""
+        urls = [flag for server in servers for flag in ("--url", server.grpc_url)]
+        command = [sys.executable, "-m", "paged_client", "dynamo", *urls, *BACKENDS, *flags]
+        environment = self.environment | {"PYTHONPATH": f"{ROOT}:{ROOT}/kernels:{ROOT}/client"}
+        with started(command, environment, "as a Dynamo worker") as (process, _):
+            yield process
+
+    def instances(self) -> int:
+        """Return the number of served models of all workers."""
+        found = Path(self.environment["DYN_FILE_KV"]).glob("v1/instances/*")
+        return sum("kv%5Fquery" not in path.name for path in found)
 
 
 @dataclass
-class Deployment:
-    """A frontend. Its workers are started with `worker`."""
+class Frontend(Discovery):
+    """A running frontend."""
 
     port: int
-    environment: dict[str, str] = field(repr=False)
-    log: list[str] = field(repr=False)  # lines of the frontend so far
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    @contextmanager
-    def worker(self, *servers: Any, flags: tuple[str, ...] = (), ready: str = "as a Dynamo worker") -> Iterator[Worker]:
-        """Run workers of servers until the end of the block. They must exit with 0 after SIGTERM."""
-        urls = [flag for server in servers for flag in ("--url", server.grpc_url)]
-        command = [sys.executable, "-m", "paged_client", "dynamo", *urls, *BACKENDS, *flags]
-        environment = self.environment | {"PYTHONPATH": f"{ROOT}:{ROOT}/kernels:{ROOT}/client"}
-        with started(command, environment, ready) as (process, log):
-            yield Worker(process, log)
-
-    def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=WAIT) as reply:
-            return json.load(reply)
-
     def models(self) -> dict[str, Any]:
         """Return the listed models by name."""
-        return {model["id"]: model for model in self.get("/v1/models")["data"]}
-
-    def instances(self) -> int:
-        """Return the number of endpoints of models in the discovery."""
-        found = Path(self.environment["DYN_FILE_KV"]).glob("v1/instances/*/*")
-        return sum("%5Fkv%5Fquery" not in path.name for path in found)
+        with urllib.request.urlopen(f"{self.url}/v1/models", timeout=WAIT) as reply:
+            return {model["id"]: model for model in json.load(reply)["data"]}
 
     def wait_for(self, *names: str) -> None:
         until(lambda: set(names) <= self.models().keys(), f"the models {', '.join(names)} of the frontend")
@@ -98,15 +101,12 @@ def harmony_vocabulary() -> Path:
 
 
 @contextmanager
-def frontend(directory: Path, *flags: str, **variables: str) -> Iterator[Deployment]:
+def frontend(directory: Path, *flags: str, **variables: str) -> Iterator[Frontend]:
     """Run a frontend. directory: for the discovery. variables: further environment variables of it and its workers."""
     _ensure(FRONTEND)
-    local = {f"DYN_{name}_HOST": "127.0.0.1" for name in ("TCP_RPC", "TCP_RESPONSE_STREAM", "EVENT_PLANE")}
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    environment = kept | local | variables | {"DYN_FILE_KV": str(directory)}
+    environment = Discovery.at(directory, **variables).environment
     (port,) = choose_ports(port=0)
     command = [str(FRONTEND.python), "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port)]
     command += [*BACKENDS, "--request-plane", "tcp", "--enable-anthropic-api", *flags]
-    with started(command, environment, "Starting HTTP(S) service") as (_, log):
-        made = Deployment(port, environment, log)
-        yield made
+    with started(command, environment, "Starting HTTP(S) service"):
+        yield Frontend(environment, port)

@@ -1,0 +1,89 @@
+"""A worker of `paged dynamo` with a real server, called as Dynamo's frontend calls it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paged_client import Client
+from tests.support.dynamo import Discovery
+from tests.support.in_process import byte_tokenizer
+from tests.support.processes import needs_server
+from tests.support.triton import idle, metrics
+from tests.support.waiting import WAIT
+
+pytest.importorskip("dynamo._core", reason="no runtime of Dynamo")
+pytestmark = needs_server
+PROMPT = byte_tokenizer().encode("The sea is")
+GREEDY = {"stop_conditions": {"max_tokens": 12, "ignore_eos": True}, "sampling_options": {"temperature": 0.0}}
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_server, tmp_path_factory):
+    """[(chunks, error)] of requests that one worker has served: greedy, several samples, stopped, and refused ones."""
+    common = {"model": "paged_llm", "token_ids": PROMPT}
+    requests = [
+        common | GREEDY | {"output_options": {"logprobs": 2}},
+        common | GREEDY | {"sampling_options": {"temperature": 1.0, "seed": 1, "n": 2}},
+        common | {"stop_conditions": {"max_tokens": 60, "ignore_eos": True}, "stop_after": 2},
+        common | {"sampling_options": {"top_p": 7.0}},
+        common | {"sampling_options": {"typical_p": 0.5}},
+        common | {"token_ids": [10**6]},
+    ]
+    discovery = Discovery.at(tmp_path_factory.mktemp("discovery"))
+    with discovery.worker(tiny_server):
+        command = [sys.executable, Path(__file__).with_name("dynamo_calls.py")]
+        environment, text = discovery.environment, json.dumps(requests)
+        called = subprocess.run(command, env=environment, input=text, capture_output=True, text=True, timeout=WAIT)
+    assert called.returncode == 0, called.stderr
+    return json.loads(called.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def engine(tiny_server):
+    with Client(tiny_server.grpc_url) as made:
+        yield made
+
+
+def test_chunks_have_the_tokens_of_the_engine(answers, engine):
+    chunks, error = answers[0]
+    expected = engine.generate(PROMPT, temperature=0, ignore_eos=True, max_tokens=12, logprobs=2, return_token_ids=True)
+    assert error is None
+    assert [token for chunk in chunks for token in chunk["token_ids"]] == list(expected.token_ids)
+    logprobs = [value for chunk in chunks for value in chunk["log_probs"]]
+    assert logprobs == pytest.approx([one[0].logprob for one in expected.logprobs], abs=1e-4)
+    assert [chunk.get("finish_reason") for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["finish_reason"] == "length"
+    usage = chunks[-1]["completion_usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), 12)
+
+
+def test_chunks_of_several_samples(answers, engine):
+    chunks, error = answers[1]
+    expected = engine.generate(
+        PROMPT, temperature=1.0, seed=1, n=2, ignore_eos=True, max_tokens=12, return_token_ids=True
+    )
+    assert error is None
+    for index, sample in enumerate((expected, *expected.others)):
+        found = [token for chunk in chunks if chunk["index"] == index for token in chunk["token_ids"]]
+        assert found == list(sample.token_ids)
+    assert sum("completion_usage" in chunk for chunk in chunks) == 1
+
+
+def test_a_stopped_request_ends_in_the_engine(answers, tiny_server):
+    chunks, _ = answers[2]
+    assert sum(len(chunk["token_ids"]) for chunk in chunks) < 60
+    idle(tiny_server)
+    assert metrics(tiny_server)["paged_requests_finished_total{cancelled}"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("index", "message"), [(3, "top_p=7.0: must be"), (4, "typical_p=0.5: not supported"), (5, "1000000: must be")]
+)
+def test_bad_requests_name_the_field(answers, index, message):
+    chunks, error = answers[index]
+    assert chunks == []
+    assert error.startswith("InvalidArgument")
+    assert message in error
