@@ -93,7 +93,12 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="NAME",
         help=f"Dynamo's namespace (default: $DYN_NAMESPACE, or dynamo, and -${SUFFIX} if it is set)",
     )
-    add("--component", metavar="NAME", help="Dynamo's component (default: backend, or prefill with that role)")
+    add(
+        "--component",
+        metavar="NAME",
+        help="Dynamo's component (default: backend, or prefill with that role); workers of different"
+        " models need different ones",
+    )
     add(
         "--discovery-backend",
         choices=DISCOVERY,

@@ -32,6 +32,9 @@ FRONTEND = PackageEnvironment(
 START_SECONDS = 120.0  # time for the frontend to list the models
 STOP_SECONDS = 40.0  # time for processes to finish open streams
 POLL_SECONDS = 0.2
+# With the router mode "kv", an open request on a server costs as much as two blocks to compute. By default it costs its
+# own blocks, which outweigh those that another server has cached of a conversation (paged_bench/README.md).
+KV_ROUTER = ("--no-router-track-active-blocks", "--router-decode-active-request-weight", "2")
 _DIRECTORY = "DYN_FILE_KV"  # where Dynamo's processes find each other, with the discovery backend "file"
 
 
@@ -132,10 +135,18 @@ class Fleet:
         first = self._workers[0] if self._workers else WorkerSettings("", ())
         planes = ["--discovery-backend", first.discovery, "--request-plane", first.request_plane]
         planes += ["--event-plane", first.event_plane] if first.event_plane else []
+        router = KV_ROUTER if frontend.router_mode == "kv" else ()
         return [
             *(str(FRONTEND.python), "-m", "dynamo.frontend"),
             *("--http-host", frontend.host, "--http-port", str(frontend.port), "--enable-anthropic-api"),
-            *("--router-mode", frontend.router_mode, "--migration-limit", str(frontend.migration_limit), *planes),
+            *(
+                "--router-mode",
+                frontend.router_mode,
+                "--migration-limit",
+                str(frontend.migration_limit),
+                *router,
+                *planes,
+            ),
         ]
 
     def _wait_for_models(self, frontend: FrontendSettings) -> None:
@@ -170,6 +181,8 @@ class Fleet:
     def _environment(self, scratch: Path) -> dict[str, str]:
         """Return the environment variables of all processes."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
+        # The head of a response is sent with its first event, which otherwise may wait 40 ms for an acknowledgement.
+        environment.setdefault("DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS", "10000")
         environment.setdefault("DYN_LOG", "error,dynamo_runtime::component::client=off")  # which logs its own end
         if self._python == FRONTEND.python:  # which has other packages than this environment
             environment["PYTHONPATH"] = str(_own_packages(scratch))

@@ -232,7 +232,7 @@ class ServedModel:
             worker_type=WORKER_TYPES[self._role],
             kv_cache_block_size=info.block_size,
             runtime_config=config,
-            custom_template_path=self._template_file(),
+            custom_template_path=self._template_file(Path(path)),
             lora_name=adapter,
             base_model_path=path if adapter else None,
             max_gpu_lora_count=info.max_loras or None,
@@ -252,12 +252,13 @@ class ServedModel:
             return None if wanted == "none" else wanted
         return parser_for(self._info.chat_template, known)
 
-    def _template_file(self) -> str | None:
-        """Return a file with the chat template that the server uses."""
-        if not self._info.chat_template:
+    def _template_file(self, directory: Path) -> str | None:
+        """Return a file with the chat template that the server uses. None if it is the one of the model's directory,
+        which a frontend on another machine can read."""
+        if not self._info.chat_template or self._info.chat_template == _chat_template(directory):
             return None
         file = self._scratch / f"{self.name.replace('/', '_')}.jinja"
-        file.write_text(self._info.chat_template)
+        file.write_text(self._info.chat_template, encoding="utf-8")
         return str(file)
 
     async def poll(self) -> bool:
@@ -366,6 +367,16 @@ class _OpenRequest:
         self._watch.cancel()
         self._stream.cancel()
         self._model.num_open -= 1
+
+
+def _chat_template(directory: Path) -> str | None:
+    """Return the chat template in a directory with a tokenizer; None if it has none, or several."""
+    with suppress(OSError, ValueError):
+        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    with suppress(OSError, ValueError, AttributeError):
+        template = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+        return template if isinstance(template, str) else None
+    return None
 
 
 def _prefill_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
