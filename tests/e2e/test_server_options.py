@@ -74,7 +74,7 @@ def test_gateway_finds_the_model(named_server):
 def test_gateway_warns_of_an_unreachable_server(tmp_path):
     log = tmp_path / "log"
     with log.open("w") as errors, gateway_process("localhost:9", errors=errors) as front:
-        assert "warning: nothing listens at localhost:9: connection refused; requests for this" in log.read_text()
+        assert "warning: nothing listens at localhost:9: connection refused; requests fail until" in log.read_text()
         assert front.ask("/v1/models")[0] == 503
 
 
