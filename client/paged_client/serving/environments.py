@@ -75,7 +75,8 @@ class Environment(ABC):
         print(f"{self.label}: set up in {seconds:.0f} s, {size / 1e9:.1f} GB", file=sys.stderr)
 
     def _pip_install(self, *arguments: str, **variables: str) -> None:
-        self._run("-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments, **variables)
+        flags = ("--quiet", "--disable-pip-version-check", "--no-compile")  # bytecode is written by the first import
+        self._run("-m", "pip", "install", *flags, *arguments, **variables)
 
     def _run(self, *arguments: str, **variables: str) -> str:
         """Run the environment's Python with further environment variables, and return its standard output."""
