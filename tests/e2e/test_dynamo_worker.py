@@ -1,6 +1,8 @@
 """A worker of `paged dynamo` with a real server, called as Dynamo's frontend calls it."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from paged_client import Client
-from tests.support.dynamo import Discovery
+from paged_client.dynamo.processes import Fleet
+from paged_client.dynamo.settings import WorkerSettings
+from tests.support.dynamo import ROOT, Discovery
 from tests.support.in_process import byte_tokenizer
-from tests.support.processes import needs_server
+from tests.support.processes import children, needs_server
 from tests.support.triton import idle, metrics
-from tests.support.waiting import WAIT
+from tests.support.waiting import WAIT, until
 
 pytest.importorskip("dynamo._core", reason="no runtime of Dynamo")
 pytestmark = needs_server
@@ -94,3 +98,43 @@ def test_bad_requests_name_the_field(answers, index, message):
     assert chunks == []
     assert error.startswith("InvalidArgument")
     assert message in error
+
+
+@pytest.fixture
+def fleet(tiny_server, tmp_path, monkeypatch):
+    """The processes of one worker, and their discovery."""
+    discovery = Discovery.at(tmp_path)
+    for name in ("DYN_FILE_KV", "DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST"):
+        monkeypatch.setenv(name, discovery.environment[name])
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/kernels:{ROOT}/client")
+    made = Fleet([WorkerSettings(tiny_server.grpc_url, ("paged_llm",), discovery="file", event_plane="zmq")])
+    yield made, discovery
+    made.stop()
+    made.join()
+
+
+def workers():
+    """Return the process ids of this process's workers."""
+    return {pid for pid in children(os.getpid()) if b"dynamo.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+def test_a_worker_that_dies_is_started_again(fleet, monkeypatch, capfd):
+    processes, discovery = fleet
+    monkeypatch.setattr("paged_client.dynamo.processes.LASTED_SECONDS", 0)
+    processes.start()
+    until(lambda: discovery.instances() == 1, "the worker")
+    (first,) = workers()
+    os.kill(first, signal.SIGKILL)
+    until(lambda: workers() and first not in workers(), "another worker")
+    until(lambda: "it is started again" in capfd.readouterr().err, "the reason")
+
+
+def test_a_worker_that_cannot_start_ends_the_command(tiny_server, tmp_path):
+    discovery = Discovery.at(tmp_path)
+    flags = ["--url", tiny_server.grpc_url, "--discovery-backend", "file", "--tool-call-parser", "bogus"]
+    environment = discovery.environment | {"PYTHONPATH": f"{ROOT}:{ROOT}/kernels:{ROOT}/client"}
+    command = [sys.executable, "-m", "paged_client", "dynamo", *flags]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT)
+    assert ended.returncode == 1
+    assert "paged dynamo: --tool-call-parser bogus: must be none, " in ended.stderr
+    assert "has ended with exit code 1" in ended.stderr

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 
+from paged_client.addresses import grpc_target
 from paged_client.commands.arguments import address, port
 from paged_client.discovery import find_models, no_model
+from paged_client.serving.ports import choose_ports
+from paged_client.serving.server_args import LOOPBACK
 from paged_client.session import UsageError
 from paged_client.sync_client import DEFAULT_URLS
 
 SUFFIX = "DYN_NAMESPACE_WORKER_SUFFIX"  # set by Dynamo's operator, so that old and new workers do not mix in an update
 ROLES = ("aggregated", "prefill", "decode")
 ROUTER_MODES = ("kv", "round-robin", "random", "power-of-two", "least-loaded")
+PLANES, EVENT_PLANES = ("tcp", "nats"), ("zmq", "nats")
 DISCOVERY = ("etcd", "kubernetes", "file", "mem")
 
 
@@ -75,14 +80,12 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--frontend-host",
         type=address,
-        default="127.0.0.1",
         metavar="ADDRESS",
         help="address at which the frontend listens (default: 127.0.0.1)",
     )
     add(
         "--router-mode",
         choices=ROUTER_MODES,
-        default="kv",
         help="how the frontend chooses a server: by their KV cache events and load, or one of Dynamo's other ways"
         " (default: kv)",
     )
@@ -108,13 +111,13 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--request-plane",
-        choices=("tcp", "nats"),
+        choices=PLANES,
         default=environment.get("DYN_REQUEST_PLANE", "tcp"),
         help="how requests are sent (default: $DYN_REQUEST_PLANE, or tcp)",
     )
     add(
         "--event-plane",
-        choices=("zmq", "nats"),
+        choices=EVENT_PLANES,
         default=environment.get("DYN_EVENT_PLANE"),
         help="how events are sent (default: $DYN_EVENT_PLANE, or Dynamo's choice for the discovery backend)",
     )
@@ -123,6 +126,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def dynamo(args: argparse.Namespace) -> int:
     urls = args.url or [DEFAULT_URLS["grpc"]]
+    _check(args, urls)
     for url in urls:
         if urls.count(url) > 1:
             raise UsageError(f"--url {url}: given {urls.count(url)} times; each must be another server")
@@ -158,11 +162,45 @@ def dynamo(args: argparse.Namespace) -> int:
     ]
     frontend = None
     if args.frontend_port:
-        frontend = FrontendSettings(args.frontend_host, args.frontend_port, args.router_mode)
+        frontend = FrontendSettings(args.frontend_host or LOOPBACK, args.frontend_port, args.router_mode or "kv")
     try:
         return Fleet(workers, frontend).run()
     except (EnvironmentSetupError, ValueError) as error:
         raise UsageError(str(error)) from None
+
+
+def _check(args: argparse.Namespace, urls: list[str]) -> None:
+    """Raise UsageError for values that Dynamo would refuse later, or ignore."""
+    for url in urls:
+        try:
+            grpc_target(url)
+        except ValueError as error:
+            raise UsageError(f"--{error}") from None
+    for name, known in (("discovery_backend", DISCOVERY), ("request_plane", PLANES), ("event_plane", EVENT_PLANES)):
+        if (value := getattr(args, name)) not in (None, *known):  # the default is an environment variable
+            raise UsageError(f"DYN_{name.upper()}={value}: must be one of {', '.join(known)}")
+    for flag, value in (("--namespace", args.namespace), ("--component", args.component)):
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9_-]+", value):
+            raise UsageError(f"{flag} {value!r}: must consist of letters, digits, - and _")
+    if args.served_model_name == "":
+        raise UsageError("--served-model-name '': must not be empty")
+    for endpoint in args.kv_events:
+        if not re.fullmatch(r"(tcp|ipc)://\S+", endpoint):
+            raise UsageError(f"--kv-events {endpoint}: must be like tcp://10.0.0.7:5557")
+    for model in args.model:
+        if args.model.count(model) > 1:
+            raise UsageError(f"--model {model}: given {args.model.count(model)} times")
+    if args.frontend_port is None:
+        for flag, value in (("--frontend-host", args.frontend_host), ("--router-mode", args.router_mode)):
+            if value is not None:
+                raise UsageError(f"{flag} {value}: has no effect without --frontend-port")
+    else:
+        try:
+            choose_ports(**{"--frontend-port": args.frontend_port})
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    if args.discovery_backend == "mem" and (args.frontend_port or len(urls) > 1):
+        raise UsageError("--discovery-backend mem: is for one process; use file, etcd or kubernetes")
 
 
 def _models(url: str) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ FRONTEND = PackageEnvironment(
 START_SECONDS = 120.0  # time for the frontend to list the models
 STOP_SECONDS = 40.0  # time for processes to finish open streams
 POLL_SECONDS = 0.2
+LASTED_SECONDS = 15.0  # a process that ends earlier will not start the next time either
 # With the router mode "kv", an open request on a server costs as much as two blocks to compute. By default it costs its
 # own blocks, which outweigh those that another server has cached of a conversation (paged_bench/README.md).
 KV_ROUTER = ("--no-router-track-active-blocks", "--router-decode-active-request-weight", "2")
@@ -62,8 +63,12 @@ class Fleet:
         self._workers, self._frontend = workers, frontend
         self._python = Path(sys.executable) if has_runtime else FRONTEND.python
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._commands: dict[str, list[str]] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._stopping = threading.Event()
+        self._began: dict[str, float] = {}  # time.monotonic() at the start of each process
+        self._variables: dict[str, str] = {}
+        self._lock = threading.Lock()  # held while a process is started again
+        self._stopping, self._failed = threading.Event(), threading.Event()
 
     @property
     def port(self) -> int:
@@ -77,17 +82,39 @@ class Fleet:
         if self._scratch is not None:
             return
         self._scratch = tempfile.TemporaryDirectory(prefix="paged-dynamo-")
-        environment = self._environment(Path(self._scratch.name))
+        self._variables = self._environment(Path(self._scratch.name))
         for settings in self._workers:
             command = [str(self._python), "-m", "paged_client.dynamo.worker", json.dumps(asdict(settings))]
-            self._processes[f"worker of {settings.url}"] = _launch(command, environment)
+            self._commands[f"worker of {settings.url}"] = command
         if self._frontend:
-            self._processes["frontend"] = _launch(self._frontend_command(self._frontend), environment)
+            self._commands["frontend"] = self._frontend_command(self._frontend)
+        for name in self._commands:
+            self._launch(name)
+        if self._frontend:
             self._wait_for_models(self._frontend)
         threading.Thread(target=self._watch, name="dynamo", daemon=True).start()
 
+    def _watch(self) -> None:
+        """Start processes again that end by themselves, until one ends soon after its start."""
+        while not self._stopping.wait(POLL_SECONDS):
+            with self._lock:
+                for name, process in self._processes.items():
+                    if process.poll() is None or self._stopping.is_set():
+                        continue
+                    ended = f"Dynamo's {name} has ended with exit code {process.returncode}"
+                    if time.monotonic() < self._began[name] + LASTED_SECONDS:
+                        print(f"error: {ended}", file=sys.stderr, flush=True)
+                        self._failed.set()
+                        return
+                    print(f"{ended}; it is started again", file=sys.stderr, flush=True)
+                    self._launch(name)
+
+    def _launch(self, name: str) -> None:
+        self._began[name] = time.monotonic()
+        self._processes[name] = _launch(self._commands[name], self._variables)
+
     def run(self) -> int:
-        """Start the processes, and run until SIGTERM, Ctrl-C, or the end of one. Return the exit code."""
+        """Start the processes, and run until SIGTERM, Ctrl-C, or one that does not start. Return the exit code."""
 
         def stop(number: int, frame: FrameType | None) -> None:
             self.stop(at_once=self._stopping.is_set())
@@ -97,10 +124,9 @@ class Fleet:
             self.start()
             if self._frontend:
                 print(f"Dynamo's frontend: http://{self._frontend.host}:{self._frontend.port}/v1", flush=True)
-            while not self._stopping.is_set() and not self._ended():
+            while not self._stopping.is_set() and not self._failed.is_set():
                 time.sleep(POLL_SECONDS)
-            failed = not self._stopping.is_set()
-            return 1 if failed else 0
+            return 1 if self._failed.is_set() else 0
         except OSError as error:
             if self._stopping.is_set():  # a signal has ended the processes while they were starting
                 return 0
@@ -115,9 +141,13 @@ class Fleet:
     def stop(self, *, at_once: bool = False) -> None:
         """Accept no more requests, and let open streams finish, or cut them if `at_once`. Returns immediately."""
         self._stopping.set()
-        for process in self._processes.values():
-            with suppress(ProcessLookupError):
-                process.kill() if at_once else process.terminate()
+        threading.Thread(target=self._stop, args=(at_once,), name="stop").start()  # a signal handler must not wait
+
+    def _stop(self, at_once: bool) -> None:
+        with self._lock:
+            for process in self._processes.values():
+                with suppress(ProcessLookupError):
+                    process.kill() if at_once else process.terminate()
 
     def join(self) -> None:
         """Wait until all processes have ended, after `stop`."""
@@ -150,7 +180,8 @@ class Fleet:
         ]
 
     def _wait_for_models(self, frontend: FrontendSettings) -> None:
-        wanted = {settings.served_name or model for settings in self._workers for model in settings.models}
+        serving = [settings for settings in self._workers if settings.role != "prefill"]
+        wanted = {settings.served_name or model for settings in serving for model in settings.models}
         deadline = time.monotonic() + START_SECONDS
         while not wanted <= _listed_models(frontend):
             if ended := self._ended():
@@ -169,14 +200,6 @@ class Fleet:
             ),
             None,
         )
-
-    def _watch(self) -> None:
-        """Report a process that ends by itself."""
-        while not self._stopping.wait(POLL_SECONDS):
-            if ended := self._ended():
-                if not self._stopping.is_set():
-                    print(f"error: {ended}", file=sys.stderr, flush=True)
-                return
 
     def _environment(self, scratch: Path) -> dict[str, str]:
         """Return the environment variables of all processes."""

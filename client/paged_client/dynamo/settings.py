@@ -23,6 +23,7 @@ class WorkerSettings:
     tool_call_parser: str | None = None  # "none": no parser. None: by the chat template
     reasoning_parser: str | None = None
     kv_events: str | None = None  # ZeroMQ endpoint of the server's KV cache events; None: the server's own
+    publishes: bool = True  # whether routers learn what the server has cached, and its load
 
 
 @dataclass(frozen=True)

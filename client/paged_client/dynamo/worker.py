@@ -19,7 +19,13 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from dynamo._core import Context, DistributedRuntime, Endpoint
+from dynamo._core import (
+    Context,
+    DistributedRuntime,
+    Endpoint,
+    get_reasoning_parser_names,
+    get_tool_parser_names,
+)
 from dynamo.llm import (
     KvEventPublisher,
     ModelInput,
@@ -74,6 +80,9 @@ class _Worker:
 
     async def run(self) -> int:
         settings, loop = self._settings, asyncio.get_running_loop()
+        if problem := _unknown_parser(settings):
+            print(f"paged dynamo: {problem}", file=sys.stderr, flush=True)
+            return 1
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
         async with AsyncExitStack() as stack:
@@ -180,6 +189,8 @@ class ServedModel:
 
     async def start(self) -> None:
         """Publish load and events."""
+        if not self._settings.publishes:
+            return
         await self._load.create_endpoint(self._endpoint)
         source = self._info.kv_events or {}
         address = self._settings.kv_events or source.get("endpoint", "").replace("*", "127.0.0.1")
@@ -268,7 +279,8 @@ class ServedModel:
             if pool.sleeping:
                 await self.leave()
                 return False
-            self._load.publish(0, kv_used_blocks=pool.used + pool.pinned)
+            if self._settings.publishes:
+                self._load.publish(0, kv_used_blocks=pool.used + pool.pinned)
             if self._info.max_loras and self._generates:
                 await self._follow_adapters()
         except PagedError:
@@ -367,6 +379,17 @@ class _OpenRequest:
         self._watch.cancel()
         self._stream.cancel()
         self._model.num_open -= 1
+
+
+def _unknown_parser(settings: WorkerSettings) -> str | None:
+    """Return what is wrong with the parsers of the settings."""
+    for flag, name, known in (
+        ("--tool-call-parser", settings.tool_call_parser, get_tool_parser_names()),
+        ("--reasoning-parser", settings.reasoning_parser, get_reasoning_parser_names()),
+    ):
+        if name not in (None, "none", *known):
+            return f"{flag} {name}: must be none, {', '.join(sorted(known))}"
+    return None
 
 
 def _chat_template(directory: Path) -> str | None:

@@ -133,7 +133,7 @@ def _gateway(url: str, model: str, host: str, port: int, *, dynamo: bool) -> Gat
         from paged_client.dynamo.processes import Fleet
         from paged_client.dynamo.settings import FrontendSettings, WorkerSettings
 
-        worker = WorkerSettings(url, (model,), discovery="file", event_plane="zmq")
+        worker = WorkerSettings(url, (model,), discovery="file", event_plane="zmq", publishes=False)
         return Fleet([worker], FrontendSettings(host, port))
     from paged_client.openai.command import BackgroundGateway
 
