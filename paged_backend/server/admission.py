@@ -55,7 +55,7 @@ from paged_backend.server.streams.tracing import Tracing
 from paged_backend.server.wire.call import Call, read_call, read_control_request, read_request_id
 from paged_backend.server.wire.channel import Channel, Received, respond, send_error
 from paged_backend.server.wire.pooling import parse_pooling_sampling
-from paged_backend.server.wire.responses import Response, SampleOutput, write_adapters, write_model_info, write_response
+from paged_backend.server.wire.responses import Response, SampleOutput, write_json, write_response
 from paged_backend.text.answers import ANSWER_PARTS
 from paged_backend.text.tokenizing import LONG_CHARS, SHORT_CHARS
 from paged_backend.utils.worker import BackgroundWorker
@@ -298,7 +298,7 @@ class Admission:
             case "adapters":
                 respond(channel, self._list_adapters)
             case "model_info":
-                respond(channel, lambda: write_model_info(self._model_info))
+                respond(channel, lambda: write_json("model_info", self._model_info))
             case "stop_request" if request_id:
                 self._responder.cancel(channel, request_id)
             case _:
@@ -308,7 +308,8 @@ class Admission:
                 )
 
     def _list_adapters(self) -> dict[str, np.ndarray]:
-        return write_adapters(self._adapters.describe(self._adapter_slots.resident) if self._adapters else [])
+        adapters = self._adapters.describe(self._adapter_slots.resident) if self._adapters else []
+        return write_json("adapters", adapters)
 
 
 def _model_info(config: EngineConfig, assembly: Assembly) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from paged_backend.server.streams.polling import CancellationPoller, PollResult
 from paged_backend.server.streams.stream import Stream
 from paged_backend.server.streams.tracing import Tracing
 from paged_backend.server.wire.channel import Channel, respond, send_error
-from paged_backend.server.wire.responses import write_num_stopped, write_pool_map
+from paged_backend.server.wire.responses import write_json, write_num_stopped
 from paged_backend.utils import failure
 
 log = logging.getLogger("paged_llm")
@@ -485,7 +485,8 @@ class Responder:
         """Answer all clients that wait for a map, after the metrics show the same numbers."""
         self._metrics.record(pool.stats)
         _log_error(self._metrics.update)
-        outputs = write_pool_map(
+        outputs = write_json(
+            "pool_map",
             {
                 "time": pool.taken_at,
                 "block_size": pool.stats.block_size,
@@ -499,7 +500,7 @@ class Responder:
                 "preemptions": pool.stats.preemptions,
                 "max_model_len": self._max_model_len,
                 "sleeping": pool.stats.sleeping,
-            }
+            },
         )
         requests, self._pool_map_requests = self._pool_map_requests, []
         for channel, _ in requests:

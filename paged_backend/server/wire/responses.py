@@ -114,17 +114,10 @@ def _logprobs_json(tokens: Sequence[Logprobs | None] | None, token_text: Callabl
     return json.dumps(entries_by_token).encode()
 
 
-def write_pool_map(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return {"pool_map": np.array([json.dumps(values).encode()], dtype=np.object_)}
-
-
-def write_model_info(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return {"model_info": np.array([json.dumps(values).encode()], dtype=np.object_)}
+def write_json(name: str, value: Any) -> dict[str, np.ndarray]:
+    """Return an output that is JSON."""
+    return {name: np.array([json.dumps(value).encode()], dtype=np.object_)}
 
 
 def write_num_stopped(count: int) -> dict[str, np.ndarray]:
     return {"num_stopped": np.array([count], dtype=np.uint32)}
-
-
-def write_adapters(values: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    return {"adapters": np.array([json.dumps(values).encode()], dtype=np.object_)}

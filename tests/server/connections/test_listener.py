@@ -9,7 +9,7 @@ from paged_backend.api.limits import InputLimits
 from paged_backend.engine.model_memory import ReleasedMemory
 from paged_backend.engine.sleep_mode import NOTHING, Transition
 from paged_backend.server.connections.listener import Listener
-from paged_backend.server.wire.responses import write_adapters, write_num_stopped
+from paged_backend.server.wire.responses import write_json, write_num_stopped
 from paged_backend.utils import local_socket
 from paged_backend.utils.local_socket import FrameError, pack
 from tests.support.in_process import WAIT
@@ -68,7 +68,7 @@ def test_a_slow_reader_does_not_block_others(engine, monkeypatch):
     channel = engine.next()
     ask(good)
     other = engine.next()
-    outputs = write_adapters([{"name": "x" * 65536}])
+    outputs = write_json("adapters", [{"name": "x" * 65536}])
     while not channel.is_cancelled():
         channel.send(outputs, final=False)
     other.send(write_num_stopped(1), final=True)
@@ -79,7 +79,7 @@ def test_a_slow_reader_does_not_block_others(engine, monkeypatch):
 def test_a_slow_reader_does_not_delay_shutdown(monkeypatch):
     """Several slow readers do not either, although sending to each of them blocks."""
     monkeypatch.setattr(local_socket, "SEND_SECONDS", 4 * WAIT)
-    engine, outputs = Engine(), write_adapters([{"name": "x" * 65536}] * 64)
+    engine, outputs = Engine(), write_json("adapters", [{"name": "x" * 65536}] * 64)
     connections = [connected() for _ in range(3)]
     for connection in connections:
         ask(connection)
@@ -97,7 +97,7 @@ def test_an_oversized_response_is_not_sent():
     connection = connected()
     ask(connection)
     with pytest.raises(FrameError, match="at most 200 can be sent"):
-        engine.next().send(write_adapters([{"name": "x" * 200}]), final=True)
+        engine.next().send(write_json("adapters", [{"name": "x" * 200}]), final=True)
     connection.close()
     engine.listener.close()
 
