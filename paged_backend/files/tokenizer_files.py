@@ -45,19 +45,19 @@ def check_template(path: Path | None, given: str | None) -> None:
     path: the tokenizer. given: a template that replaces the tokenizer's own.
     """
     where = "chat_template:" if given else f"{path}: the chat template"
-    for text in [given] if given else _templates(path) if path and path.is_dir() else []:
+    for text in [given] if given else templates(path) if path and path.is_dir() else []:
         if isinstance(text, str) and (problem := syntax_problem(text)):
             raise ConfigError(f"{where} {problem}")
 
 
-def _templates(path: Path) -> list[Any]:
-    """Return the templates of a tokenizer, from its template file or else from its settings."""
+def templates(path: Path) -> list[Any]:
+    """Return the templates of a tokenizer, from its template file or else from its settings. Raises ConfigError."""
     if (file := path / f"chat_template{TEMPLATE}").is_file():
         return [file.read_text(encoding="utf-8")]
-    templates = _settings(path).get("chat_template")
-    if not isinstance(templates, list):
-        return [templates]
-    return [entry.get("template") for entry in templates if isinstance(entry, dict)]
+    found = _settings(path).get("chat_template")
+    if not isinstance(found, list):
+        return [found]
+    return [entry.get("template") for entry in found if isinstance(entry, dict)]
 
 
 def syntax_problem(template: str) -> str | None:

@@ -67,8 +67,7 @@ class AnswerFormat:
     """How a model marks the parts of its output."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        source = tokenizer.chat_template
-        chat_template = "\n".join(source.values()) if isinstance(source, dict) else source or ""
+        chat_template = "\n".join(chat_templates.sources(tokenizer))
         self._tokenizer = tokenizer
         self._marks = reasoning_marks(chat_template)
         self._spec = _own_template(tokenizer) or _made_template(tokenizer, chat_template, self._marks)

@@ -70,6 +70,12 @@ def apply(
     return _Rendering(call).result(seconds)
 
 
+def sources(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the texts of a tokenizer's chat templates, which may be several with names; empty without one."""
+    template = tokenizer.chat_template
+    return list(template.values()) if isinstance(template, dict) else [template] if template else []
+
+
 class _Rendering(threading.Thread):
     """Runs one call on a separate thread, which can be ended without affecting anything else."""
 

@@ -26,13 +26,12 @@ def check_template(tokenizer: PreTrainedTokenizerBase, seconds: float) -> None:
 
     A template that rejects the short prompt is accepted: some need two turns, or a system message.
     """
-    template = tokenizer.chat_template
-    for text in template.values() if isinstance(template, dict) else [template] if template else []:
+    for text in (templates := chat_templates.sources(tokenizer)):
         if not isinstance(text, str) or len(text) > MAX_TEMPLATE_CHARS:
             raise ValueError(f"must be a text of at most {MAX_TEMPLATE_CHARS} characters")
         if problem := syntax_problem(text):
             raise ValueError(problem)
-    if not template:
+    if not templates:
         return
     try:
         chat_templates.apply(tokenizer, [{"role": "user", "content": "Hello"}], None, seconds=seconds)

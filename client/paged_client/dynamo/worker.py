@@ -38,6 +38,8 @@ from dynamo.llm import (
 )
 from dynamo.llm.exceptions import Cancelled, CannotConnect, EngineShutdown, InvalidArgument, Unknown
 
+from paged_backend.api.errors import ConfigError
+from paged_backend.files.tokenizer_files import templates
 from paged_client.async_client import AsyncClient
 from paged_client.async_stream import AsyncStream
 from paged_client.connection_errors import UnreachableError
@@ -266,7 +268,7 @@ class ServedModel:
     def _template_file(self, directory: Path) -> str | None:
         """Return a file with the chat template that the server uses. None if it is the one of the model's directory,
         which a frontend on another machine can read."""
-        if not self._info.chat_template or self._info.chat_template == _chat_template(directory):
+        if not self._info.chat_template or _has_template(directory, self._info.chat_template):
             return None
         file = self._scratch / f"{self.name.replace('/', '_')}.jinja"
         file.write_text(self._info.chat_template, encoding="utf-8")
@@ -392,14 +394,11 @@ def _unknown_parser(settings: WorkerSettings) -> str | None:
     return None
 
 
-def _chat_template(directory: Path) -> str | None:
-    """Return the chat template in a directory with a tokenizer; None if it has none, or several."""
-    with suppress(OSError, ValueError):
-        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
-    with suppress(OSError, ValueError, AttributeError):
-        template = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
-        return template if isinstance(template, str) else None
-    return None
+def _has_template(directory: Path, template: str) -> bool:
+    """Return whether this is the only chat template in a directory with a tokenizer."""
+    with suppress(ConfigError, OSError):
+        return templates(directory) == [template]
+    return False
 
 
 def _prefill_sampling(sampling: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from paged_backend.api.sampling_params import SamplingParams
 from paged_backend.api.thinking import ThinkingBudget
 from paged_backend.server.wire.call import Call, read_prompt
 from paged_backend.server.wire.pooling import PoolingCall
+from paged_backend.text import chat_templates
 from paged_backend.text.conversation import MESSAGE_KEYS, Message, Tool, check_count, check_keys
 from paged_backend.text.reasoning import reasoning_marks
 from paged_backend.text.templates import render
@@ -84,8 +85,7 @@ class PromptEncoder:
         self._max_chars = min(longest, max_chars or longest)
         self._template_timeout = template_timeout
         self._prompt_tokenizer = PromptTokenizer(tokenizer)
-        template = tokenizer.chat_template
-        texts = template.values() if isinstance(template, dict) else [template or ""]
+        texts = chat_templates.sources(tokenizer)
         self._message_keys = MESSAGE_KEYS.union(*(re.findall(r"[a-z]\w*", text) for text in texts))
         self._marks = reasoning_marks("\n".join(texts))
         self._typed_tokens = None if typed_tokens else TypedTokens(tokenizer)
