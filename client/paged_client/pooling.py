@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import operator
+import struct
 from collections.abc import Mapping, Sequence
 
 from paged_client.types import Classification, Embedding, PagedError
@@ -86,3 +88,8 @@ def read_classification(response: Fields | None) -> Classification:
 
 def _receipts(fields: Fields) -> list[Mapping[str, float]]:
     return [json.loads(str(text)) for text in fields.get("receipt", [])]
+
+
+def to_base64(values: Sequence[float]) -> str:
+    """Return an embedding as base64 of little-endian float32, as OpenAI's `encoding_format` has it."""
+    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()

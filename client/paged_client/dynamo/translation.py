@@ -6,11 +6,10 @@ Dynamo's lib/llm/src/protocols/common). What the engine lacks is rejected by nam
 
 from __future__ import annotations
 
-import base64
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from paged_client.pooling import to_base64
 from paged_client.types import Completion, Delta, Logprobs
 
 Request = Mapping[str, Any]
@@ -147,13 +146,8 @@ def usage(completion: Completion) -> dict[str, Any]:
         "prompt_tokens": completion.num_input_tokens,
         "completion_tokens": generated,
         "total_tokens": completion.num_input_tokens + generated,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens(completion)},
+        "prompt_tokens_details": {"cached_tokens": (completion.receipt or {}).get("cached_tokens", 0)},
     }
-
-
-def cached_tokens(completion: Completion) -> int:
-    """Return the prompt tokens that the prefix cache had."""
-    return int((completion.receipt or {}).get("cached_tokens", 0))
 
 
 def _logprobs(tokens: Sequence[Logprobs], num_top: int) -> Chunk:
@@ -192,7 +186,7 @@ def embedding_answer(model: str, vectors: Sequence[Sequence[float]], num_tokens:
         {
             "object": "embedding",
             "index": index,
-            "embedding": base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode(),
+            "embedding": to_base64(vector),
         }
         for index, vector in enumerate(vectors)
     ]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import sys
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from paged_client.async_client import AsyncClient
 from paged_client.openai.pooling import PoolingBody, usage
 from paged_client.openai.schema import Integer, ListOf, split_inputs
+from paged_client.pooling import to_base64
 from paged_client.types import Embedding
 
 
@@ -40,9 +38,4 @@ class EmbeddingRequest(PoolingBody[Embedding]):
 
 def _encode(values: Sequence[float], encoding: str | None) -> list[float] | str:
     """Encode an embedding: as a list or, for "base64", as little-endian float32."""
-    if encoding != "base64":
-        return list(values)
-    numbers = array("f", values)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return base64.b64encode(numbers.tobytes()).decode()
+    return to_base64(values) if encoding == "base64" else list(values)
