@@ -35,10 +35,12 @@ from typing import Any
 from paged_bench._engine import WORDS, Job, between
 from paged_bench._harness import ROOT, Contest, Record, latencies, not_measured
 from paged_client import Client, load
-from paged_client.dynamo.processes import FRONTEND
+from paged_client.dynamo.processes import Fleet
+from paged_client.dynamo.settings import FrontendSettings, WorkerSettings
 from paged_client.load import ResponseTimes
 from paged_client.serving.ports import choose_ports
 from paged_client.serving.repository import MODEL_NAME
+from paged_client.serving.server_args import LOOPBACK
 from paged_client.serving.server_files import perf_analyzer
 from paged_client.serving.tritonserver import TritonServer
 from paged_client.wire import Values
@@ -343,51 +345,45 @@ def gateway(server: TritonServer) -> Iterator[RunningGateway]:
 def dynamo(servers: Sequence[TritonServer], options: Mapping[str, Any], *flags: str) -> Iterator[RunningGateway]:
     """Start Dynamo's frontend, and a worker in front of each of these servers, which must be ready.
 
-    The processes find each other in a temporary directory. Installs the frontend's packages if they are missing.
+    Installs the packages of the frontend if they are missing.
 
     Args:
         options: the engine options of the servers.
         flags: options of the frontend.
     """
-    FRONTEND.ensure()
     (port,) = choose_ports(port=0)
-    with tempfile.TemporaryDirectory(prefix="paged-dynamo-") as scratch, ExitStack() as stack:
-        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        environment |= {f"DYN_{name}_HOST": "127.0.0.1" for name in ("TCP_RPC", "TCP_RESPONSE_STREAM", "EVENT_PLANE")}
-        environment |= {"DYN_FILE_KV": f"{scratch}/discovery", "DYN_LOG": "warn"}
-        # Send the head of a response with the first event. A first event alone may wait for the head's acknowledgement.
-        environment["DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS"] = "10000"
-        log = stack.enter_context(Path(scratch, "log").open("w+"))
-
-        def start(*command: object) -> subprocess.Popen[bytes]:
-            process = subprocess.Popen(list(map(str, command)), env=environment, stdout=log, stderr=log)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            return process
-
-        planes = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
+    with tempfile.TemporaryDirectory() as scratch:
         model = _directory(options, Path(scratch, "model"))
-        worker = (sys.executable, "-m", "paged_client", "dynamo", *planes, *model)
-        frontend = (FRONTEND.python, "-m", "dynamo.frontend", *planes, "--http-host", "127.0.0.1", "--http-port", port)
-        processes = [start(*worker, "--url", server.grpc_url) for server in servers]
-        processes.append(start(*frontend, *flags))
-        deadline = time.monotonic() + START_SECONDS
-        while not _knows_workers(port, len(servers)):
-            if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
-                log.seek(0)
-                raise RuntimeError(f"Dynamo did not start: {log.read()[-2000:]}")
-            time.sleep(0.1)
-        yield RunningGateway(port, [process.pid for process in processes])
+        fleet = Fleet(
+            [
+                WorkerSettings(
+                    server.grpc_url, (server.model_name,), model_path=model, discovery="file", event_plane="zmq"
+                )
+                for server in servers
+            ],
+            FrontendSettings(LOOPBACK, port, flags),
+        )
+        try:
+            fleet.start()
+            deadline = time.monotonic() + START_SECONDS
+            while not _knows_workers(port, len(servers)):
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"Dynamo's frontend did not find {len(servers)} workers")
+                time.sleep(0.1)
+            yield RunningGateway(port, fleet.pids)
+        finally:
+            fleet.stop(at_once=True)
+            fleet.join()
 
 
-def _directory(options: Mapping[str, Any], made: Path) -> Sequence[str]:
-    """Return the worker's option for a directory with configuration and tokenizer; none if the model has both."""
+def _directory(options: Mapping[str, Any], made: Path) -> str | None:
+    """Return a directory with configuration and tokenizer; None if the model has both."""
     if "tokenizer" not in options:
-        return ()
+        return None
     made.mkdir()
     for file in (*Path(options["tokenizer"]).glob("*.json*"), Path(options["model"], "config.json")):
         shutil.copy(file, made)
-    return ("--model-path", str(made))
+    return str(made)
 
 
 def _knows_workers(port: int, count: int) -> bool:

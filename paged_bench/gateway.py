@@ -106,7 +106,7 @@ def started(options: Mapping[str, Any]) -> Iterator[Paths]:
     with (
         TritonServer(own.pop("model"), own, engine_only=True) as server,
         gateway(server) as one,
-        dynamo([server], options, "--migration-limit", "3") as other,
+        dynamo([server], options) as other,
     ):
         paths = Paths(server, {GATEWAY: one, DYNAMO: other})
         for path in (GRPC, *paths.endpoints):

@@ -42,7 +42,7 @@ from paged_bench._servers import (
     servers_of,
     trace_receiver,
 )
-from paged_client.dynamo.processes import KV_ROUTER
+from paged_client.dynamo.processes import router_flags
 from paged_client.serving.tritonserver import TritonServer
 
 ROUTINGS = KV, SESSIONS, ROUND_ROBIN = ("kv", "sessions", "round-robin")
@@ -57,13 +57,11 @@ TIMEOUT = 120  # seconds for a turn
 SAMPLING = {"temperature": 0, "ignore_eos": True}
 RECOVERY = "until the hit rate recovers from the loss of a server"
 PARTS = ["conversations", "loss", "overhead"]
-# Options of Dynamo's frontend: the servers' block size and three attempts to move a stream, as its documentation
-# recommends, and the router's options of `paged dynamo`.
-MIGRATION = ("--migration-limit", "3")
+# Options of Dynamo's frontend: those of `paged dynamo`, and the servers' block size, as its documentation recommends.
 FLAGS = {
-    KV: ("--router-mode", "kv", "--kv-cache-block-size", str(BLOCK_SIZE), *KV_ROUTER, *MIGRATION),
-    SESSIONS: ("--router-session-affinity-ttl-secs", "600", *MIGRATION),
-    ROUND_ROBIN: MIGRATION,
+    KV: (*router_flags("kv"), "--kv-cache-block-size", str(BLOCK_SIZE)),
+    SESSIONS: (*router_flags("round-robin"), "--router-session-affinity-ttl-secs", "600"),
+    ROUND_ROBIN: router_flags("round-robin"),
 }
 
 

@@ -89,10 +89,9 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="how the frontend chooses a server: by their KV cache events and load, or one of Dynamo's other ways"
         " (default: kv)",
     )
-    environment = os.environ
     add(
         "--namespace",
-        default="-".join(filter(None, (environment.get("DYN_NAMESPACE", "dynamo"), environment.get(SUFFIX)))),
+        default="-".join(filter(None, (os.environ.get("DYN_NAMESPACE", "dynamo"), os.environ.get(SUFFIX)))),
         metavar="NAME",
         help=f"Dynamo's namespace (default: $DYN_NAMESPACE, or dynamo, and -${SUFFIX} if it is set)",
     )
@@ -105,20 +104,20 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--discovery-backend",
         choices=DISCOVERY,
-        default=environment.get("DYN_DISCOVERY_BACKEND", "file"),
+        default=os.environ.get("DYN_DISCOVERY_BACKEND", "file"),
         help="where Dynamo's processes find each other (default: $DYN_DISCOVERY_BACKEND, or file); 'file' is the"
         " directory $DYN_FILE_KV, by default a temporary one, which only these processes know",
     )
     add(
         "--request-plane",
         choices=PLANES,
-        default=environment.get("DYN_REQUEST_PLANE", "tcp"),
+        default=os.environ.get("DYN_REQUEST_PLANE", "tcp"),
         help="how requests are sent (default: $DYN_REQUEST_PLANE, or tcp)",
     )
     add(
         "--event-plane",
         choices=EVENT_PLANES,
-        default=environment.get("DYN_EVENT_PLANE"),
+        default=os.environ.get("DYN_EVENT_PLANE"),
         help="how events are sent (default: $DYN_EVENT_PLANE, or Dynamo's choice for the discovery backend)",
     )
     parser.set_defaults(run=dynamo)
@@ -127,18 +126,11 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def dynamo(args: argparse.Namespace) -> int:
     urls = args.url or [DEFAULT_URLS["grpc"]]
     _check(args, urls)
-    for url in urls:
-        if urls.count(url) > 1:
-            raise UsageError(f"--url {url}: given {urls.count(url)} times; each must be another server")
-    if args.kv_events and len(args.kv_events) != len(urls):
-        raise UsageError(f"--kv-events: {len(args.kv_events)} given; must be one for each --url, in their order")
     models = [tuple(args.model) or _models(url) for url in urls]
     for flag, value in (("--served-model-name", args.served_model_name), ("--model-path", args.model_path)):
         if value and len(most := max(models, key=len)) > 1:
             raise UsageError(f"{flag}: is for one model, not for {', '.join(most)}; choose one with --model")
-    if args.model_path and not args.model_path.is_dir():
-        raise UsageError(f"--model-path {args.model_path}: must be a directory with the model's tokenizer")
-    from paged_client.dynamo.processes import Fleet
+    from paged_client.dynamo.processes import Fleet, router_flags
     from paged_client.dynamo.settings import FrontendSettings, WorkerSettings
     from paged_client.serving.environments import EnvironmentSetupError
 
@@ -162,7 +154,8 @@ def dynamo(args: argparse.Namespace) -> int:
     ]
     frontend = None
     if args.frontend_port:
-        frontend = FrontendSettings(args.frontend_host or LOOPBACK, args.frontend_port, args.router_mode or "kv")
+        flags = router_flags(args.router_mode or "kv")
+        frontend = FrontendSettings(args.frontend_host or LOOPBACK, args.frontend_port, flags)
     try:
         return Fleet(workers, frontend).run()
     except (EnvironmentSetupError, ValueError) as error:
@@ -171,6 +164,10 @@ def dynamo(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace, urls: list[str]) -> None:
     """Raise UsageError for values that Dynamo would refuse later, or ignore."""
+    for flag, given, rest in (("--url", urls, "; each must be another server"), ("--model", args.model, "")):
+        for value in given:
+            if given.count(value) > 1:
+                raise UsageError(f"{flag} {value}: given {given.count(value)} times{rest}")
     for url in urls:
         try:
             grpc_target(url)
@@ -187,9 +184,10 @@ def _check(args: argparse.Namespace, urls: list[str]) -> None:
     for endpoint in args.kv_events:
         if not re.fullmatch(r"(tcp|ipc)://\S+", endpoint):
             raise UsageError(f"--kv-events {endpoint}: must be like tcp://10.0.0.7:5557")
-    for model in args.model:
-        if args.model.count(model) > 1:
-            raise UsageError(f"--model {model}: given {args.model.count(model)} times")
+    if args.kv_events and len(args.kv_events) != len(urls):
+        raise UsageError(f"--kv-events: {len(args.kv_events)} given; must be one for each --url, in their order")
+    if args.model_path and not args.model_path.is_dir():
+        raise UsageError(f"--model-path {args.model_path}: must be a directory with the model's tokenizer")
     if args.frontend_port is None:
         for flag, value in (("--frontend-host", args.frontend_host), ("--router-mode", args.router_mode)):
             if value is not None:

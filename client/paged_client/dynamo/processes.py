@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import util
@@ -24,6 +24,7 @@ from paged_client.dynamo.settings import FrontendSettings, WorkerSettings
 from paged_client.openai import keys
 from paged_client.serving import trampoline
 from paged_client.serving.environments import PackageEnvironment
+from paged_client.serving.server_args import reachable
 
 # The frontend's requirements conflict with other packages. aisimulate, for its planner, is on NVIDIA's own index only.
 FRONTEND = PackageEnvironment(
@@ -33,10 +34,16 @@ START_SECONDS = 120.0  # time for the frontend to list the models
 STOP_SECONDS = 40.0  # time for processes to finish open streams
 POLL_SECONDS = 0.2
 LASTED_SECONDS = 15.0  # a process that ends earlier will not start the next time either
-# With the router mode "kv", an open request on a server costs as much as two blocks to compute. By default it costs its
-# own blocks, which outweigh those that another server has cached of a conversation (paged_bench/README.md).
-KV_ROUTER = ("--no-router-track-active-blocks", "--router-decode-active-request-weight", "2")
+MIGRATION_LIMIT = 3  # workers that may fail during a request
+# The router mode "kv" adds up what a request costs each server, in blocks. With these options an open request costs two
+# blocks. By default it costs all of its blocks, which is more than a conversation has cached (paged_bench/README.md).
+_KV_ROUTER = ("--no-router-track-active-blocks", "--router-decode-active-request-weight", "2")
 _DIRECTORY = "DYN_FILE_KV"  # where Dynamo's processes find each other, with the discovery backend "file"
+
+
+def router_flags(mode: str) -> tuple[str, ...]:
+    """Return the options of a frontend for a way to choose a server."""
+    return ("--router-mode", mode, *(_KV_ROUTER if mode == "kv" else ()))
 
 
 class Fleet:
@@ -46,7 +53,7 @@ class Fleet:
     They listen at 127.0.0.1 then, apart from the frontend.
 
     Args:
-        workers: for each server.
+        workers: one for each server, at least one.
         frontend: settings of the frontend; None: another process is the frontend.
 
     Raises EnvironmentSetupError if Dynamo's packages cannot be installed, ValueError if PAGED_API_KEYS is set.
@@ -67,12 +74,17 @@ class Fleet:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._began: dict[str, float] = {}  # time.monotonic() at the start of each process
         self._variables: dict[str, str] = {}
-        self._lock = threading.Lock()  # held while a process is started again
+        self._lock = threading.RLock()  # held while a process is started again; a signal may interrupt `stop`
         self._stopping, self._failed = threading.Event(), threading.Event()
 
     @property
     def port(self) -> int:
         return self._frontend.port if self._frontend else 0
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the workers and the frontend."""
+        return [process.pid for process in self._processes.values()]
 
     def start(self) -> None:
         """Start the processes, and wait until the frontend lists the models. Does nothing if they have been started.
@@ -98,10 +110,9 @@ class Fleet:
         """Start processes again that end by themselves, until one ends soon after its start."""
         while not self._stopping.wait(POLL_SECONDS):
             with self._lock:
-                for name, process in self._processes.items():
-                    if process.poll() is None or self._stopping.is_set():
-                        continue
-                    ended = f"Dynamo's {name} has ended with exit code {process.returncode}"
+                for name, ended in self._ended():
+                    if self._stopping.is_set():
+                        return
                     if time.monotonic() < self._began[name] + LASTED_SECONDS:
                         print(f"error: {ended}", file=sys.stderr, flush=True)
                         self._failed.set()
@@ -111,7 +122,12 @@ class Fleet:
 
     def _launch(self, name: str) -> None:
         self._began[name] = time.monotonic()
-        self._processes[name] = _launch(self._commands[name], self._variables)
+        self._processes[name] = subprocess.Popen(
+            trampoline.wrapped(self._commands[name]),
+            env=self._variables,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C does not reach it
+        )
 
     def run(self) -> int:
         """Start the processes, and run until SIGTERM, Ctrl-C, or one that does not start. Return the exit code."""
@@ -141,9 +157,6 @@ class Fleet:
     def stop(self, *, at_once: bool = False) -> None:
         """Accept no more requests, and let open streams finish, or cut them if `at_once`. Returns immediately."""
         self._stopping.set()
-        threading.Thread(target=self._stop, args=(at_once,), name="stop").start()  # a signal handler must not wait
-
-    def _stop(self, at_once: bool) -> None:
         with self._lock:
             for process in self._processes.values():
                 with suppress(ProcessLookupError):
@@ -162,21 +175,13 @@ class Fleet:
             self._scratch.cleanup()
 
     def _frontend_command(self, frontend: FrontendSettings) -> list[str]:
-        first = self._workers[0] if self._workers else WorkerSettings("", ())
+        first = self._workers[0]
         planes = ["--discovery-backend", first.discovery, "--request-plane", first.request_plane]
         planes += ["--event-plane", first.event_plane] if first.event_plane else []
-        router = KV_ROUTER if frontend.router_mode == "kv" else ()
         return [
-            *(str(FRONTEND.python), "-m", "dynamo.frontend"),
-            *("--http-host", frontend.host, "--http-port", str(frontend.port), "--enable-anthropic-api"),
-            *(
-                "--router-mode",
-                frontend.router_mode,
-                "--migration-limit",
-                str(frontend.migration_limit),
-                *router,
-                *planes,
-            ),
+            *(str(FRONTEND.python), "-m", "dynamo.frontend", *planes, "--enable-anthropic-api"),
+            *("--http-host", frontend.host, "--http-port", str(frontend.port)),
+            *("--migration-limit", str(MIGRATION_LIMIT), *frontend.flags),
         ]
 
     def _wait_for_models(self, frontend: FrontendSettings) -> None:
@@ -184,22 +189,17 @@ class Fleet:
         wanted = {settings.served_name or model for settings in serving for model in settings.models}
         deadline = time.monotonic() + START_SECONDS
         while not wanted <= _listed_models(frontend):
-            if ended := self._ended():
+            for _, ended in self._ended():
                 raise OSError(0, ended)
             if time.monotonic() > deadline:
                 raise OSError(0, f"Dynamo's frontend did not list {', '.join(wanted)} within {START_SECONDS:g} s")
             time.sleep(POLL_SECONDS)
 
-    def _ended(self) -> str | None:
-        """Return which process has ended, and how; None if all run."""
-        return next(
-            (
-                f"Dynamo's {name} has ended with exit code {process.returncode}"
-                for name, process in self._processes.items()
-                if process.poll() is not None
-            ),
-            None,
-        )
+    def _ended(self) -> Iterator[tuple[str, str]]:
+        """Yield the names of processes that have ended, each with how it has."""
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                yield name, f"Dynamo's {name} has ended with exit code {process.returncode}"
 
     def _environment(self, scratch: Path) -> dict[str, str]:
         """Return the environment variables of all processes."""
@@ -218,16 +218,6 @@ class Fleet:
         return environment
 
 
-def _launch(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process that Ctrl-C does not reach, and that ends with the thread that starts it."""
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), *command],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
 def _own_packages(scratch: Path) -> Path:
     """Return a directory with the packages that a worker imports, and no others."""
     directory = scratch / "packages"
@@ -240,8 +230,7 @@ def _own_packages(scratch: Path) -> Path:
 
 def _listed_models(frontend: FrontendSettings) -> set[str]:
     """Return the models that a frontend lists; none while it does not answer."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(frontend.host, frontend.host)
-    connection = http.client.HTTPConnection(host, frontend.port, timeout=10)
+    connection = http.client.HTTPConnection(reachable(frontend.host), frontend.port, timeout=10)
     try:
         connection.request("GET", "/v1/models")
         listed = json.loads(connection.getresponse().read())

@@ -1,4 +1,4 @@
-"""What Dynamo's processes are asked for. Needs no package of Dynamo."""
+"""The settings of Dynamo's processes. Imports no package of Dynamo, which may be installed elsewhere."""
 
 from __future__ import annotations
 
@@ -32,5 +32,4 @@ class FrontendSettings:
 
     host: str
     port: int
-    router_mode: str = "round-robin"
-    migration_limit: int = 3  # workers that may fail during a request
+    flags: Sequence[str] = ()  # further options, such as `processes.router_flags`

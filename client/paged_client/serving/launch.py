@@ -130,11 +130,11 @@ class Gateway(Protocol):
 def _gateway(url: str, model: str, host: str, port: int, *, dynamo: bool) -> Gateway:
     # Imported on use: without a gateway the web framework is not needed.
     if dynamo:
-        from paged_client.dynamo.processes import Fleet
+        from paged_client.dynamo.processes import Fleet, router_flags
         from paged_client.dynamo.settings import FrontendSettings, WorkerSettings
 
         worker = WorkerSettings(url, (model,), discovery="file", event_plane="zmq", publishes=False)
-        return Fleet([worker], FrontendSettings(host, port))
+        return Fleet([worker], FrontendSettings(host, port, router_flags("round-robin")))
     from paged_client.openai.command import BackgroundGateway
 
     return BackgroundGateway(url, model, host, port)

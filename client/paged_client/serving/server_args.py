@@ -70,7 +70,7 @@ def hosts(arguments: Sequence[str]) -> Hosts:
     """Return where a server with these options is reached: by default at localhost."""
     given = dict(_options(arguments))  # of repeated options the last one counts
     http = given.get("--http-address", "")
-    return Hosts(*map(_reachable, (http, given.get("--grpc-address", ""), given.get("--metrics-address", http))))
+    return Hosts(*map(reachable, (http, given.get("--grpc-address", ""), given.get("--metrics-address", http))))
 
 
 def _check(arguments: Sequence[str], reserved: Mapping[str, str], restricted: Mapping[str, tuple[str, str]]) -> None:
@@ -101,7 +101,8 @@ def _is_local(address: str) -> bool:
     return address == "localhost"
 
 
-def _reachable(address: str) -> str:
+def reachable(address: str) -> str:
+    """Return an address at which this machine reaches a server that listens at `address`."""
     address = address.removeprefix("ipv6:")
     if address in (*_ANY, LOOPBACK):
         return "localhost"

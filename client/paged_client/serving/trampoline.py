@@ -12,6 +12,7 @@ import select
 import signal
 import struct
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
@@ -96,6 +97,11 @@ def _watch(launcher: int, server: int) -> None:
 def _ended(processes: list[int], seconds: float | None) -> list[int]:
     """Wait at most `seconds` for one of the processes to end. Return the processes that have ended."""
     return select.select(processes, [], [], seconds)[0]
+
+
+def wrapped(command: Sequence[str]) -> list[str]:
+    """Return the command line that runs a program in such a process. It ends with the thread that starts it."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
 def main() -> None:

@@ -143,9 +143,8 @@ class TritonServer:
         self._scratch.create()
         models = self._scratch.path / "models"
         write_repository(self._repository, models, self._options, self._multi_lora, engine_only=self._engine_only)
-        launch = [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid())]
         self._process = subprocess.Popen(
-            [*launch, *self._command(models)],
+            trampoline.wrapped(self._command(models)),
             env=server_environment(self._files) | self._environment | {failure.MARK: self._log.mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
