@@ -139,7 +139,7 @@ class Client:
         return read_adapters(self._ask(ADAPTERS_REQUEST, "", timeout))
 
     def model_info(self, *, timeout: float | None = None) -> ModelInfo:
-        """Return what a router or a frontend has to know of the model. Errors as for `pool_map`."""
+        """Return facts about the model, for routers and frontends. Errors as for `pool_map`."""
         return read_model_info(self._ask(MODEL_INFO_REQUEST, "", timeout))
 
     def embed(

@@ -118,7 +118,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a router or a frontend has to know of a served model."""
+    """Facts about a served model, for routers and frontends."""
 
     path: str  # of its files on the server's machine: a directory or a GGUF file
     tasks: tuple[str, ...]  # of "generate", "embed" and "classify"
@@ -129,7 +129,7 @@ class ModelInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_loras: int  # adapters of a batch; 0: the server has none
-    kv_events: Mapping[str, str] | None  # "endpoint" and "topic" of the KV cache events; None: there are none
+    kv_events: Mapping[str, str] | None  # where the server publishes them: "endpoint" and "topic"; None: it does not
     remote_cache: bool  # whether the server shares blocks with others
 
 

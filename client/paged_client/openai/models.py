@@ -56,7 +56,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a request's `model` names: a model, or one of its adapters."""
+    """A model, or one of its adapters, that a request has chosen with its field `model`."""
 
     model: Model
     adapter: str | None = None
