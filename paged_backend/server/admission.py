@@ -56,6 +56,7 @@ from paged_backend.server.wire.call import Call, read_call, read_control_request
 from paged_backend.server.wire.channel import Channel, Received, respond, send_error
 from paged_backend.server.wire.pooling import parse_pooling_sampling
 from paged_backend.server.wire.responses import Response, SampleOutput, write_json, write_response
+from paged_backend.text import chat_templates
 from paged_backend.text.answers import ANSWER_PARTS
 from paged_backend.text.tokenizing import LONG_CHARS, SHORT_CHARS
 from paged_backend.utils.worker import BackgroundWorker
@@ -324,7 +325,7 @@ def _model_info(config: EngineConfig, assembly: Assembly) -> dict[str, Any]:
     return {
         "path": str(loaded.path),
         "tasks": [task for task, has in has_task.items() if has],
-        "chat_template": loaded.tokenizer.chat_template if limits.generates else None,
+        "chat_template": chat_templates.default_source(loaded.tokenizer) if limits.generates else None,
         "max_model_len": limits.max_model_len,
         "block_size": limits.block_size,
         "num_blocks": limits.num_pages,

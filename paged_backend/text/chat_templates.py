@@ -76,6 +76,12 @@ def sources(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return list(template.values()) if isinstance(template, dict) else [template] if template else []
 
 
+def default_source(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the text of the chat template for conversations without tools; None without one."""
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
 class _Rendering(threading.Thread):
     """Runs one call on a separate thread, which can be ended without affecting anything else."""
 

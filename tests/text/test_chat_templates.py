@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from paged_backend.api.errors import RequestError
+from paged_backend.text import chat_templates
 from paged_backend.text.templates import render
 from tests.support.conversations import TURNS, WEATHER
 from tests.support.in_process import WAIT
@@ -74,3 +75,18 @@ def test_the_template_receives_tools_tool_calls_and_variables():
     tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
     with pytest.raises(RequestError, match="messages: the chat template refuses them: no tools here"):
         render(tokenizer, TURNS, [WEATHER], WAIT)
+
+
+@pytest.mark.parametrize(
+    ("template", "all_of_them", "default"),
+    [
+        (None, [], None),
+        ("one", ["one"], "one"),
+        ({"default": "one", "tool_use": "two"}, ["one", "two"], "one"),
+        ({"rag": "three"}, ["three"], None),
+    ],
+)
+def test_templates_with_names(template, all_of_them, default):
+    tokenizer = with_template(template)
+    assert chat_templates.sources(tokenizer) == all_of_them
+    assert chat_templates.default_source(tokenizer) == default
