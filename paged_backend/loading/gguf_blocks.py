@@ -71,11 +71,12 @@ def _q4_1(blocks: Tensor) -> _Read:
 
 
 def _q5_0(blocks: Tensor) -> _Read:
-    return _signed(_nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2), 16), _half(blocks, 0), None, 8
+    return _signed(_nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2), 16), _half(blocks, 0), None, 5
 
 
 def _q5_1(blocks: Tensor) -> _Read:
-    return _signed(_nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4), 0), _half(blocks, 0), _half(blocks, 2), 8
+    scales = _half(blocks, 0)
+    return _signed(_nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4), 16), scales, _half(blocks, 2) + 16 * scales, 5
 
 
 def _q8_0(blocks: Tensor) -> _Read:
@@ -100,7 +101,7 @@ def _q5_k(blocks: Tensor) -> _Read:
     scales, mins = _six_bit_scales(blocks)
     codes = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
     fifth = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
-    return _signed(codes | fifth << 4, 0), scales, mins, 8
+    return _signed(codes | fifth << 4, 16), scales, mins + 16 * scales, 5
 
 
 def _q6_k(blocks: Tensor) -> _Read:
@@ -108,7 +109,7 @@ def _q6_k(blocks: Tensor) -> _Read:
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
     codes = _nibbles(low).unflatten(-1, (4, 32)) | high << 4
     scales = blocks[..., 192:208].contiguous().view(torch.int8) * _half(blocks, 208)[..., None]
-    return _signed(codes.flatten(-3).unflatten(-1, (16, 16)), 32), scales, None, 8
+    return _signed(codes.flatten(-3).unflatten(-1, (16, 16)), 32), scales, None, 6
 
 
 FORMATS: Mapping[str, tuple[int, Callable[[Tensor], _Read]]] = {  # bytes of a block, and its decoder

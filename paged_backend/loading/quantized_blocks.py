@@ -2,7 +2,7 @@
 
 A weight is scale * code + minimum. The codes are
 
-    int8            integers of 8 bits, or of 4 bits (-8..7)
+    int8            integers of `bits` bits, for example -8..7
     float8_e4m3fn   FP8
     uint8           FP4 (e2m1), as its 4 bits
 
@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
     scales: Tensor  # [out_features, blocks] float32; the last block may be shorter
     mins: Tensor | None  # the same; None: zeros
     block_inputs: int  # number of consecutive inputs that share a scale
-    bits: int  # 4 or 8
+    bits: int  # 4 or 8; integers also 5 or 6
     order: Tensor | None = None  # [in_features], the layer's input of each column; None: the same order
 
     def dequantize(self) -> Tensor:

@@ -196,7 +196,7 @@ def test_quantized_model_frees_its_own_weights(family, form, quantization, tmp_p
     assert len(sizes) == 7 * len(served.model.layers)
     assert not any(sizes.values())
     assert torch.equal(served.model.embed_tokens.weight, model.model.embed_tokens.weight)
-    assert served.lm_head.forward.keywords["weight"].packed.groups.dtype == torch.int8
+    assert served.lm_head.forward.keywords["weight"].packed.kind == "int8"
     with running(assembly) as engine:
         batched = engine.generate(PROMPTS, max_tokens=8)
         assert [engine.generate([prompt], max_tokens=8)[0] for prompt in PROMPTS] == batched

@@ -7,6 +7,12 @@ from paged_kernels.cpu.packed_linear import E2M1, pack_quantized
 
 def make_quantized(out_features, in_features, bits, block_inputs, has_mins, kind="int", scale_dtype=torch.float16):
     """Return a random quantized weight, packed, and as float64. kind: "int" or "float" codes."""
+    packed, values, minima = make_parts(out_features, in_features, bits, block_inputs, has_mins, kind, scale_dtype)
+    return packed, values + minima
+
+
+def make_parts(out_features, in_features, bits, block_inputs, has_mins, kind="int", scale_dtype=torch.float16):
+    """Return a random quantized weight, packed, and as float64 without its minima and the minima of its elements."""
     blocks, shape = -(-in_features // block_inputs), (out_features, in_features)
     if kind == "float" and bits == 4:
         codes = torch.randint(16, shape, dtype=torch.uint8)
@@ -16,11 +22,10 @@ def make_quantized(out_features, in_features, bits, block_inputs, has_mins, kind
         codes = torch.where(codes.float().isnan(), 0, codes.float()).to(torch.float8_e4m3fn)
         values = codes.double()
     else:
-        codes = torch.randint(-8, 8, shape) if bits == 4 else torch.randint(-128, 128, shape)
-        codes = codes.to(torch.int8)
+        codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), shape, dtype=torch.int8)
         values = codes.double()
     scales = (torch.rand(out_features, blocks) / 2**bits).to(scale_dtype)
     mins = torch.randn(out_features, blocks).to(scale_dtype) if has_mins else None
     spread = torch.arange(in_features) // block_inputs
-    plain = values * scales.double()[:, spread] + (mins.double()[:, spread] if has_mins else 0)
-    return pack_quantized(codes, scales, mins, block_inputs, bits), plain
+    minima = mins.double()[:, spread] if has_mins else torch.zeros(shape).double()
+    return pack_quantized(codes, scales, mins, block_inputs, bits), values * scales.double()[:, spread], minima

@@ -279,8 +279,7 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None = None, *, level
         raise RuntimeError(f"linear: rows of {x.shape[-1]} for a weight of {weight.in_features} inputs")
     x = _dense(x) if x.dim() == 2 else x.contiguous()
     product: Tensor = _operator("linear")(
-        x, weight.groups, weight.scales, weight.mins, weight.block_inputs, weight.int8_rows, bias, weight.out_features,
-        _index(level),
+        x, weight.groups, weight.layout, bias, weight.out_features, _index(level),
     )  # fmt: skip
     return product
 
@@ -359,10 +358,8 @@ class ExpertLinear:
         if any((weight.in_features, weight.out_features) != (in_features, out_features) for weight in weights):
             raise RuntimeError("the weights of the experts have different shapes")
         number: int = _operator("make_experts")(
-            [weight.groups for weight in weights], [weight.scales for weight in weights],
-            [weight.mins for weight in weights],
+            [weight.groups for weight in weights], [number for weight in weights for number in weight.layout],
             [None] * len(weights) if biases is None else list(biases.contiguous()),
-            [weight.block_inputs for weight in weights], [int(weight.int8_rows) for weight in weights],
             in_features, out_features, _index(level),
         )  # fmt: skip
         self._number = number
@@ -390,10 +387,8 @@ def _make_layer(layer: DecoderLayer, level: int) -> int:
         layer.query_norm, layer.key_norm, layer.head_eps,
         layer.scale, layer.sliding_window or 0, layer.softcap or 0.0, layer.sinks,
         layer.post_norm.contiguous(), layer.post_eps, layer.down.in_features,
-        [weight.groups for weight in weights], [weight.scales for weight in weights],
-        [weight.mins for weight in weights],
-        [layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias],
-        [weight.block_inputs for weight in weights], [int(weight.int8_rows) for weight in weights], level,
+        [weight.groups for weight in weights], [number for weight in weights for number in weight.layout],
+        [layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias], level,
     )  # fmt: skip
     return number
 

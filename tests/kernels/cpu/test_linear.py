@@ -9,7 +9,7 @@ from paged_kernels.cpu import native
 from paged_kernels.cpu.native import linear
 from paged_kernels.cpu.packed_linear import pack_linear, pack_quantized, round_rows
 from tests.support.pairwise import pairwise
-from tests.support.quantized_weights import make_quantized
+from tests.support.quantized_weights import make_parts, make_quantized
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason="needs the compiled kernels")
 
@@ -51,6 +51,12 @@ QUANTIZED = [  # bits, number of inputs that share a scale, whether there are mi
     (4, 32, False),
     (4, 32, True),
     (4, 128, True),
+    (5, 32, False),
+    (5, 64, True),
+    (5, 16, False),  # stored in 8 bits
+    (6, 16, False),
+    (6, 32, True, "int", torch.float32),
+    (6, 8, True),  # stored in 8 bits
     (8, 128, False, "int", torch.float32),
     (4, 32, True, "int", torch.float32),
     (8, 128, False, "float", torch.float32),
@@ -79,14 +85,6 @@ def test_product_of_a_quantized_weight(level, shape, quantized, dtype):
 ROUNDED = [quantized for quantized in QUANTIZED if quantized[:1] + quantized[3:4] != (8, "float")]  # not FP8
 
 
-def minima_of(packed):
-    """Return the minima of a packed weight, for each of its inputs, as float64."""
-    if packed.mins is None:
-        return torch.zeros(packed.out_features, packed.in_features).double()
-    mins = packed.mins.flatten(2).transpose(1, 2).flatten(0, 1)[: packed.out_features].double()
-    return mins[:, torch.arange(packed.in_features) // packed.block_inputs]
-
-
 @pytest.mark.parametrize(
     ("level", "shape", "quantized", "dtype"),
     pairwise(native.levels(), QUANTIZED_SHAPES, [*ROUNDED, (8, 24, True), (4, 40, False)], DTYPES),
@@ -95,12 +93,12 @@ def minima_of(packed):
 def test_product_of_rounded_rows(level, shape, quantized, dtype):
     """Rows are rounded for the products with codes; the minima are multiplied by the sums of the rows as they are."""
     torch.manual_seed(0)
-    packed, plain = make_quantized(*shape, *quantized)
-    minima, bias = minima_of(packed), torch.randn(shape[0]).to(dtype)
+    packed, values, minima = make_parts(*shape, *quantized)
+    bias = torch.randn(shape[0]).to(dtype)
     for rows in (1, 2, 3, 5, 7, 12, 13, 70):
         x = torch.randn(rows, shape[1]).to(dtype)
         rounded = round_rows(x, packed.block_inputs).double()
-        expected = F.linear(rounded, plain - minima, bias.double()) + F.linear(x.double(), minima)
+        expected = F.linear(rounded, values, bias.double()) + F.linear(x.double(), minima)
         found = linear(x, packed._replace(int8_rows=True), bias, level=level)
         assert_close(found, expected.to(dtype), **NEAR[dtype])
 
@@ -109,7 +107,7 @@ def test_product_of_rounded_rows(level, shape, quantized, dtype):
 def test_products_of_the_largest_codes_are_exact(level):
     """No sum of integers saturates or overflows, also over all inputs at once."""
     x = torch.full((1, 4096), 127.0) * torch.tensor([[1.0], [-1.0]])
-    for code, bits in ((-128, 8), (127, 8), (-8, 4), (7, 4)):
+    for code, bits in ((-128, 8), (127, 8), (-32, 6), (31, 6), (-16, 5), (15, 5), (-8, 4), (7, 4)):
         codes = torch.full((16, 4096), code, dtype=torch.int8)
         packed = pack_quantized(codes, torch.ones(16, 1), None, 4096, bits)._replace(int8_rows=True)
         assert torch.equal(linear(x, packed, level=level), (x.sum(1, keepdim=True) * code).expand(2, 16))
@@ -167,18 +165,26 @@ def test_mismatched_types_and_sizes_are_rejected():
     for rows, weight, added, message in (
         (x.bfloat16(), packed, None, "the weight and x have different types"),
         (torch.randn(2, 23), packed, None, "rows of 23 for a weight of 24 inputs"),
-        (x, packed._replace(out_features=60), None, "a weight of 1152 elements for 24 inputs and 60 outputs"),
-        (x, packed, bias[:39], "bias must be 40 dense elements of the right type"),
+        (
+            x,
+            packed._replace(out_features=60),
+            None,
+            "a weight of 4608 bytes for 24 inputs and 60 outputs, which have 6144",
+        ),
+        (x, packed, bias[:39], "bias must be 40 dense elements of the type of x"),
         (x, packed, bias.bfloat16(), "bias must be 40"),
         (x, packed, torch.randn(80)[::2], "bias must be 40"),
-        (x, codes._replace(scales=codes.scales[:2]), None, "scales must be 144"),
-        (x, codes._replace(scales=codes.scales.bfloat16()), None, "scales must be 144"),
-        (x, codes._replace(scales=None), None, "a quantized weight without scales"),
-        (x, codes._replace(mins=codes.scales[:2]), None, "mins must be 144"),
-        (x, codes._replace(mins=codes.scales.float()), None, "mins must be 144"),
+        (
+            x,
+            codes._replace(wide_scales=True),
+            None,
+            "a weight of 1440 bytes for 24 inputs and 40 outputs, which have 1728",
+        ),
+        (x, codes._replace(has_mins=True), None, "a weight of 1440 bytes"),
         (x, codes._replace(block_inputs=12), None, "block_inputs=12: must be a multiple of 8"),
-        (x, packed._replace(int8_rows=True), None, "the weight must have codes in int8, int4 or e2m1"),
-        (x, fp8._replace(int8_rows=True), None, "the weight must have codes in int8, int4 or e2m1"),
+        (x, codes._replace(kind="int5"), None, "block_inputs=8: must be a multiple of 32"),
+        (x, packed._replace(int8_rows=True), None, "the weight must have codes in integers or e2m1"),
+        (x, fp8._replace(int8_rows=True), None, "the weight must have codes in integers or e2m1"),
         (x.to(torch.int8), codes, None, "rows must be float32, float16 or bfloat16"),
         (x.to(torch.float8_e4m3fn), codes, None, "rows must be float32, float16 or bfloat16"),
     ):

@@ -65,17 +65,17 @@ Tensor swiglu(Tensor gate_up, int64_t level) {
   return out;
 }
 
-Tensor linear(Tensor x, Tensor groups, OptionalTensor scales, OptionalTensor mins, int64_t block_inputs, bool int8_rows, OptionalTensor bias,
-              int64_t out_features, int64_t level) {
+Tensor linear(Tensor x, Tensor groups, std::vector<int64_t> layout, OptionalTensor bias, int64_t out_features, int64_t level) {
+  const Weight weight = std::move(weights_of({groups}, layout, {bias})[0]);
   const int64_t in_features = x.size(x.dim() - 1);
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = out_features;
   Tensor out = torch::stable::new_empty(x, sizes);
   const int64_t rows = out_features ? out.numel() / out_features : 0;
-  const Linear call = linear_call(type_of(x), x.data_ptr(), rows, x.dim() == 2 ? x.stride(0) : in_features, in_features, {groups, scales, mins, bias, block_inputs, int8_rows}, out.data_ptr(), out_features);
+  const Linear call = linear_call(type_of(x), x.data_ptr(), rows, x.dim() == 2 ? x.stride(0) : in_features, in_features, weight, out.data_ptr(), out_features);
   auto program = std::make_unique<Program>();
   program->add(linear_task(level_of(level), call));
-  keep(*program, x, groups, scales, mins, bias);
+  keep(*program, x, groups, bias);
   run(std::move(program));
   return out;
 }
@@ -110,21 +110,18 @@ STABLE_TORCH_LIBRARY(paged_cpu, m) {
   m.def("add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, int level) -> (Tensor, Tensor)");
   m.def("swiglu(Tensor gate_up, int level) -> Tensor");
   m.def(
-      "linear(Tensor x, Tensor weight, Tensor? scales, Tensor? mins, int block_inputs, bool int8_rows, Tensor? bias, "
-      "int out_features, int level) -> Tensor");
+      "linear(Tensor x, Tensor groups, int[] layout, Tensor? bias, int out_features, int level) -> Tensor");
   m.def(
       "make_layer(Tensor norm, float eps, int num_heads, bool rotates, Tensor? query_norm, Tensor? key_norm, float head_eps, "
       "float scale, int window, float softcap, Tensor? sinks, Tensor post_norm, float post_eps, int inner_features, "
-      "Tensor[] groups, Tensor?[] scales, Tensor?[] mins, Tensor?[] biases, int[] block_inputs, int[] int8_rows, "
-      "int level) -> int");
+      "Tensor[] groups, int[] layouts, Tensor?[] biases, int level) -> int");
   m.def("free_layer(int layer) -> ()");
   m.def(
       "decoder_layers(int[] layers, Tensor stream, Tensor cos, Tensor sin, Tensor(a!)[] keys, Tensor(b!)[] values, "
       "Tensor(c!)?[] key_scales, Tensor(d!)?[] value_scales, Tensor?[] key_channels, Tensor(e!)[] packed, Tensor[] slots, "
       "Tensor[] block_tables, Tensor[] context_lens, Tensor[] query_starts, int[] pagings, int[] packed_pagings) -> Tensor");
   m.def(
-      "make_experts(Tensor[] groups, Tensor?[] scales, Tensor?[] mins, Tensor?[] biases, int[] block_inputs, "
-      "int[] int8_rows, int in_features, int out_features, int level) -> int");
+      "make_experts(Tensor[] groups, int[] layouts, Tensor?[] biases, int in_features, int out_features, int level) -> int");
   m.def("free_experts(int experts) -> ()");
   m.def("expert_linear(int experts, Tensor x, Tensor starts, bool swiglu) -> Tensor");
 }

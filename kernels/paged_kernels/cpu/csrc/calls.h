@@ -125,18 +125,24 @@ struct SwiGlu {
   int64_t width;
 };
 
-enum class Format : int { plain, int8, int4, fp8, fp4 };  // of a weight; plain: the type of x; fp8: e4m3fn, fp4: e2m1
+// The codes of a weight, as `packed_linear.KINDS`. plain: the type of x; fp8: e4m3fn, fp4: e2m1.
+enum class Format : int { plain, int8, int4, fp8, fp4, int5, int6 };
 
 static constexpr bool has_4_bits(Format format) { return format == Format::int4 || format == Format::fp4; }
+
+// The inputs of a step, which is what a group of weights stores together.
+static constexpr int step_inputs(Format format) {
+  return format == Format::int5 ? 32 : format == Format::int6 ? 16 : has_4_bits(format) ? 8 : format == Format::int8 ? 4 : 2;
+}
 
 struct Linear {
   Type type;  // type of x, bias and out
   Format format;
   const void *x, *weight, *bias;  // x [rows, in_features]; weight in groups; bias [out_features] or null
-  // Of a quantized weight: a weight is scale * code, plus a minimum if there are any. [groups, blocks, 16 outputs].
-  const void *scales, *mins;
-  bool wide_scales;      // scales and mins are fp32, otherwise fp16
-  int64_t block_inputs;  // inputs that share a scale, a multiple of 8
+  // Of a quantized weight: a weight is scale * code, plus a minimum if there are any.
+  int64_t block_inputs;  // inputs that share a scale, a multiple of 8 and of the format's step
+  bool wide_scales;      // scales and minima are fp32, otherwise fp16
+  bool has_mins;
   bool int8_rows;        // x is rounded to 8 bits; not for plain and fp8
   int64_t x_stride;
   void* out;  // [rows, out_features], dense; with swiglu [rows, out_features / 2]
@@ -147,16 +153,30 @@ struct Linear {
   bool swiglu;           // out is silu(first half) * second half of the product
 };
 
-// The number of inputs, rounded up to whole steps. A step is what a group of weights stores together.
-static constexpr int64_t padded_inputs(const Linear& call) {
-  const int64_t step = has_4_bits(call.format) ? 8 : call.format == Format::int8 ? 4 : 2;
-  return (call.in_features + step - 1) / step * step;
+static constexpr int64_t steps_of(const Linear& call) { return (call.in_features + step_inputs(call.format) - 1) / step_inputs(call.format); }
+
+// The number of inputs, rounded up to whole steps.
+static constexpr int64_t padded_inputs(const Linear& call) { return steps_of(call) * step_inputs(call.format); }
+
+static constexpr int64_t blocks_of(const Linear& call) { return (call.in_features + call.block_inputs - 1) / call.block_inputs; }
+
+// The size of a step of a group.
+static constexpr int64_t step_bytes(const Linear& call) {
+  const int64_t elements = linear_group * step_inputs(call.format);
+  switch (call.format) {
+    case Format::plain: return elements * bytes(call.type);
+    case Format::int5: return elements * 5 / 8;
+    case Format::int6: return elements * 6 / 8;
+    default: return has_4_bits(call.format) ? elements / 2 : elements;
+  }
 }
+
+// The size of the scales and minima before the codes of a block.
+static constexpr int64_t header_bytes(const Linear& call) { return linear_group * (call.wide_scales ? 4 : 2) * (call.has_mins ? 2 : 1); }
 
 // The size of a group of weights.
 static constexpr int64_t group_bytes(const Linear& call) {
-  const int64_t elements = linear_group * padded_inputs(call);
-  return has_4_bits(call.format) ? elements / 2 : call.format == Format::plain ? elements * bytes(call.type) : elements;
+  return steps_of(call) * step_bytes(call) + (call.format == Format::plain ? 0 : blocks_of(call) * header_bytes(call));
 }
 
 // The kernels for one instruction set. Each runs in the calling thread.

@@ -83,10 +83,9 @@ void add_layer(Program& program, const Layer& layer, const Cache& cache, const S
 // query, key and value, from attention, to gate and up, and down.
 int64_t make_layer(Tensor norm, double eps, int64_t num_heads, bool rotates, OptionalTensor query_norm, OptionalTensor key_norm, double head_eps,
                    double scale, int64_t window, double softcap, OptionalTensor sinks, Tensor post_norm, double post_eps, int64_t inner_features,
-                   std::vector<Tensor> groups, std::vector<OptionalTensor> scales, std::vector<OptionalTensor> mins, std::vector<OptionalTensor> biases,
-                   std::vector<int64_t> block_inputs, std::vector<int64_t> int8_rows, int64_t level) {
+                   std::vector<Tensor> groups, std::vector<int64_t> layouts, std::vector<OptionalTensor> biases, int64_t level) {
   if (inner_features % linear_group) throw std::runtime_error("inner_features=" + std::to_string(inner_features) + ": must be a multiple of " + std::to_string(linear_group));
-  const std::vector<Weight> weights = weights_of(groups, scales, mins, biases, block_inputs, int8_rows);
+  const std::vector<Weight> weights = weights_of(groups, layouts, biases);
   if (weights.size() != 4) throw std::runtime_error("make_layer: must have 4 weights");
   return made_layers.add(std::make_shared<const Layer>(Layer{norm, eps, weights[0], num_heads, rotates, query_norm, key_norm, head_eps,
       {scale, window, softcap, sinks}, weights[1], post_norm, post_eps, weights[2], inner_features, weights[3], level_of(level)}));

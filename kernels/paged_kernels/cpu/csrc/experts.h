@@ -22,11 +22,10 @@ void check_starts(const Tensor& starts, size_t experts, int64_t rows) {
     throw std::runtime_error("expert_linear: starts must increase from 0 to the number of rows, " + std::to_string(rows));
 }
 
-// Returns a number for the linear layers of all experts, which holds their weights until free_experts. The lists have
-// one element for each expert.
-int64_t make_experts(std::vector<Tensor> groups, std::vector<OptionalTensor> scales, std::vector<OptionalTensor> mins, std::vector<OptionalTensor> biases,
-                     std::vector<int64_t> block_inputs, std::vector<int64_t> int8_rows, int64_t in_features, int64_t out_features, int64_t level) {
-  std::vector<Weight> weights = weights_of(groups, scales, mins, biases, block_inputs, int8_rows);
+// Returns a number for the linear layers of all experts, which holds their weights until free_experts. The lists are
+// those of `weights_of`.
+int64_t make_experts(std::vector<Tensor> groups, std::vector<int64_t> layouts, std::vector<OptionalTensor> biases, int64_t in_features, int64_t out_features, int64_t level) {
+  std::vector<Weight> weights = weights_of(groups, layouts, biases);
   if (weights.empty()) throw std::runtime_error("make_experts: no experts");
   return made_experts.add(std::make_shared<const Experts>(Experts{std::move(weights), in_features, out_features, level_of(level)}));
 }

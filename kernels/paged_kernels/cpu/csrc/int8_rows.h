@@ -2,8 +2,8 @@
 //
 // A segment of consecutive inputs of a row shares a scale, its largest magnitude / 127; a code is the nearest integer,
 // ties to even. A segment has 32 inputs, or fewer so that it lies in one block of the weight. Its products are summed as
-// integers, exactly. The weight's codes are unsigned bytes, factor * code + zero, so the sum starts at -zero * (sum of
-// the row's codes).
+// integers, exactly. If the weight's codes are unsigned bytes, factor * code + zero, the sum starts at -zero * (sum of the
+// row's codes).
 //
 // A panel has, each by height of the panel:
 //   [padded inputs / 4] x 4 codes, in the order of the operands of the weight (weights.h)
@@ -28,7 +28,15 @@ INLINE int64_t segments_of(const Linear& call) { return (call.in_features + segm
 // Units of 32 bits per row of a panel, without the sums of blocks.
 INLINE int64_t int8_units(const Linear& call) { return padded_inputs(call) / 4 + 2 * segments_of(call); }
 
-INLINE int zero_of(Format format) { return format == Format::int4 ? 8 : format == Format::fp4 ? 12 : 128; }
+INLINE int zero_of(Format format) {
+  switch (format) {
+    case Format::int4: return 8;
+    case Format::int5: return 16;
+    case Format::int6: return 32;
+    case Format::fp4: return 12;
+    default: return has_byte_dot ? 128 : 0;  // see Int8Codes
+  }
+}
 INLINE float factor_of(Format format) { return format == Format::fp4 ? 2.0f : 1.0f; }
 
 // Rounds `inputs` elements of a row to codes, which are 0 past the end. Returns the scale, which is NaN if any element
@@ -89,21 +97,36 @@ INLINE void round_panel(const Linear& call, const void* x, int64_t stride, int r
 // Adds the products of some steps of inputs, of ROWS rows and V vectors of weights.
 template <class Weights, int ROWS, int V>
 INLINE void add_int8_steps(const char* weights, int64_t group_bytes, const uint32_t* units, int64_t steps, int64_t ahead, vi (&sums)[V][ROWS]) {
+  using Sum = ByteSum<Weights::largest>;
   for (int64_t step = 0; step < steps; step++, weights += Weights::bytes, units += Weights::operands * ROWS) {
     Weights loaded[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) loaded[v].read(weights + v / vectors * group_bytes + v % vectors * Weights::vector_bytes);
 #pragma GCC unroll 8
-    for (int v = 0; v < V; v += vectors) __builtin_prefetch(weights + v / vectors * group_bytes + ahead);
+    for (int v = 0; v < V; v += vectors)
 #pragma GCC unroll 8
-    for (int i = 0; i < Weights::operands; i++) {
-      vu operand[V];
+      for (int byte = 0; byte < Weights::bytes; byte += 64) __builtin_prefetch(weights + v / vectors * group_bytes + ahead + byte);
 #pragma GCC unroll 8
-      for (int v = 0; v < V; v++) operand[v] = loaded[v].operand(i);
+    for (int first = 0; first < Weights::operands; first += Sum::run) {
+      Sum partial[V][ROWS];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++)
 #pragma GCC unroll 16
-      for (int row = 0; row < ROWS; row++)
+        for (int row = 0; row < ROWS; row++) partial[v][row].start(sums[v][row]);
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) sums[v][row] = dot_bytes<Weights::largest>(operand[v], vu{} + units[i * ROWS + row], sums[v][row]);
+      for (int i = first; i < min_int(first + Sum::run, Weights::operands); i++) {
+        vu operand[V];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) operand[v] = loaded[v].operand(i);
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+          for (int v = 0; v < V; v++) partial[v][row].add(operand[v], vu{} + units[i * ROWS + row]);
+      }
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++)
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++) sums[v][row] = partial[v][row].total();
     }
   }
 }
@@ -112,9 +135,8 @@ template <class Weights, int ROWS, int GROUPS>
 void multiply_int8_tile(const Linear& call, const Panel& panel, int64_t group) {
   constexpr int V = GROUPS * vectors;
   const int64_t size = segment_inputs(call), segments = segments_of(call), segment_steps = size / Weights::inputs;
-  const int64_t steps = padded_inputs(call) / Weights::inputs, group_bytes = steps * Weights::bytes;
-  const int64_t blocks = (call.in_features + call.block_inputs - 1) / call.block_inputs, block_segments = call.block_inputs / size;
-  const int64_t next_scales = GROUPS * blocks * linear_group * (call.wide_scales ? 4 : 2);
+  const int64_t steps = padded_inputs(call) / Weights::inputs, group_bytes = paged::group_bytes(call), header = header_bytes(call);
+  const int64_t blocks = blocks_of(call), block_segments = call.block_inputs / size;
   const char* weights = (const char*)call.weight + group * group_bytes;
   const uint32_t* units = (const uint32_t*)panel.units;
   const float* scales = panel.units + steps * Weights::operands * ROWS;
@@ -122,12 +144,13 @@ void multiply_int8_tile(const Linear& call, const Panel& panel, int64_t group) {
   const float* block_sums = (const float*)(starts + segments * ROWS);
   vf sums[V][ROWS] = {};
   for (int64_t block = 0; block < blocks; block++) {
+    const int64_t offset = block * (header + block_segments * segment_steps * Weights::bytes);
     vf block_scales[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
-      const int64_t at = ((group + v / vectors) * blocks + block) * linear_group + v % vectors * W;
-      block_scales[v] = scale_at(call, call.scales, at);
-      __builtin_prefetch((const char*)call.scales + at * (call.wide_scales ? 4 : 2) + next_scales);
+      const char* at = weights + v / vectors * group_bytes + offset;
+      block_scales[v] = scale_of<0>(call, at, v % vectors);
+      __builtin_prefetch(at + (panel.ahead ? panel.ahead : tile_ahead(bytes_ahead / GROUPS, offset, group_bytes, GROUPS)));
     }
     const int64_t end = segments < (block + 1) * block_segments ? segments : (block + 1) * block_segments;
     for (int64_t segment = block * block_segments; segment < end; segment++) {
@@ -137,20 +160,19 @@ void multiply_int8_tile(const Linear& call, const Panel& panel, int64_t group) {
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) products[v][row] = splat(starts[segment * ROWS + row]);
       const int64_t first = segment * segment_steps, number = steps - first < segment_steps ? steps - first : segment_steps;
-      const char* from = weights + first * Weights::bytes;
-      const int64_t ahead = panel.ahead ? panel.ahead : tile_ahead(bytes_ahead / GROUPS, first * Weights::bytes, group_bytes, GROUPS);
-      const uint32_t* with = units + first * Weights::operands * ROWS;
-      add_int8_steps<Weights, ROWS, V>(from, group_bytes, with, number, ahead, products);
+      const int64_t from = (block + 1) * header + first * Weights::bytes;
+      const int64_t ahead = panel.ahead ? panel.ahead : tile_ahead(bytes_ahead / GROUPS, from, group_bytes, GROUPS);
+      add_int8_steps<Weights, ROWS, V>(weights + from, group_bytes, units + first * Weights::operands * ROWS, number, ahead, products);
 #pragma GCC unroll 16
       for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++)
           sums[v][row] = fma(__builtin_convertvector(products[v][row], vf) * scales[segment * ROWS + row], block_scales[v], sums[v][row]);
     }
-    if (!call.mins) continue;
+    if (!call.has_mins) continue;
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
-      const vf minimum = scale_at(call, call.mins, ((group + v / vectors) * blocks + block) * linear_group + v % vectors * W);
+      const vf minimum = scale_of<1>(call, weights + v / vectors * group_bytes + offset, v % vectors);
 #pragma GCC unroll 16
       for (int row = 0; row < ROWS; row++) sums[v][row] = fma(splat(block_sums[block * ROWS + row]), minimum, sums[v][row]);
     }

@@ -28,7 +28,7 @@ constexpr int panel_height(int rows, int height = max_single_panel) {
 
 template <class Weights>
 constexpr int groups_of_tile(int rows) {  // with few rows, several groups keep the execution units busy
-  if (W < 16) return 1;
+  if (W < 16) return Weights::is_int8 && rows == 1 ? 2 : 1;
   if (Weights::is_int8) return rows <= 2 ? 4 : rows <= 6 ? 2 : 1;  // beside as many sums of integers
   if (Weights::is_quantized) return rows <= 3 ? 4 : rows <= 6 ? 2 : 1;  // beside as many sums of a block
   return rows <= 6 ? 4 : rows <= 12 ? 2 : 1;
@@ -63,7 +63,7 @@ INLINE void pair_panel(const void* x, int64_t stride, int rows, int height, int6
 #pragma GCC unroll 16
       for (int i = 0; i < W; i++) {
         block[i] = vu{};
-        if (row + i < rows) __builtin_memcpy(&block[i], at<Type::bf16>(x, (row + i) * stride + 2 * k), 2 * inputs);
+        if (row + i < rows && inputs > 0) __builtin_memcpy(&block[i], at<Type::bf16>(x, (row + i) * stride + 2 * k), 2 * inputs);
       }
       transpose(block);
 #pragma GCC unroll 16
@@ -75,7 +75,7 @@ INLINE void pair_panel(const void* x, int64_t stride, int rows, int height, int6
 // Sums each block of inputs, by which the minima of the block are multiplied: [blocks, height].
 template <Type T>
 INLINE void sum_blocks(const Linear& call, const void* x, int64_t stride, int rows, int height, float* sums) {
-  for (int64_t block = 0; block < blocks_of(call); block++) {
+  for (int64_t block = 0; block < blocks_with_min(call); block++) {
     const int64_t begin = block * call.block_inputs, end = begin + call.block_inputs < call.in_features ? begin + call.block_inputs : call.in_features;
     for (int row = 0; row < height; row++) {
       vf sum = {};
@@ -111,26 +111,27 @@ INLINE void add_steps(const char* weights, int64_t group_bytes, const float* uni
 template <class Weights, int ROWS, int GROUPS>
 void multiply_float_tile(const Linear& call, const Panel& panel, int64_t group) {
   constexpr int V = GROUPS * vectors;
-  const int64_t steps = padded_inputs(call) / Weights::inputs, group_bytes = steps * Weights::bytes;
+  const int64_t steps = padded_inputs(call) / Weights::inputs, group_bytes = paged::group_bytes(call);
   const int64_t ahead = panel.ahead ? panel.ahead : bytes_ahead / GROUPS;
   const char* weights = (const char*)call.weight + group * group_bytes;
   vf sums[V][ROWS] = {};
   if constexpr (Weights::is_quantized) {
-    const int64_t blocks = (call.in_features + call.block_inputs - 1) / call.block_inputs, block_steps = call.block_inputs / Weights::inputs;
+    const int64_t blocks = blocks_of(call), block_steps = call.block_inputs / Weights::inputs, header = header_bytes(call);
     const float* block_sums = panel.units + steps * Weights::operands * ROWS;
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t first = block * block_steps, number = steps - first < block_steps ? steps - first : block_steps;
+      const int64_t offset = first * Weights::bytes + block * header;
       vf products[V][ROWS] = {};
-      const int64_t block_ahead = panel.ahead ? ahead : tile_ahead(ahead, first * Weights::bytes, group_bytes, GROUPS);
-      add_steps<Weights, ROWS, V>(weights + first * Weights::bytes, group_bytes, panel.units + first * Weights::operands * ROWS, number, block_ahead, products);
+      const int64_t block_ahead = panel.ahead ? ahead : tile_ahead(ahead, offset, group_bytes, GROUPS);
+      add_steps<Weights, ROWS, V>(weights + offset + header, group_bytes, panel.units + first * Weights::operands * ROWS, number, block_ahead, products);
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) {
-        const int64_t at = ((group + v / vectors) * blocks + block) * linear_group + v % vectors * W;
-        const vf scale = scale_at(call, call.scales, at);
+        const char* scales = weights + v / vectors * group_bytes + offset;
+        const vf scale = scale_of<0>(call, scales, v % vectors);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) sums[v][row] = fma(products[v][row], scale, sums[v][row]);
-        if (!call.mins) continue;
-        const vf minimum = scale_at(call, call.mins, at);
+        if (!call.has_mins) continue;
+        const vf minimum = scale_of<1>(call, scales, v % vectors);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) sums[v][row] = fma(splat(block_sums[block * ROWS + row]), minimum, sums[v][row]);
       }
@@ -168,6 +169,8 @@ template <bool DOT>
 INLINE void multiply_quantized(const Linear& call, const Panel& panel, int64_t group, int64_t last) {
   switch (call.format) {
     case Format::int4: return multiply_panel<FourBits<Format::int4, DOT>>(call, panel, group, last);
+    case Format::int5: return multiply_panel<Planes<5, DOT>>(call, panel, group, last);
+    case Format::int6: return multiply_panel<Planes<6, DOT>>(call, panel, group, last);
     case Format::fp4: return multiply_panel<FourBits<Format::fp4, DOT>>(call, panel, group, last);
     case Format::fp8: return multiply_panel<Float8<DOT>>(call, panel, group, last);
     default: return multiply_panel<Int8<DOT>>(call, panel, group, last);
@@ -176,7 +179,11 @@ INLINE void multiply_quantized(const Linear& call, const Panel& panel, int64_t g
 
 INLINE void multiply_int8(const Linear& call, const Panel& panel, int64_t group, int64_t last) {
   switch (call.format) {
-    case Format::int4: return multiply_panel<FourBitCodes<Format::int4>>(call, panel, group, last);
+    case Format::int4:
+      if (segment_inputs(call) == 32 && call.in_features % 32 == 0) return multiply_panel<FourBitCodes<Format::int4, 4>>(call, panel, group, last);
+      return multiply_panel<FourBitCodes<Format::int4>>(call, panel, group, last);
+    case Format::int5: return multiply_panel<PlaneCodes<5>>(call, panel, group, last);
+    case Format::int6: return multiply_panel<PlaneCodes<6>>(call, panel, group, last);
     case Format::fp4: return multiply_panel<FourBitCodes<Format::fp4>>(call, panel, group, last);
     default: return multiply_panel<Int8Codes>(call, panel, group, last);
   }
@@ -197,7 +204,7 @@ INLINE void multiply_any(const Linear& call, const Panel& panel, int64_t group, 
 
 // Units of 32 bits per row of a panel.
 INLINE int64_t panel_units(const Linear& call) {
-  return (call.int8_rows ? int8_units(call) : padded_inputs(call) / (uses_dot(call) ? 2 : 1)) + blocks_of(call);
+  return (call.int8_rows ? int8_units(call) : padded_inputs(call) / (uses_dot(call) ? 2 : 1)) + blocks_with_min(call);
 }
 
 // The rows of a panel, if it is not the last of this many rows.
@@ -225,7 +232,7 @@ INLINE void pack_panel(const Linear& call, int64_t begin, int rows, float* panel
   if (call.int8_rows) round_panel<T>(call, x, stride, rows, height, (uint32_t*)panel);
   else if (uses_dot(call)) pair_panel(x, stride, rows, height, call.in_features, padded, (uint32_t*)panel);
   else widen_panel<T>(x, stride, rows, height, call.in_features, padded, panel);
-  sum_blocks<T>(call, x, stride, rows, height, panel + (panel_units(call) - blocks_of(call)) * height);
+  sum_blocks<T>(call, x, stride, rows, height, panel + (panel_units(call) - blocks_with_min(call)) * height);
 }
 
 }  // namespace

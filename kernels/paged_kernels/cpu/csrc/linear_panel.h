@@ -8,7 +8,7 @@ namespace {
 constexpr int64_t bytes_ahead = 8192;  // of weights that are prefetched, in all groups of a tile
 
 // The number of blocks with a minimum.
-INLINE int64_t blocks_of(const Linear& call) { return call.mins ? (call.in_features + call.block_inputs - 1) / call.block_inputs : 0; }
+INLINE int64_t blocks_with_min(const Linear& call) { return call.has_mins ? blocks_of(call) : 0; }
 
 // A panel, and where its products go.
 struct Panel {
@@ -38,8 +38,11 @@ __attribute__((noinline)) void finish(const Linear& call, const Panel& panel, co
   }
 }
 
-INLINE vf scale_at(const Linear& call, const void* scales, int64_t index) {
-  return call.wide_scales ? load<vf>((const float*)scales + index) : widen<Type::f16>((const uint16_t*)scales + index);
+// The scale, or with PART 1 the minimum, of vector v of a group, from what precedes a block.
+template <int PART>
+INLINE vf scale_of(const Linear& call, const char* header, int v) {
+  const int64_t at = PART * linear_group + v * W;
+  return call.wide_scales ? load<vf>((const float*)header + at) : widen<Type::f16>((const uint16_t*)header + at);
 }
 
 // The prefetch distance at an offset in each of `groups` groups: past their end, it leads to the next tile.

@@ -56,8 +56,8 @@ INLINE vf as_float(vu x) { return (vf)x; }
 INLINE vu as_bits(vf x) { return (vu)x; }
 INLINE vf select(vi which, vf yes, vf no) { return which ? yes : no; }
 INLINE vf max_lanes(vf a, vf b) { return a > b ? a : b; }
-INLINE int min_int(int a, int b) { return a < b ? a : b; }
-INLINE int max_int(int a, int b) { return a > b ? a : b; }
+constexpr INLINE int min_int(int a, int b) { return a < b ? a : b; }
+constexpr INLINE int max_int(int a, int b) { return a > b ? a : b; }
 INLINE int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 INLINE vi lanes() {
@@ -338,29 +338,62 @@ INLINE vu look_up(vu bytes, bytes16 table) {
 #endif
 }
 
+#if defined(__AVX512VNNI__)
+constexpr bool has_byte_dot = true;  // 4 products of bytes are added to a lane by one instruction
+#else
+constexpr bool has_byte_dot = false;
+#endif
+constexpr int signed_bytes = -1;  // in place of the largest byte
+
 #if defined(__AVX512BW__)
 INLINE vi add_pairs(vu a, vu b) { return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
 INLINE vu add_byte_pairs(vu a, vu b) { return (vu)_mm512_maddubs_epi16((__m512i)a, (__m512i)b); }
+INLINE vu add_halves(vu a, vu b) { return (vu)_mm512_add_epi16((__m512i)a, (__m512i)b); }
+INLINE vu magnitudes(vu a) { return (vu)_mm512_abs_epi8((__m512i)a); }
+INLINE vu with_signs(vu a, vu signs) {  // -a where the sign is negative
+  return (vu)_mm512_mask_sub_epi8((__m512i)a, _mm512_movepi8_mask((__m512i)signs), _mm512_setzero_si512(), (__m512i)a);
+}
 #elif defined(__AVX2__)
 INLINE vi add_pairs(vu a, vu b) { return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 INLINE vu add_byte_pairs(vu a, vu b) { return (vu)_mm256_maddubs_epi16((__m256i)a, (__m256i)b); }
+INLINE vu add_halves(vu a, vu b) { return (vu)_mm256_add_epi16((__m256i)a, (__m256i)b); }
+INLINE vu magnitudes(vu a) { return (vu)_mm256_abs_epi8((__m256i)a); }
+INLINE vu with_signs(vu a, vu signs) { return (vu)_mm256_sign_epi8((__m256i)a, (__m256i)signs); }
 #endif
 
-// Adds the products of 4 unsigned bytes of a and 4 signed bytes of b to each lane. LARGEST: of the bytes of a.
+// Sums of products of 4 bytes in each lane: unsigned bytes up to LARGEST, or signed ones, by signed bytes from -127 on.
+// Without an instruction for it, pairs of products are summed in 16 bits, up to `run` of them before they are added.
 template <int LARGEST>
-INLINE vi dot_bytes(vu a, vu b, vi sum) {
+struct ByteSum {
 #if defined(__AVX512VNNI__)
-  return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+  static constexpr int run = 8;
+  INLINE void add(vu a, vu b) { sum = (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b); }
+  INLINE vi total() const { return sum; }
+  INLINE void start(vi first) { sum = first; }
+  vi sum;
 #elif defined(__AVX2__)
-  if constexpr (2 * LARGEST * 128 <= 32768) return sum + add_pairs(add_byte_pairs(a, b), vu{} + 0x00010001u);
-  typedef int16_t halves __attribute__((vector_size(4 * W)));
-  const vu even = (vu)((halves)b << 8 >> 8), odd = (vu)((halves)b >> 8);
-  return sum + add_pairs(a & 0x00FF00FFu, even) + add_pairs(a >> 8 & 0x00FF00FFu, odd);
+  static constexpr int run = LARGEST == signed_bytes ? 1 : min_int(8, 32767 / (2 * 127 * max_int(1, LARGEST)));
+  INLINE void add(vu a, vu b) {
+    if constexpr (LARGEST == signed_bytes) pairs = add_halves(pairs, add_byte_pairs(magnitudes(a), with_signs(b, a)));
+    else pairs = add_halves(pairs, add_byte_pairs(a, b));
+  }
+  INLINE vi total() const { return first + add_pairs(pairs, vu{} + 0x00010001u); }
+  INLINE void start(vi sum) { first = sum, pairs = vu{}; }
+  vi first;
+  vu pairs;
 #else
-  for (uint32_t i = 0; i < 4; i++) sum += (vi)(a >> (8 * i) & 255u) * ((vi)(b << (24 - 8 * i)) >> 24);
-  return sum;
+  static constexpr int run = 8;
+  INLINE void add(vu a, vu b) {
+    for (uint32_t i = 0; i < 4; i++) {
+      const vu byte = a << (24 - 8 * i);
+      sum += (LARGEST == signed_bytes ? (vi)byte >> 24 : (vi)(byte >> 24)) * ((vi)(b << (24 - 8 * i)) >> 24);
+    }
+  }
+  INLINE vi total() const { return sum; }
+  INLINE void start(vi first) { sum = first; }
+  vi sum;
 #endif
-}
+};
 
 // --- transposition of W x W lanes -----------------------------------------------------------------------------------
 

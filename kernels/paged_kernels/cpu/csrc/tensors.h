@@ -87,64 +87,52 @@ void keep(Program& program, const Tensor& first, const Tensors&... others) {
   keep(program, std::vector<OptionalTensor>{first, others...});
 }
 
-struct Weight {  // of a linear layer, in groups
+struct Weight {  // `packed_linear.PackedLinear`, and the bias of the layer
   Tensor groups;
-  OptionalTensor scales, mins, bias;
+  OptionalTensor bias;
+  Format format;
   int64_t block_inputs;
-  bool int8_rows;
+  bool wide_scales, has_mins, int8_rows;
 };
 
-// The weights of several linear layers, by the elements of these lists.
-inline std::vector<Weight> weights_of(const std::vector<Tensor>& groups, const std::vector<OptionalTensor>& scales, const std::vector<OptionalTensor>& mins,
-                                      const std::vector<OptionalTensor>& biases, const std::vector<int64_t>& block_inputs, const std::vector<int64_t>& int8_rows) {
+constexpr size_t layout_size = 5;
+
+// layout: that of `packed_linear.PackedLinear`.
+inline Weight weight_of(Tensor groups, const int64_t* layout, OptionalTensor bias) {
+  if (layout[0] < 0 || layout[0] > (int64_t)Format::int6) throw std::runtime_error("linear: unknown kind of codes " + std::to_string(layout[0]));
+  return {std::move(groups), std::move(bias), (Format)layout[0], layout[1], layout[2] != 0, layout[3] != 0, layout[4] != 0};
+}
+
+// The weights of several linear layers, by the elements of these lists. layouts: one after the other.
+inline std::vector<Weight> weights_of(const std::vector<Tensor>& groups, const std::vector<int64_t>& layouts, const std::vector<OptionalTensor>& biases) {
   const size_t count = groups.size();
-  if (scales.size() != count || mins.size() != count || biases.size() != count || block_inputs.size() != count || int8_rows.size() != count)
+  if (layouts.size() != layout_size * count || biases.size() != count)
     throw std::runtime_error("linear: " + std::to_string(count) + " weights with lists of another length");
   std::vector<Weight> weights;
-  for (size_t i = 0; i < count; i++) weights.push_back({groups[i], scales[i], mins[i], biases[i], block_inputs[i], int8_rows[i] != 0});
+  for (size_t i = 0; i < count; i++) weights.push_back(weight_of(groups[i], &layouts[layout_size * i], biases[i]));
   return weights;
-}
-
-inline Format format_of(const Weight& weight, Type type) {
-  if (weight.groups.scalar_type() == ScalarType::Int) return Format::int4;
-  if (weight.groups.scalar_type() == ScalarType::Char) return Format::int8;
-  if (weight.groups.scalar_type() == ScalarType::Float8_e4m3fn) return Format::fp8;
-  if (weight.groups.scalar_type() == ScalarType::Float4_e2m1fn_x2) return Format::fp4;
-  if (type_of(weight.groups) != type) throw std::runtime_error("linear: the weight and x have different types");
-  return Format::plain;
-}
-
-inline void check_elements(const char* what, const Tensor& values, ScalarType type, int64_t elements) {
-  if (values.scalar_type() != type || values.numel() != elements || !values.is_contiguous())
-    throw std::runtime_error(std::string("linear: ") + what + " must be " + std::to_string(elements) + " dense elements of the right type");
 }
 
 inline Linear linear_call(Type type, const void* x, int64_t rows, int64_t x_stride, int64_t in_features, const Weight& weight, void* out, int64_t out_features) {
   if (bytes(type) < 2) throw std::runtime_error("linear: rows must be float32, float16 or bfloat16");
   Linear call{};
-  call.type = type, call.format = format_of(weight, type);
+  call.type = type, call.format = weight.format;
   call.x = x, call.x_stride = x_stride;
   call.rows = rows, call.in_features = in_features, call.out_features = out_features;
-  const int64_t groups = ceil_div<int64_t>(out_features, linear_group);
-  const int codes = call.format == Format::int4 ? 8 : call.format == Format::fp4 ? 2 : 1;  // of an element
-  if (weight.groups.numel() * codes != groups * linear_group * padded_inputs(call))
-    throw std::runtime_error("linear: a weight of " + std::to_string(weight.groups.numel()) + " elements for " + std::to_string(in_features) + " inputs and " + std::to_string(out_features) + " outputs");
-  call.int8_rows = weight.int8_rows;
-  if (call.int8_rows && (call.format == Format::plain || call.format == Format::fp8))
-    throw std::runtime_error("linear: int8_rows: the weight must have codes in int8, int4 or e2m1");
-  if (call.format != Format::plain) {
-    call.block_inputs = weight.block_inputs;
-    if (call.block_inputs < 8 || call.block_inputs % 8) throw std::runtime_error("linear: block_inputs=" + std::to_string(call.block_inputs) + ": must be a multiple of 8");
-    if (!weight.scales) throw std::runtime_error("linear: a quantized weight without scales");
-    const int64_t scales = groups * ceil_div(in_features, call.block_inputs) * linear_group;
-    call.wide_scales = weight.scales->scalar_type() == ScalarType::Float;
-    const ScalarType type = call.wide_scales ? ScalarType::Float : ScalarType::Half;
-    check_elements("scales", *weight.scales, type, scales);
-    if (weight.mins) check_elements("mins", *weight.mins, type, scales);
-  }
-  if (weight.bias) check_elements("bias", *weight.bias, scalar_of(type), out_features);
+  call.block_inputs = weight.block_inputs, call.wide_scales = weight.wide_scales, call.has_mins = weight.has_mins, call.int8_rows = weight.int8_rows;
+  const bool plain = call.format == Format::plain;
+  if (plain && type_of(weight.groups) != type) throw std::runtime_error("linear: the weight and x have different types");
+  if (call.int8_rows && (plain || call.format == Format::fp8))
+    throw std::runtime_error("linear: int8_rows: the weight must have codes in integers or e2m1");
+  const int multiple = std::max(8, step_inputs(call.format));
+  if (!plain && (call.block_inputs < multiple || call.block_inputs % multiple))
+    throw std::runtime_error("linear: block_inputs=" + std::to_string(call.block_inputs) + ": must be a multiple of " + std::to_string(multiple));
+  const int64_t size = ceil_div<int64_t>(out_features, linear_group) * group_bytes(call);
+  if (weight.groups.numel() * (int64_t)weight.groups.element_size() != size)
+    throw std::runtime_error("linear: a weight of " + std::to_string(weight.groups.numel() * weight.groups.element_size()) + " bytes for " + std::to_string(in_features) + " inputs and " + std::to_string(out_features) + " outputs, which have " + std::to_string(size));
+  if (const OptionalTensor& bias = weight.bias; bias && (bias->scalar_type() != scalar_of(type) || bias->numel() != out_features || !bias->is_contiguous()))
+    throw std::runtime_error("linear: bias must be " + std::to_string(out_features) + " dense elements of the type of x");
   call.weight = weight.groups.data_ptr();
-  call.scales = data_of(weight.scales), call.mins = data_of(weight.mins);
   call.bias = data_of(weight.bias);
   call.out = out;
   return call;

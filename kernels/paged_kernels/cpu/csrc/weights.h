@@ -8,6 +8,13 @@
 //             ones, so that a shift moves a pair of inputs to the lowest bits of both halves of 32 bits. A code
 //             stands for itself minus 8.
 //   fp4       the same, with codes in e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives
+//   int5      32 inputs: [16 outputs][4] bytes with the fifth bits, then [4][16 outputs][4] bytes with the lower four
+//             bits. Byte b of an output has inputs b, 4 + b, 8 + b, ... of the step, from the lowest bits on. A code
+//             stands for itself minus 16.
+//   int6      16 inputs: [16 outputs][4] bytes with the upper two bits, then [2][16 outputs][4] bytes with the lower four
+//             bits, in the same order. A code stands for itself minus 32.
+// In a quantized weight, the codes of each block of inputs follow its scales [16 outputs], and its minima if there are any.
+//
 // Operands, the weights of W outputs, are fp32 for one input, or with DOT bf16 for a pair of inputs, which some
 // instruction sets multiply as they are. All codes are exact in bf16. For rows that are rounded to 8 bits, operands are
 // codes of 8 bits, of 4 inputs for each of W outputs.
@@ -115,33 +122,72 @@ struct FourBits {
   vu words;
 };
 
-// The codes as unsigned bytes: factor * code + zero.
+// The codes of 4 inputs of int5 or int6, as unsigned bytes. step: of W outputs.
+template <int BITS>
+INLINE vu plane_codes(const char* step, int four) {
+  const vu high = load<vu>(step), low = load<vu>(step + 64 * (1 + four / 2)) >> (uint32_t)(four % 2 * 4) & 0x0F0F0F0Fu;
+  const int shift = 4 - four * (BITS - 4);
+  const vu moved = shift > 0 ? high << (uint32_t)max_int(shift, 0) : high >> (uint32_t)max_int(-shift, 0);
+  return low | (moved & (BITS == 5 ? 0x10101010u : 0x30303030u));
+}
+
+template <int BITS, bool DOT>
+struct Planes {
+  static constexpr bool is_quantized = true, is_int8 = false;
+  static constexpr int inputs = BITS == 5 ? 32 : 16, operands = DOT ? inputs / 2 : inputs, bytes = inputs * linear_group * BITS / 8, vector_bytes = W * 4;
+
+  INLINE void read(const char* from) { step = from; }
+  INLINE auto operand(int i) const {
+    if constexpr (DOT) return as_bits(code(2 * i)) >> 16 | (as_bits(code(2 * i + 1)) & 0xFFFF0000u);
+    else return code(i);
+  }
+  INLINE vf code(int input) const {
+    const vu codes = plane_codes<BITS>(step, input / 4) >> (uint32_t)(input % 4 * 8) & 0xFFu;
+    return __builtin_convertvector((vi)codes - (1 << (BITS - 1)), vf);
+  }
+
+  const char* step;
+};
+
+// The codes as bytes that dot_bytes multiplies: factor * code + zero, at most `largest`; or signed ones.
 struct Int8Codes {
   static constexpr bool is_quantized = true, is_int8 = true;
   static constexpr int inputs = 4, operands = 1, bytes = inputs * linear_group, vector_bytes = W * 4;
-  static constexpr int largest = 255;
+  static constexpr int largest = has_byte_dot ? 255 : signed_bytes;
 
-  INLINE void read(const char* step) { words = load<vu>(step) ^ 0x80808080u; }
+  INLINE void read(const char* step) { words = has_byte_dot ? load<vu>(step) ^ 0x80808080u : load<vu>(step); }
   INLINE vu operand(int) const { return words; }
 
   vu words;
 };
 
-template <Format F>  // int4 or fp4
+template <Format F, int STEPS = 1>  // int4 or fp4; STEPS: number of steps that are summed together
 struct FourBitCodes {
   static constexpr bool is_quantized = true, is_int8 = true;
-  static constexpr int inputs = 8, operands = 2, bytes = inputs * linear_group / 2, vector_bytes = W * 4;
-  static constexpr int largest = 24;
+  static constexpr int inputs = 8 * STEPS, operands = 2 * STEPS, bytes = inputs * linear_group / 2, vector_bytes = W * 4;
+  static constexpr int largest = F == Format::int4 ? 15 : 24;
 
-  INLINE void read(const char* step) { words = load<vu>(step); }
+  INLINE void read(const char* from) { step = from; }
   INLINE vu operand(int i) const {
-    const vu codes = words >> (uint32_t)(4 * i) & 0x0F0F0F0Fu;
+    const vu codes = load<vu>(step + i / 2 * 64) >> (uint32_t)(i % 2 * 4) & 0x0F0F0F0Fu;
     if constexpr (F == Format::int4) return codes;
     const bytes16 twice = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
     return look_up(codes, twice);
   }
 
-  vu words;
+  const char* step;
+};
+
+template <int BITS>
+struct PlaneCodes {
+  static constexpr bool is_quantized = true, is_int8 = true;
+  static constexpr int inputs = BITS == 5 ? 32 : 16, operands = inputs / 4, bytes = inputs * linear_group * BITS / 8, vector_bytes = W * 4;
+  static constexpr int largest = (1 << BITS) - 1;
+
+  INLINE void read(const char* from) { step = from; }
+  INLINE vu operand(int i) const { return plane_codes<BITS>(step, i); }
+
+  const char* step;
 };
 
 }  // namespace
