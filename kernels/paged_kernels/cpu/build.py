@@ -47,8 +47,8 @@ LEVELS = {
         "avx2": _AVX2,
     }
 }.get(platform.machine(), {}) | {"plain": "", "amx_emulated": "-DPAGED_EMULATE_AMX=1 -Og"}
-# Levels that differ from another level in attention only, and use its linear layers.
-LINEAR = {"amx": "avx512_bf16"}
+# Levels with tile instructions, which add in another order: the level that adds as they do without them.
+WITHOUT_TILES = {"amx": "avx512_bf16", "amx_emulated": "plain"}
 COMMON = "common"
 COMPILING = "Compiling the C++ kernels"
 TORCH_SOURCES = ("binding.cpp",)
@@ -85,9 +85,9 @@ def _may_use_tiles() -> bool:
     return ctypes.CDLL(None).syscall(arch_prctl, ask_for_permission, tile_data) == 0
 
 
-def with_linear(level: str) -> list[str]:
-    """Return the levels whose libraries a level needs: itself, and the level of its linear layers."""
-    return [level, *([LINEAR[level]] if level in LINEAR else [])]
+def with_tileless(level: str) -> list[str]:
+    """Return the levels whose libraries a level needs: itself, and the one that is used if tiles must be avoided."""
+    return [level, *([WITHOUT_TILES[level]] if level in WITHOUT_TILES else [])]
 
 
 def library(name: str) -> Path:
@@ -153,7 +153,7 @@ def build_best(report: Report = lambda done, total: None, *, common: bool = True
     """
     skipped = list[str]()
     for level in supported():
-        wanted = with_linear(level)
+        wanted = with_tileless(level)
         failed = build([*wanted, COMMON] if common else wanted, report)
         if COMMON in failed:
             raise failed[COMMON]
@@ -173,8 +173,7 @@ def _lock() -> Iterator[None]:
 def _units(name: str, failed: dict[str, BuildFailed]) -> list[tuple[str, list[str]]]:
     """Return the sources of a library with their flags, the slowest first."""
     if name != COMMON:
-        flags = [*LEVELS[name].split(), *(["-DPAGED_OTHER_LINEAR"] if name in LINEAR else [])]
-        return [(source, flags) for source in LEVEL_SOURCES if source != "linear.cpp" or name not in LINEAR]
+        return [(source, LEVELS[name].split()) for source in LEVEL_SOURCES]
     torch = _torch()
     if torch is None:
         failed[name] = BuildFailed("torch is not installed")
@@ -284,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help=f"levels (default: the best of this processor): {', '.join(LEVELS)}")  # fmt: skip
     parser.add_argument("--all", action="store_true", help="compile all levels that the compiler knows")
     args = parser.parse_args(argv)
-    names = list(LEVELS) if args.all else [name for level in args.levels for name in with_linear(level)]
+    names = list(LEVELS) if args.all else [name for level in args.levels for name in with_tileless(level)]
     began, before = time.monotonic(), set(BUILT.glob("paged_cpu-*.so"))
     try:
         with Progress() as progress:
@@ -295,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     raise next(iter(failed.values()))
             else:
                 best, skipped = build_best(reporter(progress, supported()[:1]))
-                names = with_linear(best)
+                names = with_tileless(best)
     except (BuildFailed, OSError) as error:
         print(f"The C++ kernels were not compiled; PyTorch is used, which is slower: {error}", file=sys.stderr)
         return 1

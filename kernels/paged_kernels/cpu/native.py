@@ -18,13 +18,14 @@ from torch import Tensor
 from paged_kernels.cpu.build import (
     COMMON,
     LEVELS,
+    WITHOUT_TILES,
     BuildFailed,
     build,
     build_best,
     find_compiler,
     library,
     supported,
-    with_linear,
+    with_tileless,
 )
 from paged_kernels.cpu.packed_linear import PackedLinear
 from paged_kernels.layer_cache import LayerCache
@@ -36,8 +37,6 @@ _avoided_tiles: list[bool] = []  # not empty if no tile instructions may be used
 NAMESPACE = "paged_cpu"  # namespace of the operators
 LEVEL = "PAGED_CPU_LEVEL"
 BUILD_COMMAND = "python -m paged_kernels.cpu.build"
-# Levels with tile instructions, which add in another order for many rows: the level that adds as they do for few rows.
-WITHOUT_TILES = {"amx": "avx512_bf16", "amx_emulated": "plain"}
 TIMED_OPS = ("linear", "add_rms_norm", "swiglu", "rope_kv_write", "paged_attention")  # in the order of OpKind in C++
 
 
@@ -82,12 +81,11 @@ def _table(level: str) -> int:
 @cache
 def _number(level: str) -> int:
     """Load a level. Returns its number, which operators take."""
-    needed = with_linear(level)
-    if _compiles and (failed := build(needed)):
+    if _compiles and (failed := build(with_tileless(level))):
         raise failed.popitem()[1]
     number, add = list(LEVELS).index(level), _library().paged_add_level
-    add.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-    add(number, _table(level), _table(needed[-1]))
+    add.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    add(number, _table(level))
     return number
 
 
@@ -123,7 +121,7 @@ def levels() -> tuple[str, ...]:
     them.
     """
     compiled = tuple(
-        level for level in supported() if _compiles or all(library(name).exists() for name in with_linear(level))
+        level for level in supported() if _compiles or all(library(name).exists() for name in with_tileless(level))
     )
     requested = os.environ.get(LEVEL)
     try:

@@ -85,7 +85,7 @@ Tensor linear(Tensor x, Tensor groups, std::vector<int64_t> layout, OptionalTens
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-EXPORTED void paged_add_level(int number, const paged::Level* level, const paged::Level* linear) { paged::add_level(number, *level, *linear); }
+EXPORTED void paged_add_level(int number, const paged::Level* level) { paged::add_level(number, *level); }
 EXPORTED void paged_seconds(double* to) { std::copy_n(paged::kind_seconds(), (int)paged::num_kinds, to); }
 EXPORTED void paged_set_threads(int threads) { paged::set_threads(threads); }
 EXPORTED int paged_threads() { return paged::threads(); }

@@ -14,11 +14,7 @@ std::array<std::atomic<const Level*>, max_levels> added;
 
 }  // namespace
 
-void add_level(int number, const Level& level, const Level& linear) {
-  Level* made = new Level(level);  // never deleted: tasks refer to it
-  made->panel_bytes = linear.panel_bytes, made->pack_rows = linear.pack_rows, made->multiply = linear.multiply;
-  added.at(number) = made;
-}
+void add_level(int number, const Level& level) { added.at(number) = &level; }
 
 const Level& level_of(int64_t number) {
   const Level* level = number >= 0 && number < max_levels ? added[number].load() : nullptr;

@@ -8,6 +8,7 @@
 #include "int8_rows.h"
 #include "level.h"
 #include "norm.h"
+#include "tile_linear.h"
 
 namespace paged {
 namespace {
@@ -204,17 +205,22 @@ INLINE void multiply_any(const Linear& call, const Panel& panel, int64_t group, 
 
 // Units of 32 bits per row of a panel.
 INLINE int64_t panel_units(const Linear& call) {
+  if (uses_tiles(call)) return tiles_of(call) * tile_inputs / 2;
   return (call.int8_rows ? int8_units(call) : padded_inputs(call) / (uses_dot(call) ? 2 : 1)) + blocks_with_min(call);
 }
 
 // The rows of a panel, if it is not the last of this many rows.
 INLINE int panel_rows(const Linear& call, int64_t rows) {
+  if (uses_tiles(call)) return rows_of_tile;
   return call.format == Format::plain && rows <= max_single_panel ? max_single_panel : max_panel_rows;
 }
 
+// The rows that a panel of this many rows is filled up to.
+INLINE int height_of(const Linear& call, int rows) { return uses_tiles(call) ? rows_of_tile : panel_height(rows); }
+
 size_t panels_only(const Linear& call, int64_t rows) {
   const int64_t full = rows / panel_rows(call, rows) * panel_rows(call, rows);
-  const int64_t padded = rows == full ? full : full + panel_height((int)(rows - full));
+  const int64_t padded = rows == full ? full : full + height_of(call, (int)(rows - full));
   return 4 * (size_t)(padded * panel_units(call) + W * linear_group);
 }
 
@@ -227,6 +233,7 @@ INLINE void pack_panel(const Linear& call, int64_t begin, int rows, float* panel
       norm_row<T>(at<T>(x, row * stride), call.norm, call.in_features, call.eps, at<T>(normed, row * call.in_features));
     x = normed, stride = call.in_features;
   }
+  if (uses_tiles(call)) return pack_tiles(x, stride, rows, call.in_features, (char*)panel);
   const int height = panel_height(rows);
   const int64_t padded = padded_inputs(call);
   if (call.int8_rows) round_panel<T>(call, x, stride, rows, height, (uint32_t*)panel);
@@ -252,6 +259,9 @@ void pack_rows(const Linear& call, int64_t begin, int64_t end, void* panels) {
 }
 
 void multiply(const Linear& call, int64_t begin, int64_t end, const void* panels, int64_t group, int64_t last, int64_t groups_ahead, void* to, int64_t stride) {
+#if PAGED_HAS_TILES
+  if (uses_tiles(call)) return multiply_in_tiles(call, begin, end, (const char*)panels, group, last, to, stride);
+#endif
   const int height = panel_rows(call, end - begin);
   const int64_t first_output = group * linear_group;
   constexpr int64_t together = 4;  // groups that stay in the L1 cache

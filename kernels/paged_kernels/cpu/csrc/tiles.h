@@ -198,7 +198,8 @@ void tile_dot(int c, int a, int b) {
 #define tile_config(config) _tile_loadconfig(&(config))
 #define tile_release() _tile_release()
 #define tile_zero(t) _tile_zero(t)
-#define tile_load(t, from, stride) _tile_loadd(t, from, stride)
+// GCC does not take a load of a tile for an access to memory: the empty statement completes stores before it.
+#define tile_load(t, from, stride) (__extension__({ asm volatile("" ::: "memory"); _tile_loadd(t, from, stride); }))
 #define tile_store(t, to, stride) _tile_stored(t, to, stride)
 #define tile_dot(c, a, b) _tile_dpbf16ps(c, a, b)
 #endif
