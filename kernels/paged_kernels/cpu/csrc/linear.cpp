@@ -29,7 +29,7 @@ constexpr int panel_height(int rows, int height = max_single_panel) {
 
 template <class Weights>
 constexpr int groups_of_tile(int rows) {  // with few rows, several groups keep the execution units busy
-  if (W < 16) return Weights::is_int8 && rows == 1 ? 2 : 1;
+  if (W < 16) return W < 8 || rows > 2 ? 1 : Weights::is_int8 ? 2 / rows : Weights::is_quantized ? 1 : 4 / rows;
   if (Weights::is_int8) return rows <= 2 ? 4 : rows <= 6 ? 2 : 1;  // beside as many sums of integers
   if (Weights::is_quantized) return rows <= 3 ? 4 : rows <= 6 ? 2 : 1;  // beside as many sums of a block
   return rows <= 6 ? 4 : rows <= 12 ? 2 : 1;
