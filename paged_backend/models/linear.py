@@ -166,7 +166,7 @@ def choose(times: tuple[Mapping[str, float], ...]) -> tuple[str, tuple[bool, ...
 
 def groups_are_fastest(dtype: torch.dtype) -> bool:
     """Return whether the kernel over groups is the fastest method for any number of rows. False only for unsupported
-    types, and for bfloat16 on a CPU with AMX, which oneDNN uses and the kernel does not."""
+    types, and for bfloat16 on a CPU with AMX, where oneDNN can be faster with many rows."""
     return GroupedCopy.supports(dtype) and not (dtype == torch.bfloat16 and native.level() == "amx")
 
 
