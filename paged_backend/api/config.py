@@ -181,8 +181,8 @@ class EngineConfig:
     quantization: str | None = option(
         one_of("int8", "int4", note=_NEEDS_NO_OPTION),
         "`int8` rounds the weights of linear layers to 8 bits while loading, `int4` to 4 bits, except for the output"
-        " layer, which has 8. Compared to 16 bits, this takes a half or a third of their memory and is faster for small"
-        " batches.",
+        " layer and the smallest layers (up to an eighth of the elements), which have 8. Compared to 16 bits, this"
+        " takes a half or a third of their memory and is faster for small batches.",
         None,
         device="cpu",
     )

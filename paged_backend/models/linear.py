@@ -15,9 +15,9 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -44,6 +44,7 @@ NUM_MEASURED_WEIGHTS = 12  # used in rotation like the layers of a model, so tha
 MIN_REPEATS = 4  # minimum repetitions of a measurement, even with many rows
 MAX_RELATIVE_TIME = 0.95  # maximum time of a copy relative to the plain method; limits the effect of noise
 MEMORY_SHARE = 0.5  # share of the available memory for copies
+SENSITIVE_SHARE = 0.125  # share of the elements of weights that keep 8 bits with int4, apart from the output layer
 
 # A weight [out_features, in_features], or a function (x, bias) -> y in its place.
 Weight: TypeAlias = "Tensor | Callable[[Tensor, Tensor | None], Tensor]"
@@ -266,7 +267,6 @@ class WeightQuantizer:
     """Rounds weights to 8 or 4 bits."""
 
     def __init__(self, spec: QuantizationSpec, model: PreTrainedModel, *, batch_invariant: bool = False) -> None:
-        output_weight = getattr(model.get_output_embeddings(), "weight", None)  # a stage before the last has none
         self._packer = WeightPacker(batch_invariant=batch_invariant)  # for small weights
         self.replaced = self._packer.replaced
         self.bits: int | None = spec.bits
@@ -274,8 +274,7 @@ class WeightQuantizer:
         self.description = f"int{spec.bits} weights"
         self._spec = spec
         self._num_weights = self._num_rounded = 0
-        # The layer that computes logits keeps 8 bits: it is the most sensitive.
-        self._output_layer = None if output_weight is None else output_weight.data_ptr()
+        self._model = model
         self._progress = Progress(
             "quantizing", sum(size for size in linear_sizes(model) if size >= MIN_ELEMENTS), "weights"
         )
@@ -287,10 +286,15 @@ class WeightQuantizer:
             return self._packer(weight)
         self._num_rounded += 1
         self.replaced.append(weight)
-        bits = 8 if weight.data_ptr() == self._output_layer else self._spec.bits
+        bits = 8 if weight.untyped_storage().data_ptr() in self._in_8_bits else self._spec.bits
         packed = quantize(weight, bits, self._spec.group_size)
         self._progress.advance(weight.numel())
         return GroupedCopy(packed._replace(int8_rows=self.int8_rows))
+
+    @cached_property
+    def _in_8_bits(self) -> set[int]:
+        """The weights that have 8 bits with int4, when the first weight is rounded: fusing has moved them."""
+        return sensitive_weights(self._model)
 
     def log_rounded(self) -> str | None:
         """Log how many weights are rounded. Weights that are multiplied at once, such as queries and keys, count as
@@ -312,13 +316,44 @@ class WeightQuantizer:
         return name
 
 
+def sensitive_weights(model: PreTrainedModel) -> set[int]:
+    """Return the addresses of the memory of weights that are rounded to 8 bits with int4.
+
+    These are the output layer, which is the most sensitive, and the weights with the smallest linear layers, up to
+    SENSITIVE_SHARE of all elements. The smallest ones are those of keys and values that heads share, and routers. A
+    weight that several layers are views of, such as queries, keys and values, is as small as its smallest layer.
+    """
+    weights: dict[int, list[int]] = {}  # sizes of the layers that are in the same memory
+    for size, weight in _linear_weights(model):
+        weights.setdefault(weight.untyped_storage().data_ptr(), []).append(size)
+    weights = {address: sizes for address, sizes in weights.items() if sum(sizes) >= MIN_ELEMENTS}
+    output = getattr(model.get_output_embeddings(), "weight", None)  # a stage before the last has none
+    sensitive = set() if output is None else {output.untyped_storage().data_ptr()}
+    for address in sensitive:
+        weights.pop(address, None)
+    room = SENSITIVE_SHARE * sum(map(sum, weights.values()))
+    for smallest in sorted({min(sizes) for sizes in weights.values()}):
+        chosen = {address: sum(sizes) for address, sizes in weights.items() if min(sizes) == smallest}
+        room -= sum(chosen.values())
+        if room < 0:
+            break
+        sensitive |= chosen.keys()
+    return sensitive
+
+
 def linear_sizes(model: PreTrainedModel) -> list[int]:
     """Return the number of elements of each weight that is multiplied."""
-    sizes = [module.weight.numel() for module in model.modules() if type(module) in CONVERTIBLE]
+    return [size for size, _ in _linear_weights(model)]
+
+
+def _linear_weights(model: PreTrainedModel) -> Iterator[tuple[int, Tensor]]:
+    """Yield the number of elements of each weight that is multiplied, and the parameter that it is in."""
+    for module in model.modules():
+        if type(module) in CONVERTIBLE:
+            yield module.weight.numel(), module.weight
     for parameter in model.parameters():
         if parameter.dim() == 3:  # the weights of all experts of a layer
-            sizes += [parameter[0].numel()] * len(parameter)
-    return sizes
+            yield from ((expert.numel(), parameter) for expert in parameter)
 
 
 def release(model: PreTrainedModel, weights: Iterable[Tensor]) -> Callable[[], None]:

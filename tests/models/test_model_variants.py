@@ -18,8 +18,8 @@ from tests.support.families import COMMON
 SPECS = [AttentionSpec(scale=0.25)] * 3
 
 
-def fusable():
-    model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**COMMON), dtype=torch.float32).eval()
+def fusable(**changes):
+    model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**COMMON | changes), dtype=torch.float32).eval()
     model.set_attn_implementation(ATTENTION)
     return model
 
@@ -94,3 +94,35 @@ def test_model_runs_the_variant_that_is_used():
     use(model, {})
     assert torch.equal(model(x), own)
     assert layer.weight is weight
+
+
+@pytest.mark.parametrize(
+    ("intermediate_size", "key_value_heads", "is_fused", "expected"),
+    [
+        (96, 2, True, {(320, 64)}),  # the output layer; queries, keys and values would be 4 of 15
+        (352, 2, True, {(320, 64), (128, 64)}),  # 4 of 39; with the layer after attention 6 of 39
+        (352, 2, False, {(320, 64), (32, 64)}),  # keys and values alone
+        (1024, 2, True, {(320, 64), (128, 64), (64, 64)}),  # 6 of 102
+        (352, 4, True, {(320, 64)}),  # keys and values are as large as queries: 8 of 41
+    ],
+)
+def test_int4_keeps_8_bits_in_the_smallest_layers(intermediate_size, key_value_heads, is_fused, expected, monkeypatch):
+    monkeypatch.setattr(linear, "MIN_ELEMENTS", 0)
+    quantize, bits_of = linear.quantize, {4: set(), 8: set()}
+
+    def record(weight, bits, group_size):
+        bits_of[bits].add(tuple(weight.shape))
+        return quantize(weight, bits, group_size)
+
+    monkeypatch.setattr(linear, "quantize", record)
+    model = fusable(intermediate_size=intermediate_size, num_key_value_heads=key_value_heads)
+    quantizer = WeightQuantizer(QuantizationSpec(4, 32, int8_rows=False), model)
+    if is_fused:
+        assert len(list(model_variants(model, {}, SPECS, quantizer=quantizer))) == 2
+    else:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                quantizer(module.weight.data)
+    assert bits_of[8] == expected
+    assert (64, intermediate_size) in bits_of[4]
+    assert not bits_of[4] & bits_of[8]
