@@ -45,6 +45,17 @@ def test_int4_error_is_below_that_of_evenly_spaced_codes(group_size):
     assert error < 0.95 * (even - groups).flatten(1)[:, :600].square().mean()
 
 
+def test_int4_rounds_heavy_tails_well():
+    torch.manual_seed(0)
+    weight = torch.distributions.StudentT(5.0).sample((300, 896))
+    error = (dequantized(quantize(weight, 4, 32)) - weight).square().mean()
+    groups = weight.unflatten(1, (-1, 32))
+    lowest, highest = groups.aminmax(dim=-1, keepdim=True)
+    step = (highest - lowest) / 15
+    even = ((groups - lowest) / step).round() * step + lowest
+    assert error < 0.845 * (even - groups).square().mean()
+
+
 def test_int4_is_exact_for_weights_of_16_values():
     weight = torch.randint(0, 16, (40, 96)) * 0.25 - 1.5
     weight[:, ::32], weight[:, 1::32] = -1.5, 2.25
