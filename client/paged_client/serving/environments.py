@@ -109,7 +109,9 @@ class PackageEnvironment(Environment):
     def _install_packages(self) -> None:
         if self.preinstall:
             self._pip_install(*self.preinstall)
-        self._pip_install("--no-deps", f"{self.package}=={self.version}", **self.build_variables)
+        # pip would reuse a wheel that was compiled with other variables.
+        flags = ["--no-cache-dir"] if self.build_variables else []
+        self._pip_install("--no-deps", *flags, f"{self.package}=={self.version}", **self.build_variables)
         if requirements := self._requirements():
             self._pip_install(*requirements, **self.build_variables)
 
