@@ -17,11 +17,14 @@ import os
 import platform
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -475,21 +478,50 @@ class Benchmark:
         return args
 
     def __call__(self, argv: Sequence[str]) -> int:
-        """Run with command line arguments: measure, print the records, write the report and draw the chart."""
+        """Run with command line arguments: measure, print the records, write the report and draw the chart.
+
+        Returns the exit status. After Ctrl-C or SIGTERM, it does so with the records until then, which the report marks
+        as not complete.
+        """
         args = self.arguments(argv)
         records = Records(shlex.join(["paged", "bench", self.name, *argv]), args.json)
+        interrupt: int | None = None
         try:
-            records.extend(self.measure(args))
+            with _sigterm_as_exception():
+                records.extend(self.measure(args))
         except InvalidArgument as error:
             self.parser().error(str(error))
+        except KeyboardInterrupt as error:
+            interrupt = error.args[0] if error.args else signal.SIGINT
+            print("interrupted: the records until here follow", file=sys.stderr, flush=True)
         records.print()
-        records.save(complete=True)
+        records.save(complete=interrupt is None)
+        self._draw(records)
+        return 0 if interrupt is None else 128 + interrupt
+
+    def _draw(self, records: Records) -> None:
         if records.file is None:
-            return 0
+            return
         if find_spec("matplotlib") is None:
             print(f"wrote {records.file}, and no picture: matplotlib is not installed")
-            return 0
+            return
         picture = records.file.with_suffix(".png")
         draw(list(self.panels(records)), picture, caption(records.run))
         print(f"wrote {records.file} and {picture}")
-        return 0
+
+
+@contextmanager
+def _sigterm_as_exception() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt, with its number, as Ctrl-C does; only in the main thread."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

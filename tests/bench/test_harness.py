@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -129,16 +130,20 @@ def test_report_says_where_and_when_it_was_made(tmp_path, capsys):
     assert about["date"][:10] in shown and "one: 1.5 s\ntwo: not measured: no GPU\n" in shown
 
 
-def test_interrupted_benchmark_keeps_its_records(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_benchmark_keeps_its_records_and_draws_them(number, tmp_path, capsys):
     def interrupted(args):
         yield Record("one", 1.5, "s")
-        raise KeyboardInterrupt
+        signal.raise_signal(number)
+        yield Record("two", 2.5, "s")
 
-    file = tmp_path / "figures.json"
-    with pytest.raises(KeyboardInterrupt):
-        benchmark(interrupted)(["--json", str(file)])
+    file, before = tmp_path / "figures.json", signal.getsignal(signal.SIGTERM)
+    assert benchmark(interrupted)(["--json", str(file)]) == 128 + number
     report = json.loads(file.read_text())
     assert not report["complete"] and [record["name"] for record in report["records"]] == ["one"]
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "one: 1.5 s" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, capsys):
