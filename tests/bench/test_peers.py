@@ -7,7 +7,8 @@ import select
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from paged_bench._engine import OURS, Job
 from paged_bench._peers import CHILDREN, VLLM, Child, ChildError, padded, start_vllm
 from paged_bench.engine import compare
 from tests.support.in_process import TINY, tiny_assembly
+from tests.support.waiting import WAIT, until
 
 # --- peers ------------------------------------------------------------------------------------------------------------
 
@@ -104,20 +106,55 @@ def test_closed_child_exits_by_itself(tmp_path):
     assert end.exists()
 
 
-def test_child_exits_with_its_parent(tmp_path):
+BENCHMARK = """
+import os, sys
+from pathlib import Path
+from paged_bench._peers import Child
+from paged_bench.cpu import neighbours
+
+child = Child([sys.executable, {script!r}], Path({log!r}))
+with neighbours(19):
+    loaded = child.load(first=1)
+    os.waitpid(loaded["pid"], os.WUNTRACED)
+    if {runs}:
+        child._write('{{"do": "hang", "with": {{}}}}\\n')
+        child._process.signal_group(18)
+    print(loaded["pid"], flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("runs", [False, True], ids=["stopped", "running"])
+def test_killed_benchmark_leaves_no_process(tmp_path, runs):
+    """Neither a child that is stopped, or that computes and reads nothing, nor its own child, nor the neighbour."""
     script = tmp_path / "fake_child.py"
-    script.write_text(CHILD.format(children=str(CHILDREN)))
-    parent = (
-        "import os, sys; from pathlib import Path; from paged_bench._peers import Child;"
-        f"child = Child([sys.executable, {str(script)!r}], Path({str(tmp_path / 'log')!r}));"
-        "pid = child.load(first=1)['pid']; os.waitpid(pid, os.WUNTRACED); print(pid, flush=True);"
-        "sys.stdin.readline(); os._exit(1)"
+    worker = "import subprocess, sys, time\nworker = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
+    script.write_text(
+        worker
+        + CHILD.format(children=str(CHILDREN)).replace('"run": run', '"run": run, "hang": lambda: time.sleep(600)')
     )
-    with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
-        watched = os.pidfd_open(int(started.stdout.readline()))
-    ended, _, _ = select.select([watched], [], [], 60)
-    os.close(watched)
-    assert ended
+    program = BENCHMARK.format(script=str(script), log=str(tmp_path / "log"), runs=runs)
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as benchmark:
+        assert benchmark.stdout.readline()
+        until(lambda: len(started := descendants(benchmark.pid)) >= 5 and all(started.values()), "its processes")
+        watched = [os.pidfd_open(process) for process in descendants(benchmark.pid)]
+        benchmark.kill()
+    for process in watched:
+        ended, _, _ = select.select([process], [], [], WAIT)
+        os.close(process)
+        assert ended
+
+
+def descendants(parent):
+    """Return the command lines of the child processes of a process, and of theirs, by process id."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        with suppress(OSError):
+            if entry.isdigit():
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                if int(fields[1]) == parent:
+                    found |= {int(entry): Path(f"/proc/{entry}/cmdline").read_text()} | descendants(int(entry))
+    return found
 
 
 # --- vllm -------------------------------------------------------------------------------------------------------------
