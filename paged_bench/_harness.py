@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -135,6 +136,7 @@ def alternate(
     may_fail: Collection[str] = (),
     warm_up: bool = False,
     quiet: bool = False,
+    seconds: float = math.inf,
 ) -> Contest[T]:
     """Run each contestant once per round. Each round starts with another contestant.
 
@@ -144,8 +146,9 @@ def alternate(
         may_fail: contestants whose error only excludes them. An error of any other contestant ends the benchmark.
         warm_up: run each contestant once before, which does not count.
         quiet: show no progress.
+        seconds: no round but the first begins if it would probably end later than that.
     """
-    names = list(contestants)
+    names, began = list(contestants), time.monotonic()
     runs: dict[str, list[T]] = {name: [] for name in names}
     values: dict[str, list[float]] = {name: [] for name in names}
     failed: dict[str, str] = {}
@@ -155,6 +158,10 @@ def alternate(
             print(text, end=end, file=sys.stderr, flush=True)
 
     for number in range(-warm_up, rounds):
+        elapsed = time.monotonic() - began
+        if number > 0 and elapsed * (number + 1) / number > seconds:
+            show(f"{number} of {rounds} rounds fit into {seconds:.0f} s", "\n")
+            break
         first = max(0, number) % len(names)
         for name in names[first:] + names[:first]:
             if name in failed:
@@ -355,12 +362,16 @@ def package_versions() -> dict[str, str]:
     return {name: import_module(name).__version__ for name in PACKAGES}
 
 
-def describe_run(command: str) -> dict[str, object]:
-    """Return what a report says of its run: command, date, commit, processor or GPU, threads and versions."""
+def describe_run(command: str, level: str | None = None) -> dict[str, object]:
+    """Return what a report says of its run: command, date, commit, processor or GPU, threads and versions.
+
+    level: the instruction set, if it is not the one that the kernels choose.
+    """
     import torch
 
     from paged_backend.execution.cpu_threads import count_threads  # imports torch, which takes seconds
     from paged_backend.utils.machine import cpu_name, usable_cores
+    from paged_kernels.cpu import native
     from paged_kernels.cpu.build import supported
 
     return {
@@ -369,7 +380,8 @@ def describe_run(command: str) -> dict[str, object]:
         "commit": _commit(),
         "processor": cpu_name(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "instructions": next(iter(supported()), None),  # instruction set of the C++ kernels
+        # the instruction set of the C++ kernels
+        "instructions": level or os.environ.get(native.LEVEL) or next(iter(supported()), None),
         "cores": usable_cores(),
         "threads": count_threads(),
         "load": os.getloadavg()[0],  # processes that ran in the minute before
@@ -405,11 +417,11 @@ def caption(run: Mapping[str, Any]) -> str:
 class Records(list[Record]):
     """The figures of a run. Each figure is saved when it is added, so a benchmark that ends early keeps its figures."""
 
-    def __init__(self, command: str, file: Path | None) -> None:
-        """file: the report, or None."""
+    def __init__(self, command: str, file: Path | None, level: str | None = None) -> None:
+        """file: the report, or None. level: an argument of `describe_run`."""
         super().__init__()
         self.file = file
-        self.run = describe_run(command)
+        self.run = describe_run(command, level)
 
     def append(self, record: Record) -> None:
         """Add a figure, and save all."""
@@ -484,7 +496,7 @@ class Benchmark:
         as not complete.
         """
         args = self.arguments(argv)
-        records = Records(shlex.join(["paged", "bench", self.name, *argv]), args.json)
+        records = Records(shlex.join(["paged", "bench", self.name, *argv]), args.json, getattr(args, "level", None))
         interrupt: int | None = None
         try:
             with _sigterm_as_exception():

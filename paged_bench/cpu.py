@@ -51,6 +51,7 @@ from paged_bench._harness import (
     rounds_option,
     spread,
 )
+from paged_bench._levels import is_limit, level_option, limit
 from paged_bench._peers import (
     FASTEST_4_BIT,
     LlamaCpp,
@@ -91,6 +92,13 @@ MIN_SPEEDUP = 2.0  # relative to the best peer under the same conditions
 MAX_LATENCY = 4.0  # multiple of the idle p99 between tokens
 LATENCY_UNIT = "times idle"
 SPIN = "while True: pass"
+PROBE = Job(list(range(64)), 8)
+PROBE_SECONDS = 20.0  # limit for PROBE
+RUN_SECONDS = 120.0  # limit for a run of another process
+VLLM_LOAD_SECONDS = 180.0  # without compiled kernels for the data type, its warm-up takes longer
+MAX_RUN_SHARE = 1 / 15  # share of --minutes that one run of a peer may take, as estimated
+SERVED, SERVED_SECONDS, SERVED_ROUNDS = "server", 60.0, 2  # part of the plan, seconds of a round of it, most rounds
+BUSY_SLOWDOWN = 7  # runs under all CONDITIONS take as long as so many idle ones, as estimated
 
 
 # --- scenarios --------------------------------------------------------------------------------------------------------
@@ -192,12 +200,50 @@ def stream_jobs(vocab_size: int, limit: int, quick: bool) -> Mapping[str, list[J
 # --- contestants ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How fast a contestant is, to plan the time."""
+
+    prompt_rate: float  # tokens per second of PROBE's prompt
+    step: float  # seconds from token to token of PROBE
+
+    @classmethod
+    def of(cls, run: Run) -> Pace:
+        """Return the pace of a run of PROBE."""
+        stamps = run.stamps[0] if run.stamps and run.stamps[0] else [run.seconds] * 2
+        return cls(len(PROBE.prompt) / max(stamps[0], 1e-6), (stamps[-1] - stamps[0]) / (len(stamps) - 1))
+
+    def seconds(self, jobs: Sequence[Job]) -> float:
+        """Return about how long the requests take: all tokens at the rate of a prompt, and the steps of the longest."""
+        tokens = sum(len(job.prompt) + job.n * job.output for job in jobs)
+        return tokens / self.prompt_rate + max(job.output for job in jobs) * self.step
+
+
+class TimePlan:
+    """Divides the remaining time of the command between its parts, in proportion to the time of one round of each."""
+
+    def __init__(self, minutes: float) -> None:
+        """Start the time of the command."""
+        self._end = time.monotonic() + 60 * minutes
+        self._parts: dict[str, float] = {}
+
+    def add(self, part: str, seconds: float) -> None:
+        """Add a part. seconds: about how long a round of it takes."""
+        self._parts[part] = seconds
+
+    def take(self, part: str) -> float:
+        """Return the seconds for a part, which comes next, and plan the others without it."""
+        total, own = sum(self._parts.values()), self._parts.pop(part)
+        return max(0.0, self._end - time.monotonic()) * (own / total if total else 1.0)
+
+
 @dataclass
 class Contestants:
     """The available contestants, and why the others are not available."""
 
     available: dict[str, Contestant]
     absent: dict[str, str] = field(default_factory=dict)
+    paces: dict[str, Pace] = field(default_factory=dict)
 
     def add(self, names: Sequence[str], start: Callable[[], Mapping[str, Contestant]]) -> None:
         """Start contestants. An error makes them absent, but does not end the benchmark."""
@@ -216,6 +262,46 @@ class Contestants:
     def peers(self) -> list[str]:
         """The available contestants but ours."""
         return [name for name in self.available if name != OURS]
+
+    def probe(self) -> None:
+        """Measure the pace of all contestants with a small request, and leave out peers that take PROBE_SECONDS."""
+        jobs, tokens = [PROBE], f"a request of {len(PROBE.prompt)} prompt and {PROBE.output} output tokens"
+        for name, run in list(self.available.items()):
+            print(f"{name}: probe ...", file=sys.stderr, flush=True)
+            try:
+                for _ in range(2):  # the first one may compile
+                    made = run(jobs)
+                    if name != OURS and made.seconds > PROBE_SECONDS:
+                        raise TimeoutError(f"{tokens} took {made.seconds:.0f} s; the limit is {PROBE_SECONDS:.0f} s")
+            except Exception as error:
+                if name == OURS:
+                    raise
+                self.leave_out([name], str(error) if isinstance(error, TimeoutError) else first_line(error))
+            else:
+                self.paces[name] = Pace.of(made)
+
+    def estimate(self, name: str, jobs: Sequence[Job]) -> float:
+        """Return about how many seconds a run takes; 0 if there was no probe."""
+        return self.paces[name].seconds(jobs) if name in self.paces else 0.0
+
+    def affordable(
+        self, names: Sequence[str], jobs: Sequence[Job], runs: int, seconds: float, most: float
+    ) -> Contestants:
+        """Return these contestants without peers that are too slow: one run takes more than `most` seconds, or `runs`
+        of all contestants more than `seconds`. The slowest ones are left out."""
+        times = {name: self.estimate(name, jobs) for name in names if name in self.available}
+        kept = Contestants(dict(self.available), dict(self.absent), self.paces)
+        for name in sorted(times.keys() - {OURS}, key=lambda name: -times[name]):
+            total = runs * sum(times.values())
+            if times[name] > most:
+                kept.leave_out([name], f"a run would take about {times[name]:.0f} s; the limit is {most:.0f} s")
+            elif total > seconds:
+                left = f"{seconds:.0f} s of --minutes are left for them"
+                kept.leave_out([name], f"a round would take about {total:.0f} s; {left}")
+            else:
+                break
+            del times[name]
+        return kept
 
     def warm_up(self, jobs: Sequence[Job]) -> None:
         """Run every contestant once, to keep compilation and allocation out of the timings."""
@@ -237,11 +323,14 @@ def gather(args: Namespace, config: EngineConfig, assembly: Assembly, stack: Exi
         def add(names: Sequence[str], start: Callable[[], Mapping[str, Contestant]], suffix: str = suffix) -> None:
             contestants.add([name + suffix for name in names], lambda: {k + suffix: v for k, v in start().items()})
 
-        if "vllm" in selected:
+        if "vllm" in selected and is_limit(args.level):
+            names = [name + suffix for name in PEERS["vllm"]]
+            contestants.leave_out(names, f"its kernels cannot be limited to {args.level}")
+        elif "vllm" in selected:
             options = {"model": loaded, "dtype": args.dtype, "max_model_len": assembly.limits.max_model_len}
             add(PEERS["vllm"], partial(_start_vllm, options, threads, stack))
         if "llama.cpp" in selected:
-            add(PEERS["llama.cpp"], partial(_start_llama_cpp, loaded, args.dtype, threads, stack))
+            add(PEERS["llama.cpp"], partial(_start_llama_cpp, loaded, args, threads, stack))
         if local:
             names = [name for peer in local for name in PEERS[peer]]
             add(names, partial(_load_transformers, config, assembly, names, threads))
@@ -249,18 +338,18 @@ def gather(args: Namespace, config: EngineConfig, assembly: Assembly, stack: Exi
 
 
 def _start_vllm(options: Mapping[str, Any], threads: int, stack: ExitStack) -> Mapping[str, Contestant]:
-    return {VLLM_NAME: start_vllm_cpu(options, threads, KV_GIB, stack)}
+    return {VLLM_NAME: start_vllm_cpu(options, threads, KV_GIB, stack, VLLM_LOAD_SECONDS, RUN_SECONDS)}
 
 
-def _start_llama_cpp(model: str, dtype: str, threads: int, stack: ExitStack) -> Mapping[str, Contestant]:
+def _start_llama_cpp(model: str, args: Namespace, threads: int, stack: ExitStack) -> Mapping[str, Contestant]:
     """Start llama.cpp with the weights of the other engines, and with its fastest 4-bit weights, by contestant. Its
     keys and values have the type of the other engines'."""
     if model != model_options("demo")["model"]:
         raise ValueError("only the demo model is available as a GGUF file")
-    llama_cpp = LlamaCpp(threads, stack)
+    llama_cpp = LlamaCpp(threads, stack, args.level)
     packed = quantized_gguf(FASTEST_4_BIT, partial(llama_cpp.quantize, kind=FASTEST_4_BIT))
-    files = {LLAMA_CPP_NAME: demo_gguf(dtype), LLAMA_CPP_PACKED: packed}
-    return {name: llama_cpp.start(file, dtype) for name, file in files.items()}
+    files = {LLAMA_CPP_NAME: demo_gguf(args.dtype), LLAMA_CPP_PACKED: packed}
+    return {name: llama_cpp.start(file, args.dtype) for name, file in files.items()}
 
 
 def _load_transformers(
@@ -302,9 +391,9 @@ def without_step_target(config: EngineConfig, assembly: Assembly) -> Assembly:
 
 
 def run_scenario(
-    scenario: Scenario, contestants: Contestants, vocab_size: int, rounds: int, exact: bool
+    scenario: Scenario, contestants: Contestants, vocab_size: int, rounds: int, exact: bool, seconds: float = math.inf
 ) -> Iterator[Record]:
-    """Run every contestant once per round. With `exact`, all outputs have to be the same."""
+    """Run every contestant once per round. With `exact`, all outputs have to be the same. seconds: see `alternate`."""
     name, unit = scenario.name, scenario.unit
     peers = [who for who in scenario.ratios if who in contestants.available]
 
@@ -319,7 +408,7 @@ def run_scenario(
 
     unsteady: dict[str, str] = {}
     runs = {who: partial(run, who, itertools.count()) for who in (OURS, *peers)}
-    contest = alternate(runs, rounds, lambda made: made[1], label=f"{{}} ({name})", may_fail=peers)
+    contest = alternate(runs, rounds, lambda made: made[1], label=f"{{}} ({name})", may_fail=peers, seconds=seconds)
     failed = contest.failed | unsteady
     if OURS in failed:
         failed = dict.fromkeys(scenario.ratios, f"{OURS}: {failed[OURS]}") | failed
@@ -373,9 +462,12 @@ def neighbours(nice: int | None) -> Iterator[None]:
 
 
 def run_busy(
-    contestants: Contestants, name: str, jobs: Sequence[Job], vocab_size: int, rounds: int
+    contestants: Contestants, name: str, jobs: Sequence[Job], vocab_size: int, rounds: int, seconds: float = math.inf
 ) -> Iterator[Record]:
-    """Run every contestant once per round under each condition. A contestant that fails is left out."""
+    """Run every contestant once per round under each condition. A contestant that fails is left out.
+
+    seconds: see `alternate`.
+    """
     seeds = {who: itertools.count(1) for who in contestants.available}  # every run has tokens that no cache holds
 
     def run(who: str, condition: str) -> Run:
@@ -385,7 +477,7 @@ def run_busy(
     pairs = {f"{who} ({name}, {condition})": (who, condition) for who, condition in product(seeds, CONDITIONS)}
     may_fail = [label for label, (who, _) in pairs.items() if who != OURS]
     runs = {label: partial(run, *pair) for label, pair in pairs.items()}
-    contest = alternate(runs, rounds, lambda made: made.rate(jobs), may_fail=may_fail)
+    contest = alternate(runs, rounds, lambda made: made.rate(jobs), may_fail=may_fail, seconds=seconds)
     for label, why in contest.failed.items():
         contestants.leave_out([pairs[label][0]], why)
     for condition in CONDITIONS:
@@ -477,7 +569,7 @@ def load_seconds(model: str, rounds: int) -> Iterator[Record]:
 # --- the benchmark ----------------------------------------------------------------------------------------------------
 
 
-def compare(args: Namespace, options: Mapping[str, Any]) -> Iterator[Record]:
+def compare(args: Namespace, options: Mapping[str, Any], plan: TimePlan) -> Iterator[Record]:
     """Measure all scenarios, then profile our decode step once the other engines have ended."""
     config = EngineConfig.from_options(options)
     assembly = assemble(config)
@@ -489,27 +581,47 @@ def compare(args: Namespace, options: Mapping[str, Any]) -> Iterator[Record]:
     steady = without_step_target(config, assembly)
     with ExitStack() as stack:
         contestants = gather(args, config, assembly, stack)
+        contestants.probe()
         contestants.warm_up([replace(job, output=4) for job in selected[0].jobs[:2]])
-        for scenario in selected:
-            contestants.available[OURS] = partial(run_paged, steady if scenario.figure is step_ms else assembly)
-            yield from run_scenario(scenario, contestants, vocab_size, args.rounds, args.dtype == "float32")
-        contestants.available[OURS] = partial(run_paged, assembly)
-        for name, jobs in stream_jobs(vocab_size, longest, args.quick).items():
-            yield from run_busy(contestants, name, jobs, vocab_size, args.rounds)
+        streams, most = stream_jobs(vocab_size, longest, args.quick), 60 * args.minutes * MAX_RUN_SHARE
+        parts = [(one.name, one.jobs, (OURS, *one.ratios), 1) for one in selected]
+        parts += [(name, jobs, tuple(contestants.available), BUSY_SLOWDOWN) for name, jobs in streams.items()]
+        for name, jobs, who, runs in parts:
+            kept = contestants.affordable(who, jobs, runs, math.inf, most)
+            plan.add(name, runs * sum(kept.estimate(one, jobs) for one in who if one in kept.available))
+
+        def share(part: tuple[str, list[Job], tuple[str, ...], int]) -> tuple[Contestants, float]:
+            name, jobs, who, runs = part
+            seconds = plan.take(name)
+            return contestants.affordable(who, jobs, runs, seconds, most), seconds
+
+        for scenario, part in zip(selected, parts, strict=False):
+            kept, seconds = share(part)
+            kept.available[OURS] = partial(run_paged, steady if scenario.figure is step_ms else assembly)
+            yield from run_scenario(scenario, kept, vocab_size, args.rounds, args.dtype == "float32", seconds)
+        for part in parts[len(selected) :]:
+            kept, seconds = share(part)
+            yield from run_busy(kept, part[0], part[1], vocab_size, args.rounds, seconds)
     (jobs,) = (scenario.jobs for scenario in selected if scenario.name == DECODE)
     yield from profile(steady, jobs, vocab_size, args.quick)
     assembly.close()
 
 
 def measure(args: Namespace) -> Iterator[Record]:
+    if args.level is not None:
+        print_settings(OURS, limit(args.level))
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # limits the threads of the server
     options = model_options(args.model) | {"device": "cpu", "dtype": args.dtype, "max_num_seqs": 128}
     options |= {"kv_cache_memory_bytes": KV_GIB * GIB}
     made: list[Record] = []
-    parts = [compare(args, options)]
+    plan = TimePlan(args.minutes)
     if not args.quick:
-        parts += [through_server(options, args.rounds), load_seconds(options["model"], args.rounds)]
+        plan.add(SERVED, SERVED_SECONDS)
+    parts = [compare(args, options, plan)]
+    if not args.quick:
+        rounds = min(args.rounds, SERVED_ROUNDS)
+        parts += [through_server(options, rounds), load_seconds(options["model"], rounds)]
     for record in itertools.chain.from_iterable(parts):
         made.append(record)
         yield record
@@ -582,6 +694,8 @@ main = Benchmark(
         ),
         Option("--rate", "rate of requests that arrive over time", 8.0),
         Option("--threads", "threads of each engine", CORES),
+        level_option(),
+        Option("--minutes", "time of the command: rounds are reduced, and slow engines left out, to keep it", 15.0),
         rounds_option(5),
     ),
     quick={"rounds": 1, "peers": ["generate"]},  # other peers take a minute to load

@@ -42,7 +42,7 @@ from paged_bench._checkpoints import (
     packed_format,
     quantize_directory,
 )
-from paged_bench._engine import Contestant, Job, Run, load, permute_tokens, run_paged
+from paged_bench._engine import OURS, Contestant, Job, Run, load, permute_tokens, run_paged
 from paged_bench._harness import (
     Bars,
     Benchmark,
@@ -57,12 +57,14 @@ from paged_bench._harness import (
     rounds_option,
     spread,
 )
-from paged_bench._peers import AS_PACKAGED, Child, LlamaCpp, demo_gguf, quantized_gguf
+from paged_bench._levels import level_option, limit
+from paged_bench._peers import AS_PACKAGED, Child, LlamaCpp, demo_gguf, print_settings, quantized_gguf
 from paged_bench.kv_dtype import BLOCK_SIZE, accuracy, windows
 from paged_client.serving.repository import resolve_model
 
 ROWS = (1, 16, 256)  # tokens of the timed steps
-STREAMS = (1, 8)  # sequences
+STREAMS = (1, 8, 32)  # sequences
+OVER_BFLOAT16 = {"int8": None, "int4": 2.2}  # targets of one stream, relative to bfloat16
 PROMPT, OUTPUT = 144, 64  # tokens of a stream
 PEER = "llama.cpp"
 MAX_LOAD = 0.25  # average number of cores that other processes may keep busy during a run
@@ -87,7 +89,7 @@ CHECKPOINTS: Mapping[str, CheckpointFormat] = {
     "FP8 channel": float8_format("channel", 1, 0),
     "FP8 blocks": block_fp8_format(64),
 }
-GGUF = {f"GGUF {kind}": kind for kind in ("Q8_0", "Q6_K", "Q4_K_M", "Q4_0", AS_PACKAGED)}
+GGUF = {f"GGUF {kind}": kind for kind in ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", AS_PACKAGED)}
 FORMATS = [*ROUNDED, *CHECKPOINTS, *GGUF]
 QUICK = [REFERENCE, "bfloat16", "int4", "AWQ"]
 
@@ -216,6 +218,9 @@ def speed(
             yield contest.ratio(f"{label} {name}: times {PEER}", name, theirs, target)
             share = 100 * same_tokens(*([made.run for made in contest.runs[who]] for who in (name, theirs)))
             yield Record(f"{label} {name}: tokens as {PEER}", share, "% before the first difference", limit=100.0)
+    if streams == 1 and "bfloat16" in models:
+        for name in OVER_BFLOAT16.keys() & models.keys():
+            yield contest.ratio(f"{label} {name}: times bfloat16", name, "bfloat16", OVER_BFLOAT16[name])
 
 
 def decode_rate(run: Run) -> float:
@@ -239,13 +244,15 @@ def measure(args: Namespace) -> Iterator[Record]:
     formats = args.formats or [name for name in FORMATS if name not in GGUF or args.model == "demo"]
     if args.model != "demo" and (files := [name for name in formats if name in GGUF]):
         raise InvalidArgument(f"argument --formats: {files[0]}: only the demo model is available as a GGUF file")
+    if args.level is not None:
+        print_settings(OURS, limit(args.level))
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # limits the threads of the engine
     with ExitStack() as stack:
         llama_cpp, absent = None, f"{PEER} is not among --peers"
         if args.peers and set(formats) & GGUF.keys():
             try:
-                llama_cpp = LlamaCpp(args.threads, stack)
+                llama_cpp = LlamaCpp(args.threads, stack, args.level)
             except Exception as error:
                 absent = first_line(error)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -293,7 +300,7 @@ def compare(
     for rows in (rows for rows in ROWS[: 2 if args.quick else None] if rows <= longest):
         steps = {name: step(engine, rows) for name, engine in models.items()}
         yield from alternate(steps, 3 if args.quick else 15).records(f"step of {rows} {{}}", "ms")
-    for streams in STREAMS:
+    for streams in STREAMS[: 2 if args.quick else None]:
         yield from speed(models, peers, streams, args.rounds)
 
 
@@ -320,11 +327,13 @@ def _peers(text: str) -> list[str]:
 def panels(records: Sequence[Record]) -> Iterator[Bars]:
     yield Bars("KL divergence from float32, nats", figures(records, "KL divergence (.*)"))
     yield Bars("same top token as float32, %", figures(records, "same top token (.*)"))
-    for streams in ("1 stream", "8 streams"):
+    for streams in ("1 stream", "8 streams", "32 streams"):
         shown: dict[str, float] = {}
         for name, value in figures(records, f"{streams} ([^:]*)").items():
             peers = next(record.peers for record in records if record.name == f"{streams} {name}")
             shown |= {name: value} | ({f"{name}, {PEER}": peers[PEER]} if PEER in peers else {})
+        if not shown:  # --quick, and records of older versions
+            continue
         yield Bars(f"{streams}, tokens/s", shown, grey=[name for name in shown if PEER in name])
 
 
@@ -339,6 +348,7 @@ main = Benchmark(
         Option("--length", "tokens of a window", 512),
         rounds_option(5),
         Option("--threads", "threads of each engine", CORES),
+        level_option(),
         Option("--formats", f"formats, of {'; '.join(FORMATS)} (default: all)", type=names, metavar="A,B"),
         Option("--peers", f'"{PEER}" (default), or "none"', [PEER], type=_peers, metavar="A"),
     ),

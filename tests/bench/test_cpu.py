@@ -86,6 +86,36 @@ def test_absent_and_failed_peers_are_reported():
     assert (another.value, another.unit, another.target) == (None, "not measured: no wheel", 2.0)
 
 
+def paced(seconds):
+    """A contestant that takes so long for each token of one request."""
+    return lambda jobs: Run(seconds * 72, 1, [[seconds * (64 + at) for at in range(jobs[0].output)]])
+
+
+def test_slow_peers_are_left_out_after_a_probe():
+    contestants = Contestants({OURS: paced(1.0), "fast": paced(0.01), "slow": paced(0.5)})
+    contestants.probe()
+    assert list(contestants.available) == [OURS, "fast"]
+    assert contestants.absent == {"slow": "a request of 64 prompt and 8 output tokens took 36 s; the limit is 20 s"}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most", "left", "reason"),
+    [
+        (1000.0, 1000.0, [OURS, "fast", "medium"], None),
+        (1000.0, 20.0, [OURS, "fast"], "a run would take about 30 s; the limit is 20 s"),
+        (60.0, 1000.0, [OURS, "fast"], "a round would take about 66 s; 60 s of --minutes are left for them"),
+        (1.0, 1000.0, [OURS], "a round would take about 66 s; 1 s of --minutes are left for them"),
+    ],
+)
+def test_slowest_peers_are_left_out_of_what_takes_too_long(seconds, most, left, reason):
+    contestants = Contestants({OURS: paced(0.1), "fast": paced(0.02), "medium": paced(0.1)})
+    contestants.probe()
+    # 100 prompt tokens, 100 output tokens and 100 steps, each at the pace of the probe
+    kept = contestants.affordable([OURS, "fast", "medium"], [Job([1] * 100, 100)], 1, seconds, most)
+    assert list(kept.available) == left
+    assert kept.absent.get("medium") == reason
+
+
 # --- cpu --------------------------------------------------------------------------------------------------------------
 
 
@@ -164,6 +194,8 @@ def test_cpu_benchmark(tiny, tmp_path, monkeypatch, capsys):
     [
         (["--peers", "vllm,tgi"], "'tgi': must be one of vllm, llama.cpp, generate, batching"),
         (["--threads", "0"], "'0': must be a whole number of at least 1"),
+        (["--level", "sse9"], "'sse9': must be one of"),
+        (["--minutes", "0"], "'0': must be a number above 0"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
 )

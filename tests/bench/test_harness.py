@@ -115,6 +115,13 @@ def test_contestant_that_fails_is_left_out():
         alternate({"a": lambda: 1.0, "b": fails}, 3, quiet=True)
 
 
+def test_rounds_that_take_too_long_are_left_out(monkeypatch):
+    clock = iter(range(0, 1000, 4))
+    monkeypatch.setattr("paged_bench._harness.time.monotonic", lambda: float(next(clock)))
+    assert len(alternate({"a": lambda: 1.0}, 9, quiet=True, seconds=16.0).figures["a"]) == 2
+    assert len(alternate({"a": lambda: 1.0}, 9, quiet=True, seconds=0.0).figures["a"]) == 1
+
+
 # --- the report ----------------------------------------------------------------------------------------------------
 
 

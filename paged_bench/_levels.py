@@ -1,0 +1,52 @@
+"""Instruction sets ("levels" of the C++ kernels) that the engines of a benchmark are limited to."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentTypeError
+
+from paged_bench._harness import InvalidArgument, Option
+from paged_kernels.cpu import native
+from paged_kernels.cpu.build import supported
+
+LIMITS = {  # limits of PyTorch, oneDNN and MKL, by level
+    "avx2": ("avx2", "AVX2", "AVX2"),
+    "avx512": ("avx512", "AVX512_CORE", "AVX512"),
+    "avx512_vnni": ("avx512", "AVX512_CORE_VNNI", "AVX512"),
+    "avx512_bf16": ("avx512", "AVX512_CORE_BF16", "AVX512"),
+    "amx": ("avx512", "AVX512_CORE_AMX", "AVX512"),
+}
+VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+
+
+def level_option() -> Option:
+    """Return the option `--level`."""
+    names = f"of {', '.join(LIMITS)} (default: all instructions of the processor)"
+    return Option("--level", f"instruction set of all engines, {names}", type=_level, metavar="LEVEL")
+
+
+def limit(level: str) -> dict[str, str]:
+    """Limit the engine and PyTorch in this process, and in those that it starts, to a level. Return the settings.
+
+    It must be called before anything is computed. Raises InvalidArgument if the kernels of the level are not compiled.
+    """
+    settings = dict(zip(VARIABLES, LIMITS[level], strict=True)) | {native.LEVEL: level}
+    os.environ.update(settings)
+    try:
+        used = native.level()
+    except ValueError as error:
+        raise InvalidArgument(f"argument --level: {error}") from error
+    assert used == level
+    return settings
+
+
+def is_limit(level: str | None) -> bool:
+    """Return whether a level leaves out instructions of this processor."""
+    return level is not None and level != supported()[0]
+
+
+def _level(text: str) -> str:
+    usable = [level for level in supported() if level in LIMITS]
+    if text not in usable:
+        raise ArgumentTypeError(f"{text!r}: must be one of {', '.join(usable)}, which this processor has")
+    return text
