@@ -499,7 +499,7 @@ class Benchmark:
         records = Records(shlex.join(["paged", "bench", self.name, *argv]), args.json, getattr(args, "level", None))
         interrupt: int | None = None
         try:
-            with _sigterm_as_exception():
+            with _signals_as_exceptions():
                 records.extend(self.measure(args))
         except InvalidArgument as error:
             self.parser().error(str(error))
@@ -523,8 +523,8 @@ class Benchmark:
 
 
 @contextmanager
-def _sigterm_as_exception() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt, with its number, as Ctrl-C does; only in the main thread."""
+def _signals_as_exceptions() -> Iterator[None]:
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt with their number; only in the main thread."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt(number)
@@ -532,8 +532,9 @@ def _sigterm_as_exception() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -96,7 +96,7 @@ PROBE = Job(list(range(64)), 8)
 PROBE_SECONDS = 20.0  # limit for PROBE
 RUN_SECONDS = 120.0  # limit for a run of another process
 VLLM_LOAD_SECONDS = 180.0  # without compiled kernels for the data type, its warm-up takes longer
-MAX_RUN_SHARE = 1 / 15  # share of --minutes that one run of a peer may take, as estimated
+RUN_SHARE = 1 / 15  # share of --minutes that one run of a peer may take, as estimated
 SERVED, SERVED_SECONDS, SERVED_ROUNDS = "server", 60.0, 2  # part of the plan, seconds of a round of it, most rounds
 BUSY_SLOWDOWN = 7  # runs under all CONDITIONS take as long as so many idle ones, as estimated
 
@@ -583,7 +583,7 @@ def compare(args: Namespace, options: Mapping[str, Any], plan: TimePlan) -> Iter
         contestants = gather(args, config, assembly, stack)
         contestants.probe()
         contestants.warm_up([replace(job, output=4) for job in selected[0].jobs[:2]])
-        streams, most = stream_jobs(vocab_size, longest, args.quick), 60 * args.minutes * MAX_RUN_SHARE
+        streams, most = stream_jobs(vocab_size, longest, args.quick), 60 * args.minutes * RUN_SHARE
         parts = [(one.name, one.jobs, (OURS, *one.ratios), 1) for one in selected]
         parts += [(name, jobs, tuple(contestants.available), BUSY_SLOWDOWN) for name, jobs in streams.items()]
         for name, jobs, who, runs in parts:

@@ -30,12 +30,15 @@ def expected_tokens(reference):
 
 
 def packed_bytes(weight):
-    """Return the bytes of the packed codes of a weight of a fused layer."""
+    """Return the bytes of the packed codes of a weight of a fused layer, without their scales."""
     if isinstance(weight, JoinedWeight):
         return sum(packed_bytes(part) for part in weight.parts)
     weight = weight.weight if isinstance(weight, PermutedWeight) else weight
     assert isinstance(weight, GroupedCopy)
-    return weight.packed.groups.nbytes
+    packed = weight.packed
+    blocks = -(-packed.in_features // packed.block_inputs)
+    headers = blocks * packed.out_features * (4 if packed.wide_scales else 2) * (1 + packed.has_mins)
+    return packed.groups.nbytes - headers
 
 
 @needs_kernels
