@@ -26,7 +26,7 @@ def level_option() -> Option:
 
 
 def limit(level: str) -> dict[str, str]:
-    """Limit the engine and PyTorch in this process, and in those that it starts, to a level. Return the settings.
+    """Limit the engine and PyTorch to a level, in this process and its child processes. Return the settings.
 
     It must be called before anything is computed. Raises InvalidArgument if the kernels of the level are not compiled.
     """

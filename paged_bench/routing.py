@@ -57,7 +57,7 @@ TIMEOUT = 120  # seconds for a turn
 SAMPLING = {"temperature": 0, "ignore_eos": True}
 RECOVERY = "until the hit rate recovers from the loss of a server"
 PARTS = ["conversations", "loss", "overhead"]
-# Options of Dynamo's frontend: those of `paged dynamo`, and the servers' block size, as its documentation recommends.
+# Options of Dynamo's frontend: those of `paged dynamo`, and the block size of the servers. Dynamo recommends to set it.
 FLAGS = {
     KV: (*router_flags("kv"), "--kv-cache-block-size", str(BLOCK_SIZE)),
     SESSIONS: (*router_flags("round-robin"), "--router-session-affinity-ttl-secs", "600"),

@@ -320,8 +320,8 @@ def sensitive_weights(model: PreTrainedModel) -> set[int]:
     """Return the addresses of the memory of weights that are rounded to 8 bits with int4.
 
     These are the output layer, which is the most sensitive, and the weights with the smallest linear layers, up to
-    SENSITIVE_SHARE of all elements. The smallest ones are those of keys and values that heads share, and routers. A
-    weight that several layers are views of, such as queries, keys and values, is as small as its smallest layer.
+    SENSITIVE_SHARE of all elements. In most models, these are keys and values, if several heads share them. If several
+    layers are views of one weight, such as queries, keys and values, the size of the smallest layer counts.
     """
     weights: dict[int, list[int]] = {}  # sizes of the layers that are in the same memory
     for size, weight in _linear_weights(model):

@@ -38,7 +38,7 @@ class PackedLinear(NamedTuple):
 
     @property
     def layout(self) -> list[int]:
-        """What describes `groups`, as the C++ operators take it."""
+        """The numbers by which the C++ operators read `groups`."""
         return [KINDS.index(self.kind), self.block_inputs, self.wide_scales, self.has_mins, self.int8_rows]
 
 
@@ -66,7 +66,7 @@ def pack_quantized(codes: Tensor, scales: Tensor, mins: Tensor | None, block_inp
     packed = _PACKERS[kind](F.pad(codes.view(torch.uint8), (0, -codes.shape[1] % step, 0, -len(codes) % GROUP)))
     used = packed.shape[1]  # steps; the last block may have fewer than the others
     packed = F.pad(packed.flatten(2), (0, 0, 0, blocks * (block_inputs // step) - used))
-    headers = [_group(part, 1).view(torch.uint8).flatten(2) for part in (scales, mins) if part is not None]
+    headers = [_group(part, 1).contiguous().view(torch.uint8).flatten(2) for part in (scales, mins) if part is not None]
     joined = torch.cat([*headers, packed.unflatten(1, (blocks, -1)).flatten(2)], 2).flatten(1)
     excess = packed.shape[2] * (packed.shape[1] - used)
     groups = _weights.copy(joined[:, : joined.shape[1] - excess])
@@ -89,10 +89,9 @@ def round_rows(x: Tensor, block_inputs: int) -> Tensor:
 
 
 def _group(rows: Tensor, together: int, *, multiple: int = 1) -> Tensor:
-    """Return [groups, columns / together, 16] or [..., together], with columns padded to a multiple."""
+    """Return a view [groups, columns / together, 16, together] of rows, with columns padded to a multiple."""
     padded = F.pad(rows, (0, -rows.shape[1] % multiple, 0, -rows.shape[0] % GROUP))
-    groups = padded.view(len(padded) // GROUP, GROUP, padded.shape[1] // together, together).transpose(1, 2)
-    return groups.contiguous()
+    return padded.view(len(padded) // GROUP, GROUP, padded.shape[1] // together, together).transpose(1, 2)
 
 
 # The functions below return the steps of codes [out_features, in_features] uint8, [groups, steps, ...].
@@ -110,7 +109,7 @@ def _pack_planes(codes: Tensor, bits: int) -> Tensor:
         high |= four >> 4 << number * (bits - 4)
     low = fours[:, :, 0::2] & 15 | fours[:, :, 1::2] << 4
     step = torch.cat([high[:, :, None], low], 2)  # [outputs, steps, 1 + fours / 2, 4]
-    return step.unflatten(0, (-1, GROUP)).permute(0, 2, 3, 1, 4).contiguous()
+    return step.unflatten(0, (-1, GROUP)).permute(0, 2, 3, 1, 4)
 
 
 _PACKERS: Mapping[str, Callable[[Tensor], Tensor]] = {

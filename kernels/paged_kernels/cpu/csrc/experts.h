@@ -22,8 +22,8 @@ void check_starts(const Tensor& starts, size_t experts, int64_t rows) {
     throw std::runtime_error("expert_linear: starts must increase from 0 to the number of rows, " + std::to_string(rows));
 }
 
-// Returns a number for the linear layers of all experts, which holds their weights until free_experts. The lists are
-// those of `weights_of`.
+// Returns a number for the linear layers of all experts, which holds their weights until free_experts. groups, layouts and
+// biases: as for `weights_of`.
 int64_t make_experts(std::vector<Tensor> groups, std::vector<int64_t> layouts, std::vector<OptionalTensor> biases, int64_t in_features, int64_t out_features, int64_t level) {
   std::vector<Weight> weights = weights_of(groups, layouts, biases);
   if (weights.empty()) throw std::runtime_error("make_experts: no experts");

@@ -97,19 +97,18 @@ struct Weight {  // `packed_linear.PackedLinear`, and the bias of the layer
 
 constexpr size_t layout_size = 5;
 
-// layout: that of `packed_linear.PackedLinear`.
-inline Weight weight_of(Tensor groups, const int64_t* layout, OptionalTensor bias) {
-  if (layout[0] < 0 || layout[0] > (int64_t)Format::int6) throw std::runtime_error("linear: unknown kind of codes " + std::to_string(layout[0]));
-  return {std::move(groups), std::move(bias), (Format)layout[0], layout[1], layout[2] != 0, layout[3] != 0, layout[4] != 0};
-}
-
-// The weights of several linear layers, by the elements of these lists. layouts: one after the other.
+// The weights of several linear layers, by the elements of these lists. layouts: the numbers that `PackedLinear.layout`
+// returns in Python, of one weight after the other.
 inline std::vector<Weight> weights_of(const std::vector<Tensor>& groups, const std::vector<int64_t>& layouts, const std::vector<OptionalTensor>& biases) {
   const size_t count = groups.size();
   if (layouts.size() != layout_size * count || biases.size() != count)
     throw std::runtime_error("linear: " + std::to_string(count) + " weights with lists of another length");
   std::vector<Weight> weights;
-  for (size_t i = 0; i < count; i++) weights.push_back(weight_of(groups[i], &layouts[layout_size * i], biases[i]));
+  for (size_t i = 0; i < count; i++) {
+    const int64_t* layout = &layouts[layout_size * i];
+    if (layout[0] < 0 || layout[0] > (int64_t)Format::int6) throw std::runtime_error("linear: unknown kind of codes " + std::to_string(layout[0]));
+    weights.push_back({groups[i], biases[i], (Format)layout[0], layout[1], layout[2] != 0, layout[3] != 0, layout[4] != 0});
+  }
   return weights;
 }
 
